@@ -38,9 +38,9 @@ def test_every_method_is_here() -> None:
 
 
 def test_methods_whose_server_needs_each_update() -> None:
-    """All others need sums alone, as it is set by default; a loss of each client is no update."""
-    each = {name for name in ours() if find_algorithm(name).needs_each_update(find_algorithm(name).settings())}
-    assert each == {"heurfedamp", "pefll", "pfedhn", "pfnm", "wga"}
+    """All others need only sums with their default settings; ``local`` has no rounds."""
+    each = {name for name in ours() if find_algorithm(name).sums_suffice(find_algorithm(name).settings()) is not None}
+    assert each == {"afl", "drfa", "heurfedamp", "local", "pefll", "pfedhn", "pfnm", "tr-maml", "wga"}
 
 
 ROSTER = {"afl", "drfa", "feddyn", "heurfedamp", "pefll", "pfedhn", "pfnm", "scaffold", "tr-maml", "wga"}
@@ -63,7 +63,7 @@ def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_pa
 
 @pytest.mark.parametrize("name", METHODS)
 def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
-    """With other validation and test examples all that a run makes is the same to the bit, of an unseen client, too."""
+    """With other validation and test examples all results of a run are equal to the bit, also for an unseen client."""
     data = clients(SIZES)
     found, other = (
         made_by(run(tmp_path / str(i), name, data=those, unseen=["c2"]))
@@ -77,7 +77,7 @@ def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"pfnm", "fedbn"}))  # MLPs alone; normalization layers
 def test_tokens_that_come_as_bytes_train_as_the_same_numbers_do(tmp_path: Path, name: str) -> None:
-    """Nothing that is computed has the type of what an LSTM reads."""
+    """No computed tensor has the type of the inputs of an LSTM."""
 
     def read(dtype: torch.dtype) -> list[ClientData]:
         found = []

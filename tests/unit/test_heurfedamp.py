@@ -93,7 +93,7 @@ def test_rounds_are_the_papers_and_the_absent_count_by_their_last_model(tmp_path
 
 
 def test_with_all_the_weight_on_itself_a_client_trains_alone_to_the_bit(tmp_path: Path) -> None:
-    """ξ_ii = 1 and no proximal term: three visits of SGD, whoever else is there."""
+    """ξ_ii = 1 and no proximal term: three visits of SGD, with any other clients."""
     s, p, data = made(self_weight=1.0, proximity=0.0), problem(), clients(SIZES)
     run = federation(tmp_path, HEURFEDAMP, s, p, data, rounds=3)
     start = run.state["models"]
@@ -126,7 +126,7 @@ def test_with_every_model_weighted_alike_it_is_uniform_fedavg(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("each_task")
 def test_a_client_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -> None:
-    """An unseen client, one of the roster that was never drawn, and everybody where nobody was."""
+    """An unseen client, a client of the roster that was never drawn, and all clients before any was drawn."""
     s, p, data = made(), problem(), clients(SIZES)
     run, other = (
         federation(tmp_path / name, HEURFEDAMP, s, p, d, rounds=1, cohort=1, unseen=["c2"])
@@ -168,5 +168,5 @@ def test_refusals() -> None:
     for key, value in (("self_weight", 1.1), ("sigma", -1.0), ("proximity", -1.0)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
-    assert HEURFEDAMP.needs_each_update(None)
+    assert HEURFEDAMP.sums_suffice(made()) is not None
     assert HEURFEDAMP.requires_fixed_population(made()) is not None

@@ -183,7 +183,7 @@ def every_joint_assignment(networks: int, length: int, cap: int) -> Iterator[lis
 
 
 def drawn(networks: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Neurons around shared atoms, so near that who belongs to whom is open, and unequal precisions, some of them 0."""
+    """Neurons around shared atoms, so close that the matching is ambiguous, and unequal precisions, some of them 0."""
     random = torch.Generator().manual_seed(seed)
     atoms = 1.5 * torch.randn(length + 1, 3, generator=random, dtype=torch.float64)
     rows = [torch.randperm(length + 1, generator=random)[:length] for _ in range(networks)]
@@ -272,7 +272,7 @@ def test_biases_shrink_towards_their_prior_mean(tmp_path: Path) -> None:
 
 
 def test_rounds_merge_and_go_on_from_ones_own_atoms(tmp_path: Path) -> None:
-    """Also where only some are drawn: who is not counts by its last network."""
+    """Also if only some are drawn: the others count by their last networks."""
     p, data, s = problem(), clients(SIZES), made(output="classes", sigma=0.5)
     runs = [federation(tmp_path / str(t), PFNM, s, p, data, rounds=t, cohort=2) for t in (1, 2, 3)]
     states = []
@@ -351,4 +351,4 @@ def test_refusals() -> None:
     for key in ("sigma", "sigma0", "gamma", "sweeps", "cap"):
         with pytest.raises(ValidationError, match=key):
             made(**{key: 0})
-    assert PFNM.needs_each_update(None)
+    assert PFNM.sums_suffice(made()) is not None

@@ -93,10 +93,7 @@ class FedSGD(base.Algorithm):
     server = FedSGDServer
     client = FedSGDClient
     messages = (Ask, Gradient, Take)
-
-    def titles(self, settings: FedSGDSettings) -> dict[str, str]:
-        """Return the name in tables of each predictor."""
-        return {"personal": "FedSGD", "global": "FedSGD"}
+    predictors = {"personal": "FedSGD", "global": "FedSGD"}
 
     def sums(self, settings: FedSGDSettings) -> SummedFields:
         """Return the sum of the gradients by numbers of examples, and that of the losses."""

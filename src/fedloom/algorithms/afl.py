@@ -114,27 +114,17 @@ class AFLSettings(Settings):
 class AgnosticFL(FedAvg):
     """Shared model for the worst mixture of the clients' distributions."""
 
-    no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
-
     name = "afl"
     settings = AFLSettings
+    server_class = AFLServer
+    no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
     predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: losses have no noise."""
-        return "Clients are weighted by their losses, which have no noise."
-
-    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> AFLServer:
-        """Return the server, which keeps a weight of each client."""
-        return AFLServer(self, settings, setup, generator)
+    roster_data = "a weight of each client"
+    no_example_privacy = "Clients are weighted by their losses, which have no noise."
 
     def sums(self, settings: Any) -> SummedFields:
         """Return none: the server weights each update."""
         return {}
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: each client has a weight."""
-        return base.no_place_for_new_clients(self.name)
 
 
 AFL = AgnosticFL()

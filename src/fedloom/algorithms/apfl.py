@@ -54,10 +54,7 @@ class AdaptivePersonalizedFL(FedAvg):
     needs = ("no buffers",)
     predictors = {"personal": "APFL", "global": "APFL, shared model"}
     stateful = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: w takes noisy steps, and v_i and α_i, which do not affect it, stay with their client."""
-        return None
+    no_example_privacy = None  # w takes noisy steps, and v_i and α_i, which do not affect it, stay with their client
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
         """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""

@@ -38,7 +38,7 @@ class Setup:
     """Facts about the problem known to both halves; the aggregator learns them from the manifest, never from data."""
 
     model: FlatModel  # of the clients, as a function of a flat θ
-    classes: int  # C; 0 if the targets are no classes
+    classes: int  # C; 0 for tasks without classes
     input_shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (tokens,)
     clients: int  # seen and unseen (the papers' n); 0 in an open federation
     dtype: torch.dtype = torch.float32
@@ -47,7 +47,7 @@ class Setup:
     same_clients: bool = True  # False for another partition, whose clients reuse ids of the roster
     targets: Targets | None = None  # of tasks other than classification
     protects_examples: bool = False  # by noisy steps (``federation.privacy.of: examples``)
-    seed: int = 0  # of the experiment, for what every process draws alike instead of sending it
+    seed: int = 0  # of the experiment, for numbers that every process draws itself instead of receiving them
 
     @property
     def outputs(self) -> int:
@@ -113,12 +113,12 @@ class Round(Protocol):
 
 
 def statistics_of(updates: Replies[Any]) -> Statistics:
-    """Return the statistics of updates with ``steps`` and ``loss``: the sum of the one, the mean of the other."""
+    """Return the total of the ``steps`` of updates, and the mean of their ``loss``."""
     return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
 
 class ServerAlgorithm(ABC):
-    """Server algorithm of an algorithm.
+    """Server side of a method.
 
     ``state`` holds everything that lasts between rounds; anything else is lost on resume. The loop restores the state
     if a round fails, or if a tensor that the round replaced is not finite. A method that changes tensors in place for
@@ -148,14 +148,14 @@ class ServerAlgorithm(ABC):
         return {}
 
     def answer_bounds(self, examples: int) -> Mapping[str, float]:
-        """Return :meth:`update_bounds` without those of changes of θ if it has buffers, which no step bounds."""
+        """Return :meth:`update_bounds`, without those of changes of θ if θ has buffers, whose moves nothing bounds."""
         bounds = self.update_bounds(examples)
         if not self.setup.model.layout.buffers:
             return bounds
         return {name: bound for name, bound in bounds.items() if not name.startswith("delta_")}
 
     def disclosed(self, statistics: Statistics) -> Statistics:
-        """Return the statistics of a round without a loss that clients did not tell, to protect their examples."""
+        """Return the statistics of a round, without the loss if clients withhold it to protect their examples."""
         if not self.setup.protects_examples:
             return statistics
         return {name: value for name, value in statistics.items() if name != "loss"}
@@ -168,8 +168,8 @@ class ServerAlgorithm(ABC):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Run the conversation in which each client gets its predictors, without changing the state.
 
-        Returns the replies to the last message. The client algorithm returns its predictors there, and the reply is
-        what the caller computes from them (metrics, for an evaluation).
+        Returns the replies to the last message, at which the client algorithm returns its predictors. The caller
+        computes the replies from them: metrics, for an evaluation.
 
         Raises
         ------
@@ -249,7 +249,7 @@ class Privacy:
     covers
         Names of the covered message classes; a client's other messages are not protected.
     clip
-        C: the largest ℓ2 norm of one example's contribution to a sum over n examples, of which the mean is sent.
+        C: largest ℓ2 norm of one example's term in a sum over n examples, which the client sends divided by n.
     noise_multiplier
         z: noise of standard deviation z·2C/n on each coordinate, 2C/n being the effect of replacing one example.
     delta
@@ -282,13 +282,23 @@ class Algorithm(ABC):
     keeps_buffers: ClassVar[bool] = False
     """True if clients can keep their own values of buffers that move in training (``model.buffers: local``)."""
     tasks: ClassVar[tuple[TaskName, ...]] = get_args(TaskName)
-    """Tasks that the method does."""
+    """Tasks that the method supports."""
     restriction: ClassVar[str] = ""
-    """Reason in one sentence why it does no other task."""
+    """Reason in one sentence why it supports no other task."""
     no_sums: ClassVar[str] = "needs each client's own update at the server"
     """Reason why its server needs more than sums over a cohort (:meth:`sums`), if it does: the end of a sentence."""
     needs_one_input: ClassVar[bool] = False
     """True if an example must be one tensor; else its inputs may have names."""
+    predictors: ClassVar[Mapping[str, str]] = {}
+    """Predictor -> name in tables, in reporting order."""
+    roster_data: ClassVar[str] = ""
+    """Data that the server keeps about a fixed set of clients, such as "a model of each client"; empty for none."""
+    no_example_privacy: ClassVar[str | None] = (
+        "Not all that its clients send follows from gradients of its local steps."
+    )
+    """Reason in one sentence why training cannot protect examples (:meth:`example_privacy`); None if it can."""
+    noisy_training: ClassVar[tuple[str, ...]] = ()
+    """Keys of settings of local training whose steps are noisy if examples are protected (:meth:`noisy_steps`)."""
     at_home: ClassVar[tuple[str, ...]] = ()
     """Keys of settings of local training whose results stay with the clients, and need no noise for examples."""
     answers_privately: ClassVar[bool] = False
@@ -308,8 +318,8 @@ class Algorithm(ABC):
         """Return the client algorithm."""
 
     def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name in tables of each predictor."""
-        return {}
+        """Return the name in tables of each predictor: by default ``predictors``."""
+        return self.predictors
 
     def labelled(self, settings: Any) -> bool:
         """Return True if a client needs labels to personalize; without labels there is no label mask."""
@@ -320,21 +330,18 @@ class Algorithm(ABC):
         return False
 
     def needs_each_update(self, settings: Any) -> bool:
-        """Return True if the server needs each client's own update, so that sums over clients do not suffice.
-
-        A loss is no update.
-        """
+        """Return True if these settings make a server that uses sums need each client's own update after all."""
         return False
 
     def sums(self, settings: Any) -> SummedFields:
-        """Return the answers of training of which the server uses only sums over the cohort; by default none.
+        """Return the answers in training that the server uses only as sums over the cohort; none by default.
 
-        Other answers of training reach the server as they are: ``sums_suffice`` says if they disclose no update.
+        Other answers in training reach the server one by one: they must not disclose an update (``sums_suffice``).
         """
         return {}
 
     def sums_suffice(self, settings: Any) -> str | None:
-        """Return why sums over the cohort do not suffice for the server, as a sentence's end; None if they do."""
+        """Return why sums over the cohort do not suffice for the server, as the end of a sentence; None if they do."""
         if not self.sums(settings):
             return self.no_sums
         if self.needs_each_update(settings):
@@ -344,29 +351,29 @@ class Algorithm(ABC):
     def example_privacy(self, settings: Any) -> str | None:
         """Return in a sentence why training cannot protect examples (``federation.privacy.of: examples``).
 
-        None if all that clients send in training, and all of their state that affects it, depends on their examples by
-        gradients of :class:`~fedloom.algorithms.client.LocalTrainer` alone, of batches that it draws, and by numbers of
-        examples. A method must say so itself.
+        None if all that clients send in training, and all of their state that affects it, depends on their examples
+        only through gradients of :class:`~fedloom.algorithms.client.LocalTrainer` on batches that it draws, and through
+        numbers of examples. A method must state this itself, here or by ``no_example_privacy``.
         """
-        return "Not all that its clients send follows from gradients of its local steps."
+        return self.no_example_privacy
 
     def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
         """Return the noisy steps of a training visit of a client with this many train examples.
 
         ``personalizing`` asks for those of a personalization whose results the client sends, which only clients that do
-        not train may make. A method that protects examples overrides this.
+        not train may make. By default they are those of ``noisy_training``, and personalization sends no results.
         """
-        return ()
+        return () if personalizing else tuple(getattr(settings, key).noisy(examples) for key in self.noisy_training)
 
     def noisy_sums_suffice(self, settings: Any) -> str | None:
-        """Return why noise on the sums does not make training private, as a sentence's end; None if it does.
+        """Return why noise on the sums does not make training private, as the end of a sentence; None if it does.
 
-        It does if the server learns from nothing but the sums' fields: updates, and what is declared as ``learned``.
+        It does if the server learns only from fields of the sums: updates, and statistics declared as ``learned``.
         """
         return None
 
     def needs_fine_sums(self, settings: Any) -> str | None:
-        """Return why secure sums of 32-bit integers are too coarse, as a sentence's end; None if they are not."""
+        """Return why secure sums of 32-bit integers are too coarse, as the end of a sentence; None if not."""
         return None
 
     def differentiates_twice(self, settings: Any) -> bool:
@@ -374,7 +381,7 @@ class Algorithm(ABC):
         return False
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
-        """Check that the method does the task of the clients' model, and can use the model.
+        """Check that the method supports the task of the clients' model, and can use the model.
 
         Raises
         ------
@@ -415,12 +422,14 @@ class Algorithm(ABC):
         return None
 
     def starts_alike(self, settings: Any) -> bool:
-        """Return True if clients start from the model's own initialization, which no message brings them."""
+        """Return True if clients start from the model's own initialization, which is not sent."""
         return False
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the key to change and a sentence if the method requires a fixed set of clients; None if not."""
-        return None
+        if not self.roster_data:
+            return None
+        return "name", f"the server of {self.name} keeps {self.roster_data}, so that none can join later; use fedavg"
 
     def privacy(self, settings: Any) -> Privacy | None:
         """Return the differential privacy guarantee; None if there is none."""
@@ -443,7 +452,7 @@ class Algorithm(ABC):
 
     @property
     def has_steps(self) -> bool:
-        """True if :meth:`after_steps` supports the method."""
+        """True if the method supports :meth:`after_steps`."""
         return "personalize_steps" in self.settings.model_fields
 
     def after_steps(self, settings: Any, steps: int) -> Any:
@@ -463,11 +472,6 @@ class Algorithm(ABC):
                 allowed=able,
             )
         return settings.model_copy(update={"personalize_steps": steps})
-
-
-def no_place_for_new_clients(name: str) -> tuple[str, str]:
-    """Return the answer of :meth:`Algorithm.requires_fixed_population` for a server with a place for each client."""
-    return "name", f"the server of {name} keeps data of each client, so that none can join later; use fedavg"
 
 
 def available() -> tuple[str, ...]:

@@ -78,8 +78,8 @@ def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tenso
 class Batch:
     """Examples of g clients; all tensors have a first axis g if g > 1.
 
-    It is a sample of the model's draws, too: every loss and gradient of it in training mode draws the same numbers.
-    Methods that use a batch several times in a step, such as for a difference of gradients, need that.
+    It also fixes the model's random draws: every loss and gradient of it in training mode draws the same numbers.
+    Methods that use a batch several times in a step, such as for a difference of gradients, need this.
     """
 
     x: Any  # [b, ...], or such tensors by name
@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def of_first(self) -> Batch:
-        """The first client's part of a stack, as of a client alone."""
+        """The first client's part of a stack, in the form of a single client."""
         y = None if self.y is None else self.y[0]
         of_each = None if self.each is None else self.each[:1]
         return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)
@@ -121,8 +121,8 @@ class TrainBatches:
     members
         Positions of the g clients in the group; all of them by default.
     at_home
-        True if nothing computed with them leaves the clients or affects what does, so that they need no noise. None:
-        True outside of training rounds.
+        True if nothing computed from them leaves the clients or affects what does, so that they need no noise. None:
+        True outside training rounds, False in them.
 
     Raises
     ------
@@ -260,7 +260,7 @@ class TrainBatches:
         return replace(batch, each=torch.tensor(each, dtype=torch.float64))
 
     def _sample(self, j: int, expected: int, purpose: str) -> Tensor:
-        """Draw positions of the j-th client's examples: each with probability ``expected`` / n, or so many of them."""
+        """Draw positions of the j-th client's examples: each with probability ``expected`` / n, or this many."""
         assert self.private is not None
         n = self.sizes[j]
         if expected == n:
@@ -273,7 +273,7 @@ class TrainBatches:
     ) -> Iterator[tuple[Batch, ...]]:
         """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all.
 
-        A noisy step has one batch, of ``accumulate`` times the size: its gradients are computed in pieces anyway.
+        A noisy step has one batch of ``accumulate`` times the size: its gradients are computed in pieces in any case.
         """
         n = s.accumulate
         if self.private is not None:
@@ -307,7 +307,7 @@ class TrainBatches:
         return one, other, (((b + 1) // 2).double() / b).view(-1, 1)
 
     def _refuse_if_private(self, what: str) -> None:
-        """Raise RuntimeError if steps are noisy: the method must not have been accepted."""
+        """Raise RuntimeError if steps are noisy: such a method should have been rejected."""
         if self.private is not None:
             raise RuntimeError(f"{what} would disclose examples without noise (federation.privacy: of examples)")
 

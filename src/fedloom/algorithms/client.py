@@ -38,7 +38,7 @@ Change: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], Mapping[
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Change of the gradients of every step, before λ_θ, clipping and the optimizer: as a term of the loss.
+    """Change of the gradients of every step, before λ_θ, clipping and the optimizer, like a term of the loss.
 
     ``given`` has vectors ``[g, d]`` for ``change``, which receives them as lists of leaves.
     """
@@ -61,7 +61,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class LongestFirst:
-    """Order of clients by their numbers of steps, most first: those that are done are the last rows of every tensor.
+    """Order of clients by numbers of steps, most first, so that clients that are done are the last rows of tensors.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class LongestFirst:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> LongestFirst:
-        """Return the order of clients that make so many steps."""
+        """Return the order of clients with these numbers of steps."""
         order = sorted(range(len(counts)), key=lambda j: -counts[j])
         return cls(tuple(order), tuple(counts[j] for j in order))
 
@@ -85,7 +85,7 @@ class LongestFirst:
         return _rows(values, self.order)
 
     def back(self, values: Tensor) -> Tensor:
-        """Return rows in this order as they were, the inverse of :meth:`rows`."""
+        """Return rows to their original order, the inverse of :meth:`rows`."""
         return _rows(values, sorted(range(len(self.order)), key=self.order.__getitem__))
 
 
@@ -95,23 +95,16 @@ class LocalTrainer(TrainBatches):
     Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` is the loss of the model as
     it predicts.
 
+    Parameters and errors are those of :class:`TrainBatches`. A group that fails at its opening, such as by batches of
+    different lengths, is served one by one.
+
     Parameters
     ----------
     mask_absent
         Set the logits of labels absent from a client's train split to -inf.
-    members
-        Positions of the g clients in the group; all of them by default.
     at_home
-        True for training whose results stay with the clients (:class:`TrainBatches`). Gradients of other training in a
-        round are noisy if the run protects examples, and the losses beside them are 0.
-
-    Raises
-    ------
-    NothingToTrainOn
-        If a client has no examples, or lacks the labels that the model needs.
-    ExperimentError
-        If there are several clients, and the model predicts by the batch, or it normalizes training batches, which have
-        different lengths (:meth:`batches`). A group that begins with that is then served one by one.
+        True for training whose results stay with the clients. Gradients of other training in a round are noisy if the
+        run protects examples, and the losses beside them are 0.
     """
 
     def __init__(
@@ -132,7 +125,7 @@ class LocalTrainer(TrainBatches):
         self._layout = model.layout
 
     def _masked(self, model: FlatModel) -> FlatModel:
-        """Mask the labels absent from a single client; several clients mask their own in :meth:`_loss`."""
+        """Mask the labels absent from a single client; several clients mask their own in :meth:`_value`."""
         return model if self._absent is None or self.stacked else masked(model, self._absent[0])
 
     # Parameters
@@ -191,7 +184,7 @@ class LocalTrainer(TrainBatches):
     def value(self, w: Parameters, *pieces: Batch) -> Tensor:
         """Return f_i(w_i) over the examples of some pieces, ``[g]``, in training mode, twice differentiable.
 
-        As any call in training mode, it moves the buffers of w in place.
+        Like any call in training mode, it moves the buffers of w in place.
         """
         self._refuse_if_private("a loss")
         parts = []
@@ -231,7 +224,8 @@ class LocalTrainer(TrainBatches):
         The gradient is with respect to the leaves ``of``, in their order, by default all of them. It is zero for a leaf
         that the model does not use. With ``differentiable`` it can itself be differentiated (for MAML).
 
-        If steps are noisy, it is that of :meth:`noisy_gradient`, and 0, unless what follows from it stays ``at_home``.
+        If steps are noisy, these are the results of :meth:`noisy_gradient`, whose losses are 0, except for a gradient
+        that is only used ``at_home``.
         """
         leaves = list(w.values()) if of is None else of
         if self.private is not None and not at_home:
@@ -382,7 +376,7 @@ def train(
     for gradients, loss in _gradients(local, w, names, batches, last):
         losses.append(local.padded(loss))
         step(changed(gradients), None)
-        del gradients  # before the next ones are computed: a large model's take as much memory as it does
+        del gradients  # free them before the next ones are computed: they take as much memory as the model
     del step, changed  # and the optimizer's state
     w.buffers |= start
     made = local.trained(local.join(w), losses, counts, key, s.lr)
@@ -396,9 +390,9 @@ def _gradients(
     steps: Iterable[Sequence[Batch]],
     last: Callable[[], LocalTrainer],
 ) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Yield the gradients and losses of each step, of the clients that are not done, which are the first of a stack.
+    """Yield the gradients and losses of each step, for the clients that are not done, which are the first of a stack.
 
-    The last of a stack trains by the trainer ``last()`` of it alone, whose step takes a fifth less than a stack of one.
+    The last remaining client uses its own trainer, ``last()``, whose step takes a fifth less time than a stack of one.
     """
     k, of, by = len(local.members), [w[name] for name in names], local
     for pieces in steps:

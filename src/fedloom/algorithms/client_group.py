@@ -74,19 +74,19 @@ class ClientGroup:
         return self._generator(self.clients[i].id, purpose)
 
     def stream(self, i: int, purpose: str, *, hidden: bool = False) -> torch.Generator:
-        """Return the generator of the i-th client for a purpose, which goes on from use to use in the conversation.
+        """Return a generator of the i-th client that keeps its state between uses in the conversation.
 
-        ``hidden`` asks for the :meth:`hidden` one.
+        ``hidden`` selects :meth:`hidden` in place of :meth:`generator`.
         """
         if (i, purpose) not in self._streams:
             self._streams[i, purpose] = (self.hidden if hidden else self.generator)(i, purpose)
         return self._streams[i, purpose]
 
     def hidden(self, i: int, purpose: str) -> torch.Generator:
-        """Return a generator of the i-th client whose seed the server does not know; in a simulation, that of the seed.
+        """Return a generator of the i-th client whose seed the server does not know; :meth:`generator` in a simulation.
 
-        For draws that an example brings along, such as its dropout. Where a guarantee depends on them, use
-        :meth:`uniform`: torch's generator uses 32 bits of a seed.
+        It is for draws that belong to an example, such as its dropout. If a guarantee depends on the draws, use
+        :meth:`uniform` instead: torch's generator uses only 32 bits of a seed.
         """
         if self._secret is None:
             return self.generator(i, purpose)
@@ -95,7 +95,7 @@ class ClientGroup:
         return made
 
     def uniform(self, i: int, purpose: str, size: int) -> Tensor:
-        """Return numbers ``[size]`` float64, uniform in [0, 1), that the server does not know, as :meth:`noise`."""
+        """Return numbers ``[size]`` float64, uniform in [0, 1), that the server does not know, like :meth:`noise`."""
         if self._secret is None:
             return torch.rand(size, dtype=torch.float64, generator=self.generator(i, purpose))
         words = self._words(i, purpose, self._moment(i, purpose), size)
@@ -131,7 +131,7 @@ class ClientGroup:
         return seed_from(self.generator(i, purpose)).to_bytes(8, "little")
 
     def _words(self, i: int, purpose: str, about: bytes, count: int) -> NDArray[np.uint64]:
-        """Return pseudorandom 64-bit words of the secret, the i-th client, a purpose, and more."""
+        """Return 64-bit words that are a pseudorandom function of the secret, the i-th client, and the arguments."""
         assert self._secret is not None
         parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
         key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)

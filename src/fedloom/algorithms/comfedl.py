@@ -21,7 +21,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import LocalTrainer, Parameters, laid_out, mean_loss, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
+from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, SharedModelServer, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
@@ -50,7 +50,7 @@ def composed_loss(losses: Tensor, gamma: float) -> Tensor:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class ComFedLServer(base.ServerAlgorithm):
+class ComFedLServer(SharedModelServer):
     """Server of ComFedL: w̄ ← the uniform mean of w_τ^i over the clients that answered."""
 
     def __init__(self, settings: ComFedLSettings, setup: Setup, generator: torch.Generator) -> None:
@@ -98,10 +98,6 @@ class ComFedLServer(base.ServerAlgorithm):
             **{f"r.{client}": weight for client, weight in zip(clients, r.tolist(), strict=True)},
         }
 
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model, which each client adapts."""
-        return cohort.send(PersonalizeRequest(self.state["theta"]))
-
     def _refuse_left(self, cohort: Cohort, updates: Replies[CompositionalUpdate]) -> None:
         """Raise if a client left the finite range in its steps, which it names unless only sums are known."""
         if not isinstance(updates, Sums):
@@ -143,8 +139,8 @@ class ComFedLClient(base.ClientAlgorithm):
         shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
         if self.settings.scale != "literal":
             there = loss_at_shared_model(self.setup.model, theta, clients, self.settings)
-            told: LossShift = yield LossAtSharedModel(there)
-            shift, held = told.shift, there if self.settings.holds else None
+            received: LossShift = yield LossAtSharedModel(there)
+            shift, held = received.shift, there if self.settings.holds else None
         yield compositional_sgd(self.setup.model, theta, clients, self.settings, shift, held)
         return None
 
@@ -173,9 +169,9 @@ def compose_loss(
 ) -> Tensor:
     """Return ℓ^i(f^i(w)), the loss whose exponential g^i takes, for each client: ``[g]`` (lines 9 and 11).
 
-    Robust averaging (eq. 6) uses f_B(w): g is no expectation, so there is no second batch. ComFedL-DAMAML (eq. 10) uses
-    f_B̃(w - η∇f_B(w)), whose inner derivative is I - η∇²f_B(w), or I to first order. With gradients disabled, the
-    models are evaluated as they predict.
+    Robust averaging (eq. 6) uses f_B(w), without a second batch, because g is not an expectation. ComFedL-DAMAML
+    (eq. 10) uses f_B̃(w - η∇f_B(w)), whose inner derivative is I - η∇²f_B(w), or I to first order. With gradients
+    disabled, the models are in evaluation mode.
     """
     value = local.value if torch.is_grad_enabled() else local.measured
     if s.objective == "robust":
@@ -264,7 +260,7 @@ class LocalSteps(LocalSGD):
     """Settings of lines 7-14 of Algorithm 1. λ_θ, momentum and clipping, which the paper lacks, act on u, outside g."""
 
     steps: int | None = Field(default=5, ge=1, description="τ, the synchronization gap; null if epochs is set")
-    lr: float = Field(default=0.01, gt=0, description="η")
+    lr: float = Field(default=0.01, gt=0, description="learning rate η")
     momentum: float | None = Field(
         default=0.0, ge=0, lt=1, description="momentum of sgd, fresh at every visit; the paper has none"
     )
@@ -378,14 +374,8 @@ class ComFedL(base.Algorithm):
     server = ComFedLServer
     client = ComFedLClient
     messages = (SharedModel, LossAtSharedModel, LossShift, CompositionalUpdate, PersonalizeRequest)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: losses have no noise."""
-        return "Clients scale their gradients by exponentials of losses, which have no noise."
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "ComFedL", "global": "ComFedL, shared model"}
+    predictors = {"personal": "ComFedL", "global": "ComFedL, shared model"}
+    no_example_privacy = "Clients scale their gradients by exponentials of losses, which have no noise."
 
     def sums(self, settings: Any) -> SummedFields:
         """Return the sum of the updates; losses at the shared model are answers of their own."""

@@ -61,10 +61,7 @@ class Ditto(FedAvg):
     predictors = {"personal": "Ditto", "global": "Ditto, shared model"}
     stateful = True
     at_home = ("personal",)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: w takes noisy steps, and v_i, which does not affect it, stays with its client."""
-        return None
+    no_example_privacy = None  # w takes noisy steps, and v_i, which does not affect it, stays with its client
 
     def train(self, model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> Trained:
         """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""

@@ -8,7 +8,7 @@ average of the models after a random local step t', evaluated by clients drawn u
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 from pydantic import Field, model_validator
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.afl import ClientWeights, concentration
-from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
-from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Predictors
+from fedloom.messages import Message, Quantity, broadcast, rows
 
 
 class DRFATrainRequest(Message):
@@ -52,7 +51,7 @@ class BatchLoss(Message):
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-class DRFAServer(base.ServerAlgorithm):
+class DRFAServer(SharedModelServer):
     """Server of DRFA, which keeps w and λ."""
 
     def __init__(self, settings: DRFASettings, setup: Setup, generator: torch.Generator) -> None:
@@ -79,15 +78,9 @@ class DRFAServer(base.ServerAlgorithm):
         self.state["weights"] = self.weights.ascend(weights, rate, asked.clients, losses)  # lines 15-16
         return base.statistics_of(updates) | concentration(self.state["weights"])
 
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model."""
-        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
-
-class DRFAClient(base.ClientAlgorithm):
+class DRFAClient(FineTuningClient):
     """Client of DRFA, which trains and reports its loss."""
-
-    predictors = ("personal", "global")
 
     @conversation
     def train(self, clients: ClientGroup, opening: DRFATrainRequest) -> Conversation:
@@ -115,18 +108,6 @@ class DRFAClient(base.ClientAlgorithm):
         batch = next(local.batches(s.batch_size, [1] * len(clients), "loss", augmented=False))
         yield BatchLoss(local.measured(w, batch).double()[:, None])
         return None
-
-    @conversation
-    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
-        """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
-        model, start = self.setup.model, opening.theta.expand(len(clients), -1)
-        sgd, steps = self.settings.local, self.settings.personalize_steps
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the steps of fine-tuning for ``personal``."""
-        steps: int = self.settings.personalize_steps
-        return steps if predictor == "personal" else 0
 
 
 class DRFASettings(Settings):
@@ -160,14 +141,9 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     server = DRFAServer
     client = DRFAClient
     messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: losses have no noise."""
-        return "Clients are weighted by their losses, which have no noise."
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "DRFA + fine-tuning", "global": "DRFA"}
+    predictors = {"personal": "DRFA + fine-tuning", "global": "DRFA"}
+    roster_data = "a weight of each client"
+    no_example_privacy = "Clients are weighted by their losses, which have no noise."
 
     def sums(self, settings: DRFASettings) -> SummedFields:
         """Return the sum of the updates; losses are answers of their own."""
@@ -176,10 +152,6 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     def noisy_sums_suffice(self, settings: DRFASettings) -> str | None:
         """Return the reason: cohorts depend on data."""
         return "draws cohorts by weights that follow the clients' losses, which have no noise"
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: each client has a weight."""
-        return base.no_place_for_new_clients(self.name)
 
 
 DRFA = DistributionallyRobustFedAvg()

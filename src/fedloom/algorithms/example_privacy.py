@@ -59,17 +59,17 @@ def check_example_privacy(method: Algorithm, settings: Any) -> None:
 
 
 def _is_stated(method: Algorithm) -> bool:
-    """Return True if no class of a method overrides what its clients do after one that states what they disclose."""
+    """Return True if the class that states what clients disclose also defines, or inherits, all that they do."""
     classes = type(method).__mro__
 
-    def at(name: str) -> int:
-        return next((i for i, cls in enumerate(classes) if name in vars(cls)), len(classes))
+    def first_with(*names: str) -> int:
+        return next((i for i, cls in enumerate(classes) if not vars(cls).keys().isdisjoint(names)), len(classes))
 
-    return at("example_privacy") <= min(at("train"), at("client"))
+    return first_with("example_privacy", "no_example_privacy") <= first_with("train", "client")
 
 
 def _refused(method: Algorithm, settings: Any) -> Iterator[tuple[str, object, str]]:
-    """Yield settings of noisy steps that have no meaning there, or use data, as key, value and what to do."""
+    """Yield settings that noisy steps do not permit, as key, value and advice."""
     for name, local in settings:
         if name in method.at_home or not hasattr(local, "mask_absent"):
             continue

@@ -24,7 +24,7 @@ from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel, Layout
 
 SETTLED = 10
-"""Epochs of which the losses are compared."""
+"""Number of last epochs whose losses are compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def learned(
 def starts(
     model: FlatModel, group: ClientGroup, shared: Tensor, s: FedALASettings
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return Θ̂_i of all clients of the group, what they keep of its making, and the steps made on W_i."""
+    """Return Θ̂_i of all clients of the group, the other state that they keep, and the steps made on W_i."""
     layers = LastLayers.of(model.layout, s.layers)
     own, steps = group.load_state("theta", shared), torch.zeros(len(group), 1, dtype=torch.float64)
     weights = group.load_state("weights", torch.ones_like(shared[:, : len(layers.at)]))
@@ -132,10 +132,7 @@ class FedALA(FedAvg):
     settings = FedALASettings
     predictors = {"personal": "FedALA", "global": "FedALA, shared model"}
     stateful = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: W_i."""
-        return "The weights W_i by which a client starts follow losses and gradients that have no noise."
+    no_example_privacy = "The weights W_i by which a client starts follow losses and gradients that have no noise."
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedALASettings) -> Trained:
         """Perform lines 2-8."""

@@ -22,7 +22,6 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.model_needs import check_needs
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
@@ -61,124 +60,12 @@ class PersonalizeRequest(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [s]
 
 
-# --- the method -------------------------------------------------------------------------------------------------------
-
-
-class FedAvg(base.Algorithm):
-    """Federated averaging; other methods with a shared model are subclasses.
-
-    ``s`` are the settings, and ``shared`` is the shared part of the model: ``[s]`` on the server, and a row for each of
-    g clients ``[g, s]`` on the clients.
-    """
-
-    name = "fedavg"
-    settings: ClassVar[Any] = FedAvgSettings
-    keeps_buffers = True
-    predictors: ClassVar[Mapping[str, str]] = {"personal": "FedAvg + fine-tuning", "global": "FedAvg"}
-    """Predictor -> name in tables, in the order in which :meth:`personalize` returns the predictors."""
-    shared: ClassVar[Literal["all", "body", "head"]] = "all"
-    """Part of the model that is sent, averaged and checkpointed: the ``body`` is all but the last linear layer."""
-    sends_all: ClassVar[bool] = False
-    """True if the server keeps and sends all of θ, and the part that is not shared keeps its initial values.
-
-    The clients' methods then receive θ ``[g, d]``; :meth:`train` still returns the shared part.
-    """
-    stateful: ClassVar[bool] = False
-    """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
-    update: ClassVar[type[Update]] = Update
-    """Class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks."""
-
-    def train(self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any) -> Trained:
-        """Train the clients in a round; ``theta`` of the result is the shared part."""
-        return train(model, group, shared, s.local)
-
-    def aggregate(self, shared: Tensor, updates: Replies[Any], s: Any) -> Tensor:
-        """Return the shared part after a round: θ + lr Σ p_i Δθ_i."""
-        change: Tensor = s.server_lr * mean_update(updates, s)
-        return shared + change
-
-    def personalize(
-        self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any
-    ) -> Mapping[str, Tensor] | Predictors:
-        """Return θ ``[g, d]`` of each predictor, or predictors that are not vectors."""
-        return fine_tune(model, group, shared, s.local, s.personalize_steps)
-
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return the SGD steps by which a client with this many train examples gets ``personal``."""
-        steps: int = s.personalize_steps
-        return steps
-
-    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
-        bounds: Mapping[str, float] = s.local.update_bounds(examples)
-        return bounds
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: clients send what :func:`~fedloom.algorithms.client.train` makes of the model.
-
-        A subclass that overrides :meth:`train` must override this, too; otherwise it is refused.
-        """
-        return None
-
-    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
-        """Return the steps of ``local``; personalized models stay with their clients."""
-        return () if personalizing else (settings.local.noisy(examples),)
-
-    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
-        """Return the server algorithm; override it if rounds differ, or if more than the model is kept."""
-        return FedAvgServer(self, settings, setup, generator)
-
-    def client(self, settings: Any, setup: Setup) -> base.ClientAlgorithm:
-        """Return the client algorithm."""
-        return FedAvgClient(self, settings, setup)
-
-    @property
-    def messages(self) -> tuple[type[Message], ...]:
-        """The three message classes."""
-        return (SharedModel, self.update, PersonalizeRequest)
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return ``predictors``."""
-        return self.predictors
-
-    def sums(self, settings: Any) -> SummedFields:
-        """Return the sum of the updates, by the weights of the mean."""
-        weighting = settings.weighting if isinstance(settings, Averaging) else "uniform"
-        return sums_of(self.update, delta_theta=Summed(weighting))
-
-    def needs_each_update(self, settings: Any) -> bool:
-        """Return True if norms are bounded or the mean is trimmed."""
-        return isinstance(settings, Averaging) and settings.robust
-
-    def check_model(self, settings: Any, model: FlatModel) -> None:
-        """Check the needs; a method that shares a part of the model also needs a head."""
-        super().check_model(settings, model)
-        if self.shared != "all":
-            check_needs(self.name, ("head",), model)
-
-    def part(self, setup: Setup) -> slice:
-        """Return the slice of θ that clients train together: shared, but for what they keep."""
-        size = setup.model.layout.body_size
-        return {"all": slice(None), "body": slice(size), "head": slice(size, None)}[self.shared]
-
-    def kept(self, model: FlatModel, s: Any) -> tuple[str, ...]:
-        """Return the entries of which each client keeps its own values: moving buffers, if they are local."""
-        return model.layout.buffers if model.layout.local_buffers else ()
-
-    def division(self, setup: Setup, s: Any) -> Division:
-        """Return the division of the trained part into what is shared and what each client keeps."""
-        layout = setup.model.layout
-        part = torch.arange(layout.size)[self.part(setup)]
-        is_kept = layout.mask(self.kept(setup.model, s))[part]
-        if not is_kept.any():
-            return Division(part, is_kept, None)
-        first = setup.model.init(torch.Generator().manual_seed(setup.seed), setup.dtype)
-        return Division(part, is_kept, first[part[is_kept]])
+# --- the two halves ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Coordinates that clients train together: those that are sent, and those of which each client keeps its own.
+    """Coordinates that clients train: those that are sent, and those that each client keeps for itself.
 
     Attributes
     ----------
@@ -187,7 +74,7 @@ class Division:
     is_kept
         ``[p]`` bool, True for coordinates that are never sent.
     first
-        Values of these for a client without a state; None if there are none.
+        Values of the kept coordinates for a client without a state; None if none are kept.
     """
 
     part: Tensor
@@ -196,11 +83,11 @@ class Division:
 
     @property
     def sent(self) -> Tensor:
-        """Places in θ of what is sent."""
+        """Places in θ of the coordinates that are sent."""
         return self.part[~self.is_kept]
 
     def restored(self, group: ClientGroup, sent: Tensor) -> Tensor:
-        """Return what is sent ``[s]`` together with each client's own values, ``[g, p]``."""
+        """Return the sent values ``[s]`` combined with those that each client kept, ``[g, p]``."""
         if self.first is None:
             return sent.expand(len(group), -1)
         found = sent.new_empty(len(group), len(self.part))
@@ -218,7 +105,15 @@ class Division:
         return values if self.first is None else values[:, ~self.is_kept]
 
 
-class FedAvgServer(base.ServerAlgorithm):
+class SharedModelServer(base.ServerAlgorithm):
+    """Server that keeps a shared model ``theta``, and sends it for clients to personalize."""
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared model."""
+        return cohort.send(PersonalizeRequest(self.state["theta"]))
+
+
+class FedAvgServer(SharedModelServer):
     """Server that keeps the shared model, or its shared part, and moves it by the result of ``aggregate``."""
 
     def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
@@ -258,13 +153,9 @@ class FedAvgServer(base.ServerAlgorithm):
         self.state["theta"] = theta
         return base.statistics_of(updates) | norms_of(updates, self.settings)
 
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model for the clients to personalize."""
-        return cohort.send(PersonalizeRequest(self.state["theta"]))
-
 
 class FedAvgClient(base.ClientAlgorithm):
-    """Client that trains and personalizes the shared model as its method says."""
+    """Client that trains and personalizes the shared model by its method."""
 
     def __init__(self, method: FedAvg, settings: Any, setup: Setup) -> None:
         super().__init__(settings, setup)
@@ -274,7 +165,7 @@ class FedAvgClient(base.ClientAlgorithm):
         self._part = method.part(setup) if method.sends_all else slice(None)  # of the sent tensor
 
     def _start(self, clients: ClientGroup, sent: Tensor) -> Tensor:
-        """Return what the method's clients start from ``[g, p]``: what was sent, with what each has kept."""
+        """Return the starting points of the clients ``[g, p]``: the values sent, with those that each client kept."""
         if not self.method.sends_all or self._division.first is None:
             return self._division.restored(clients, sent)
         start = sent.repeat(len(clients), 1)
@@ -288,7 +179,7 @@ class FedAvgClient(base.ClientAlgorithm):
         return None
 
     def _update(self, clients: ClientGroup, sent: Tensor) -> Update:
-        """Return the answer; an open conversation then holds nothing else of the training."""
+        """Return the answer; as a separate function, whose tensors the open conversation does not keep alive."""
         start = self._start(clients, sent)
         trained = self.method.train(self.setup.model, clients, start, self.settings)
         self._division.keep(clients, trained.theta)
@@ -314,7 +205,138 @@ class FedAvgClient(base.ClientAlgorithm):
         return self.method.personalization_steps(self.settings, examples) if predictor == "personal" else 0
 
 
+# --- the method -------------------------------------------------------------------------------------------------------
+
+
+class FedAvg(base.Algorithm):
+    """Federated averaging; other methods with a shared model are subclasses.
+
+    ``s`` are the settings, and ``shared`` is the shared part of the model: ``[s]`` on the server, and a row for each of
+    g clients ``[g, s]`` on the clients.
+    """
+
+    name = "fedavg"
+    settings: ClassVar[Any] = FedAvgSettings
+    keeps_buffers = True
+    predictors: ClassVar[Mapping[str, str]] = {"personal": "FedAvg + fine-tuning", "global": "FedAvg"}
+    # Clients send what ``train`` makes of the model. A subclass that overrides :meth:`train` must state its own answer.
+    no_example_privacy: ClassVar[str | None] = None
+    noisy_training: ClassVar[tuple[str, ...]] = ("local",)
+    shared: ClassVar[Literal["all", "body", "head"]] = "all"
+    """Part of the model that is sent, averaged and checkpointed: the ``body`` is all but the last linear layer."""
+    sends_all: ClassVar[bool] = False
+    """True if the server keeps and sends all of θ, and the part that is not shared keeps its initial values.
+
+    The clients' methods then receive θ ``[g, d]``; :meth:`train` still returns the shared part.
+    """
+    stateful: ClassVar[bool] = False
+    """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
+    update: ClassVar[type[Update]] = Update
+    """Class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks."""
+    server_class: ClassVar[type[FedAvgServer]] = FedAvgServer
+    """Class of the server algorithm; another one if rounds differ, or if more than the model is kept."""
+
+    def train(self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any) -> Trained:
+        """Train the clients in a round; ``theta`` of the result is the shared part."""
+        return train(model, group, shared, s.local)
+
+    def aggregate(self, shared: Tensor, updates: Replies[Any], s: Any) -> Tensor:
+        """Return the shared part after a round: θ + lr Σ p_i Δθ_i."""
+        change: Tensor = s.server_lr * mean_update(updates, s)
+        return shared + change
+
+    def personalize(
+        self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any
+    ) -> Mapping[str, Tensor] | Predictors:
+        """Return θ ``[g, d]`` of each predictor, or predictors that are not vectors."""
+        return fine_tune(model, group, shared, s.local, s.personalize_steps)
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the SGD steps by which a client with this many train examples gets ``personal``."""
+        steps: int = s.personalize_steps
+        return steps
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
+        bounds: Mapping[str, float] = s.local.update_bounds(examples)
+        return bounds
+
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
+        """Return the server algorithm, of ``server_class``."""
+        return self.server_class(self, settings, setup, generator)
+
+    def client(self, settings: Any, setup: Setup) -> base.ClientAlgorithm:
+        """Return the client algorithm."""
+        return FedAvgClient(self, settings, setup)
+
+    @property
+    def messages(self) -> tuple[type[Message], ...]:
+        """The three message classes."""
+        return (SharedModel, self.update, PersonalizeRequest)
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sum of the updates, by the weights of the mean."""
+        weighting = settings.weighting if isinstance(settings, Averaging) else "uniform"
+        return sums_of(self.update, delta_theta=Summed(weighting))
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True if norms are bounded or the mean is trimmed."""
+        return isinstance(settings, Averaging) and settings.robust
+
+    def check_model(self, settings: Any, model: FlatModel) -> None:
+        """Check the needs; a method that shares a part of the model also needs a head."""
+        super().check_model(settings, model)
+        if self.shared != "all":
+            check_needs(self.name, ("head",), model)
+
+    def part(self, setup: Setup) -> slice:
+        """Return the slice of θ that clients train: the shared part, including entries that each client keeps."""
+        size = setup.model.layout.body_size
+        return {"all": slice(None), "body": slice(size), "head": slice(size, None)}[self.shared]
+
+    def kept(self, model: FlatModel, s: Any) -> tuple[str, ...]:
+        """Return the entries that each client keeps for itself: moving buffers, if they are local."""
+        return model.layout.buffers if model.layout.local_buffers else ()
+
+    def division(self, setup: Setup, s: Any) -> Division:
+        """Return the division of the trained part into shared coordinates and those that each client keeps."""
+        layout = setup.model.layout
+        part = torch.arange(layout.size)[self.part(setup)]
+        is_kept = layout.mask(self.kept(setup.model, s))[part]
+        if not is_kept.any():
+            return Division(part, is_kept, None)
+        first = setup.model.init(torch.Generator().manual_seed(setup.seed), setup.dtype)
+        return Division(part, is_kept, first[part[is_kept]])
+
+
 # --- parts that other methods use -------------------------------------------------------------------------------------
+
+
+class FineTuningClient(base.ClientAlgorithm):
+    """Client that personalizes the shared model by local steps."""
+
+    predictors = ("personal", "global")
+
+    @property
+    def sgd(self) -> LocalSGD:
+        """Settings of the local steps: those of training, unless a method overrides this."""
+        local: LocalSGD = self.settings.local
+        return local
+
+    def model_of(self, theta: Tensor) -> FlatModel:
+        """Return the model whose parameters the server sent: that of the setup, unless a method overrides this."""
+        return self.setup.model
+
+    @conversation
+    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
+        """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
+        model, start = self.model_of(opening.theta), opening.theta.expand(len(clients), -1)
+        sgd, steps = self.sgd, self.settings.personalize_steps
+        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Return ``personalize_steps`` for ``personal``."""
+        return self.settings.personalize_steps if predictor == "personal" else 0
 
 
 def fine_tune(model: FlatModel, group: ClientGroup, theta: Tensor, sgd: LocalSGD, steps: int) -> dict[str, Tensor]:

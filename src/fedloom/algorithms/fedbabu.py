@@ -7,8 +7,6 @@ body.
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 
@@ -35,10 +33,7 @@ class FedBABU(FedAvg):
     predictors = {"personal": "FedBABU", "global": "FedBABU, shared body and first head"}
     shared = "body"
     sends_all = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: the body's steps are noisy."""
-        return None
+    no_example_privacy = None  # the body's steps are noisy
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
         """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
@@ -53,10 +48,9 @@ class FedBABU(FedAvg):
             personal = train(model, group, theta, sgd, purpose="fine-tune").theta
         return {"personal": personal, "global": theta}
 
-    def personalization_steps(self, s: Any, examples: int) -> int:
+    def personalization_steps(self, s: FedBABUSettings, examples: int) -> int:
         """Return the steps of fine-tuning."""
-        steps: int = s.local.with_steps(epochs=s.personalize_epochs).count(examples)
-        return steps
+        return s.local.with_steps(epochs=s.personalize_epochs).count(examples)
 
 
 FEDBABU = FedBABU()

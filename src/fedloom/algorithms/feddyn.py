@@ -60,14 +60,13 @@ class FedDynSettings(Settings):
 class FedDyn(FedAvg):
     """FedAvg with dynamic regularization."""
 
+    server_class = FedDynServer
     name = "feddyn"
     settings = FedDynSettings
     predictors = {"personal": "FedDyn + fine-tuning", "global": "FedDyn"}
     stateful = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: g_i follows from the results of noisy steps."""
-        return None
+    roster_data = "a mean over all clients"
+    no_example_privacy = None  # g_i follows from the results of noisy steps
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedDynSettings) -> Trained:
         """Run SGD on f_i(w) - ⟨g_i, w⟩ + α/2 ‖w - w_t‖² from w_t (line 3), and renew g_i (line 4)."""
@@ -83,14 +82,6 @@ class FedDyn(FedAvg):
         moved = (trained.theta - theta).masked_fill(model.layout.mask(model.layout.buffers).to(theta.device), 0)
         group.save_state(g=g - s.alpha * moved)
         return trained
-
-    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> FedDynServer:
-        """Return the server that keeps h."""
-        return FedDynServer(self, settings, setup, generator)
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: h is a mean over a fixed roster."""
-        return "name", "the server of feddyn keeps a mean over all clients, so that none can join later; use fedavg"
 
 
 FEDDYN = FedDyn()

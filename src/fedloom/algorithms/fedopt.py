@@ -87,9 +87,7 @@ class FedYogiSettings(AdaptiveSettings):
 class FedOpt(FedAvg):
     """FedAvg with an optimizing server."""
 
-    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> OptimizingServer:
-        """Return the server with an optimizer."""
-        return OptimizingServer(self, settings, setup, generator)
+    server_class = OptimizingServer
 
 
 class FedAdam(FedOpt):

@@ -17,7 +17,6 @@ from torch import Tensor
 from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedrep import FedRep, with_heads
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -38,14 +37,8 @@ class FedPer(FedRep):
     settings = FedPerSettings
     predictors = {"personal": "FedPer"}
     head_key = "local"
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: body and head take the same noisy steps."""
-        return None
-
-    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
-        """Return the steps of ``local``."""
-        return FedAvg.noisy_steps(self, settings, examples, personalizing=personalizing)
+    no_example_privacy = None  # body and head take the same noisy steps
+    noisy_training = ("local",)
 
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: FedPerSettings) -> Trained:
         """Train a client as in Algorithm 1: SGD on φ and h_i at once."""

@@ -99,7 +99,8 @@ class FedProtoServer(base.ServerAlgorithm):
 class FedProtoClient(base.ClientAlgorithm):
     """Client that keeps its model."""
 
-    predictors, stateful = ("personal",), True
+    settings: FedProtoSettings
+    stateful = True
 
     @conversation
     def train(self, clients: ClientGroup, opening: PrototypeTrainRequest) -> Conversation:
@@ -128,8 +129,7 @@ class FedProtoClient(base.ClientAlgorithm):
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the steps of a new client's model."""
-        steps: int = self.settings.personalize_steps
-        return steps
+        return self.settings.personalize_steps
 
     def _own(self, clients: ClientGroup, opening: PrototypeTrainRequest) -> Tensor:
         """Return the clients' kept models ``[g, d]``; a new client's starts from the server's number, or its own."""
@@ -221,14 +221,8 @@ class FedProto(base.Algorithm):
     tasks = ("classification",)
     restriction = "Its prototypes are means of features by class."
     needs = ("labels", "head", "linear head", "features")
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: prototypes have no noise."""
-        return "Prototypes are means of a client's features, which have no noise."
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "FedProto"}
+    predictors = {"personal": "FedProto"}
+    no_example_privacy = "Prototypes are means of a client's features, which have no noise."
 
     def sums(self, settings: Any) -> SummedFields:
         """Return the sums of the prototypes and of the counts, by which the server divides."""

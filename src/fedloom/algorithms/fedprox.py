@@ -7,7 +7,7 @@ model; a client that completes only part of its steps still counts (§3.2, "tole
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 import torch
 from pydantic import Field, model_validator
@@ -53,10 +53,7 @@ class FedProx(FedAvg):
     name = "fedprox"
     settings = FedProxSettings
     predictors = {"personal": "FedProx + fine-tuning", "global": "FedProx"}
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: the proximal term is no data."""
-        return None
+    no_example_privacy = None  # the proximal term does not depend on data
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedProxSettings) -> Trained:
         """Run SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""

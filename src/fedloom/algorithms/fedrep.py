@@ -18,7 +18,6 @@ from torch import Tensor
 from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
@@ -33,7 +32,9 @@ def with_heads(model: FlatModel, group: ClientGroup, body: Tensor) -> Tensor:
 class FedRepSettings(Averaging):
     """Keys of ``algorithm`` for FedRep; ``weighting`` defaults to the paper's, uniform."""
 
-    weighting: Literal["examples", "uniform"] = Field(default="uniform", description="examples is the official code's")
+    weighting: Literal["examples", "uniform"] = Field(
+        default="uniform", description="average uniformly, or by n_i (official code)"
+    )
     local: LocalSGD = Field(default=LocalSGD(epochs=1), description="the body's training in a round")
     head: LocalSGD = Field(default=LocalSGD(epochs=10), description="the head's training in a round, before the body's")
     personalize_epochs: int = Field(default=20, ge=0, description="epochs that train a head for a client without one")
@@ -49,14 +50,8 @@ class FedRep(FedAvg):
     stateful = True
     head_key: ClassVar[str] = "head"
     """Key of the settings by which a new client trains its head."""
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: both trainings are noisy, the head's because it affects the body's gradients."""
-        return None
-
-    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
-        """Return the steps of the head and of the body."""
-        return () if personalizing else (settings.head.noisy(examples), settings.local.noisy(examples))
+    no_example_privacy = None  # both trainings are noisy, the head's because it affects the body's gradients
+    noisy_training: ClassVar[tuple[str, ...]] = ("head", "local")
 
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Trained:
         """Run ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""

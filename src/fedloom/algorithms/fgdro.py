@@ -17,18 +17,17 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
-from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Predictors
+from fedloom.messages import Message, Quantity, broadcast, rows
 
 
-class FGDROServer(base.ServerAlgorithm):
+class FGDROServer(SharedModelServer):
     """Server that keeps w, λ log v, m and, for Adam, q; exponentials are relative to its λ log v."""
 
     def __init__(self, settings: FGDROSettings, setup: Setup, generator: torch.Generator) -> None:
@@ -65,7 +64,7 @@ class FGDROServer(base.ServerAlgorithm):
         return base.statistics_of(updates) | {"objective": float(self.state["value"])}
 
     def _log(self, v: Tensor) -> Tensor:
-        """Return log v; raises FloatingPointError if there is none."""
+        """Return log v; raise FloatingPointError if v is not finite and positive."""
         if not 0 < float(v) < torch.inf:
             s = self.settings
             raise FloatingPointError(
@@ -74,15 +73,11 @@ class FGDROServer(base.ServerAlgorithm):
             )
         return v.log()
 
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model."""
-        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
-
-class FGDROClient(base.ClientAlgorithm):
+class FGDROClient(FineTuningClient):
     """Client that keeps u_i, the moving average of its loss."""
 
-    predictors, stateful = ("personal", "global"), True
+    stateful = True
 
     @conversation
     def train(self, clients: ClientGroup, opening: RobustModel) -> Conversation:
@@ -123,16 +118,11 @@ class FGDROClient(base.ClientAlgorithm):
         )
         return None
 
-    @conversation
-    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
-        """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
-        model, start = self.setup.model, opening.theta.expand(len(clients), -1)
-        sgd, steps = self.settings.fine_tuning, self.settings.personalize_steps
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the steps of fine-tuning for ``personal``."""
-        return self.settings.personalize_steps if predictor == "personal" else 0
+    @property
+    def sgd(self) -> LocalSGD:
+        """Settings of fine-tuning."""
+        found: LocalSGD = self.settings.fine_tuning
+        return found
 
 
 def _leaves(local: LocalTrainer, vectors: Tensor) -> list[Tensor]:
@@ -219,10 +209,7 @@ class FGDROKL(base.Algorithm):
     server = FGDROServer
     client = FGDROClient
     messages = (RobustModel, RobustUpdate, PersonalizeRequest)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: losses have no noise."""
-        return "Clients scale their gradients by exponentials of losses, which have no noise."
+    no_example_privacy = "Clients scale their gradients by exponentials of losses, which have no noise."
 
     def titles(self, settings: FGDROSettings) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -97,7 +97,7 @@ class SubspaceGenerator(DerivedModel):
         return view
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a first ψ: both networks as they are drawn alone, or h₂ changed so that v is always 0; and c = 0."""
+        """Return a first ψ: both networks drawn as usual, or with h₂ changed so that v is always 0; and c = 0."""
         h1, h2 = (network.init(generator, dtype) for network in (self.h1, self.h2))
         centre = torch.zeros(self.subspace.size, dtype=dtype)
         if self.at_origin:
@@ -181,6 +181,9 @@ class FLowDUP(FedAvg):
     needs = ("any vector", "no buffers")
     keeps_buffers = False
     predictors = {"personal": "FLowDUP"}
+    no_example_privacy = (
+        "All examples of a batch make one model together, so no example's part of a gradient can be clipped."
+    )
 
     def generating(self, s: FLowDUPSettings, setup: Setup) -> Setup:
         """Return the setup with the generator, whose vector is ψ, in place of the model."""
@@ -262,10 +265,6 @@ class FLowDUP(FedAvg):
             "unlabelled",
             "the fraction is drawn from a fixed roster; set it to 0, and pack unlabelled clients without targets",
         )
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: a batch makes the model together."""
-        return "All examples of a batch make one model together, so no example's part of a gradient can be clipped."
 
 
 FLOWDUP = FLowDUP()

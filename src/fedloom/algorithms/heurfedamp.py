@@ -18,7 +18,6 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.core.settings import Settings
@@ -158,26 +157,10 @@ class HeurFedAMP(base.Algorithm):
     server = HeurFedAMPServer
     client = HeurFedAMPClient
     messages = (Centre, Update, ClientModel)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: the proximal term is no data."""
-        return None
-
-    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
-        """Return the steps of ``local``."""
-        return () if personalizing else (settings.local.noisy(examples),)
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "HeurFedAMP"}
-
-    def needs_each_update(self, settings: Any) -> bool:
-        """Return True: it compares the models of any two clients."""
-        return True
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: the server keeps a model of each client."""
-        return base.no_place_for_new_clients(self.name)
+    predictors = {"personal": "HeurFedAMP"}
+    roster_data = "a model of each client"
+    no_example_privacy = None  # the proximal term does not depend on data
+    noisy_training = ("local",)
 
 
 HEURFEDAMP = HeurFedAMP()

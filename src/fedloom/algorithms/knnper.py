@@ -103,7 +103,7 @@ class Neighbours(ModelPredictor):
 
 def nearest_of(queries: Tensor, features: Tensor, k: int, *, left_out: bool = False) -> tuple[Tensor, Tensor]:
     """Return squared distances and positions ``[b, k]`` of at most k nearest; ``left_out`` excludes the query."""
-    # Matrix products would round: an example must be at distance 0 of itself, whatever the other queries.
+    # Matrix products would round, but the distance of an example from itself must be 0 in any batch of queries.
     squared = torch.cdist(queries, features, compute_mode="donot_use_mm_for_euclid_dist").square()
     if left_out:
         squared.fill_diagonal_(math.inf)
@@ -125,10 +125,12 @@ class KNNPerSettings(Averaging):
     neighbours: list[Annotated[int, Field(ge=1)]] = Field(
         default=[5, 10],
         min_length=1,
-        description="k to choose from; a client needs examples for the smallest",
+        description="values of k to choose from; a client needs at least as many examples as the smallest",
     )
     mixing: list[Annotated[float, Field(ge=0, le=1)]] = Field(
-        default=[i / 10 for i in range(11)], min_length=1, description="λ to choose from, the share of the neighbours"
+        default=[i / 10 for i in range(11)],
+        min_length=1,
+        description="values of λ to choose from, the share of the neighbours",
     )
     scale: float = Field(default=100.0, ge=1e-6, description="s of a neighbour's weight exp(-distance²/(D s))")
 

@@ -8,8 +8,6 @@ without a common start, the features of different clients would not mean the sam
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -44,10 +42,7 @@ class LGFedAvg(FedAvg):
     shared = "head"
     sends_all = True
     stateful = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: body and head take the same noisy steps."""
-        return None
+    no_example_privacy = None  # body and head take the same noisy steps
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> Trained:
         """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
@@ -65,10 +60,9 @@ class LGFedAvg(FedAvg):
             theta[new] = train(model, group, theta[new], sgd, members=new, only="body", purpose="personalize").theta
         return {"personal": theta}
 
-    def personalization_steps(self, s: Any, examples: int) -> int:
+    def personalization_steps(self, s: LGFedAvgSettings, examples: int) -> int:
         """Return the steps of a new client's body."""
-        steps: int = s.local.with_steps(epochs=s.personalize_epochs).count(examples)
-        return steps
+        return s.local.with_steps(epochs=s.personalize_epochs).count(examples)
 
 
 LGFEDAVG = LGFedAvg()

@@ -6,7 +6,6 @@ there are no rounds, and seen and unseen clients do not differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -51,6 +50,8 @@ class LocalServer(base.ServerAlgorithm):
 class LocalClient(base.ClientAlgorithm):
     """Client that runs SGD from its own random start."""
 
+    settings: LocalSettings
+
     @conversation
     def personalize(self, clients: ClientGroup, opening: LocalTrainRequest) -> Predictors:
         """Train the client's predictor."""
@@ -63,8 +64,7 @@ class LocalClient(base.ClientAlgorithm):
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the steps of the whole training."""
-        count: int = self.settings.local.count(examples)
-        return count
+        return self.settings.local.count(examples)
 
 
 class LocalSettings(Settings):
@@ -95,14 +95,8 @@ class LocalTraining(base.Algorithm):
     messages = (LocalTrainRequest,)
     trains = False
     has_steps = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: nothing is sent."""
-        return "There are no training rounds, and nothing that is sent depends on training."
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "Local"}
+    predictors = {"personal": "Local"}
+    no_example_privacy = "There are no training rounds, and nothing that is sent depends on training."
 
     def after_steps(self, settings: Any, steps: int) -> Any:
         """Return settings under which a client makes this many steps in all."""

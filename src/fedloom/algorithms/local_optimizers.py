@@ -21,8 +21,8 @@ LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
 _Move: TypeAlias = Callable[[list[Tensor], bool], None]
 """Step in place along gradients, one for each leaf.
 
-If the flag is set, SGD rounds lr · step before it subtracts it, where torch rounds once: ComFedL, which names the
-active clients of a step, always did, and its bits are kept.
+If the flag is set, SGD rounds lr · step before subtracting it, whereas torch rounds once. ComFedL, which passes the
+active clients of each step, has always done so, and its results stay the same to the bit.
 """
 
 BETAS, EPS = (0.9, 0.999), 1e-8
@@ -55,11 +55,11 @@ def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
 
 
 def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay: bool) -> LocalStep:
-    """Return ``(gradients, active) -> None``, a step of active clients in place, whose optimizer begins afresh.
+    """Return ``(gradients, active) -> None``, a step of active clients in place, with a fresh optimizer.
 
-    It adds λ_θ's gradient if ``decay``, clips, and moves w by the optimizer at this rate; it may overwrite the
-    gradients. ``active`` is ``[g]`` bool; None for all clients. Gradients of the first k clients step these alone, and
-    no more than k do from then on.
+    A step adds the gradient of λ_θ's term if ``decay``, clips, and moves w by the optimizer at this rate; it may
+    overwrite the gradients. ``active`` is ``[g]`` bool; None for all clients. Gradients of only the first k clients
+    move these alone, and later gradients must not be of more.
     """
     move = _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
 
@@ -87,7 +87,7 @@ def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay:
 def _separate(gradients: list[Tensor]) -> list[Tensor]:
     """Return gradients that can be changed in place.
 
-    Autograd gives one tensor for two leaves that are only used as a sum, and tensors whose entries share memory.
+    Autograd may return one tensor for two leaves that are only used as a sum, or a tensor whose entries share memory.
     """
     seen: set[int] = set()
     found = []

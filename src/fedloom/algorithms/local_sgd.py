@@ -28,7 +28,7 @@ def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: 
 
 
 def check_one_batch(local: PlainSGD, why: str) -> None:
-    """Raise ValueError if steps average several mini-batches, and give the reason that a method's cannot."""
+    """Raise ValueError if steps average several mini-batches; ``why`` is the reason not to allow that."""
     if local.accumulate > 1:
         raise ValueError(f"local.accumulate: must be 1, because {why} (got {local.accumulate}); raise local.batch_size")
 
@@ -148,7 +148,7 @@ class LocalSGD(PlainSGD):
 
         A step moves θ by lr times the momentum (Nesterov's: clip + momentum · clip / (1 - momentum), which is the
         same), whose norm is at most clip / (1 - momentum); no factor of a schedule exceeds 1; a margin covers rounding.
-        Weight decay acts after clipping, and Adam's steps do not follow the norm, so that neither leaves a bound. See
+        Weight decay acts after clipping, and Adam's steps do not follow the norm, so neither has a bound. See
         :meth:`ServerAlgorithm.update_bounds`.
         """
         steps = self.count(examples)

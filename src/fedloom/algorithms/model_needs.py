@@ -17,7 +17,7 @@ Need: TypeAlias = Literal[
 
 ``labels``: its loss uses labels. ``head``: layers besides the last linear one. ``linear head``: that layer is not
 parametrized (no weight normalization), and its outputs are the logits. ``features``: it ends in a linear layer on
-features. ``default loss``: neither it nor a task of another package defines a loss. ``no buffers``: it has no buffers
+features. ``default loss``: its loss is that of a built-in task. ``no buffers``: it has no buffers
 that move in training, because the method has no training calls that move them. ``any vector``: every θ is a model,
 because the method generates or draws θ. ``normalization``: it has normalization layers.
 """
@@ -49,7 +49,7 @@ def check_batches(settings: Mapping[str, Any], model: FlatModel, section: str = 
 
 
 def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: FlatModel) -> None:
-    """Raise ExperimentError if the task of a model that uses labels is none of the method's."""
+    """Raise ExperimentError if a method does not support the task of a model that uses labels."""
     if not model.needs_labels or model.task.target_kind in tasks:
         return
     does = ", ".join(tasks[:-1]) + (" and " if tasks[:-1] else "") + tasks[-1]
@@ -62,7 +62,7 @@ def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: Fl
 
 
 def check_masks(settings: Any, model: FlatModel) -> None:
-    """Raise ExperimentError if settings mask absent labels of a model whose targets are no classes."""
+    """Raise ExperimentError if settings mask absent labels, but the model does not classify."""
     if model.task.target_kind == "classification" and model.needs_labels:
         return
     for key in _masks(settings, "algorithm."):
@@ -115,7 +115,7 @@ def _problem_of_buffers(need: Need, model: FlatModel) -> str | None:
         return f"cannot train running statistics, and this model has some ({buffers[0]}); {instead}"
     if need == "any vector" and model.constrained:
         return (
-            f"generates all of θ, and running statistics are no free parameters: a variance ({buffers[-1]}) is not "
+            f"generates all of θ, and running statistics are not free parameters: a variance ({buffers[-1]}) is not "
             "negative. Use GroupNorm or LayerNorm"
         )
     if need == "normalization" and not model.layout.normalization:

@@ -12,7 +12,6 @@ import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,10 +112,7 @@ class ModelContrastiveFL(FedAvg):
     needs = ("features", "head")
     predictors = {"personal": "MOON + fine-tuning", "global": "MOON"}
     stateful = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: the contrastive loss is one of each example, between models made by noisy steps."""
-        return None
+    no_example_privacy = None  # the contrastive loss is one of each example, between models made by noisy steps
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MOONSettings) -> Trained:
         """Perform lines 2-4; at a client's first visit both frozen models are w_t, and the term has no gradient."""

@@ -157,7 +157,7 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class PeFLLClient(base.ClientAlgorithm):
-    """Client of PeFLL: describes itself, trains the model it receives, and returns its half of the chain rule."""
+    """Client that describes its data, trains the model it receives, and returns its half of the chain rule."""
 
     settings: PeFLLSettings
 
@@ -197,7 +197,7 @@ class PeFLLClient(base.ClientAlgorithm):
         return self.settings.personalize_steps
 
     def _expanded(self, made: Tensor) -> Tensor:
-        """Return θ ``[g, d]`` of what the hypernetwork made: θ itself, or its coordinates ``[g, k]`` in a subspace."""
+        """Return θ ``[g, d]`` from the hypernetwork's output: θ itself, or its coordinates ``[g, k]`` in a subspace."""
         return made if self.subspace is None else self.subspace.expand(made)
 
     def _describe(
@@ -217,11 +217,11 @@ class PeFLLClient(base.ClientAlgorithm):
                 [layout.join(dict(zip(w, g, strict=True))) for w, g in zip(weights, gradients, strict=True)]
             )
 
-        told = [v_i.detach() for v_i in v]
+        sent = [v_i.detach() for v_i in v]
         if private is not None and private.noise_multiplier:
             for i, (x, y) in enumerate(visible):
-                told[i] = self._noisy(clients, i, f"{purpose}-noise", told[i], private, eta_v, x, y)
-        return torch.stack(told).to(eta_v.dtype), pullback
+                sent[i] = self._noisy(clients, i, f"{purpose}-noise", sent[i], private, eta_v, x, y)
+        return torch.stack(sent).to(eta_v.dtype), pullback
 
     @staticmethod
     def _noisy(
@@ -272,7 +272,8 @@ class DescriptorSettings(Settings):
     evaluate: Literal["batch", "all"] = Field(default="batch", description="data of the descriptor in prediction")
     batch_size: int = Field(default=32, ge=1, description="size of the descriptor's batch (papers/001, A.2)")
     standardize: Literal["none", "first"] = Field(
-        default="none", description="first: by mean and deviation of the first round's first one (official code)"
+        default="none",
+        description="first: by mean and deviation of the first descriptor of the first round (official code)",
     )
     privacy: DescriptorPrivacy | None = Field(
         default=None, description="descriptors leave a client clipped and with noise (docs/algorithms/pefll.md)"
@@ -327,7 +328,7 @@ class ServerUpdate(Settings):
 class PeFLLSettings(Settings):
     """Keys of ``algorithm`` for PeFLL."""
 
-    local: LocalSGD = Field(default=LocalSGD(steps=50), description="line 10")
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training (line 10)")
     lambda_h: float = Field(default=1e-3, ge=0, description="λ_h of λ_h‖η_h‖²")
     lambda_v: float = Field(default=1e-3, ge=0, description="λ_v of λ_v‖η_v‖²")
     descriptor: DescriptorSettings = Field(
@@ -335,7 +336,7 @@ class PeFLLSettings(Settings):
     )
     embedding: EmbeddingSettings = Field(default=EmbeddingSettings(), description="the embedding network η_v")
     hypernetwork: HypernetworkSettings = Field(default=HypernetworkSettings(), description="the hypernetwork η_h")
-    server: ServerUpdate = Field(default=ServerUpdate(), description="lines 17-18")
+    server: ServerUpdate = Field(default=ServerUpdate(), description="update of both networks (lines 17-18)")
     personalize_steps: int = Field(
         default=0,
         ge=0,
@@ -347,7 +348,7 @@ class PeFLLSettings(Settings):
         return self.descriptor.size if self.descriptor.size is not None else 1 + clients // 4
 
     def embedding_network(self, setup: Setup) -> EmbeddingNetwork:
-        """Return φ for the inputs of a problem."""
+        """Return φ for the inputs and targets of a problem."""
         size = self.descriptor_size(setup.clients)
         shape = () if setup.targets is None else setup.targets.shape
         target = setup.outputs, size, setup.model.task, shape, setup.model
@@ -421,13 +422,10 @@ class PeFLL(base.Algorithm):
         EmbeddingUpdate,
     )
     answers_privately = True
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: the embedding network's update has no noise."""
-        return (
-            "The update of the embedding network is a derivative of a descriptor of the client's examples, which has "
-            "no noise; algorithm.descriptor.privacy protects the descriptors of new clients."
-        )
+    no_example_privacy = (
+        "The update of the embedding network is a derivative of a descriptor of the client's examples, which has "
+        "no noise; algorithm.descriptor.privacy protects the descriptors of new clients."
+    )
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
@@ -439,10 +437,6 @@ class PeFLL(base.Algorithm):
         settings.embedding.check(model)
         if settings.hypernetwork.subspace is not None:
             settings.hypernetwork.subspace.check(model, "algorithm.hypernetwork.subspace")
-
-    def needs_each_update(self, settings: Any) -> bool:
-        """Return True: the hypernetwork learns from each client's own (line 12)."""
-        return True
 
     def labelled(self, settings: Any) -> bool:
         """Return True if the embedding network takes labels."""

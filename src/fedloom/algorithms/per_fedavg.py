@@ -112,13 +112,10 @@ class PerFedAvg(FedAvg):
     name = "per-fedavg"
     settings: ClassVar[Any] = PerFedAvgSettings
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: an inner step joins examples."""
-        return (
-            "The gradient after an inner step depends on two batches together, so that no example's part of it can be "
-            "clipped."
-        )
+    no_example_privacy = (
+        "The gradient after an inner step depends on two batches together, so that no example's part of it can be "
+        "clipped."
+    )
 
     def differentiates_twice(self, settings: MetaLearning) -> bool:
         """Return True with the exact Hessian."""

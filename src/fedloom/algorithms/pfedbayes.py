@@ -65,7 +65,7 @@ class PFedBayesServer(base.ServerAlgorithm):
         return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the global distribution; the client has its own, or derives one from it."""
+        """Send the global distribution; a client has its own, or derives one from it."""
         return cohort.send(Prior(self.state["v"]))
 
     def _drawn(self, updated: Replies[LocalizedGaussian], round: Round) -> Tensor:
@@ -167,15 +167,12 @@ class PFedBayesClient(base.ClientAlgorithm):
         totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
         for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
             draws = [normals(q.mu, noises).mul_(s.noise) for _ in range(s.samples)]
-            thetas = [q.sample(noise) for noise in draws]  # eq. 26
-            sampled = [local.gradient_at(theta, batch) for theta in thetas]
-            d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
-            d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
-            losses.append(reduce(torch.add, [loss for _, loss in sampled]))
+            d_mu, d_sigma, loss, theta = sampled_derivatives(local, batch, q, draws)
+            losses.append(loss)
             descend_q(d_mu, d_sigma)  # eq. 27
             if purpose == "train":
                 descend_w(*prior_gradient(q, w))  # eq. 28
-            self._track(local, batch, thetas[-1], (q, w) if purpose == "train" else (q,))
+            self._track(local, batch, theta, (q, w) if purpose == "train" else (q,))
         moments.steps.add_(steps)
         steep = s.objective == "total" and s.optimizer == "gd"
         also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
@@ -222,7 +219,7 @@ class PFedBayesClient(base.ClientAlgorithm):
 
 
 def likelihood_of(model: FlatModel) -> FlatModel:
-    """Return the model with -log p(y | x) of its task as its loss; a loss of the model's own is taken for it."""
+    """Return the model with -log p(y | x) of its task as its loss; a loss that the model defines is taken as this."""
     if model.own_loss:
         return model
     view = copy.copy(model)
@@ -246,6 +243,17 @@ def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     for row, generator in zip(noise, generators, strict=True):
         row.normal_(generator=generator)
     return noise.to(like.device)
+
+
+def sampled_derivatives(
+    local: LocalTrainer, batch: Batch, q: MeanField, draws: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return ∂/∂μ and ∂/∂σ ``[g, d]`` of a batch's loss and the loss ``[g]``, summed over samples, and the last θ."""
+    thetas = [q.sample(noise) for noise in draws]  # eq. 26
+    sampled = [local.gradient_at(theta, batch) for theta in thetas]
+    d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
+    d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
+    return d_mu, d_sigma, reduce(torch.add, [loss for _, loss in sampled]), thetas[-1]
 
 
 def on_objective(step: Step, q: MeanField, w: MeanField, zeta: float) -> Step:
@@ -313,8 +321,8 @@ class PFedBayesSettings(Settings):
     noise: float = Field(
         default=1.0,
         ge=0,
-        description="deviation of g in θ = μ + σ g (eq. 26), in training and in prediction; below 1, as in public code "
-        "(0.001), q is not what is drawn from",
+        description="deviation of g in θ = μ + σ g (eq. 26), in training and in prediction; with a value below 1, as "
+        "in public code (0.001), θ is not drawn from q",
     )
     optimizer: Literal["gd", "adam", "ivon"] = Field(
         default="gd",
@@ -421,21 +429,15 @@ class PFedBayes(base.Algorithm):
     server = PFedBayesServer
     client = PFedBayesClient
     messages = (GlobalGaussian, LocalizedGaussian, Prior)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: steps of q_i follow from noisy gradients at samples of θ, which are no data."""
-        return None
+    predictors = {"personal": "pFedBayes", "global": "pFedBayes, global model"}
+    no_example_privacy = None  # steps of q_i follow from noisy gradients at samples of θ, which do not depend on data
 
     def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
         """Return the steps of q_i, each with K gradients of one batch."""
         return () if personalizing else (NoisySteps(settings.batch_size, settings.steps, settings.samples),)
 
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "pFedBayes", "global": "pFedBayes, global model"}
-
     def sums(self, settings: PFedBayesSettings) -> SummedFields:
-        """Return the sum of the changes of the parameters; matched moments, and a part of the answers, are no sums."""
+        """Return the sum of the changes of the parameters; matched moments, or a part of the answers, need more."""
         if settings.aggregation != "parameters" or settings.averaged is not None:
             return {}
         return sums_of(LocalizedGaussian, v=Summed(since="v"))

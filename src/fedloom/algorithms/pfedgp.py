@@ -66,7 +66,7 @@ def tree(z: Tensor, y: Tensor, classes: int) -> Tensor:
 def two_means(points: Tensor) -> Tensor:
     """Return the members of the second of two clusters, ``[m, f] -> [m]`` bool, by Lloyd's algorithm.
 
-    It starts from the two farthest points and keeps them apart, so that no cluster is empty. It uses no randomness.
+    It starts from the two farthest points and keeps them apart, so no cluster is empty. It uses no randomness.
     """
     i, j = torch.triu_indices(len(points), len(points), 1)
     farthest = int((points[i] - points[j]).square().sum(1).argmax())
@@ -134,11 +134,11 @@ class Posterior(torch.autograd.Function):
         for root in in_pieces(omega.sqrt(), len(k)):
             factor = cholesky_of(k, root)
             half = torch.linalg.solve_triangular(factor, root[:, :, None] * cross.T, upper=False)
-            told = torch.linalg.solve_triangular(factor, (kappa / root)[:, :, None], upper=False)
-            means.append((half * told).sum(1))
+            solved = torch.linalg.solve_triangular(factor, (kappa / root)[:, :, None], upper=False)
+            means.append((half * solved).sum(1))
             variances.append(own - half.square().sum(1))
             if any(ctx.needs_input_grad):
-                kept.append((root, factor, half, told))
+                kept.append((root, factor, half, solved))
         ctx.kept = kept
         return torch.cat(means), torch.cat(variances)
 
@@ -148,12 +148,12 @@ class Posterior(torch.autograd.Function):
         """Return the gradients of K and cross from those of mean and variance, summed over the chains."""
         of_k = of_cross = torch.zeros((), dtype=slopes[0].dtype, device=slopes[0].device)
         first = 0
-        for root, factor, half, told in ctx.kept:
+        for root, factor, half, solved in ctx.kept:
             mean, variance = (slope[first : first + len(root), :, None] for slope in slopes)
             first += len(root)
             up = factor.mT
             w = root[:, :, None] * torch.linalg.solve_triangular(up, half, upper=True)
-            alpha = root[:, :, None] * torch.linalg.solve_triangular(up, told, upper=True)
+            alpha = root[:, :, None] * torch.linalg.solve_triangular(up, solved, upper=True)
             weighted, along = variance * w.mT, mean * alpha.mT
             of_k = of_k + (w @ (weighted - along)).sum(0)
             of_cross = of_cross + (along - 2 * weighted).sum(0)
@@ -229,13 +229,13 @@ def predictive_loss(z: Tensor, y: Tensor, splits: Tensor, s: PFedGPSettings, ran
     u, y, loss = unit(z.cpu()), y.cpu(), z.sum().cpu().double() * 0  # 0, also without held-out examples
     for split in splits:
         side = split[y]
-        told, asked = [], []
+        fitted, predicted = [], []
         for which in (1, -1):  # line 6
             members = torch.from_numpy(random.permutation((side == which).nonzero()[:, 0].numpy()))
             held = int(s.held_out * len(members))
-            asked.append(members[:held])
-            told.append(members[held:])
-        rows, queries = torch.cat(told), torch.cat(asked)
+            predicted.append(members[:held])
+            fitted.append(members[held:])
+        rows, queries = torch.cat(fitted), torch.cat(predicted)
         if len(queries):
             k, kappa = prior(u[rows], s), side[rows].double() / 2
             omega = gibbs(k.detach(), kappa, s.chains, s.gibbs_steps, random)  # line 7
@@ -284,7 +284,7 @@ def unusable(s: PFedGPSettings, examples: int, classes: int) -> str | None:
     return None
 
 
-# --- what a client ends up with ---------------------------------------------------------------------------------------
+# --- the predictor of a client ----------------------------------------------------------------------------------------
 
 
 class GPTree:
@@ -357,7 +357,9 @@ class PFedGPSettings(Averaging):
     steps: int = Field(default=1, ge=1, description="SGD steps in a round, each on all of the train split")
     lr: float = Field(default=0.05, gt=0, description="learning rate")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, fresh at every visit")
-    weight_decay: float = Field(default=1e-3, ge=0, description="times the body, added to the gradient")
+    weight_decay: float = Field(
+        default=1e-3, ge=0, description="weight decay: this times the body is added to the gradient"
+    )
     clip: float | None = Field(default=50.0, gt=0, description="largest gradient norm; null does not clip")
     held_out: float = Field(
         default=0.5, gt=0, lt=1, description="fraction of each side that a step predicts from the rest"
@@ -369,9 +371,9 @@ class PFedGPSettings(Averaging):
     lengthscale: float = Field(
         default=1.0, ge=1e-6, le=1e6, description="length scale of the kernel, of features of norm 1"
     )
-    jitter: float = Field(default=1e-3, ge=1e-6, description="added to the diagonal of the kernel matrix")
+    jitter: float = Field(default=1e-3, ge=1e-6, description="number added to the diagonal of the kernel matrix")
     max_examples: int = Field(
-        default=1000, ge=2, description="maximum number of a client's train examples: a step costs the cube"
+        default=1000, ge=2, description="maximum number of a client's train examples; a step costs its cube"
     )
 
     @model_validator(mode="after")
@@ -397,13 +399,10 @@ class PFedGP(FedAvg):
     needs_one_input = True
     predictors = {"personal": "pFedGP"}
     shared = "body"
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: a step is of all examples."""
-        return (
-            "Each step is over all examples together, by Gaussian processes, so that no example's part of it can be "
-            "clipped."
-        )
+    no_example_privacy = (
+        "Each step is over all examples together, by Gaussian processes, so that no example's part of it can be "
+        "clipped."
+    )
 
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
         """Visit the clients of a group one by one: each has a tree and matrices of its own size."""

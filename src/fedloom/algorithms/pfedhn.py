@@ -9,7 +9,6 @@ numbers refer to docs/algorithms/pfedhn.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
 
@@ -199,27 +198,14 @@ class PFedHN(base.Algorithm):
     server = PFedHNServer
     client = PFedHNClient
     messages = (PFedHNTrainRequest, TrialModel, GeneratedModel, Update)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: clients send the results of noisy steps, also in the search for an embedding."""
-        return None
+    predictors = {"personal": "pFedHN"}
+    roster_data = "an embedding of each client"
+    no_example_privacy = None  # clients send the results of noisy steps, also in the search for an embedding
 
     def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
         """Return the steps of ``local``, and in a search for an embedding those of each of its exchanges."""
         steps = settings.local.noisy(examples)
         return (replace(steps, count=steps.count * settings.personalize_exchanges) if personalizing else steps,)
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "pFedHN"}
-
-    def needs_each_update(self, settings: Any) -> bool:
-        """Return True: the hypernetwork learns from each client's own."""
-        return True
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: the server keeps an embedding of each client."""
-        return base.no_place_for_new_clients(self.name)
 
 
 PFEDHN = PFedHN()

@@ -54,10 +54,7 @@ class PFedMe(FedAvg):
     name = "pfedme"
     settings = PFedMeSettings
     predictors = {"personal": "pFedMe", "global": "pFedMe, shared model"}
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: w_i follows noisy steps of θ_i."""
-        return None
+    no_example_privacy = None  # w_i follows noisy steps of θ_i
 
     def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
         """Return the steps of w_i, each with K gradients of one batch."""

@@ -20,7 +20,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.neuron_matching import match, pool
 from fedloom.core.settings import Settings
@@ -28,7 +28,6 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
-from fedloom.models.predictors import Predictors
 
 
 def width(setup: Setup) -> int:
@@ -156,10 +155,8 @@ class PFNMServer(base.ServerAlgorithm):
         return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
 
 
-class PFNMClient(base.ClientAlgorithm):
+class PFNMClient(FineTuningClient):
     """Client that trains its own network and predicts with the global one."""
-
-    predictors = ("personal", "global")
 
     @conversation
     def train(self, clients: ClientGroup, opening: Subnetwork) -> Conversation:
@@ -170,17 +167,9 @@ class PFNMClient(base.ClientAlgorithm):
         yield CountedUpdate(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
         return None
 
-    @conversation
-    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
-        """Return ``global``, the global network, and ``personal``, that network after fine-tuning."""
-        model, start = wide(self.setup, opening.theta), opening.theta.expand(len(clients), -1)
-        sgd, steps = self.settings.local, self.settings.personalize_steps
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the steps of fine-tuning for ``personal``."""
-        steps: int = self.settings.personalize_steps
-        return steps if predictor == "personal" else 0
+    def model_of(self, theta: Tensor) -> FlatModel:
+        """Return the model of the global network's width."""
+        return wide(self.setup, theta)
 
 
 class PFNMSettings(Settings):
@@ -226,22 +215,9 @@ class ProbabilisticMatching(base.Algorithm):
     messages = (Subnetwork, CountedUpdate, PersonalizeRequest)
     tasks = ("classification", "multilabel", "regression")
     restriction = "It matches the neurons of perceptrons, whose outputs have no pixels or positions."
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: counts have no noise."""
-        return "Clients send their numbers of examples of each class, which have no noise."
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "PFNM + fine-tuning", "global": "PFNM"}
-
-    def needs_each_update(self, settings: Any) -> bool:
-        """Return True: neurons are matched before they are averaged."""
-        return True
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: the server keeps a network of each client."""
-        return base.no_place_for_new_clients(self.name)
+    predictors = {"personal": "PFNM + fine-tuning", "global": "PFNM"}
+    roster_data = "a network of each client"
+    no_example_privacy = "Clients send their numbers of examples of each class, which have no noise."
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Reject models other than a perceptron with one hidden layer, or wider than the global network may become."""

@@ -2,8 +2,8 @@
 
 T. Li, M. Sanjabi, A. Beirami, V. Smith, Fair resource allocation in federated learning, ICLR 2020, arXiv 1905.10497,
 Algorithm 2. It minimizes Σ F_k(w)^(q+1)/(q+1) by steps whose size follows from q and from L, an estimate of the losses'
-smoothness. Clients send the paper's quantities divided by L, so that q = 0 is exactly FedAvg; the server needs only
-sums.
+smoothness. Clients send the paper's quantities divided by L, so that q = 0 is exactly FedAvg, and the server needs
+only sums.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ class QFedAvg(FedAvg):
     settings = QFedAvgSettings
     predictors = {"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"}
     update = FairUpdate
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: losses have no noise."""
-        return "Clients scale their updates by their losses, which have no noise."
+    no_example_privacy = "Clients scale their updates by their losses, which have no noise."
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: QFedAvgSettings) -> Trained:
         """Perform lines 5-7: SGD from w, and F_k at the received w, over all train data."""

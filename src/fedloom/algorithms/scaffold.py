@@ -18,19 +18,17 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.averaging import buffers_by_mean
-from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
-from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
-from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Predictors
+from fedloom.messages import Message, Quantity, broadcast, rows
 
 
-class ScaffoldServer(base.ServerAlgorithm):
+class ScaffoldServer(SharedModelServer):
     """Server that keeps w, and c, the mean of the c_i of all seen clients; c_i is zero for clients never drawn."""
 
     def __init__(self, settings: Any, setup: Setup, generator: torch.Generator) -> None:
@@ -54,22 +52,19 @@ class ScaffoldServer(base.ServerAlgorithm):
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
         return base.statistics_of(updates)
 
-    def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Send the shared model."""
-        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
-
-class ScaffoldClient(base.ClientAlgorithm):
+class ScaffoldClient(FineTuningClient):
     """Client that keeps c_i."""
 
-    predictors, stateful = ("personal", "global"), True
+    stateful = True
+    settings: ScaffoldSettings
 
     @conversation
     def train(self, clients: ClientGroup, opening: ModelAndControl) -> Conversation:
         """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
         c_i = clients.load_state("c", torch.zeros_like(w))
-        s, layout = self.settings.local.sgd, self.setup.model.layout
+        s, layout = self.sgd, self.setup.model.layout
         control = Correction(controlled, {"c": c, "c_i": c_i})
         trained = train(self.setup.model, clients, w, s, correct=control)  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.rate(clients.round))
@@ -79,21 +74,10 @@ class ScaffoldClient(base.ClientAlgorithm):
         yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
         return None
 
-    @conversation
-    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
-        """Return the shared model, fine-tuned as in FedAvg."""
-        model, w = self.setup.model, opening.theta.expand(len(clients), -1)
-        sgd, steps = self.settings.local.sgd, self.settings.personalize_steps
-        return or_shared_alone(
-            model,
-            clients,
-            w,
-            lambda: fine_tune(model, clients, w, sgd, steps),
-        )
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps`` for ``personal``."""
-        return self.settings.personalize_steps if predictor == "personal" else 0
+    @property
+    def sgd(self) -> LocalSGD:
+        """Settings of plain local steps."""
+        return self.settings.local.sgd
 
 
 def controlled(
@@ -154,26 +138,14 @@ class Scaffold(base.Algorithm):
     server = ScaffoldServer
     client = ScaffoldClient
     messages = (ModelAndControl, ControlledUpdate, PersonalizeRequest)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return None: c_i follows from the results of noisy steps."""
-        return None
-
-    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
-        """Return the steps of ``local``."""
-        return () if personalizing else (settings.local.noisy(examples),)
-
-    def titles(self, settings: Any) -> Mapping[str, str]:
-        """Return the name of each predictor in tables."""
-        return {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"}
+    predictors = {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"}
+    roster_data = "a mean over all clients"
+    no_example_privacy = None  # c_i follows from the results of noisy steps
+    noisy_training = ("local",)
 
     def sums(self, settings: Any) -> SummedFields:
         """Return the sum of the updates of model and control variate."""
         return sums_of(ControlledUpdate)
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: c is a mean over a fixed roster."""
-        return base.no_place_for_new_clients(self.name)
 
 
 SCAFFOLD = Scaffold()

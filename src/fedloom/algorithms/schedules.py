@@ -42,7 +42,9 @@ class CosineRate(_WarmUp):
     """Half a cosine from 1 towards ``floor`` (torch's CosineAnnealingLR), which later rounds do not leave."""
 
     name: Literal["cosine"]
-    rounds: int = Field(ge=1, description="R, the rounds of the schedule, warm-up included; later rounds are as R")
+    rounds: int = Field(
+        ge=1, description="R, the rounds of the schedule, with warm-up; later rounds have the factor of round R"
+    )
     floor: float = Field(
         default=0.0,
         ge=0,

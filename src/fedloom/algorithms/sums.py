@@ -1,4 +1,4 @@
-"""Sums: the answers of which a server uses only weighted sums over the cohort (:meth:`Algorithm.sums`).
+"""Answers that a server uses only as weighted sums over the cohort (:meth:`Algorithm.sums`).
 
 Such a method needs no client's own answer, so its updates can be summed under secure aggregation, or clipped and made
 private, without a line of its own.
@@ -25,10 +25,9 @@ class Summed:
     weighting
         Weights of the clients: their numbers of training examples, or 1 each.
     since
-        Broadcast of the request from which the field is a change; the sum is then that of the changes. None for a
-        field that is a change, or no change at all.
+        Field of the request that the values are subtracted from, so that changes are summed; None to sum the values.
     learned
-        True for a statistic from which the server learns, so that it must be as private as an update.
+        True for a statistic from which the server learns, which must therefore be as private as an update.
     """
 
     weighting: Weighting = "uniform"
@@ -60,7 +59,7 @@ def reported_fields(answer: type[Message], fields: Mapping[str, Summed]) -> tupl
 
 
 def sums_of(answer: type[Message], *, without: Collection[str] = (), **chosen: Summed) -> SummedFields:
-    """Return the sums of one answer: plain ones but for the fields that are ``chosen``.
+    """Return the sums of the fields of one answer: plain sums, except for the ``chosen`` fields.
 
     Fields named in ``without`` are not sent at all.
     """

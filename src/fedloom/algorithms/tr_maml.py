@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from pydantic import Field
 
-from fedloom.algorithms import base
 from fedloom.algorithms.afl import WeightedServer
-from fedloom.algorithms.base import Setup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import MetaLearning, PerFedAvg
 from fedloom.algorithms.sums import SummedFields
@@ -34,30 +31,20 @@ class TRMAMLSettings(MetaLearning):
 class TRMAML(PerFedAvg):
     """Per-FedAvg for the worst mixture of clients."""
 
-    no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
-
     name = "tr-maml"
     settings = TRMAMLSettings
+    server_class = WeightedServer
+    no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
     predictors = {"personal": "TR-MAML", "global": "TR-MAML, shared model"}
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: losses have no noise."""
-        return (
-            "The gradient after an inner step depends on two batches together, and clients are weighted by their "
-            "losses, which have no noise."
-        )
-
-    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> WeightedServer:
-        """Return the server, which keeps a weight of each client."""
-        return WeightedServer(self, settings, setup, generator)
+    roster_data = "a weight of each client"
+    no_example_privacy = (
+        "The gradient after an inner step depends on two batches together, and clients are weighted by their "
+        "losses, which have no noise."
+    )
 
     def sums(self, settings: Any) -> SummedFields:
         """Return none: the server weights each update."""
         return {}
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: each client has a weight."""
-        return base.no_place_for_new_clients(self.name)
 
 
 TR_MAML = TRMAML()

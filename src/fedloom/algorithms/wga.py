@@ -332,7 +332,7 @@ class Known(Settings):
     bias: float = Field(ge=0, description="ζ², squared distance between the helpers' mean gradient and user 0's")
     noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
     horizon: int | None = Field(default=None, ge=1, description="T, exchanges in the whole run (for an optimal β)")
-    smoothness: float = Field(default=1.0, gt=0, description="L")
+    smoothness: float = Field(default=1.0, gt=0, description="L, the smoothness of user 0's objective")
     scaling: float = Field(default=0.0, ge=0, description="m, growth of the squared bias with ‖∇f_0‖²")
 
     def constants(self, helpers: float) -> CollaborationConstants:
@@ -356,12 +356,14 @@ class WGASettings(Settings):
     known: Known | None = Field(default=None, description="constants of the problem, for an optimal α or β")
     weights: Literal["uniform", "inverse_variance", "cosine"] | dict[str, Weight] = Field(
         default="uniform",
-        description="of the helpers: equal; 1/σ_i² (footnote 1), estimated in earlier exchanges; the cosine of their "
-        "gradient with user 0's, 0 where negative; or a mapping from client to weight",
+        description="weights of the helpers: equal; 1/σ_i² (footnote 1), estimated in earlier exchanges; the cosine of "
+        "their gradient with user 0's, 0 where negative; or a mapping from client to weight",
     )
-    lr: float = Field(default=0.05, gt=0, description="η")
-    optimizer: Literal["sgd", "momentum", "adam"] = Field(default="sgd", description="takes the corrected gradient")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of the optimizer momentum")
+    lr: float = Field(default=0.05, gt=0, description="learning rate η")
+    optimizer: Literal["sgd", "momentum", "adam"] = Field(
+        default="sgd", description="optimizer of the corrected gradient"
+    )
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of optimizer: momentum")
     batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
     steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
     local_steps: int = Field(default=1, ge=1, description="local SGD steps whose mean is one gradient")
@@ -472,25 +474,14 @@ class WeightedGradientAveraging(base.Algorithm):
     client = WGAClient
     messages = (SharedStates, TrueGradients, Gradients, UserModel)
     needs = ("no buffers",)
-
-    def example_privacy(self, settings: Any) -> str | None:
-        """Return the reason: gradients of several states."""
-        return (
-            "Clients send gradients of the same examples at the states of many users, and variances, which have no "
-            "noise."
-        )
+    roster_data = "data of each client"
+    no_example_privacy = (
+        "Clients send gradients of the same examples at the states of many users, and variances, which have no noise."
+    )
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": RULES[settings.rule], "global": f"{RULES[settings.rule]}, mean of all"}
-
-    def needs_each_update(self, settings: Any) -> bool:
-        """Return True: a user's own gradient is weighted separately."""
-        return True
-
-    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
-        """Return the reason: the server has a place for each client."""
-        return base.no_place_for_new_clients(self.name)
 
 
 WGA = WeightedGradientAveraging()
