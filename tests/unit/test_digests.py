@@ -1,4 +1,4 @@
-"""Digests of a run's files: what was changed since it was written is found, wherever the change is."""
+"""Digests of a run's files detect any change since they were written."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_other_programs_read_the_files(folder: RunFolder) -> None:
 
 @pytest.mark.slow
 def test_any_flipped_bit_of_a_file_of_lines_is_found(folder: RunFolder) -> None:
-    """But that which takes the end of the last line away: that line was perhaps never written."""
+    """Except a cut of the end of the last line, which may never have been written."""
     path = folder.path / "metrics.jsonl"
     whole = path.read_bytes()
     for changed in flips(whole):
@@ -142,7 +142,7 @@ def test_nothing_is_appended_to_what_has_no_end(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_any_flipped_bit_of_a_whole_file_is_found(folder: RunFolder, name: str) -> None:
-    """In YAML a first line that is no comment any more breaks the file for its reader."""
+    """In YAML, a first line that is no longer a comment makes the file unreadable."""
     path = folder.path / name
     whole = path.read_bytes()
     for changed in flips(whole):
@@ -206,6 +206,6 @@ def test_a_chain_of_any_objects(values: list[dict[str, Any]], rng: random.Random
     rng.shuffle(order)
     first = next((at for at, i in enumerate(order) if at != i), None)
     if first is not None:
-        before = (digests.said_by(lines[first - 1]) or "") if first else digests.beginning("x")
+        before = (digests.stated_digest(lines[first - 1]) or "") if first else digests.beginning("x")
         with pytest.raises(digests.Damaged):
             digests.check_line(lines[order[first]], before)

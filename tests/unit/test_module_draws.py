@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import fedloom
 from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.core.draws import drawing_from
+from fedloom.core.draws import drawing_from, drawing_with, seed_from
 from fedloom.models.module import ModuleModel
 
 
@@ -45,7 +45,7 @@ def test_a_seed_reaches_all_generators_and_leaves_them_as_they_were(fails: bool)
                 raise ValueError
         assert states() == before
     assert random_draws[0] == random_draws[1]
-    with drawing_from(torch.Generator().manual_seed(7), torch_alone=True):
+    with drawing_with(seed_from(torch.Generator().manual_seed(7)), torch_alone=True):
         assert [a == b for a, b in zip(draw(), random_draws[0], strict=True)] == [True, False, False]
 
 
@@ -59,7 +59,7 @@ def test_seeds_of_a_generator_differ() -> None:
 
 
 class Mixed(Small):
-    """Draws by three libraries."""
+    """Module that draws by three libraries."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)

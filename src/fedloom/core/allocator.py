@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
     """Keep up to 64 MiB of freed memory in the process, in each of the allocator's arenas.
 
     By default, glibc returns a block of some 100 KiB to the system when it is freed. The next one then costs a page
-    fault for each 4 KiB, more than filling it does. Other C libraries are left as they are.
+    fault for each 4 KiB, more than filling it does. This has no effect with other C libraries.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

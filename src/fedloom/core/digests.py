@@ -1,4 +1,4 @@
-"""Digests inside the files of a run, which reveal on reading that a file was changed.
+"""Digests inside the files of a run, by which readers detect changes.
 
 In a JSON object and on every line of a JSON Lines file, ``digest`` is the last key. YAML begins with a comment that
 holds the digest. A digest covers the bytes around it, so programs that do not know it (jq, pandas) read the file as
@@ -61,7 +61,7 @@ def line_of(value: Mapping[str, Any], before: str) -> bytes:
     return b'%s"digest": "%s"}\n' % (body, short_digest(before.encode(), body).encode())
 
 
-def said_by(line: bytes) -> str | None:
+def stated_digest(line: bytes) -> str | None:
     """Return the digest at the end of a line, unchecked; None if it has none."""
     found = _OF_LINE.search(line[-TAIL:])
     return None if found is None else found[1].decode()
@@ -72,12 +72,12 @@ def check_line(line: bytes, before: str) -> str:
 
     Raise Damaged if the line has no digest, or a wrong one.
     """
-    said = said_by(line)
-    if said is None:
+    stated = stated_digest(line)
+    if stated is None:
         raise Damaged("it has no digest; another version of FedLoom may have written it")
-    if short_digest(before.encode(), line[:-TAIL]) != said:
+    if short_digest(before.encode(), line[:-TAIL]) != stated:
         raise Damaged("its digest does not match its content and the previous line: one of them was changed or lost")
-    return said
+    return stated
 
 
 # --- whole files ------------------------------------------------------------------------------------------------------
@@ -111,13 +111,7 @@ def without_digest(name: str, content: bytes) -> bytes:
         return _without_comment(content)
     if not name.endswith(".json"):
         return content
-    found = _OF_OBJECT.search(content)
-    if found is None:
-        raise Damaged("it has no digest; another version of FedLoom may have written it")
-    body = content[: found.start()]
-    if short_digest(body) != found[1].decode():
-        raise Damaged("its digest does not match its content")
-    return body.rstrip().removesuffix(b",") + b"\n}\n"
+    return _checked(content, _OF_OBJECT).rstrip().removesuffix(b",") + b"\n}\n"
 
 
 def with_compact_digest(text: str) -> str:
@@ -131,13 +125,18 @@ def without_compact_digest(content: bytes) -> bytes:
 
     Raise Damaged if the content is not what was written.
     """
-    found = _OF_COMPACT.search(content)
+    return _checked(content, _OF_COMPACT) + b"}"
+
+
+def _checked(content: bytes, ending: re.Pattern[bytes]) -> bytes:
+    """Return the content before the ending that holds its digest; raise Damaged if the digest is absent or wrong."""
+    found = ending.search(content)
     if found is None:
-        raise Damaged("it has no digest")
+        raise Damaged("it has no digest; another version of FedLoom may have written it")
     body = content[: found.start()]
     if short_digest(body) != found[1].decode():
         raise Damaged("its digest does not match its content")
-    return body + b"}"
+    return body
 
 
 def _without_comment(content: bytes) -> bytes:

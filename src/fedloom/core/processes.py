@@ -108,18 +108,18 @@ class ChildReport:
                 case {"bug": str(text)}:
                     self.bug = text
 
-    def ended(self, code: int, said: str = "") -> str:
+    def ended(self, code: int, output: str = "") -> str:
         """Describe how a child that reported no failure ended, with the last line of its standard error."""
         if self.bug is not None:
             return f"failed because of a bug:\n{self.bug.rstrip()}"
         if code < 0:
             return f"was killed by signal {-code}"
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it left no message")
+        last = next((line for line in reversed(output.splitlines()) if line.strip()), "it left no message")
         return f"ended with code {code}: {last}"
 
 
 def listen_to_parent() -> None:
-    """Claim what the parent said in the environment, so that it does not reach processes started by this one."""
+    """Take the parent's settings out of the environment, so that processes started by this one do not get them."""
     global _told, _ends_with_parent
     _ends_with_parent = os.environ.pop(END_WITH_PARENT, None) is not None
     name = os.environ.pop(TELL_PARENT, None)

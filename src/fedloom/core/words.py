@@ -24,7 +24,7 @@ def pluralize(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def rounded_up(bound: float, digits: int = 3) -> str:
-    """Return an upper bound, such as an ε, as text of so many digits that still is one; 10⁻⁶ of it do not count."""
+    """Return an upper bound, such as an ε, rounded up to this many digits; a relative excess of 10⁻⁶ is ignored."""
     shown = f"{bound:.{digits}g}"
     if not math.isfinite(bound) or bound * (1 - 1e-6) <= float(shown):
         return shown
@@ -79,8 +79,8 @@ def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     Raises
     ------
     ValueError
-        If it is none, nested too deeply, or has a number that is not finite; or, from a peer, half of a character
-        (``\\ud800``), which no terminal can show.
+        If it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it has half a
+        character (``\\ud800``), which no terminal can show.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)

@@ -96,5 +96,5 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
 
 def _note(found: set[str | None], line: bytes) -> bool:
     """Add a line's digest to those found; return True to skip the line."""
-    found.add(digests.said_by(line))
+    found.add(digests.stated_digest(line))
     return True

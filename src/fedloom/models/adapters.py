@@ -29,14 +29,14 @@ def adapter_files(model: FlatModel | None, tensors: Mapping[str, Tensor]) -> dic
     Parameters
     ----------
     model
-        Model of the client; None if its predictor is more than the parameters of a network.
+        Model of the client; None if its predictor consists of more than the parameters of a network.
     tensors
         Its trained tensors and constants, by the module's names.
 
     Raises
     ------
     ExperimentError
-        If the model is no module with one adapter of ``peft``, or its adapter does not fit the base alone.
+        If the model is not a module with one adapter of ``peft``, or if the adapter needs a changed base.
     """
     module = model.called_module() if isinstance(model, ModuleModel) else None
     prefix, adapters = _adapters_in(module)

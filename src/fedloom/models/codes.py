@@ -65,7 +65,7 @@ def _lookups(module: nn.Module, described: Mapping[str, InputDescription], value
         x = {name: torch.full_like(t, value) if described[name].kind == "features" else t for name, t in x.items()}
     layers: list[str] = []
     mode = _Lookups(layers)
-    inside = hooks(module, lambda name, layer: layers.remove(name), lambda name, layer: layers.append(name))
+    inside = hooks(module, lambda name, *_: layers.remove(name), lambda name, layer: layers.append(name))
     with inside, mode, torch.no_grad(), suppress(Exception):  # expected: integers out of range
         call_of(module, x).result(module, x)
     return mode.found

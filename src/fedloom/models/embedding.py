@@ -278,7 +278,7 @@ class EmbeddingSettings(Settings):
         default="lenet",
         description="lenet (images; papers/001, Table 4), linear on the targets alone (any inputs), mlp (images, and "
         "features of any rank, flattened; papers/001, Table 9), lstm (tokens; papers/001, A.3), pretrained (any "
-        "inputs: mlp on the features of the clients' model as it is made)",
+        "inputs: mlp on the features of the clients' model at its initialization)",
     )
     width: int | None = Field(
         default=None,
@@ -328,37 +328,30 @@ class EmbeddingSettings(Settings):
             If it does not accept such inputs, or the model has no features.
         """
         allowed = networks_for(kind, task)
-        target: dict[str, Any] = {"task": task, "target_shape": target_shape}
-        if self.network == "pretrained":
-            assert model is not None
-            try:
-                return PretrainedEmbedding(model, outputs, size, width=self.width or 100, labels=self.labels, **target)
-            except ValueError as error:
-                raise self._refused(f"'pretrained': {error}; choose {' or '.join(allowed)}", allowed) from error
-        if self.network not in allowed:
-            why = f"{self.network!r} does not accept {kind} in {task.name}; choose from {', '.join(allowed)}"
-            raise self._refused(why, allowed)
-        match self.network:
-            case "linear":
-                return LinearEmbedding(outputs, size, **target)
-            case "mlp":
-                return MLPEmbedding(input_shape, outputs, size, width=self.width or 100, labels=self.labels, **target)
-            case "lstm":
-                return LSTMEmbedding(outputs, size, width=self.width or 256, labels=self.labels, task=task)
-            case "lenet":
-                try:
-                    return LeNetEmbedding(input_shape, outputs, size, labels=self.labels, **target)
-                except ValueError as error:
-                    raise ExperimentError(
-                        f"algorithm.embedding.network: 'lenet': {error}; choose linear or mlp",
-                        hint="algorithm.embedding.network: linear describes a client by its targets alone",
-                        key="algorithm.embedding.network",
-                        found=self.network,
-                    ) from error
+        if self.network not in (*allowed, "pretrained"):
+            raise self._refused(f"does not accept {kind} in {task.name}", allowed)
+        target: dict[str, Any] = {"labels": self.labels, "task": task, "target_shape": target_shape}
+        width = self.width or (256 if self.network == "lstm" else 100)
+        try:
+            match self.network:
+                case "linear":
+                    return LinearEmbedding(outputs, size, task=task, target_shape=target_shape)
+                case "lstm":
+                    return LSTMEmbedding(outputs, size, width=width, labels=self.labels, task=task)
+                case "lenet":
+                    return LeNetEmbedding(input_shape, outputs, size, **target)
+                case "mlp":
+                    return MLPEmbedding(input_shape, outputs, size, width=width, **target)
+                case "pretrained":
+                    assert model is not None
+                    return PretrainedEmbedding(model, outputs, size, width=width, **target)
+        except ValueError as error:
+            others = tuple(name for name in allowed if name != self.network)
+            raise self._refused(f"does not fit: {error}", others) from error
 
     def _refused(self, why: str, allowed: tuple[str, ...]) -> ExperimentError:
         return ExperimentError(
-            f"algorithm.embedding.network: {why}",
+            f"algorithm.embedding.network: {self.network!r} {why}; choose from {', '.join(allowed)}",
             hint=f"set algorithm.embedding.network: {allowed[0]}",
             key="algorithm.embedding.network",
             found=self.network,

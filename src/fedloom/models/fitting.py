@@ -1,4 +1,4 @@
-"""Model of an experiment for described inputs: integers as they are, or standardized where the model needs numbers."""
+"""Model of an experiment for described inputs, with integers unchanged or standardized as the model needs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def fitted(
 ) -> FittedModel:
     """Make the model for inputs, and K outputs of a task.
 
-    A model that takes integers gets them unchanged; another one gets them standardized like features, which the log
-    tells.
+    A model that accepts integers gets them unchanged. Any other model gets them standardized like features; if it
+    accepts integers in principle, the log records this.
 
     Parameters
     ----------

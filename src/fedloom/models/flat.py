@@ -28,7 +28,7 @@ def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bo
 
 
 class Leaves(dict[str, Tensor]):
-    """Trained tensors by name; ``buffers`` ride along: they are found by name, but are neither items nor counted.
+    """Trained tensors by name. ``buffers`` can be looked up by name too, but are not items of the mapping.
 
     A call of the model in training mode moves the buffers in place.
     """
@@ -43,7 +43,7 @@ class Leaves(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of θ: ``entries`` are (name, shape) in the order in which they lie in the vector.
+    """Layout of θ: ``entries`` are (name, shape) in their order in the vector.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Layout:
     normalization
         Entries of normalization layers, buffers included.
     logits_apart
-        True if the logits follow from the outputs of the head, but are not these themselves.
+        True if the logits are computed from the outputs of the head, rather than being these outputs.
     """
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
@@ -215,10 +215,10 @@ class FlatModel(FlatNetwork):
     """Fewest examples of a training batch: 2 if a layer cannot normalize one."""
 
     constrained: bool = False
-    """True if not every θ is a model, because a buffer must keep in bounds: a variance is not negative."""
+    """True if not every θ is a valid model, because a buffer is bounded: a variance is not negative."""
 
     predicts_by_batch: bool = False
-    """True if a prediction, too, depends on the other examples of its batch."""
+    """True if predictions also depend on the other examples of their batch."""
 
     vmaps_examples: bool = True
     """False if ``torch.func.vmap`` cannot run it for single examples, whose gradients are then found one by one."""
@@ -236,7 +236,7 @@ class FlatModel(FlatNetwork):
     def check_steps(
         self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None, examples: bool = False
     ) -> None:
-        """Check that training steps as a run makes them succeed; built-in networks are known to.
+        """Check that the training steps of a run succeed, as those of built-in networks do.
 
         Parameters
         ----------
@@ -303,11 +303,11 @@ class FlatModel(FlatNetwork):
 
 
 FACTS = tuple(name for name in FlatModel.__annotations__ if name != "layout")
-"""Names of the facts about a model that its users decide by."""
+"""Names of the attributes that describe a model to its users."""
 
 
 class DerivedModel(FlatModel):
-    """Model that calls another one on the same inputs, and of which the same facts hold.
+    """Model that calls another one on the same inputs, and shares its ``FACTS``.
 
     Parameters
     ----------

@@ -167,7 +167,9 @@ class Hypernetwork(FlatNetwork):
 class HypernetworkShape(Settings):
     """Settings of a hypernetwork's layers."""
 
-    size: Literal["S", "M", "L"] = Field(default="M", description="papers/001, A.5; M is Table 5")
+    size: Literal["S", "M", "L"] = Field(
+        default="M", description="number of hidden layers: 1, 3 or 5 (papers/001, A.5); M is Table 5"
+    )
     output_relu: bool = Field(default=True, description="ReLU before the output layer (the official code has none)")
     start: Literal["drawn", "model"] = Field(
         default="drawn",

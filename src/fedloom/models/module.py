@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of, tell_of_outputs
+from fedloom.models.module_call import call_of, log_outputs
 from fedloom.models.module_check import TrialData, Tried, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import Head, head_of
@@ -44,10 +44,10 @@ from fedloom.models.module_state import (
     moving_buffers,
     running_statistics,
     seeded,
-    tell_of_batches,
-    tell_of_examples,
     theta_of,
     uncompiled,
+    warn_of_batches,
+    warn_of_examples,
     without_statistics,
 )
 from fedloom.models.module_steps import Steps, check_steps
@@ -91,14 +91,14 @@ class ModuleModel(FlatModel):
     kind
         Kind of a single input.
     head
-        Name of the linear layer from whose outputs alone the module's follow; None for the last linear layer, if its
-        outputs are the module's.
+        Name of the linear layer whose outputs determine those of the module; None for the last linear layer, if its
+        outputs are those of the module.
     initial
         Starting point of training: ``module``, as ``make`` creates it, or ``drawn``, as for built-in networks.
     buffers
         Place of buffers that move in training: ``shared``, averaged with the parameters, or ``local``, kept by clients.
     output
-        Name or position of the outputs in what the module returns, if that is no tensor; None for ``logits``.
+        Name or position of the outputs in the module's result, if that is not a tensor; None for ``logits``.
     task, target_shape
         What is predicted, and the shape of one target.
 
@@ -150,8 +150,8 @@ class ModuleModel(FlatModel):
         self.needs_whole_batches = bool(moving or batch_layers(self._module))
         self.constrained, self.least_batch = bool(moving), found.least_batch
         self.predicts_by_batch = bool(without_statistics(self._module))
-        tell_of_batches(self._module)
-        tell_of_outputs(type(self._module).__name__, self._call)
+        warn_of_batches(self._module)
+        log_outputs(type(self._module).__name__, self._call)
         self._module = hollowed(self._module)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
@@ -185,10 +185,10 @@ class ModuleModel(FlatModel):
         check_steps(self, self._trial, Steps(clients, twice, device or torch.device("cpu"), examples))
 
     def take_examples(self, *, vmapped: bool) -> None:
-        """Set whether training takes the gradients of single examples by ``torch.func.vmap``, or one by one."""
+        """Choose the way to compute gradients of single examples: ``torch.func.vmap``, or one by one."""
         self.vmaps_examples = self._training.vmaps_examples = vmapped
         if not vmapped:
-            tell_of_examples(type(self._module).__name__)
+            warn_of_examples(type(self._module).__name__)
 
     def called_module(self) -> nn.Module:
         """Return the module that this thread's calls run."""
@@ -222,8 +222,8 @@ class ModuleModel(FlatModel):
     def _called(self, function: ModuleFunction, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Call the module, also for a batch of one that is normalized by the batch.
 
-        In evaluation the example is then its own batch, which two copies of it are, too. An exported program has no
-        such case.
+        In evaluation two copies of the example form the batch, which gives the same result. An exported program does
+        not distinguish this case.
         """
         by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
         if not by_batch or torch.compiler.is_exporting() or len(first_input(x)) != 1:
@@ -268,7 +268,7 @@ def _found(
     task: PredictionTask,
     target_shape: tuple[int, ...],
 ) -> _Findings:
-    """Try a module, and return what is found."""
+    """Try a module, and return the findings."""
     x, others = (trial_inputs(described, seed) for seed in (0, 1))
     call = call_of(module, x, output)
     x, others = within_tables(copied(module).eval(), call, x, others)
@@ -368,7 +368,7 @@ def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int,
 
 
 def _check_drawn(module: nn.Module) -> None:
-    """Reject drawing a parametrized layer: its parameters are no plain weights with a fan-in of their own."""
+    """Reject drawing the parameters of a parametrized layer, which are not plain weights with a fan-in."""
     for name, layer in module.named_modules():
         if isinstance(layer, ParametrizationList):
             raise ExperimentError(

@@ -1,4 +1,4 @@
-"""Calls of a module: how it takes inputs, and what of its output are the logits."""
+"""Calls of a module: the form of its inputs, and the part of its output that holds the logits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LOGITS = "logits"
 """Field of an output that is read by default."""
 
 OUT = "out"
-"""Field that is read where there are no logits, as torchvision's networks for segmentation name it."""
+"""Field that is read if there are no logits: the name in torchvision's networks for segmentation."""
 
 _LEAST = torch.finfo(torch.float32).tiny
-"""Least probability of which a logarithm is taken."""
+"""Smallest probability in logarithms; smaller ones are replaced by it."""
 
 
 class UnreadOutputError(ExperimentError):
-    """Output of which no tensor is known to be the one to train."""
+    """Output with several tensors, none of which is known to hold the logits."""
 
 
 class LostAxisError(ExperimentError):
@@ -47,7 +47,7 @@ class ModuleCall:
     by_name
         True if named inputs are arguments of those names, False if one argument is a dict of them.
     field
-        Field or position of the output, where that is no tensor.
+        Field or position of the outputs, if the module does not return a tensor.
     given, shape
         Shape of the module's output for one example, and the shape that the task needs, where they differ; both None
         where they do not.
@@ -71,11 +71,11 @@ class ModuleCall:
     probabilities: Literal["", "sigmoid", "softmax"] = ""
 
     def raw(self, module: Any, x: ModuleInputs) -> Tensor:
-        """Call a module, and return the tensor that it gives."""
+        """Call a module, and return the tensor of its result."""
         return self.read(module, self.result(module, x))
 
     def result(self, module: Any, x: ModuleInputs) -> Any:
-        """Call a module, and return what it gives."""
+        """Call a module, and return its result."""
         return module(**x) if self.by_name and isinstance(x, Mapping) else module(x)
 
     def __call__(self, module: Any, x: ModuleInputs) -> Tensor:
@@ -139,7 +139,7 @@ class ModuleCall:
         if isinstance(chosen, Tensor):
             return chosen
         of = f"{KEY}: {type(module).__name__}"
-        listed = ", ".join(f"{key} ({_said(part)})" for key, part in parts.items())
+        listed = ", ".join(f"{key} ({_shape_or_type(part)})" for key, part in parts.items())
         if not parts:
             raise UnreadOutputError(f"{of} must return a tensor of outputs (got a {type(found).__name__})")
         chosen_as = f"model.output is {self.field}" if self.field != LOGITS else f"there is no tensor {LOGITS}"
@@ -187,7 +187,7 @@ class ModuleCall:
 
 
 AS_IT_IS = ModuleCall()
-"""ModuleCall with one tensor, whose output is read as it is, or its field ``logits``."""
+"""Call with one tensor, whose result is the outputs, or has them in the field ``logits``."""
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
@@ -207,13 +207,13 @@ def _parts(found: Any) -> dict[str | int, Any]:
     return {}
 
 
-def _said(part: Any) -> str:
+def _shape_or_type(part: Any) -> str:
     return str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__
 
 
 @cache
-def tell_of_outputs(name: str, call: ModuleCall) -> None:
-    """Log once what a run takes for the logits of a module, where it is not the tensor that the module returns."""
+def log_outputs(name: str, call: ModuleCall) -> None:
+    """Log once how a run derives the logits of a module, unless they are the tensor that it returns."""
     if call.field not in (LOGITS, OUT):
         _log.info("%s returns several outputs, of which %r is trained; model.output names another", name, call.field)
     if call.probabilities:

@@ -31,10 +31,10 @@ from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
 
 _SEEDS = 5
-"""Numbers of seeds from which a module that draws is called: branches that it takes at random differ."""
+"""Number of seeds with which a module that draws is called, so that branches taken at random are all tried."""
 
 _FACTORS = (1.0, 10.0, -10.0)
-"""Factors of the parameters with which outputs are probabilities, if they are at all."""
+"""Factors by which parameters are scaled to test whether outputs are probabilities in general."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TrialData:
 
 @dataclass(frozen=True)
 class Tried:
-    """Findings about a module: its layout with the memory format to use, its call, and the libraries it draws by."""
+    """Findings about a module: layout with memory format, way of calling, and libraries that it draws with."""
 
     layout: Layout
     call: ModuleCall
@@ -73,7 +73,7 @@ class Tried:
 
 
 def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: TrialData) -> Tried:
-    """Try a module as a run calls it, and return what is found.
+    """Call a module as a run does, and return the findings.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class _Trial:
         return replace(fit, field=read.field)
 
     def of_probabilities(self) -> ModuleCall:
-        """Return the call with what its outputs are, from predictions with several parameters."""
+        """Return the call with the kind of its outputs, logits or probabilities, judged by several parameters."""
         if sums_to_one(self.data.task, self._scaled(1.0)) and all(
             sums_to_one(self.data.task, self._scaled(factor)) for factor in _FACTORS
         ):
@@ -170,7 +170,7 @@ class _Trial:
         return self.call
 
     def _scaled(self, factor: float) -> Tensor:
-        """Return the outputs of predictions with parameters times a factor, and none of them zero unless it is 1."""
+        """Return the outputs for parameters times a factor, with noise unless it is 1, so that none of them is 0."""
         generator, own = torch.Generator().manual_seed(0), self._contiguous()
         noise = 0.0 if factor == 1 else 1.0
         moved = {name: factor * p + noise * torch.randn(p.shape, generator=generator) for name, p in own.items()}
@@ -238,7 +238,7 @@ class _Trial:
         return first
 
     def _require(self, holds: bool, otherwise: str) -> None:
-        """Reject the module with a sentence about it unless something holds."""
+        """Reject the module with the rest of a sentence about it unless a condition holds."""
         if not holds:
             raise ExperimentError(f"{self.what} {otherwise}")
 
@@ -348,9 +348,9 @@ class _Trial:
     def _check_tensors_kept(
         self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str, theta: Tensor
     ) -> None:
-        """Reject new parameters, buffers that change in evaluation, and others that change than those of θ.
+        """Reject new parameters, and buffers that change in evaluation or that are not part of θ.
 
-        A whole number that counts calls in training is no reason: outputs that depended on it would be rejected.
+        Integers may count calls in training: a module whose outputs depend on them is rejected elsewhere.
         """
         made = sorted({name for name, _ in module.named_parameters()} - names)
         if made:
@@ -382,8 +382,7 @@ class _Trial:
             raise ExperimentError(
                 f"{named(layer, module.get_submodule(layer))} changes its attribute {key} each time it is called "
                 f"{mode}, so that results may depend on the number of calls, and on evaluation.batch_size. Keep no "
-                "state in a "
-                "module: compute it from the inputs, or leave it out"
+                "state in a module: compute it from the inputs, or leave it out"
             )
 
 

@@ -18,15 +18,14 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _NESTED = 4
 """Nesting of lists and dicts up to which attributes are compared."""
 
-
 ROUNDING = 1e-6
 """Norm relative to that of a whole gradient up to which a difference in a part is one of rounding."""
 
 
-def near(a: Tensor, b: Tensor, least: float = 1e-9) -> bool:
-    """Return True if two results are equal up to rounding, by the norm of their difference, or at most ``least``."""
+def near(a: Tensor, b: Tensor, least: float = 1e-9, tolerance: float = TOLERANCE) -> bool:
+    """Return True if the norm of the difference is at most ``tolerance`` times that of b, or at most ``least``."""
     a, b = (t.detach().double().nan_to_num(posinf=0.0, neginf=0.0) for t in (a, b))
-    return bool((a - b).norm() <= TOLERANCE * b.norm() + least)
+    return bool((a - b).norm() <= tolerance * b.norm() + least)
 
 
 def attributes(module: nn.Module) -> dict[tuple[str, str], Any]:

@@ -49,7 +49,7 @@ def draws_noted(
         now = _generators(numpy) | {given.name: given.used}
         return [name for name, state in now.items() if state != before[name]]
 
-    def leave(name: str, layer: nn.Module) -> None:
+    def leave(name: str, layer: nn.Module, output: Any) -> None:
         earlier = active.pop()
         for source in used():
             if source not in earlier:

@@ -15,7 +15,7 @@ from fedloom.errors import ExperimentError
 from fedloom.models.flat import Leaves
 from fedloom.models.module_compare import near
 from fedloom.models.module_inputs import ModuleInputs, mapped
-from fedloom.models.module_layers import at_layer, named
+from fedloom.models.module_layers import at_layer, hooks, named
 
 SAME = 1e-4
 """Relative norm of a difference up to which two outputs of one example are the same."""
@@ -29,7 +29,7 @@ class _FirstExample(NamedTuple):
 
 
 class ExampleTrial(NamedTuple):
-    """Training calls by which a module shows whether gradients of single examples can be taken.
+    """Training calls that show if gradients of single examples can be computed for a module.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class ExampleTrial(NamedTuple):
     # Outputs of one example beside others
 
     def _check_apart(self) -> None:
-        """Call the module twice, with the same first example beside others, and compare what it gives for that one."""
+        """Call the module twice, with the same first example beside different ones, and compare its outputs."""
         rest: ModuleInputs
         if isinstance(self.x, Tensor):
             assert isinstance(self.others, Tensor)
@@ -96,14 +96,14 @@ class ExampleTrial(NamedTuple):
             rest = {name: torch.cat([t[:1], self.others[name][1:]]) for name, t in self.x.items()}
         first, second = self._called(self.x, self.y), self._called(rest, torch.cat([self.y[:1], self.y[1:].flip(0)]))
         for (name, layer, one), (_, _, other) in zip(first.outputs, second.outputs, strict=False):
-            if one.shape != other.shape or not _same(one, other):
+            if one.shape != other.shape or not near(one, other, tolerance=SAME):
                 raise ExperimentError(
                     f"{named(name, layer)} gives an example another output beside other examples in training mode"
                     f"{_APART}. Use GroupNorm or LayerNorm in place of batch normalization, and treat each example "
                     "separately",
                     key="model.factory",
                 )
-        if not _same(first.loss, second.loss):
+        if not near(first.loss, second.loss, tolerance=SAME):
             name = type(self.model.called_module()).__name__
             raise ExperimentError(
                 f"model.factory: {name}.loss gives an example another loss beside other examples{_APART}. Compute the "
@@ -155,12 +155,6 @@ class ExampleTrial(NamedTuple):
 _APART = ", so that no example's part of a gradient can be clipped (federation.privacy.of: examples)"
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two results are the same up to rounding."""
-    a, b = (t.double().nan_to_num(posinf=0.0, neginf=0.0) for t in (one, other))
-    return bool((a - b).norm() <= SAME * b.norm() + 1e-9)
-
-
 @contextmanager
 def _first_rows(module: nn.Module, rows: int) -> Iterator[list[tuple[str, nn.Module, Tensor]]]:
     """Note the first row of each layer's output that has one row per example."""
@@ -170,12 +164,5 @@ def _first_rows(module: nn.Module, rows: int) -> Iterator[list[tuple[str, nn.Mod
         if isinstance(output, Tensor) and output.dim() and len(output) == rows:
             found.append((name, layer, output[0].detach().clone()))
 
-    hooks = [
-        layer.register_forward_hook(lambda layer, _, output, name=name: note(name, layer, output))
-        for name, layer in module.named_modules()
-    ]
-    try:
+    with hooks(module, note):
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()

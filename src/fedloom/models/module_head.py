@@ -36,7 +36,7 @@ class Head(NamedTuple):
 def head_of(
     module: nn.Module, call: ModuleCall, x: ModuleInputs, others: ModuleInputs, asked: str | None
 ) -> Head | None:
-    """Return the head of a module; None if there is none and none was requested.
+    """Return the head of a module; None if it has none and none was requested.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def _ending(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs) -> 
 def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs, others: ModuleInputs) -> Head | None:
     """Return a layer as the head if the module's outputs follow from its outputs alone.
 
-    They do if they stay as they are when its outputs stay, while all inputs and all parameters are others.
+    They do if they stay the same when its outputs stay the same, although all inputs and all parameters change.
     """
     given, outputs = _observed(module, call, name, x)
     if len(given) != 1:

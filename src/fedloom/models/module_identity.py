@@ -1,4 +1,4 @@
-"""Identity of a module, by which what a process found out about it is remembered."""
+"""Identity of a module, the key under which a process keeps its findings about it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class _UnknownContent(Exception):
-    """Value whose content cannot be told from outside, such as a generator or an open file."""
+    """Value whose content cannot be read from outside, such as a generator or an open file."""
 
 
 class _Walk:
-    """Walk through all that an object consists of, in a fixed order.
+    """Traversal of all parts of an object in a fixed order.
 
-    Classes and functions are kept themselves: a module of Python that is loaded again has others of the same names.
+    Classes and functions are kept as objects, because a Python module that is reloaded has others of the same names.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class _Walk:
         self._alive: list[object] = []  # so that no two values have one id
 
     def add(self, value: Any) -> None:
-        """Add a value and all below it; a value met before counts as that one.
+        """Add a value and all of its parts; a value met before is added as a reference.
 
         Raises
         ------
         _UnknownContent
-            If a part's content cannot be told.
+            If the content of a part cannot be read.
         """
         if isinstance(value, (*_PLAIN, *_OF_TORCH)):
             self._note(f"{type(value).__name__} {value!r}")
@@ -102,11 +102,11 @@ def _is_of_python(cls: type) -> bool:
 def identity_of(module: nn.Module, *others: object) -> Hashable | None:
     """Return a key that is equal for modules of the same code with equal tensors and attributes, and equal ``others``.
 
-    None if the content of an attribute cannot be told, such as that of a generator.
+    It is None if the content of an attribute cannot be read, such as that of a generator.
     """
     walk = _Walk()
     try:
         walk.add((module, *others))
-    except Exception:  # whatever code of the module's raises; it is then checked again each time
+    except Exception:  # code of the module may raise anything; the module is then checked again each time
         return None
     return walk.digest.digest(), tuple(walk.code)

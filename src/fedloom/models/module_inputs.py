@@ -64,7 +64,7 @@ def descriptions(input_shape: InputShape, kind: str, outputs: int) -> Mapping[st
 def trial_inputs(described: Mapping[str, InputDescription], seed: int, rows: int = ROWS) -> ModuleInputs:
     """Return random inputs, ``[rows, ...]``.
 
-    The first entry of each row of integers is the largest of the data, so that none is beyond a table of the module.
+    The first entry of each row of integers is the largest of the data, so that the module's tables are tried with it.
     """
     generator = torch.Generator().manual_seed(seed)
     found = {name: _drawn(each, rows, generator) for name, each in described.items()}
@@ -88,7 +88,7 @@ def mapped(x: ModuleInputs, function: Callable[[Tensor], Tensor]) -> ModuleInput
 
 
 def first_input(x: ModuleInputs) -> Tensor:
-    """Return the inputs, or the first of named ones, which tells their number and device."""
+    """Return the inputs, or the first of named ones, which has the same length and device as the others."""
     return x if isinstance(x, Tensor) else next(iter(x.values()))
 
 

@@ -22,8 +22,8 @@ VGG of 4 blocks has 13 (0.8 times the time). See docs/models.md.
 class ConvolutionSizes:
     """Sizes of the kernels and of the outputs of a module's convolutions in a call with trial inputs.
 
-    They depend on the module and the shape of its inputs alone, unlike times, so that all processes of a run choose the
-    same memory format, and the same bits.
+    Unlike times, they depend only on the module and the shape of its inputs, so all processes of a run choose the same
+    memory format, and get the same bits.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def named(name: str, layer: nn.Module) -> str:
     return f"{KEY}: layer {name!r} ({type(layer).__name__})" if name else f"{KEY}: {type(layer).__name__}"
 
 
-def said(error: Exception) -> str:
+def class_and_text(error: Exception) -> str:
     """Return the class of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
@@ -31,14 +31,14 @@ def said(error: Exception) -> str:
 @contextmanager
 def hooks(
     module: nn.Module,
-    after: Callable[[str, nn.Module], None],
+    after: Callable[[str, nn.Module, Any], None],
     before: Callable[[str, nn.Module], None] = lambda name, layer: None,
 ) -> Iterator[None]:
-    """Call functions with name and layer before and after each layer is called."""
+    """Call functions before and after each call of a layer, with its name and itself, and its output afterwards."""
     registered: list[Any] = []
     for name, layer in module.named_modules():
         registered.append(layer.register_forward_pre_hook(lambda layer, _, name=name: before(name, layer)))
-        registered.append(layer.register_forward_hook(lambda layer, *_, name=name: after(name, layer)))
+        registered.append(layer.register_forward_hook(lambda layer, _, output, name=name: after(name, layer, output)))
     try:
         yield
     finally:
@@ -68,18 +68,16 @@ def at_layer(module: nn.Module, doing: str, *, hint: str = "", key: str | None =
         except Exception as error:
             name, layer = at[-1] if at else ("", module)
             raise ExperimentError(
-                f"{named(name, layer)} fails {doing} ({said(error)}){_line(error)}{hint}", key=key
+                f"{named(name, layer)} fails {doing} ({class_and_text(error)}){_line(error)}{hint}", key=key
             ) from error
 
 
 def _line(error: Exception) -> str:
     """Return the line of the module's code that led to an error."""
     at = raised_at(error)
-    return (
-        ""
-        if at is None or "fedloom" in Path(at.filename).parts
-        else f", at {Path(at.filename).name}, line {at.lineno}: {at.line}"
-    )
+    if at is None or "fedloom" in Path(at.filename).parts:
+        return ""
+    return f", at {Path(at.filename).name}, line {at.lineno}: {at.line}"
 
 
 def check_layers(module: nn.Module) -> None:
@@ -183,7 +181,7 @@ def _copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
                 if key != "_modules" and not _is_copyable(value):
                     raise ExperimentError(f"{named(name, layer)}: {_why_not(key, value)}") from error
         raise ExperimentError(
-            f"{KEY}: {type(module).__name__} cannot be copied ({said(error)}), but each thread trains a copy of it"
+            f"{KEY}: {type(module).__name__} cannot be copied ({class_and_text(error)}), but each thread needs a copy"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Integers that the columns of a table may have: each may be looked up in a table of its own size."""
+"""Largest integers of the columns of an input, each of which a module may look up in a table of its own size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedloom.models.module_call import ModuleCall
 from fedloom.models.module_inputs import ModuleInputs, mapped
 
 _MOST = 256
-"""Number of columns up to which each is tried by itself."""
+"""Largest number of columns that are tried one by one."""
 
 
 def within_tables(module: nn.Module, call: ModuleCall, *trials: ModuleInputs) -> list[ModuleInputs]:
     """Return trial inputs whose integers ``[b, columns]`` do not exceed the table in which each column is looked up.
 
-    The data are described by the largest integer of all columns, so one column at least must take it. Otherwise the
-    inputs stay as they are, and the check rejects the module at the layer that fails.
+    The data are described by the largest integer of all columns, so at least one column must accept it. Otherwise the
+    inputs stay unchanged, and the check rejects the module at the layer that fails.
     """
     if not any(_is_beyond(module, call, trial) for trial in trials):
         return list(trials)
@@ -29,7 +29,7 @@ def within_tables(module: nn.Module, call: ModuleCall, *trials: ModuleInputs) ->
 
 
 def _limits(module: nn.Module, call: ModuleCall, x: ModuleInputs, name: str) -> Tensor | None:
-    """Return the largest integer that each column takes while all others are 0; None if no column takes the largest."""
+    """Return the largest integer that each column accepts while the others are 0; None if none accepts the largest."""
     column = x if isinstance(x, Tensor) else x[name]
     if column.dtype != torch.int64 or column.dim() != 2 or column.shape[1] > _MOST:
         return None

@@ -19,13 +19,13 @@ from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
 from fedloom.models.module_call import call_of
 from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
-from fedloom.models.module_layers import copied, said
+from fedloom.models.module_layers import class_and_text, copied
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Normalization layers: batch and instance normalization, and those of each example."""
 
 _log = logging.getLogger("fedloom.models")
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Module:
@@ -46,7 +46,7 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Modu
             except Exception as error:
                 raise ExperimentError(
                     f"{KEY}: {type(module).__name__} has lazy layers and fails on inputs {shapes(x)}, from which "
-                    f"they would take their shapes ({said(error)})"
+                    f"they would take their shapes ({class_and_text(error)})"
                 ) from error
         return module.train()
 
@@ -147,15 +147,15 @@ def batch_layers(module: nn.Module) -> list[str]:
 
 
 def without_statistics(module: nn.Module) -> list[str]:
-    """Return the names of layers that normalize by the batch in evaluation too, for lack of running statistics."""
+    """Return the names of layers that normalize by the batch even in evaluation, having no running statistics."""
     return [name for name in batch_layers(module) if module.get_submodule(name).running_mean is None]
 
 
-def tell_of_batches(module: nn.Module) -> None:
-    """Log, once for each kind of module, that its predictions depend on the other examples of a batch."""
+def warn_of_batches(module: nn.Module) -> None:
+    """Warn, once for each kind of module, that its predictions depend on the other examples of a batch."""
     kind = type(module).__name__
-    if (layers := without_statistics(module)) and kind not in _told:
-        _told.add(kind)
+    if (layers := without_statistics(module)) and kind not in _warned:
+        _warned.add(kind)
         _log.warning(
             "%s: layer %r keeps no running statistics, so predictions depend on the batch: each client is measured in "
             "batches of evaluation.batch_size in the order of its examples, and a served batch by itself",
@@ -165,8 +165,8 @@ def tell_of_batches(module: nn.Module) -> None:
 
 
 @cache
-def tell_of_examples(kind: str) -> None:
-    """Log, once for each kind of module, that gradients of single examples take a call each."""
+def warn_of_examples(kind: str) -> None:
+    """Warn, once for each kind of module, that each gradient of a single example takes a call of its own."""
     _log.warning(
         "%s: torch.func.vmap cannot run it for single examples, so their gradients (federation.privacy.of: examples) "
         "are computed one by one",

@@ -26,19 +26,7 @@ KEY_STACKED = "runtime.clients_at_once"
 
 
 class Steps(NamedTuple):
-    """Training steps of a run.
-
-    Attributes
-    ----------
-    clients
-        Clients vectorized together (``runtime.clients_at_once``).
-    twice
-        True if gradients are differentiated, too.
-    device
-        Device of the run.
-    examples
-        True if steps use the gradients of single examples.
-    """
+    """Training steps of a run: the arguments of :meth:`FlatModel.check_steps`."""
 
     clients: int = 1
     twice: bool = False

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fedloom.models.flat import FlatModel, with_forward
+
+_Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 
 
 def bfloat16(model: FlatModel) -> FlatModel:
@@ -17,22 +20,20 @@ def bfloat16(model: FlatModel) -> FlatModel:
     autocast decides what is safe in between. A model in float64 is unaffected.
     """
 
-    def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        with torch.autocast(_any(parameters).device.type, torch.bfloat16):
-            logits = model.forward(parameters, x)
-        return logits.to(_any(parameters).dtype)
-
-    def features(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        with torch.autocast(_any(parameters).device.type, torch.bfloat16):
-            found = model.features(parameters, x)
-        return found.to(_any(parameters).dtype)
-
-    view = with_forward(model, forward)
+    view = with_forward(model, _autocast(model.forward))
     view.in_bfloat16 = True
-    view.features = features  # type: ignore[method-assign]
+    view.features = _autocast(model.features)  # type: ignore[assignment, method-assign]
     view.in_training = lambda: bfloat16(model.in_training())  # type: ignore[method-assign]
     return view
 
 
-def _any(parameters: Mapping[str, Tensor]) -> Tensor:
-    return next(iter(parameters.values()))
+def _autocast(function: _Forward) -> _Forward:
+    """Return a function of parameters and inputs that computes in bfloat16, with outputs of the parameters' type."""
+
+    def computed(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        like = next(iter(parameters.values()))
+        with torch.autocast(like.device.type, torch.bfloat16):
+            found = function(parameters, x)
+        return found.to(like.dtype)
+
+    return computed

@@ -63,14 +63,19 @@ class ModelChoice(Settings):
         task: PredictionTask = CLASSIFICATION,
         target_shape: tuple[int, ...] = (),
     ) -> FlatModel:
-        """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and K outputs.
+        """Make the model.
 
         Parameters
         ----------
+        input_shape
+            Shape of the input, ``[channels, height, width]``, ``[features]`` or ``[tokens]``; or the descriptions of
+            named inputs, a single one under the empty name.
         classes
-            K: classes, or the outputs of another task.
+            K: number of classes, or of the outputs of another task.
+        kind
+            Kind of a single input; ``named`` if there are several.
         task, target_shape
-            What the model predicts, and the shape of one target.
+            Task of the model, and the shape of one target.
 
         Raises
         ------
@@ -79,33 +84,24 @@ class ModelChoice(Settings):
         """
         if classes and task.output_shape(classes, target_shape) != (classes,):
             shape = list(task.output_shape(classes, target_shape))
-            raise ExperimentError(
-                f"model.name: {self.name} has one row of outputs, but {task.name} needs outputs {shape}; use module",
-                key="model.name",
-                found=self.name,
+            raise self._refused(
+                f"{self.name} has one row of outputs, but {task.name} needs outputs {shape}; use module"
             )
         if isinstance(input_shape, Mapping):
-            raise ExperimentError(
-                f"model.name: {self.name} accepts one input of {' or '.join(self.takes)}, but the inputs are "
-                f"{', '.join(f'{name} ({spec.kind})'.strip() for name, spec in input_shape.items())}; use module",
-                key="model.name",
-                found=self.name,
+            named = ", ".join(f"{name} ({spec.kind})".strip() for name, spec in input_shape.items())
+            raise self._refused(
+                f"{self.name} accepts one input of {' or '.join(self.takes)}, but the inputs are {named}; use module"
             )
+
+        def others() -> str:
+            return f"choose from {_allowed(input_shape, classes, kind)}"
+
         if kind not in self.takes:
-            raise ExperimentError(
-                f"model.name: {self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; choose from "
-                f"{_allowed(input_shape, classes, kind)}",
-                key="model.name",
-                found=self.name,
+            raise self._refused(
+                f"{self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; {others()}"
             )
         if self.classifies != (classes > 0):
-            found = f"{classes} classes" if classes else "no classes"
-            raise ExperimentError(
-                f"model.name: {self.name} does not fit data with {found}; choose from "
-                f"{_allowed(input_shape, classes, kind)}",
-                key="model.name",
-                found=self.name,
-            )
+            raise self._refused(f"{self.name} does not fit data with {classes or 'no'} classes; {others()}")
         if self.precision == "bfloat16" and not self.classifies:
             raise ExperimentError(
                 f"model.precision: {self.name} has no matrix products; set float32 (got bfloat16)",
@@ -115,9 +111,7 @@ class ModelChoice(Settings):
         try:
             model = self.make(input_shape, classes)
         except ValueError as error:
-            allowed = _allowed(input_shape, classes, kind)
-            text = f"model.name: {self.name}: {error}; choose from {allowed}"
-            raise ExperimentError(text, key="model.name", found=self.name) from error
+            raise self._refused(f"{self.name}: {error}; {others()}") from error
         model.task = task
         return bfloat16(model) if self.precision == "bfloat16" else model
 
@@ -130,6 +124,10 @@ class ModelChoice(Settings):
         ValueError
             If an input is too small.
         """
+
+    def _refused(self, why: str) -> ExperimentError:
+        """Return the error for data that this network does not fit."""
+        return ExperimentError(f"model.name: {why}", key="model.name", found=self.name)
 
 
 def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
@@ -190,15 +188,15 @@ class VGGSettings(ModelChoice):
     channels: list[Width] = Field(
         default=[16, 32, 64, 128, 128],
         min_length=1,
-        description="of the 3x3 convolutions, each followed by a 2x2 max pooling",
+        description="channels of the 3x3 convolutions, each followed by 2x2 max pooling",
     )
     classifier: list[Width] = Field(
         default=[], description="widths of the linear layers between the convolutions and the last layer"
     )
     norm: Literal["none", "batch"] = Field(
         default="none",
-        description="batch: batch normalization after each convolution, whose statistics are part of θ, so that they "
-        "travel; clients then train one at a time (runtime.clients_at_once: 1)",
+        description="batch: batch normalization after each convolution, whose statistics are part of θ, and are sent "
+        "with it; clients then train one at a time (runtime.clients_at_once: 1)",
     )
     takes = ("pixels",)
 
@@ -267,7 +265,7 @@ class QuadraticSettings(ModelChoice):
 class ModuleSettings(ModelChoice):
     """Any ``nn.Module``."""
 
-    name: Literal["module"] = Field(default="module", description="a module of torch of your own (docs/models.md)")
+    name: Literal["module"] = Field(default="module", description="your own PyTorch module (docs/models.md)")
     factory: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[\w.-]+$",
         description="`package.module:function` that creates it; called with `input_shape` and `classes` if it has "
@@ -276,17 +274,18 @@ class ModuleSettings(ModelChoice):
     head: str | None = Field(
         default=None,
         min_length=1,
-        description="name of the linear layer from whose outputs alone the logits follow; null: the last linear layer, "
-        "where its outputs are the logits; else the model has no head",
+        description="name of the linear layer whose outputs determine the logits; null: the last linear layer if its "
+        "outputs are the logits, else the model has no head",
     )
     output: str | int | None = Field(
         default=None,
-        description="field, key or position of the logits in what the module returns, if that is no tensor; null: "
+        description="field, key or position of the logits in the module's result, if that is not a tensor; null: "
         "`logits`",
     )
     initial: Literal["module", "drawn"] = Field(
         default="module",
-        description="where training starts: as the module is made, with torch seeded; or drawn as other networks are",
+        description="start of training: the module's own initialization, with torch seeded; or drawn as for other "
+        "networks",
     )
     buffers: Literal["shared", "local"] = Field(
         default="shared",
@@ -307,18 +306,7 @@ class ModuleSettings(ModelChoice):
         task: PredictionTask = CLASSIFICATION,
         target_shape: tuple[int, ...] = (),
     ) -> FlatModel:
-        """Make the module, and try it on inputs.
-
-        Parameters
-        ----------
-        input_shape
-            Shape of the input, or the descriptions of named inputs; a single one has the empty name.
-        classes
-            Number of outputs K.
-        kind
-            Kind of a single input; ``named`` if there are several.
-        task, target_shape
-            What is predicted, and the shape of one target.
+        """Make the module, and try it on inputs; see :meth:`ModelChoice.build`.
 
         Raises
         ------
@@ -326,7 +314,7 @@ class ModuleSettings(ModelChoice):
             If it cannot be made or flattened; the message names the layer.
         """
         if not classes:
-            raise ExperimentError(f"model.name: {self.name} needs classes, and the data have none; use quadratic")
+            raise self._refused(f"{self.name} needs classes, and the data have none; use quadratic")
         make = factory_of(self.factory, shape_of(input_shape), classes)
         make = make if self.lora is None else adapted(make, self.lora)
         check_codes(make, input_shape, kind)
@@ -367,22 +355,17 @@ class LibraryChoice(ModelChoice):
         target_shape: tuple[int, ...] = (),
     ) -> FlatModel:
         """Make the module, and try it on inputs; arguments and errors are those of :meth:`ModelChoice.build`."""
-        found = (
-            kind if kind not in self.takes else task.name if task.target_kind not in self.tasks or not classes else None
-        )
-        shape = shape_of(input_shape)
-        if found is not None or isinstance(shape, dict):
+        shape, fits = shape_of(input_shape), kind in self.takes and task.target_kind in self.tasks and classes > 0
+        if not fits or isinstance(shape, dict):
             takes = f"{' or '.join(self.takes)} in {', '.join(self.tasks)}"
-            raise ExperimentError(
-                f"model.name: {self.name} is for {takes}, but the data are {kind} with {classes} outputs in "
-                f"{task.name}; use another model, or module",
-                key="model.name",
-                found=self.name,
+            raise self._refused(
+                f"{self.name} is for {takes}, but the data are {kind} with {classes} outputs in {task.name}; use "
+                "another model, or module"
             )
         try:
             self.module(shape, classes, task)
         except ValueError as error:
-            raise ExperimentError(f"model.name: {self.name}: {error}", key="model.name", found=self.name) from error
+            raise self._refused(f"{self.name}: {error}") from error
         make = functools.partial(self.module, shape, classes, task)
         buffers: Literal["shared", "local"] = getattr(self, "buffers", "shared")
         model: FlatModel = ModuleModel(
@@ -436,10 +419,10 @@ class TransformerSettings(LibraryChoice):
 
     name: Literal["transformer"] = Field(
         default="transformer",
-        description="PyTorch's transformer encoder on tokens: causal for next tokens, else the mean over the places",
+        description="PyTorch's transformer encoder on tokens: causal for next tokens, else the mean over positions",
     )
     vocabulary: int | None = Field(
-        default=None, ge=2, description="number of tokens; null: as many as outputs, as for next tokens"
+        default=None, ge=2, description="number of tokens; null: the number of outputs, as for next tokens"
     )
     width: int = Field(default=64, ge=1, description="length of a token's vector")
     layers: int = Field(default=2, ge=1, description="number of layers")
@@ -495,4 +478,4 @@ if TYPE_CHECKING:
     ModelSettings: TypeAlias = ModelChoice
 else:
     ModelSettings = functools.reduce(operator.or_, [*(type(choice) for choice in MODELS), *LIBRARY, ModuleSettings])
-    """The settings of any model, told apart by ``name``."""
+    """The settings of any model, distinguished by ``name``."""

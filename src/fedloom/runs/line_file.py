@@ -152,7 +152,7 @@ class LineFile:
         if at == 0:
             return digests.beginning(self.path.name)
         begin = max(0, at - digests.TAIL)
-        found = digests.said_by(os.pread(file.fileno(), at - begin, begin))
+        found = digests.stated_digest(os.pread(file.fileno(), at - begin, begin))
         if found is None and not torn:
             raise self._damaged(at - 1, "it does not end with a digest")
         return found or ""
