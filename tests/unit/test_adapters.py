@@ -128,7 +128,7 @@ def test_theta_is_the_adapters_and_the_named_layers() -> None:
 
 
 def test_the_first_model_is_the_pretrained_one() -> None:
-    """B = 0: whatever A is drawn, the outputs are the base's."""
+    """B = 0, so for any A the outputs are the base's."""
     x = torch.from_numpy(TOKENS[:5])
     expected = adapter_models.bert(CLASSES).eval()(input_ids=x).logits
     model = made()

@@ -56,7 +56,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("mix", [{"alpha": 0.0, "adaptive": False}, {"alpha": 0.7}], ids=["none", "adaptive"])
 def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, Any]) -> None:
-    """And with α = 0 there is nothing else."""
+    """With α = 0 the personal models are the shared one, too."""
     mine = run(tmp_path / "apfl", made(**mix), rounds=3, cohort=2)
     s = FedAvgSettings.model_validate({"local": LOCAL})
     average = federation(tmp_path / "avg", FEDAVG, s, setup(), clients(SIZES), rounds=3, cohort=2)
@@ -82,7 +82,7 @@ def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_pa
 
 @pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
-    """v, w and α, with momentum and λ_θ, which are of each model's own loss."""
+    """v, w and α, with momentum and λ_θ, which belong to each model's own loss."""
     s, data = made(alpha=0.6), clients(SIZES)
     f = federation(tmp_path, APFL, s, setup(), data, rounds=3, unseen=["c2"])
     theta = f.state["theta"]
@@ -131,7 +131,7 @@ def test_the_share_goes_where_the_loss_falls_and_stays_a_share(centre: float, al
 
 
 def test_a_client_without_a_model_of_its_own_gets_the_shared_one(tmp_path: Path) -> None:
-    """To the bit, or fine-tuned; one that is lost in every round, too."""
+    """To the bit, or fine-tuned; also for a client that is lost in every round."""
     data = clients(SIZES)
     f = run(tmp_path / "none", made(), rounds=2, unseen=["c2"], lost={0: 1})
     for c in ("c1", "c2"):

@@ -265,7 +265,7 @@ def test_a_predictor_is_the_softmax_of_its_theta() -> None:
 # --- one client at a time against a stack -----------------------------------------------------------------------------
 
 UNEVEN = (11, 3, 6, 1)
-"""Smaller than a batch of 4, too; of unequal step counts under epochs."""
+"""Train split sizes: one is below a batch of 4, and epochs give unequal numbers of steps."""
 
 PULL: Change = lambda gradients, w, start, given: [  # noqa: E731
     g + 0.7 * (a - b) - 0.2 * v for g, a, b, v in zip(gradients, w, start, given["v"], strict=True)
@@ -278,7 +278,7 @@ PULL: Change = lambda gradients, w, start, given: [  # noqa: E731
 def test_all_that_train_can_do_is_the_same_for_a_stack(
     name: str, only: Literal["all", "body", "head"], model: Any
 ) -> None:
-    """A correction that sees the weights, where they started and vectors of each client; counts of each; a part."""
+    """A correction by the weights, their start and a vector of each client; numbers of steps by client; a part of θ."""
     s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
     data, theta = clients(UNEVEN), starts(model, 4)
     vectors, counts = theta.flip(0) / 3, [3, 5, 1, 4]
@@ -325,7 +325,7 @@ def test_a_correction_is_added_to_the_gradient_before_the_rest() -> None:
 def test_losses_and_gradients_of_a_stack_are_those_of_each(
     model: FlatModel, mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On mini-batches, halves of them, and all data in pieces that not all clients have as many of."""
+    """On mini-batches, halves of them, and all data in pieces, whose numbers differ between clients."""
     monkeypatch.setattr(mini_batches, "PIECE", 4)
     data, theta = clients(UNEVEN), starts(model, 4)
     for c in data:
@@ -423,7 +423,7 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
 
 
 def test_a_start_with_an_infinite_loss_is_reported() -> None:
-    """Blame the start and not the client's steps, for example after too large a step of the server."""
+    """The reason names the start, not the client's steps, for example after too large a step of the server."""
     s, theta = LocalSGD(steps=5, batch_size=3, lr=0.05), starts(SMALL, 2)
     theta[1] *= 1e200
     members = group(clients((6, 6)))
@@ -457,7 +457,7 @@ class Watched(LeNet):
 
 @pytest.mark.parametrize("method", ["per-fedavg", "apfl", "comfedl"])
 def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
-    """Else a convolution of one channel takes half as long again, and nobody sees why."""
+    """Otherwise a convolution of one channel takes half as long again without a visible reason."""
     model = Watched()
     split = Split(torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0]))
     there = group([ClientData("c0", split, split, split, 3)])
@@ -478,7 +478,7 @@ def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
 
 @pytest.mark.parametrize("g", [1, 2])
 def test_a_model_of_tokens_is_trained(g: int) -> None:
-    """Tokens are bytes, and a weight 1/b is none: rounded to one, nothing is trained."""
+    """Tokens are bytes, in which a weight 1/b would be rounded to 0, so that nothing would be trained."""
     model = LSTM(CLASSES, embedding=2, hidden=4, layers=1)
     x, y = torch.arange(40).remainder(CLASSES).to(torch.uint8).view(10, 4), torch.arange(10).remainder(CLASSES)
     one = client("c", 10)

@@ -90,7 +90,7 @@ def composed(
 @given(f=st.lists(st.floats(0, 5), min_size=2, max_size=6), gamma=st.sampled_from([0.1, 0.2, 1.0, 5.0]))
 @hypothesis_settings(max_examples=10)
 def test_lemma_1_the_weights_maximize_over_the_simplex(f: list[float], gamma: float) -> None:
-    """By numerical optimization, which knows nothing of the closed form: r = softmax(z) for any z."""
+    """By numerical optimization without the closed form: r = softmax(z) over all z."""
     losses = torch.tensor(f, dtype=torch.float64)
 
     def descend(z: Any) -> tuple[float, Any]:
@@ -224,7 +224,7 @@ def test_the_two_batches_are_drawn_apart_from_each_other() -> None:
 
 @pytest.mark.parametrize("local", [{"lambda_theta": 0.1}, {"momentum": 0.5}, {"clip": 0.02}, {"mask_absent": True}])
 def test_options_the_paper_has_not_act_on_u(local: dict[str, Any]) -> None:
-    """At γ = 10⁹ and normalized, u is ∇f: then they must do what they do in local SGD."""
+    """At γ = 10⁹ and normalized, u is ∇f, so they must act as in local SGD."""
     c, theta = client("c0", 11), starts(SMALL, 1)
     if "mask_absent" in local:
         assert c.train.y is not None
@@ -314,7 +314,7 @@ def test_with_a_large_gamma_it_is_uniform_fedavg(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize("factor_at", ["step", "round"])
 def test_the_mean_is_uniform_over_those_who_answered(tmp_path: Path, lost: int, factor_at: str) -> None:
-    """Sizes do not count, and who was lost before its loss came back does not count in (5)."""
+    """Sizes do not count, and a client that was lost before it sent its loss does not count in (5)."""
     s, problem, data = made(factor_at=factor_at), setup(), clients(SIZES)
     run = federation(tmp_path, COMFEDL, s, problem, data, lost={0: lost})
     theta = run.state["theta"]

@@ -78,7 +78,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float
 
 @pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
-    """v starts at the w of the client's first visit and goes on from there, near the w of each round."""
+    """v starts at the w of the client's first visit and continues from there, near the w of each round."""
     s, data = made(), clients(SIZES)
     f = federation(tmp_path, DITTO, s, setup(), data, rounds=2, unseen=["c2"])
     v = {c.id: f.state["theta"] for c in data}
@@ -101,7 +101,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
 
 
 def test_without_the_term_it_is_training_alone_to_the_bit(tmp_path: Path) -> None:
-    """v of λ = 0 has nothing of w but its start: it is the same whatever the shared model does."""
+    """With λ = 0, v depends on w only through its start."""
     one, other = (
         run(tmp_path / str(lr), made(proximity=0.0, local=LOCAL | {"lr": lr}), rounds=2) for lr in (0.05, 0.4)
     )

@@ -414,7 +414,7 @@ def test_training_at_home_has_no_noise() -> None:
 
 
 def test_corrections_are_added_after_the_noise() -> None:
-    """They are no data: a pull of 1000 is not clipped."""
+    """Such terms do not depend on data: a pull of 1000 is not clipped."""
     c, theta = client("c0", 9), starts(SMALL, 1)
     s, how = LocalSGD(steps=1, batch_size=16, lr=1e-3, momentum=0.0), private(1e-6)
 

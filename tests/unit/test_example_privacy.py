@@ -141,7 +141,7 @@ def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("name", PROTECTING)
 def test_clients_together_are_near_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:
-    """With epochs some are done before others; of a client that is only evaluated, too."""
+    """With epochs some clients are done before others; also for a client that is only evaluated."""
     how, keys = ExamplePrivacy(0.5, 0.1, "fixed"), {}
     if epochs:
         passes = LOCAL | {"steps": None, "epochs": 2}
@@ -175,7 +175,7 @@ def test_values_that_stay_at_home_have_no_noise(tmp_path: Path) -> None:
 
 
 class Counting(FedAvg):
-    """Method that sends something of its own, and does not say that it protects examples."""
+    """Method with training of its own that does not state that it protects examples."""
 
     name = "counting"
 
@@ -445,7 +445,7 @@ def test_noisy_steps_of_a_visit() -> None:
 
 
 def test_a_client_that_trains_makes_no_noisy_steps_when_it_is_personalized(tmp_path: Path) -> None:
-    """pFedHN searches embeddings of new clients alone: 4 rounds of 3 steps count, and not 2 evaluations beside them."""
+    """pFedHN only searches embeddings of new clients: 4 rounds of 3 steps count, but not the 2 evaluations."""
     pytest.importorskip("dp_accounting")
     experiment = {
         "name": "searching",

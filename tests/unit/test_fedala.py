@@ -105,7 +105,7 @@ def test_the_first_visit_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("threshold", [1e-9, 1e9])
 def test_rounds_are_algorithm_1(tmp_path: Path, threshold: float) -> None:
-    """The first aggregation makes all epochs where losses do not settle, and 11 where they do at once; later ones 1."""
+    """The first aggregation makes all epochs if losses do not settle, and 11 if they settle at once; later ones 1."""
     s, data = made(threshold=threshold), clients(SIZES)
     w = federation(tmp_path / "start", FEDALA, s, setup(MODEL), data).state["theta"]
     f = run(tmp_path / "run", s, rounds=5, cohort=2)

@@ -140,7 +140,7 @@ def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> N
 
 
 def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:
-    """Finite updates, a step that is not: the attempt fails, θ stays."""
+    """If updates are finite but the step is not, the attempt fails and θ stays the same."""
     data = clients((4, 4))
     run = federation(tmp_path, FEDAVG, made(server_lr=1e308, local={"steps": 1, "lr": 100.0}), setup(n=2), data)
     theta = run.state["theta"]

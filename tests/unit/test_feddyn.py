@@ -89,7 +89,7 @@ def test_many_steps_on_a_quadratic_end_where_the_objective_is_least() -> None:
 
 @pytest.mark.slow
 def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
-    """The mean of the clients' means, which FedAvg misses: there, who makes more steps pulls further."""
+    """The mean of the clients' means, which FedAvg misses, because clients with more steps pull further there."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
@@ -119,7 +119,7 @@ def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> N
 
 
 def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:
-    """By plain SGD, which knows neither g_i nor α; without steps it is the shared one to the bit."""
+    """By plain SGD without g_i and α; without steps the model is the shared one to the bit."""
     data = clients(SIZES)
     f = rostered(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
     w = f.state["theta"]

@@ -97,7 +97,7 @@ def start_of(f: Federation, s: FedProtoSettings, c: ClientData, phase: str, roun
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("start", ["common", "own"])
 def test_rounds_are_algorithm_1(tmp_path: Path, weighting: str, start: str) -> None:
-    """A class that nobody of a round has keeps its prototype; one that nobody ever had does not count in losses."""
+    """A class that no client of a round has keeps its prototype; one that no client ever had adds no loss."""
     s, data = made(weighting=weighting, start=start, personalize_steps=3), some()
     f = run(tmp_path, s, data=data, rounds=3, cohort=1, unseen=["c2"])
     prototypes: dict[int, Tensor] = {}

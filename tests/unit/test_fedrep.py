@@ -92,7 +92,7 @@ def test_one_part_is_frozen_to_the_bit_while_the_other_trains(sizes: tuple[int, 
 
 
 def test_the_head_that_is_kept_is_that_of_the_head_phase() -> None:
-    """With the body's phase last: it must not move the head any more."""
+    """The body's phase comes last, and must not move the head."""
     s, data = made(), clients(SIZES)
     members = group(data)
     body = SMALL.init(torch.Generator().manual_seed(2), torch.float64)[:BODY].expand(3, -1)
@@ -106,7 +106,7 @@ def test_the_head_that_is_kept_is_that_of_the_head_phase() -> None:
 
 
 class Late:
-    """Carries as another does, and loses c1's answers in the second round: it has trained, and kept its head."""
+    """Transport that loses c1's answers in the second round, after c1 has trained and kept its head."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport

@@ -89,7 +89,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
-    """Whatever the personal heads do."""
+    """For any personal heads."""
     rod = run(tmp_path / "rod", made(balance=0.0))
     settings = FedAvgSettings.model_validate({"local": LOCAL})
     avg = federation(tmp_path / "avg", FEDAVG, settings, setup(), clients(SIZES), rounds=2, unseen=["c2"])
@@ -105,7 +105,7 @@ def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) 
 
 @pytest.mark.parametrize(("balance", "personal"), [(1.0, "shared"), (0.5, "shared"), (1.0, "local")])
 def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float, personal: str) -> None:
-    """With a client that lacks a label: its count is zero. ``personal`` is upon the server's θ, or the client's own."""
+    """With a client that lacks a label: its count is zero. ``personal`` uses the server's θ, or the client's own."""
     s, data = made(balance=balance, personal=personal), clients(SIZES)
     data[1] = lacking(data[1], 2)
     theta = federation(tmp_path / "start", FEDROD, s, setup(), data).state["theta"]
@@ -162,7 +162,7 @@ def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
 
 
 class OddModel(MLP):
-    """Model of which everything but its outputs is unusual."""
+    """Model whose attributes all have unusual values."""
 
     draws, in_bfloat16, needs_labels, has_features = ("torch",), True, False, False
     needs_whole_batches, least_batch, constrained, predicts_by_batch, vmaps_examples = True, 2, True, True, False

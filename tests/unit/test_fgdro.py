@@ -121,7 +121,7 @@ def test_a_group_answers_as_its_clients_do_alone(optimizer: Any) -> None:
 
 
 def test_losses_far_apart_do_not_overflow(tmp_path: Path) -> None:
-    """exp(f/λ) itself is beyond any float here."""
+    """exp(f/λ) itself overflows any float here."""
     run = federation(tmp_path, FGDRO_KL, fgdro(lambda_kl=1e-3), setup(), clients(SIZES), rounds=2)
     run.run()
     assert run.state["theta"].isfinite().all()
@@ -141,7 +141,7 @@ def test_settings_and_declarations() -> None:
 
 
 def test_adam_needs_secure_sums_of_64_bits() -> None:
-    """At 32 bits q is 0 where gradients are below some 3e-4, and clients' second round ends beyond any bound."""
+    """At 32 bits q is 0 for gradients below about 3e-4, and the clients' second round diverges."""
     vowel = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 
     def made(optimizer: str, bits: int) -> int:

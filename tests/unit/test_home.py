@@ -1,4 +1,4 @@
-"""A user without a home folder, such as any user id in a container, is told which variable to set."""
+"""Errors for a user without a home folder, such as any user id in a container: they name the variable to set."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_path_without_a_home_folder_is_taken_as_it_is() -> None:
 
 
 def test_nothing_else_looks_for_a_home_folder() -> None:
-    """``Path.expanduser`` and ``Path.home`` raise what nobody expects."""
+    """``Path.expanduser`` and ``Path.home`` raise unexpected errors."""
     source = Path(__file__).parents[2] / "src" / "fedloom"
     found = [
         path for path in source.rglob("*.py") if any(w in path.read_text() for w in (".expanduser()", "Path.home("))

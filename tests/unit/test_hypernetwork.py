@@ -1,4 +1,4 @@
-"""The hypernetwork: its reverse pass against autograd, its bits whoever else is in the cohort (papers/001, Table 5)."""
+"""The hypernetwork: its reverse pass against autograd, and equal bits in any cohort (papers/001, Table 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kNN-Per against FedAvg, votes counted by hand, and leaving one out in earnest (Marfoq et al., ICML 2022)."""
+"""kNN-Per against FedAvg, votes counted by hand, and datastores without the example (Marfoq et al., ICML 2022)."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_with_a_large_scale_votes_are_counted_and_with_a_tiny_one_the_nearest_de
 
 
 def test_k_and_lambda_are_those_of_leaving_one_out() -> None:
-    """Each example in turn predicted by a datastore that really lacks it."""
+    """Each example in turn predicted by a datastore without it."""
     chosen = set()
     for seed in range(8):
         c, ks, mixings = client("c0", 8, seed=seed), [1, 2, 4, 20], [0.0, 0.25, 0.5, 1.0]
@@ -230,7 +230,7 @@ def test_impossible_choices_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_a_client_with_fewer_examples_than_any_k_is_refused_before_training(tmp_path: Path) -> None:
-    """By what the manifest says of it; one that is not to train comes when it likes, and all its examples vote."""
+    """By its numbers in the manifest; a client that does not train may come at any time, and all its examples vote."""
     (tmp_path / "few.yaml").write_text(
         "{name: few, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, algorithm: "
         "{name: knn-per, neighbours: [10, 5]}, federation: {rounds: 1, clients_per_round: 2}}"

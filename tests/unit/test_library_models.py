@@ -1,4 +1,4 @@
-"""Networks of other libraries: the libraries' own functions, trained through the module door, and what is refused."""
+"""Networks of other libraries: equal to the libraries' own functions, trained, and refused for other data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method in every task that it does, against losses of PyTorch, and what it refuses."""
+"""Every method in every task that it supports, against losses of PyTorch, and the tasks that it refuses."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def dense(folder: Path, name: str, task: str, model: FlatModel, **keys: Any) -> 
 
 
 def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
-    """Mean over clients of the mean loss of their own predictors on what they train on."""
+    """Mean over clients of the mean loss of their own predictors on their training data."""
     found = []
     for c in data:
         predictions = f.predictors[round, c.id]["personal"].predictions(c.train.x)
@@ -162,7 +162,7 @@ def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
 @pytest.mark.parametrize("task", DENSE)
 @pytest.mark.parametrize("name", DENSE_METHODS)
 def test_pixels_and_tokens_train_with_the_loss_of_pytorch(tmp_path: Path, name: str, task: str) -> None:
-    """In groups as alone. pFedBayes takes the sum over pixels and tokens, which is -log p(y | x)."""
+    """In groups as one by one. pFedBayes takes the sum over pixels and tokens, which is -log p(y | x)."""
     model = DENSE[task][0]
     f, theirs, together = (
         dense(tmp_path / str(i), name, task, of, rounds=3, **keys)

@@ -43,7 +43,7 @@ class Output:
 
 
 class Returns(Small):
-    """Returns what a function makes of the logits."""
+    """Module that returns a function of the logits."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ class Flash(nn.Module):
 
 
 class Rounds(Small):
-    """Mixes types under autocast."""
+    """Module that mixes types under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits = torch.zeros(len(x), 2)

@@ -1,4 +1,4 @@
-"""A module in its two modes, and what its check refuses: with the layer and the fix, before anything runs."""
+"""A module in its two modes, and modules that the check refuses before a run, with the layer and the fix."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Small(nn.Module):
 
 
 class Modes(nn.Module):
-    """Takes a margin from the first logit, and doubles its features, in training alone."""
+    """Module that subtracts a margin from the first logit and doubles its features, only in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 class Draws(Small):
-    """Changes its outputs once in 10,000 calls."""
+    """Module that changes its outputs once in 10,000 calls."""
 
     def __init__(self, draw: Any) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ LATER: dict[str, np.random.Generator] = {}
 
 
 def draw_later() -> float:
-    """A draw of a generator that the first call makes."""
+    """Module that draws from a generator made by the first call."""
     return LATER.setdefault("made", np.random.default_rng(0)).random()
 
 
@@ -316,7 +316,7 @@ def test_a_generator_that_the_module_makes_when_it_is_called_is_found() -> None:
 
 
 class Remembers(Small):
-    """Adds what the rows before had."""
+    """Module that adds the preceding rows of the batch."""
 
     mean: Any = 0.0
 
@@ -327,7 +327,7 @@ class Remembers(Small):
 
 
 class FirstSeen(Small):
-    """Centres inputs by the first that this process has seen."""
+    """Module that centres inputs by the first ones of this process."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "centre"):
@@ -341,7 +341,7 @@ class ByTheBatch(Small):
 
 
 class Caches(Small):
-    """Keeps what a call computed, of which no other depends."""
+    """Module that keeps a result of a call that no other call uses."""
 
     seen: Any = None
 
@@ -521,7 +521,7 @@ def test_a_loss_of_its_own_may_use_parameters() -> None:
 
 
 class Listed(Small):
-    """Reads its weight where training does not put one."""
+    """Module that reads its weight from a place that training does not set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -532,7 +532,7 @@ class Listed(Small):
 
 
 class Checkpointed(Modes):
-    """Computes its first layer again in the backward pass, when its parameters are others."""
+    """Module that recomputes its first layer in the backward pass, when its parameters have changed."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.last(checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=False))
@@ -589,7 +589,7 @@ def on_meta() -> nn.Module:
 
 
 class Computed(Small):
-    """Computes a weight from parameters once."""
+    """Module that computes a weight from parameters once."""
 
     def __init__(self) -> None:
         super().__init__()

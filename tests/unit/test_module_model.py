@@ -31,7 +31,7 @@ from fedloom.models.registry import ModuleSettings
 
 
 class Net(nn.Module):
-    """LeNet as one would write it; the head is registered first, and is the last layer all the same."""
+    """LeNet as users write it; the head is registered first, although it is the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_threads_do_not_meet_in_the_module() -> None:
 
 
 class Squared(nn.Module):
-    """Has a loss of its own, a shared weight, and a constant."""
+    """Module with a loss of its own, a shared weight, and a constant."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def network(norm: nn.Module) -> nn.Module:
 
 
 class Average(nn.Module):
-    """Centres by an exponential mean of its inputs, which it replaces rather than changes."""
+    """Layer that centres by an exponential mean of its inputs, which it replaces rather than changes in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_buffers_are_neither_decayed_nor_clipped_nor_pulled() -> None:
 @pytest.mark.parametrize("norm", ["batch", "batch, slow", "instance with statistics", "group", "an average of its own"])
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_a_group_is_each_client_alone(norm: str, batch_size: int) -> None:
-    """A client that is done, here the smaller one, moves nothing; batches of different lengths are not stacked."""
+    """A client that is done, here the smaller one, moves no buffers; batches of different lengths are not stacked."""
     m, data = model(norm), examples(12, 20)
     theta = m.init(torch.Generator().manual_seed(1)).expand(2, -1)
     s = LocalSGD(epochs=2, batch_size=batch_size, lr=0.1)

@@ -32,7 +32,7 @@ MODEL = MLP(IMAGE, [5], CLASSES)
 
 
 class Own(nn.Module):
-    """Module with a loss of its own, and a last layer with weight normalization, which is no plain linear one."""
+    """Module with a loss of its own, and a last layer with weight normalization, which is not a plain linear one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A client that has nothing to train on is measured with the shared model, in every method that has one."""
+"""Clients without training data are measured with the shared model, in every method that has one."""
 
 from __future__ import annotations
 

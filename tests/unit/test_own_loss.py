@@ -1,4 +1,4 @@
-"""A model's own loss is what every method trains it with: label smoothing and a factor, in place of cross-entropy."""
+"""Every method trains with a model's own loss: label smoothing and a factor, in place of cross-entropy."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def literal(**changes: Any) -> PeFLLSettings:
 
 
 def lenet(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Tables 3 and 4, in the order in which the tables stand."""
+    """Tables 3 and 4, in the order of the paper."""
     h = F.max_pool2d(F.relu(F.conv2d(x, p["conv1.weight"], p["conv1.bias"])), 2)
     h = F.max_pool2d(F.relu(F.conv2d(h, p["conv2.weight"], p["conv2.bias"])), 2).flatten(1)
     h = F.relu(h @ p["fc1.weight"].T + p["fc1.bias"])
@@ -86,7 +86,7 @@ def hyper(s: PeFLLSettings, p: dict[str, Tensor], v: Tensor) -> Tensor:
 
 
 def in_space(s: PeFLLSettings, problem: Setup, v: Tensor) -> Tensor:
-    """θ of what the hypernetwork made: itself, or θ₀ + P v with a dense P."""
+    """θ from the hypernetwork's output: itself, or θ₀ + P v with a dense P."""
     if s.hypernetwork.subspace is None:
         return v
     subspace = s.hypernetwork.subspace.of(problem.model, problem.seed, torch.float64)
@@ -324,7 +324,7 @@ def test_a_state_taken_over_is_the_state(rule: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_resumed_has_its_layers_in_their_order(tmp_path: Path) -> None:
-    """A file of tensors has an order of its own, and gradients and moments go by position."""
+    """A file of tensors may have another order, but gradients and moments are matched by position."""
     s, problem, data = literal(server={"rule": "adam"}), setup(), clients(SIZES)
     first = federation(tmp_path, PEFLL, s, problem, data)
     first.run()
@@ -399,7 +399,7 @@ def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> None:
-    """By torch's SGD on its own batches; training and the state are as without."""
+    """By torch's SGD on its own batches; training and the state do not change."""
     data, problem, steps = clients(SIZES), setup(), 5
     local = {"steps": 1, "batch_size": 3, "lr": 0.1, "momentum": 0.9}
     runs = {
@@ -555,7 +555,7 @@ def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]
     [("pixels", IMAGE, "lenet, linear, mlp"), ("features", (6,), "mlp, linear"), ("tokens", (9,), "lstm, linear")],
 )
 def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
-    """On the allowed ones a client trains and passes back; the others are refused with what is allowed."""
+    """Clients train with the allowed networks; the others are refused, and the error lists the allowed ones."""
     model = LSTM(CLASSES, hidden=5) if kind == "tokens" else MLP(shape, [5], CLASSES)
     problem = Setup(model, CLASSES, shape, 3, torch.float64, kind)
     random = torch.Generator().manual_seed(1)

@@ -197,7 +197,7 @@ def visit(
     round: int,
     kept: dict[str, tuple[dict[str, Any], ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ClientUpdate(i, v) of Algorithm 1, line by line; ``kept`` has what the two optimizers remember of a client."""
+    """ClientUpdate(i, v) of Algorithm 1, line by line; ``kept`` has the two optimizers' state for a client."""
     n = len(c.train)
     q, w = Reference(s, start, s.lr_personal), Reference(s, v, s.lr_global)
     if kept is not None and c.id in kept:
@@ -347,7 +347,7 @@ def test_all_train_and_some_are_averaged(tmp_path: Path, aggregation: str) -> No
 
 @dataclass
 class RoundOf:
-    """A round that has random numbers, and nobody in it."""
+    """A round with random numbers and without clients."""
 
     number: int
 
@@ -384,7 +384,7 @@ def test_gradient_descent_has_no_moments_to_keep() -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_path: Path) -> None:
-    """Steps on (27) with the prior held still."""
+    """Steps on (27) with a fixed prior."""
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, unseen=["c2"])
     run.run()
@@ -532,7 +532,7 @@ def test_gradient_descent_beyond_its_bound_is_refused() -> None:
 
 @pytest.mark.parametrize(("zeta", "refused"), [(12.3, False), (12.6, True)])
 def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> None:
-    """On KL alone, the prior still: |1 - ζη/σ²| below 1 contracts, above 1 explodes."""
+    """On KL alone with a fixed prior: |1 - ζη/σ²| below 1 contracts, above 1 explodes."""
     s = made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3) if not refused else None
     v = gaussian(torch.zeros(6).double(), -2.5)
     q, w = MeanField(v + 0.01 * torch.tensor([[1.0], [0.0]]).double()), MeanField(v)

@@ -1,4 +1,4 @@
-"""pFedBayes moves no weight that no data speak of: where the likelihood has gradient 0, q stays at its prior.
+"""pFedBayes moves no weight without a gradient: where the likelihood has gradient 0, q stays at its prior.
 
 Adam divides a gradient by its own size, so that a rounding error in the gradient of KL(q ‖ w), or in the server's
 average, becomes a step of the learning rate.

@@ -166,7 +166,7 @@ def test_the_tree_splits_what_is_farthest_apart() -> None:
 
 
 def test_the_gradient_is_that_of_finite_differences() -> None:
-    """ω is a constant to it: with the same draws of ω, to which the loss is held."""
+    """ω is a constant in the gradient, so the loss is compared with the same draws of ω."""
     s, y = made(), torch.tensor([0, 1, 2, 0, 1, 2, 2, 0])
     z = torch.randn(8, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     splits = tree(z, y, 3)
@@ -230,7 +230,7 @@ def test_a_visit_is_torchs_sgd_of_that_loss() -> None:
 
 
 def test_nothing_to_hold_out_moves_nothing() -> None:
-    """One example of each of two classes: all are told, none is asked for."""
+    """One example of each of two classes: all are for fitting, none is predicted."""
     assert torch.equal(visit(MODEL, group([client("c0", 2)]), 0, BODY[None], made(weight_decay=0.0)).theta[0], BODY)
 
 
@@ -246,7 +246,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
 
 
 def apart(n: int, classes: tuple[int, ...]) -> ClientData:
-    """Examples whose class is plain: each has pixels of its own."""
+    """Examples with an obvious class: each class has pixels of its own."""
     y = torch.tensor(classes).repeat(n)[:n]
     x = torch.rand(n, *IMAGE, generator=torch.Generator().manual_seed(n), dtype=torch.float64) * 0.1
     x.flatten(1)[torch.arange(n), y] += 5
@@ -255,7 +255,7 @@ def apart(n: int, classes: tuple[int, ...]) -> ClientData:
 
 @pytest.mark.parametrize("classes", [(0, 2), (2, 0), (0, 1, 2)])
 def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None:
-    """All right on new examples; absent classes have probability 0, rows sum to 1."""
+    """All new examples are classified correctly; absent classes have probability 0, rows sum to 1."""
     body = torch.zeros_like(BODY)
     body[: 5 * 256].view(5, 256)[torch.arange(3), torch.arange(3)] = 1.0
     (named,) = PFEDGP.personalize(
@@ -270,7 +270,7 @@ def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None
 
 
 def test_one_class_alone_is_certain_and_cannot_train() -> None:
-    """Nothing decides between classes: it is refused before training, by what is known of it, and again by it."""
+    """There is nothing to decide: such a client is refused before training, by the manifest, and by its own worker."""
     c = apart(6, (1,))
     (named,) = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())
     assert torch.equal(named["personal"].probabilities(c.test.x), torch.tensor([0.0, 1.0, 0.0]).double().expand(6, 3))
@@ -279,7 +279,7 @@ def test_one_class_alone_is_certain_and_cannot_train() -> None:
 
 
 def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -> None:
-    """By what the manifest says of it; who is not to train may be of one class."""
+    """By its numbers in the manifest; a client that does not train may have one class."""
     tree = {
         "name": "one-class",
         "data": {"dataset": "fashion-mnist", "partition": {"scheme": "classes", "clients": 3, "classes_per_client": 1}},

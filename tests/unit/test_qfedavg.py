@@ -131,7 +131,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
 
 
 def test_a_power_beyond_what_numbers_can_be_is_said() -> None:
-    """Too large, it loses the client; too small, of all clients, the round."""
+    """If it overflows, the client is lost; if it is 0 for all clients, the round fails."""
     data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
     s, members = made(q=2000.0, local={"steps": 1, "lr": 0.1}), group(data)
     half = Q_FEDAVG.client(s, Setup(Quadratic(1), 0, (1,), 2, torch.float64))

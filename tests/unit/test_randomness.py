@@ -1,4 +1,4 @@
-"""Generators keyed by what they are for: fixed for ever, and with nothing in common."""
+"""Generators keyed by their purpose: fixed for ever, and independent of each other."""
 
 from __future__ import annotations
 

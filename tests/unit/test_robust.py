@@ -1,4 +1,4 @@
-"""A bound on the norm of each client's update, and trimmed means: what they are, and what a poisoned member can do."""
+"""A bound on the norm of each client's update, and trimmed means: their values, and a malicious member's influence."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_bound_and_a_trimmed_mean_make_another_model(tmp_path: Path, method: s
 
 
 def poisoned(method: str, by: float) -> base.Algorithm:
-    """The method with a client c2 that trains nothing, and says that everything changed by so much."""
+    """The method with a client c2 that does not train, and claims that everything changed by this much."""
     algorithm = find_algorithm(method)
 
     def client(settings: Any, problem: base.Setup) -> base.ClientAlgorithm:

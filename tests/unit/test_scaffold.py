@@ -97,7 +97,7 @@ def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
-    """The mean of the clients' means, which FedAvg misses: there, who makes more steps pulls further."""
+    """The mean of the clients' means, which FedAvg misses, because clients with more steps pull further there."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Squared(MLP):
-    """Subclass with a forward of its own, which the stack has to use."""
+    """Subclass with a forward of its own, which a stack must use."""
 
     def forward(self, parameters: Any, x: Any) -> Any:
         return super().forward(parameters, x) ** 2

@@ -1,4 +1,4 @@
-"""Random subspaces: P is orthonormal, distributed as stated, drawn alike everywhere, and fast."""
+"""Random subspaces: P is orthonormal, has the stated distribution, is the same in every process, and is fast."""
 
 from __future__ import annotations
 
