@@ -234,6 +234,11 @@ class LocalTrainer(TrainBatches):
             return self.noisy_gradient(self.private, w, pieces[0], leaves)
         if not at_home and any(piece.each is not None for piece in pieces):
             raise RuntimeError("a batch drawn for a noisy step belongs to a trainer whose steps are noisy")
+        return self._exact_gradient(w, pieces, leaves, differentiable=differentiable)
+
+    def _exact_gradient(
+        self, w: Parameters, pieces: Sequence[Batch], leaves: list[Tensor], *, differentiable: bool
+    ) -> tuple[list[Tensor], Tensor]:
         gradients: list[Tensor] = []
         total = None
         for piece in pieces:
