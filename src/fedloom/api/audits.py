@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedloom.api.calls import with_module
+from fedloom.api.calls import folders, with_module
 from fedloom.api.run import Run
 from fedloom.errors import ExperimentError
 
@@ -80,7 +80,11 @@ def audit(
         _refuse("canaries", norm=norm, seed=seed, out=out, partition=partition, **overrides)
         if not isinstance(what, Run | str | Path):
             raise ExperimentError("Without canaries, an audit needs a run, not an experiment.", key="canaries")
-        return _of_run(what, checkpoint, packed, invert=invert, client=client)
+        from fedloom.runner.audit import audit_run
+
+        run = what if isinstance(what, Run) else Run(what)
+        audit_run(run.folder, str(checkpoint), folders(packed), invert=invert, client=client)
+        return run
     _refuse("a run", invert=invert or None, client=client)
     if isinstance(what, Run) or checkpoint != "last":
         raise ExperimentError("canaries needs an experiment, not a run.", key="canaries")
@@ -89,9 +93,8 @@ def audit(
     from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
     from fedloom.runner.observer import RunObserver
 
-    place = None if partition is None else str(partition)
-    data = _folders(packed)
-    options = CanaryOptions(canaries, of, None if out is None else Path(out), place, norm, seed, report, data)
+    folder, place = None if out is None else Path(out), None if partition is None else str(partition)
+    options = CanaryOptions(canaries, of, folder, place, norm, seed, report, folders(packed))
     observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
     return Run(audit_with_canaries(experiments.of(what, **with_module(overrides)), options, observer))
 
@@ -100,22 +103,3 @@ def _refuse(needed: str, **given: Any) -> None:
     """Raise ExperimentError if an argument is given without what it needs."""
     if wrong := next((name for name, value in given.items() if value is not None), None):
         raise ExperimentError(f"{wrong} needs {needed}.", key=wrong)
-
-
-def _of_run(
-    what: Run | str | Path,
-    checkpoint: str | int,
-    packed: str | Path | Iterable[str | Path],
-    *,
-    invert: bool,
-    client: str | None,
-) -> Run:
-    from fedloom.runner.audit import audit_run
-
-    run = what if isinstance(what, Run) else Run(what)
-    audit_run(run.folder, str(checkpoint), _folders(packed), invert=invert, client=client)
-    return run
-
-
-def _folders(packed: str | Path | Iterable[str | Path]) -> tuple[Path, ...]:
-    return tuple(Path(each) for each in ([packed] if isinstance(packed, str | Path) else packed))

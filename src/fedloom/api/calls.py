@@ -169,7 +169,7 @@ def sweep(
         If a point is invalid or a folder is in use; raised before anything runs.
     """
     from fedloom import experiment as experiments
-    from fedloom.errors import ExperimentError
+    from fedloom.api.watch import SweepWatch
     from fedloom.experiment.loading import plain_value
 
     axes = []
@@ -187,7 +187,7 @@ def sweep(
     begun = experiments.begun_in(options.out) if resume else None
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
     points = experiments.points(e, (), asked, axes, begun=begun)
-    return carry_out_sweep(points, options, _sweep_watch(choosing=bool(axes)) if progress else None, parallel)
+    return carry_out_sweep(points, options, SweepWatch(choosing=bool(axes)) if progress else None, parallel)
 
 
 def carry_out_sweep(
@@ -462,23 +462,18 @@ def run_options(
         resume=resume,
         replay=None if replay is None else Path(replay),
         partition=None if partition is None else str(partition),
-        data=tuple(map(Path, _several(packed))),
-        observe=tuple(map(Path, _several(observe))),
+        data=folders(packed),
+        observe=folders(observe),
         publish=publish,
         report=report,
-        track=tuple(map(str, _several(track))),
+        track=(track,) if isinstance(track, str) else tuple(track),
         signals=True,
     )
 
 
-def _several(one_or_more: str | Path | Iterable[str | Path]) -> Iterable[str | Path]:
-    return [one_or_more] if isinstance(one_or_more, str | Path) else one_or_more
-
-
-def _sweep_watch(*, choosing: bool) -> SweepObserver:
-    from fedloom.api.watch import SweepWatch
-
-    return SweepWatch(choosing=choosing)
+def folders(one_or_more: str | Path | Iterable[str | Path]) -> tuple[Path, ...]:
+    """Return the folders that an argument names."""
+    return tuple(map(Path, [one_or_more] if isinstance(one_or_more, str | Path) else one_or_more))
 
 
 @contextmanager

@@ -46,9 +46,7 @@ from fedloom.runner.constants import digests_of_run
 from fedloom.runner.device import missing_device
 from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.open_federation import run_digest
-from fedloom.runner.training_privacy import (
-    check_private_buffers,
-)
+from fedloom.runner.training_privacy import check_private_buffers
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import is_url, open_store

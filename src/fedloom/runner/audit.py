@@ -6,20 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.algorithms.client_group import ClientGroup
 from fedloom.attacks.membership import MemberScores, membership_document
 from fedloom.core.words import pluralize
-from fedloom.data.federated import FederatedDataset
+from fedloom.data.federated import ClientData, FederatedDataset
 from fedloom.data.manifest import read_manifest
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment
 from fedloom.federation.evaluator import Evaluator
-from fedloom.messages import Message
-from fedloom.models.predictors import Predictors
-from fedloom.runner import assemble
+from fedloom.models.predictors import Predictor
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.requesting_client import torch_threads
-from fedloom.runner.trained import restore
+from fedloom.runner.trained import personalize_each, restore
 from fedloom.runs.files import AUDIT, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
 
@@ -69,8 +66,8 @@ def audit_run(
     if client is not None and not invert:
         raise ExperimentError(f"{argument('client')} needs {argument('invert')}.", key="client")
     with torch_threads(1):  # restores the number of threads, which is changed inside
-        parts, loop, dataset = restore(folder.path, checkpoint, _own_partition(folder), data)
-        found = {"membership": _membership(parts, loop, dataset, claimed_delta(folder))}
+        parts, evaluator, dataset = restore(folder.path, checkpoint, _own_partition(folder), data)
+        found = {"membership": _membership(parts, evaluator, dataset, claimed_delta(folder))}
         if invert:
             found["inversion"] = inversion_document(parts, dataset, client)
     return keep_audit(folder, found)
@@ -112,28 +109,25 @@ def delta_asked(experiment: Experiment) -> float:
     return DELTA if privacy is None else privacy.delta
 
 
-def _membership(parts: RunContext, loop: Evaluator, dataset: FederatedDataset, delta: float) -> dict[str, Any]:
+def _membership(parts: RunContext, evaluator: Evaluator, dataset: FederatedDataset, delta: float) -> dict[str, Any]:
     """Return the results of membership inference for each predictor, on seen and on unseen clients.
 
     The global model has seen none of the latter's examples; a personal model has, if personalization trains it.
     """
-    found: dict[str, dict[str, MemberScores]] = {name: {} for name in loop.predictors}
+    found: dict[str, dict[str, MemberScores]] = {name: {} for name in evaluator.predictors}
     size = parts.experiment.evaluation.batch_size
 
-    def attack(predictors: Predictors, group: ClientGroup) -> Message:
-        for named, client in zip(predictors, group.clients, strict=True):
-            different = {id(each): each for each in named.values()}  # two names may share one
-            scored = {key: MemberScores.of(each, client, parts.plan, size) for key, each in different.items()}
-            for name, each in named.items():
-                if (scores := scored[id(each)]) is not None:
-                    found[name][client.id] = scores
-        return parts.plan.nothing(len(predictors), len(loop.predictors))
+    def attack(client: ClientData, named: Mapping[str, Predictor]) -> None:
+        different = {id(each): each for each in named.values()}  # two names may share one
+        scored = {key: MemberScores.of(each, client, parts.plan, size) for key, each in different.items()}
+        for name, each in named.items():
+            if (scores := scored[id(each)]) is not None:
+                found[name][client.id] = scores
 
-    loop.transport = assemble.in_process(parts, dataset, loop.folder, attack)
     groups = {"seen": dataset.manifest.roster, "unseen": dataset.manifest.unseen}
     lost: dict[str, str] = {}
     for clients in groups.values():
-        lost |= loop.personalize(clients)
+        lost |= personalize_each(parts, evaluator, dataset, clients, attack)
     if not any(found.values()):
         reason = next(iter(lost.values()), "no client has both training and test examples")
         raise QuorumError(f"None of {pluralize(len(dataset.manifest.clients), 'client')} can be audited: {reason}.")
@@ -143,7 +137,7 @@ def _membership(parts: RunContext, loop: Evaluator, dataset: FederatedDataset, d
         return membership_document(some, delta=delta, confidence=CONFIDENCE, seed=parts.experiment.seed)
 
     return {
-        "round": loop.round,
+        "round": evaluator.round,
         "delta": delta,
         "confidence": CONFIDENCE,
         "lost": len(lost),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.algorithms.base import ClientAlgorithm
-from fedloom.algorithms.client_group import ClientGroup
 from fedloom.attacks.canary_clients import CanaryClientAlgorithm, CanarySet, sent_part, sent_size
 from fedloom.attacks.canary_data import (
     CanaryExample,
@@ -29,14 +28,13 @@ from fedloom.attacks.guesses import LEAST, canary_document, normal_estimate
 from fedloom.attacks.membership import example_losses
 from fedloom.core.keyed import make_rng
 from fedloom.core.words import pluralize
-from fedloom.data.federated import FederatedDataset, Split
+from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.input_spec import input_fields
 from fedloom.data.inputs import take
 from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
-from fedloom.messages import Message
-from fedloom.models.predictors import Predictors, predictor_of
+from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, delta_asked, keep_audit
@@ -47,7 +45,7 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.requesting_client import torch_threads
 from fedloom.runner.run_data import run_dataset
 from fedloom.runner.run_experiment import run_experiment
-from fedloom.runner.trained import restore
+from fedloom.runner.trained import personalize_each, restore
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.files import JOURNAL
 from fedloom.runs.folder import RunFolder
@@ -265,7 +263,7 @@ def _run_with_examples(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64
 
 def _canary_losses(
     parts: RunContext,
-    loop: Evaluator,
+    evaluator: Evaluator,
     trained_on: FederatedDataset,
     whole: FederatedDataset,
     canaries: Sequence[CanaryExample],
@@ -286,20 +284,16 @@ def _canary_losses(
         by_client.setdefault(canary.client, []).append(i)
     load = parts.examples_of(whole)
 
-    def measure(predictors: Predictors, group: ClientGroup) -> Message:
-        for named, client in zip(predictors, group.clients, strict=True):
-            places, train = by_client[client.id], load(client.id).train
-            some = [canaries[i] for i in places]
-            assert train.y is not None, "checked when they were drawn"
-            y = canary_targets(train.y, some, whole.manifest.classes)
-            x: Any = take(train.x, torch.tensor([canary.place for canary in some]))
-            found = predictor_of(client.id, named, predictor)
-            losses[places] = example_losses(found, Split(x, y), parts.plan, parts.experiment.evaluation.batch_size)
-        return parts.plan.nothing(len(predictors), len(loop.predictors))
+    def measure(client: ClientData, named: Mapping[str, Predictor]) -> None:
+        places, train = by_client[client.id], load(client.id).train
+        some = [canaries[i] for i in places]
+        assert train.y is not None, "checked when they were drawn"
+        y = canary_targets(train.y, some, whole.manifest.classes)
+        x: Any = take(train.x, torch.tensor([canary.place for canary in some]))
+        found = predictor_of(client.id, named, predictor)
+        losses[places] = example_losses(found, Split(x, y), parts.plan, parts.experiment.evaluation.batch_size)
 
-    loop.transport = assemble.in_process(parts, trained_on, loop.folder, measure)
-    lost = loop.personalize(list(by_client))
-    if lost:
+    if lost := personalize_each(parts, evaluator, trained_on, list(by_client), measure):
         client, reason = next(iter(lost.items()))
         raise QuorumError(f"{pluralize(len(lost), 'client')} with canaries got no model; client {client}: {reason}")
     return losses

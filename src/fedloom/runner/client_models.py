@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.algorithms.client_group import ClientGroup
-from fedloom.data.federated import FederatedDataset
+from fedloom.data.federated import ClientData, FederatedDataset
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
-from fedloom.messages import Message
-from fedloom.models.predictors import Predictors, predictor_of
-from fedloom.runner import assemble
+from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.runner.personal_model import PersonalModel, card_of
 from fedloom.runner.requesting_client import check_predictor, torch_threads
 from fedloom.runner.serve import about
-from fedloom.runner.trained import restore
+from fedloom.runner.trained import personalize_each, restore
 from fedloom.runner.worker import select_clients
 
 
@@ -132,29 +129,26 @@ def _give(
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     """Personalize the chosen clients; return their ids, and the reason for each failure."""
     with torch_threads(1):  # restores the thread count, which is changed inside
-        parts, loop, dataset = restore(run, checkpoint, partition, data)
+        parts, evaluator, dataset = restore(run, checkpoint, partition, data)
         wanted = chosen(dataset)
         for client in wanted:
             dataset.manifest.entry(client)
-        check_predictor(predictor, loop.predictors)
-        e, problem = parts.experiment, Problem.from_json(about(parts, loop.folder).problem)
-        digest = loop.checkpoints.load(loop.round).digest
+        check_predictor(predictor, evaluator.predictors)
+        e, problem = parts.experiment, Problem.from_json(about(parts, evaluator.folder).problem)
+        digest = evaluator.checkpoints.load(evaluator.round).digest
 
-        def keep(predictors: Predictors, group: ClientGroup) -> Message:
-            for named, client in zip(predictors, group.clients, strict=True):
-                card = card_of(
-                    problem,
-                    run=e.name,
-                    round=loop.round,
-                    digest=digest,
-                    algorithm=e.algorithm.name,
-                    predictor=predictor,
-                    model=e.model.name,
-                    client=client.id,
-                    standardizes=parts.standardizes,
-                )
-                use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
-            return parts.plan.nothing(len(predictors), len(loop.predictors))
+        def make(client: ClientData, named: Mapping[str, Predictor]) -> None:
+            card = card_of(
+                problem,
+                run=e.name,
+                round=evaluator.round,
+                digest=digest,
+                algorithm=e.algorithm.name,
+                predictor=predictor,
+                model=e.model.name,
+                client=client.id,
+                standardizes=parts.standardizes,
+            )
+            use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
 
-        loop.transport = assemble.in_process(parts, dataset, loop.folder, keep)
-        return wanted, loop.personalize(wanted)
+        return wanted, personalize_each(parts, evaluator, dataset, wanted, make)

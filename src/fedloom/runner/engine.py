@@ -37,7 +37,7 @@ from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.open_federation import check_replay, is_known, known_normalization, open_manifest, own_of
 from fedloom.runner.options import RunOptions
-from fedloom.runner.publication import Publication, remove
+from fedloom.runner.publication import Publication
 from fedloom.runner.resume import check_folder, check_partition, check_states, finished
 from fedloom.runner.run_data import run_dataset
 from fedloom.runner.serve import DurableRounds
@@ -131,6 +131,7 @@ class Engine:
         self.stop_request = StopRequest(self.observer, self.monitor)
         self._control = Control(self.monitor, self.stop_request.operator) if self.listens else None
         self._held = ExitStack()
+        self._is_locked = False
         self._keep_log: Callable[[Path], None]
         self._earlier_s = 0.0  # training time of the processes before
         self.finished: dict[str, Any] | None = None
@@ -163,8 +164,8 @@ class Engine:
         """Download a published run on resume, and notify observers of the start and the end of this one."""
         with self._held:
             self._keep_log = self._held.enter_context(log_kept(alone=True))
-            if self._is_held_first:
-                self._hold()
+            if self.publication.url is not None and self.options.resume:
+                self.hold_folder()  # before the published run is downloaded to it
             self._resumes = self.publication.restore(self._incarnation, self._check) or self._resumes
             self.finished = finished(self.folder, self.experiment) if self._resumes else None
             if self.is_open:
@@ -176,18 +177,11 @@ class Engine:
                 self.observer.notice(f"nothing to resume at {self.place}: starting at round 0")
             yield
 
-    @property
-    def _is_held_first(self) -> bool:
-        """True if the published run has to be downloaded to the folder, which this process must then lock."""
-        return self.publication.url is not None and self.options.resume
-
-    def _hold(self) -> None:
-        self._held.enter_context(self.folder.held())
-
     def hold_folder(self) -> None:
-        """Lock the run's folder against other processes."""
-        if not self._is_held_first:
-            self._hold()
+        """Lock the run's folder against other processes, unless this process has already locked it."""
+        if not self._is_locked:
+            self._held.enter_context(self.folder.held())
+            self._is_locked = True
 
     def make_folder(self) -> None:
         """Create the run's folder; all checks have passed by then."""
@@ -208,7 +202,7 @@ class Engine:
                 "noise from the seed"
             )
         if self._control is None:  # no operator could resume it, and starting it here implies resuming
-            remove(folder, CONTROL)
+            folder.remove(CONTROL)
             return
         self._control.keep(folder)
         if (pause := self._control.paused) is not None:
@@ -298,7 +292,7 @@ class Engine:
     def conclude(self, parts: RunContext, loop: Loop, final: EvaluationResult) -> RunResult:
         """Write and publish the results of a run whose rounds have ended."""
         self.publication.gather_releases()
-        remove(self.folder, "report.html")  # a report must match the summary beside it
+        self.folder.remove("report.html")  # a report must match the summary beside it
         if not loop.roster.fixed:
             self.folder.write("partition.json", loop.manifest.to_json())
         seconds = self._earlier_s + time.perf_counter() - self.started_at

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.data.federated import ClientData
 from fedloom.data.inputs import Inputs, each, take
 from fedloom.data.targets import Targets
-from fedloom.messages import Message
-from fedloom.models.predictors import Predictors
-from fedloom.runner import assemble
+from fedloom.models.predictors import Predictor
 from fedloom.runner.requesting_client import torch_threads
-from fedloom.runner.trained import restore
+from fedloom.runner.trained import personalize_each, restore
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of
 
@@ -69,18 +67,15 @@ def predicted(folder: RunFolder, clients: Sequence[str]) -> dict[str, tuple[Inpu
     """
     found: dict[str, tuple[Inputs, Tensor, Tensor]] = {}
     with torch_threads(1):  # restores the number of threads, which is changed inside
-        parts, loop, dataset = restore(folder.path)
+        parts, evaluator, dataset = restore(folder.path)
 
-        def keep(predictors: Predictors, group: ClientGroup) -> Message:
-            for named, client in zip(predictors, group.clients, strict=True):
-                if "personal" in named and client.test.y is not None:
-                    x: Any = take(client.test.x, slice(MOST))
-                    y = client.test.y[:MOST]
-                    found[client.id] = x, y.cpu(), named["personal"].predictions(x).cpu()
-            return parts.plan.nothing(len(predictors), len(loop.predictors))
+        def keep(client: ClientData, named: Mapping[str, Predictor]) -> None:
+            if "personal" in named and client.test.y is not None:
+                x: Any = take(client.test.x, slice(MOST))
+                y = client.test.y[:MOST]
+                found[client.id] = x, y.cpu(), named["personal"].predictions(x).cpu()
 
-        loop.transport = assemble.in_process(parts, dataset, loop.folder, keep)
-        loop.personalize(clients)
+        personalize_each(parts, evaluator, dataset, clients, keep)
     return {client: found[client] for client in clients if client in found}
 
 

@@ -21,10 +21,9 @@ from fedloom.experiment.sections import Experiment, OwnData
 from fedloom.federation.randomness import generator
 from fedloom.messages import answer_shapes
 from fedloom.models.fitting import fitted
-from fedloom.privacy.accounting import EVERYONE, MOST_ROUNDS, epsilon_of, rounds_within
+from fedloom.privacy.accounting import MOST_ROUNDS, epsilon_of, rounds_within
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.spent import Total, TrainingCost
-from fedloom.privacy.tally import Tally
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.training_privacy import Planned, Population
 from fedloom.tasks.registry import agreed_task
@@ -310,15 +309,12 @@ def _marks(rounds: int | None) -> list[int]:
 
 
 def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> EpsilonAt:
-    counts = planned.counts(rounds, z)
-    tally = Tally(privacy.delta)
-    tally.add(counts)
+    to_readers = planned.epsilon(rounds, z)
     if privacy.of == "examples":
-        return EpsilonAt(rounds, tally.epsilon, tally.epsilon)
+        return EpsilonAt(rounds, to_readers, to_readers)
     if privacy.noise == "central":
-        return EpsilonAt(rounds, tally.epsilon, None)
-    known = {release.without_sampling(): count for release, count in counts[EVERYONE].items()}
-    return EpsilonAt(rounds, tally.epsilon, epsilon_of(known, privacy.delta))
+        return EpsilonAt(rounds, to_readers, None)
+    return EpsilonAt(rounds, to_readers, epsilon_of({planned.release(z).without_sampling(): rounds}, privacy.delta))
 
 
 def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:

@@ -14,7 +14,6 @@ from fedloom.runner.options import RunOptions
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.publisher import Publisher
 from fedloom.storage import Store, is_url, open_store
-from fedloom.storage.folder import storing
 
 log = logging.getLogger("fedloom.run")
 
@@ -78,7 +77,7 @@ class Publication:
     def note(self, *, finished: bool = False) -> None:
         """Record the URL, if any, in the run's folder; an earlier one is replaced."""
         if self.url is None:
-            remove(self._folder, RECORD)
+            self._folder.remove(RECORD)
         else:
             self._folder.write_json(RECORD, {"url": self.url, **({"finished": True} if finished else {})})
 
@@ -114,13 +113,6 @@ class Publication:
                 except FedloomError as another:
                     log.warning("cannot publish the logs: %s", another)
             raise
-
-
-def remove(folder: RunFolder, name: str) -> None:
-    """Remove a file of a run's folder, if it exists."""
-    path = folder.path / name
-    with storing(path, "removed"):
-        path.unlink(missing_ok=True)
 
 
 def _url(folder: RunFolder, e: Experiment, options: RunOptions) -> str | None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core.words import pluralize
-from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
+from fedloom.data.federated import ClientData, FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
 from fedloom.data.input_spec import input_fields, tokenizer_of
 from fedloom.data.overlap import apart_by_reserve, overlap
@@ -22,6 +23,8 @@ from fedloom.evaluation.group_statistics import groups
 from fedloom.evaluation.summary import EvaluationResult, headline_keys
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
+from fedloom.messages import Message
+from fedloom.models.predictors import Predictor, Predictors
 from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants
@@ -168,6 +171,27 @@ def restore(
     if parts.setup.same_clients:  # clients of another partition are different clients, even under the same id
         found.journal = Journal.read(folder, found.round)
     return parts, found, dataset
+
+
+def personalize_each(
+    parts: RunContext,
+    evaluator: Evaluator,
+    dataset: FederatedDataset,
+    clients: Sequence[str],
+    use: Callable[[ClientData, Mapping[str, Predictor]], None],
+) -> dict[str, str]:
+    """Personalize clients in this process, and call ``use`` with the data and the predictors of each.
+
+    Return the clients that got no model, with the reasons.
+    """
+
+    def conclude(predictors: Predictors, group: ClientGroup) -> Message:
+        for client, named in zip(group.clients, predictors, strict=True):
+            use(client, named)
+        return parts.plan.nothing(len(predictors), len(evaluator.predictors))
+
+    evaluator.transport = assemble.in_process(parts, dataset, evaluator.folder, conclude)
+    return evaluator.personalize(clients)
 
 
 def check_checkpoint(checkpoint: str) -> str | int:

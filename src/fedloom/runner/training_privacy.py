@@ -20,9 +20,17 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.transport import TRAIN, Transport
 from fedloom.models.flat import FlatModel
-from fedloom.privacy.accounting import EVERYONE, PRECISION, Release, check_accountant, least_multiplier, sampled
+from fedloom.privacy.accounting import (
+    EVERYONE,
+    PRECISION,
+    Release,
+    check_accountant,
+    epsilon_of,
+    least_multiplier,
+    sampled,
+)
 from fedloom.privacy.settings import TrainingPrivacy
-from fedloom.privacy.tally import Counts, Tally
+from fedloom.privacy.tally import Counts, Tally, largest
 from fedloom.runs.folder import RunFolder
 
 _log = logging.getLogger(__name__)
@@ -97,7 +105,8 @@ class Planned:
 
     def epsilon(self, rounds: int, noise_multiplier: float) -> float:
         """Return the ε of so many rounds toward readers of the models."""
-        return _epsilon(self.counts(rounds, noise_multiplier), self.privacy.delta)
+        delta = self.privacy.delta
+        return epsilon_of(largest(self.counts(rounds, noise_multiplier), delta), delta)
 
     def release(self, noise_multiplier: float) -> Release:
         """Return the release of a noisy sum over a cohort."""
@@ -156,7 +165,8 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
             key="federation.privacy.epsilon",
             found=privacy.epsilon,
         )
-    if (before := _privacy(begun)) is not None and before.epsilon == privacy.epsilon and before.noise_multiplier:
+    before = None if begun is None else begun.federation.privacy
+    if before is not None and before.epsilon == privacy.epsilon and before.noise_multiplier:
         experiment = with_multiplier(experiment, before.noise_multiplier)
         privacy = before
     population = Population.of(experiment, manifest)
@@ -279,13 +289,3 @@ def with_multiplier(experiment: Experiment, noise_multiplier: float) -> Experime
     assert federation.privacy is not None
     privacy = federation.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
     return experiment.model_copy(update={"federation": federation.model_copy(update={"privacy": privacy})})
-
-
-def _privacy(experiment: Experiment | None) -> TrainingPrivacy | None:
-    return None if experiment is None else experiment.federation.privacy
-
-
-def _epsilon(counts: Counts, delta: float) -> float:
-    tally = Tally(delta)
-    tally.add(counts)
-    return tally.epsilon
