@@ -77,7 +77,7 @@ class RunContext:
 
     @property
     def summation(self) -> Summation | None:
-        """Answers of training of which only sums are made: under secure aggregation, or if clients are private."""
+        """Answers in training that are only summed: under secure aggregation, or with privacy of clients."""
         federation = self.experiment.federation
         privacy = federation.privacy if federation.privacy is not None and federation.privacy.of == "clients" else None
         if federation.secure_aggregation is None and privacy is None:
@@ -173,7 +173,7 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
     Raise DataError if the data set, or a part of the partition, is missing or damaged. Raise ExperimentError if the
     data cannot satisfy the settings.
     """
-    dataset = make_data(_dealt(experiment), experiment.seed)
+    dataset = make_data(_dataset_section(experiment), experiment.seed)
     _check_roster(experiment, dataset.manifest)
     return dataset
 
@@ -205,7 +205,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
         dataset.verify()
         _check_roster(experiment, manifest)
         return dataset
-    data = _dealt(experiment)
+    data = _dataset_section(experiment)
     found = {
         "data.dataset": (manifest.dataset, data.opened().name),
         "seed": (manifest.seed, experiment.seed),
@@ -239,8 +239,8 @@ def open_own(
 ) -> OwnDataset:
     """Open clients with data of their own, ordered by id.
 
-    Clients in the folders ``data`` train, those in ``observe`` are only evaluated. ``normalization`` is that of a run
-    that started with other clients; None: compute it from these clients.
+    Clients in the folders ``data`` train, and those in ``observe`` are only evaluated. ``normalization`` is that of a
+    run that started with other clients; None: compute it from these clients.
 
     Raise DataError if a folder is missing or damaged, or does not match the experiment. Raise ExperimentError if the
     experiment has no ``data.own``, or needs more clients than there are.
@@ -261,11 +261,7 @@ def open_own(
 
 
 def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
-    """Raise unless the clients' data match the experiment and the method can train on them.
-
-    Raise DataError if a client's data do not match; names the folder, what was found and what is needed. Raise
-    ExperimentError if the method cannot train with a client.
-    """
+    """Raise DataError unless the clients' data match the experiment, ExperimentError if the method cannot use them."""
     clients.check(own)
     manifest = own_manifest(own, (), experiment.seed, Normalization((0.0,) * own.numbers, (1.0,) * own.numbers))
     parts = make_parts(experiment, manifest)
@@ -275,13 +271,7 @@ def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
 
 
 def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> None:
-    """Raise if the method cannot train on some training client's examples.
-
-    Raises
-    ------
-    ExperimentError
-        Names the client and the reason.
-    """
+    """Raise ExperimentError, with the client and the reason, if the method cannot train on a client's examples."""
     method, unfit = experiment.algorithm, list[tuple[str, str]]()
     algorithm = find_algorithm(method.name)
     for entry in clients if experiment.federation.rounds else ():
@@ -294,8 +284,8 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
         raise ExperimentError(f"{method.name} cannot train {first}{others}: {wrong}", key="algorithm.name")
 
 
-def _dealt(experiment: Experiment) -> Data:
-    """Return the experiment's ``data`` section; raise if it is ``data.own``."""
+def _dataset_section(experiment: Experiment) -> Data:
+    """Return the ``data`` section of an experiment with a data set; raise ExperimentError if it is ``data.own``."""
     if isinstance(experiment.data, OwnData):
         raise ExperimentError(
             f"data.own needs the folders of packed clients: give them with {argument('packed')}.",
@@ -356,7 +346,8 @@ def client_side(
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
-    ``signing`` are the signatures of keys in secure sums, and ``revealed`` the sums that this process helped to reveal.
+    ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
+    reveal.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -364,8 +355,7 @@ def client_side(
     if algorithm.stateful and states is None:
         raise ExperimentError(
             f"{argument('states')} must be given: {parts.algorithm.name} keeps a state with every client, in a "
-            "folder or store "
-            "that every worker allowed to serve the client reaches.",
+            "folder or store that every worker allowed to serve the client reaches.",
             key="states",
         )
     e = parts.experiment

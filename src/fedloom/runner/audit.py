@@ -45,7 +45,7 @@ def audit_run(
     invert
         Reconstruct examples of a client from its update, too (:mod:`fedloom.runner.audit_inversion`).
     client
-        The client whose update that is; None: the first that trains.
+        Client whose update it is; None: the first that trains.
 
     Raises
     ------
@@ -74,15 +74,15 @@ def audit_run(
 
 
 def _own_partition(folder: RunFolder) -> Path | None:
-    """Return the partition beside a run with canaries, which no data root has; None for any other run."""
-    beside = folder.path.resolve().parent / PARTITION_FOLDER
-    if not (beside / PARTITION).is_file() or read_manifest(beside).fingerprint != folder.manifest().fingerprint:
+    """Return the partition next to a run with canaries, which is in no data root; None for any other run."""
+    found = folder.path.resolve().parent / PARTITION_FOLDER
+    if not (found / PARTITION).is_file() or read_manifest(found).fingerprint != folder.manifest().fingerprint:
         return None
-    return beside
+    return found
 
 
 def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Add results to a run's ``audit.json``, in place of earlier ones of the same attacks; return its content."""
+    """Add results to a run's ``audit.json``, replacing earlier ones of the same attacks; return its content."""
     earlier = folder.json_or_none(AUDIT) or {}
     document = {**earlier, "version": VERSION, **found, "claim": claim_of(folder)}
     folder.write_json(AUDIT, document)

@@ -55,7 +55,6 @@ from fedloom.security.files import write_private
 COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
 
-
 UNCLIPPED = 10.0
 """Norm of canaries' updates in clipping norms, so that clipping is audited, too."""
 
@@ -97,7 +96,7 @@ class CanaryOptions:
 
 @dataclass(frozen=True)
 class _WithCanaries(RunContext):
-    """Parts of a run whose canaries answer with what the audit says."""
+    """Parts of a run whose canaries send the updates of the audit."""
 
     canaries: CanarySet | None = None
 
@@ -118,12 +117,8 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
 
     The audit's folder holds the partition with the canaries, their coins, and the run.
 
-    Raises
-    ------
-    ExperimentError
-        If the experiment cannot have such canaries, or the folder is in use.
-    FedloomError
-        Any error of a run (docs/exit-codes.md).
+    Raise ExperimentError if the experiment cannot have such canaries, or the folder is in use; FedloomError as any run
+    does (docs/exit-codes.md).
     """
     e = _check(experiment, options)
     out = options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}-audit"
@@ -148,7 +143,7 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
 
 
 def _check(e: Experiment, options: CanaryOptions) -> Experiment:
-    """Return the experiment as the audit runs it: canary clients train in this process, one by one."""
+    """Return the experiment in the form that the audit runs: canary clients train in this process, one by one."""
     if options.count < LEAST:
         raise ExperimentError(
             f"{argument('canaries')} must be at least {LEAST} (got {options.count}).",
@@ -187,7 +182,7 @@ def _dataset(e: Experiment, options: CanaryOptions) -> FederatedDataset:
 
 @dataclass(frozen=True)
 class _CanaryRun:
-    """Run with canaries: what to run, on which data, and the coins ``[m]`` that say which canaries are in."""
+    """Run with canaries: the experiment, its data, and the coins ``[m]`` that decide which canaries are in."""
 
     experiment: Experiment
     options: CanaryOptions
@@ -271,12 +266,9 @@ def _canary_losses(
 ) -> NDArray[np.float64]:
     """Return the loss of each canary under its client's predictor ``[m]``.
 
-    Raise QuorumError if a client has no predictor.
+    ``trained_on`` is the data of the run, and ``whole`` the same without canaries, where these are ordinary examples.
 
-    Parameters
-    ----------
-    trained_on, whole
-        Data of the run, and the same without canaries, where these are ordinary examples.
+    Raise QuorumError if a client has no predictor.
     """
     losses = np.full(len(canaries), np.nan)
     by_client: dict[str, list[int]] = {}

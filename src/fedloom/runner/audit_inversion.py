@@ -1,4 +1,4 @@
-"""Gradient inversion on a run's model: what one update of a client gives away, and what a sum of updates does."""
+"""Gradient inversion on a run's model: what one update of a client reveals, and what a sum of updates reveals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedloom.runner.assemble import RunContext
 from fedloom.runner.examples import SIDE
 
 BATCH = 32
-"""Examples of a mini-batch, for methods whose settings name no number; and most that are reconstructed together."""
+"""Size of a mini-batch where a method's settings have none; and the most examples that are reconstructed together."""
 
 RANGE = 5.0
 """Largest magnitude of a reconstructed feature, in standard deviations."""
@@ -36,7 +36,7 @@ RANGE = 5.0
 
 @dataclass(frozen=True)
 class _Scale:
-    """Normalization of inputs undone: pixels from 0 to 1, features in standard deviations."""
+    """Inverse of the normalization of inputs: pixels from 0 to 1, features in standard deviations."""
 
     spec: InputSpec
 
@@ -135,16 +135,12 @@ class _Victim:
 def inversion_document(parts: RunContext, dataset: FederatedDataset, client: str | None) -> dict[str, Any]:
     """Attack updates of a client: of one example, of one mini-batch, and summed with those of a cohort.
 
-    Each is one step of FedAvg at the initial model, whose gradients are large; with noise, if the run protects examples
-    by noisy steps. Of a run with secure aggregation, only
-    the sum is attacked: no single update reaches its aggregator.
+    Each update is one step of FedAvg from the initial model, where gradients are large, with noise if the run protects
+    examples by noisy steps. With secure aggregation only the sum is attacked, since no single update reaches the
+    aggregator.
 
-    Raises
-    ------
-    ExperimentError
-        If an input is not one tensor of pixels or features.
-    DataError
-        If there is no such client, or it has no training examples.
+    Raise ExperimentError if the input is not one tensor of pixels or features; DataError if there is no such client, or
+    it has no training examples.
     """
     victim = _victim(parts, dataset, client)
     secure = parts.experiment.federation.secure_aggregation is not None

@@ -62,14 +62,9 @@ class _Handler(WSGIRequestHandler):
 
 
 class BoundedServer(ThreadingMixIn, WSGIServer):
-    """HTTP server with a thread per connection, and limits on their number and duration.
+    """HTTP server with a thread per connection, and limits on their number and duration. Port 0 picks a free port.
 
-    Port 0 picks a free port.
-
-    Parameters
-    ----------
-    connections, connection_s
-        Other limits than :data:`CONNECTIONS` and :data:`CONNECTION_S`.
+    The limits are :data:`CONNECTIONS` and :data:`CONNECTION_S` where others are not given.
 
     Raise OSError if the port is taken or the address is not one of this machine's.
     """
@@ -149,21 +144,11 @@ def http_served(
     connections: int | None = None,
     connection_s: float | None = None,
 ) -> Iterator[BoundedServer]:
-    """Serve an application in separate threads for the duration of the block.
+    """Serve an application at ``host:port``, in separate threads, for the duration of the block.
 
-    Parameters
-    ----------
-    name
-        Argument that gives the address.
-    address
-        ``host:port``.
-    application, connections, connection_s
-        See :class:`BoundedServer`.
+    ``name`` is the argument that gives the address; the limits are those of :class:`BoundedServer`.
 
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid or not of this machine, or the port is taken.
+    Raise ExperimentError if the address is invalid or not of this machine, or the port is taken.
     """
     host, port = split_address(address, what=argument(name), lowest=0)
     try:

@@ -24,7 +24,7 @@ def client_models(
     predictor: str = "personal",
     data: Sequence[Path] = (),
 ) -> dict[str, PersonalModel]:
-    """Return the models of a run's clients by id, as its evaluation measured them at this checkpoint.
+    """Return the models of a run's clients by id: those that an evaluation of this checkpoint measures.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Comparison of the tensors that every process makes itself, because no run stores or sends them.
+"""Comparison of the tensors that every process creates itself, because no run stores or sends them.
 
 These are a model's frozen parameters and its buffers that do not move, compared by digests; and, for methods that start
 from it (:meth:`fedloom.algorithms.base.Algorithm.starts_alike`), the model's initialization θ₀. Drawn numbers differ in
@@ -55,31 +55,19 @@ def are_close(here: str, there: str) -> bool:
 
 
 def write_constants(folder: RunFiles, parts: RunContext) -> None:
-    """Write the digests of the run's constants to its folder, if it has some."""
+    """Write the digests of the run's constants to its folder, if there are any."""
     if digests := digests_of_run(parts):
         folder.write_json(CONSTANTS, {"tensors": digests})
 
 
 def check_run_constants(folder: RunFiles, parts: RunContext) -> None:
-    """Raise unless the constants are those of a run; a run without the file recorded none.
-
-    Raises
-    ------
-    DataError
-        If they differ.
-    """
+    """Raise DataError unless the constants are those of a run; a run without the file has recorded none."""
     if folder.has(CONSTANTS):
         check_constants(parts, folder.json(CONSTANTS)["tensors"], f"the run {folder.path}")
 
 
 def check_constants(parts: RunContext, expected: Mapping[str, str], whose: str) -> None:
-    """Raise unless the constants have these digests.
-
-    Raises
-    ------
-    DataError
-        If one differs; the message names the first.
-    """
+    """Raise DataError, with the name of the first that differs, unless the constants have these digests."""
     found = digests_of_run(parts)
     for name in (*expected, *found):
         here, there = found.get(name), expected.get(name)
@@ -88,7 +76,7 @@ def check_constants(parts: RunContext, expected: Mapping[str, str], whose: str) 
         if name == START:
             raise DataError(
                 f"model.factory: the model's initialization is not that of {whose}. {parts.algorithm.name} starts from "
-                "it, and never sends it, so every process must make the same",
+                "it, and never sends it, so every process must create the same",
                 key="model.factory",
                 hint="use the same factory with the same pretrained weights everywhere",
             )
@@ -99,7 +87,7 @@ def check_constants(parts: RunContext, expected: Mapping[str, str], whose: str) 
         )
         raise DataError(
             f"model.factory: the constant tensor {name!r} {what}. Frozen parameters and fixed buffers are never "
-            "sent, so every process must make the same",
+            "sent, so every process must create the same",
             key="model.factory",
             hint="use the same factory with the same pretrained weights everywhere",
         )

@@ -105,12 +105,7 @@ def measures(predictors: int, plan: EvaluationPlan, *, only_summed: bool = False
 def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[DisclosedTensor], list[DisclosedTensor]]:
     """Return :func:`answers` and :func:`measures` of an experiment, with all sizes and with its secure aggregation.
 
-    Raises
-    ------
-    ExperimentError
-        If the experiment has no ``data.own``.
-    DataError
-        If the clients' data do not match the experiment.
+    Raise ExperimentError if the experiment has no ``data.own``; DataError if the clients' data do not match it.
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(

@@ -90,7 +90,7 @@ def serving(
     Parameters
     ----------
     say
-        Shows the user a line, e.g. that clients have no worker.
+        Shows a line to the user, e.g. that clients have no worker.
     presence
         Record of connected clients, for an open federation.
     models
@@ -164,19 +164,11 @@ def with_workers(
     """Set up workers for training: the run's own, or external ones.
 
     The run's own workers leave at the end of the block. External ones stay until :func:`serving` ends, unless the
-    block failed. ``workers`` starts the run's own, given the address and ``on_failure``; None: they connect from
+    block fails. ``workers`` starts the run's own, given the address and ``on_failure``; None: they connect from
     elsewhere. ``options`` set the timeout for them, and when a run without watchers stops.
 
-    Raises
-    ------
-    QuorumError
-        If clients are not served in time.
-    WorkerLostError, DataError, ExperimentError, RefusedError
-        The failure of the run's own workers, if they stopped the run.
-    AbandonedError
-        If the run stopped for lack of watchers.
-    InterruptedRun
-        If the run was stopped while waiting for workers.
+    Raise QuorumError if clients are not served in time; the error of the run's own workers if that stopped the run;
+    AbandonedError if the run stopped for lack of watchers; InterruptedRun if it was stopped while waiting for workers.
     """
 
     def abort() -> None:

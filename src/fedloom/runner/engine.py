@@ -75,7 +75,7 @@ class RunResult:
 
 
 class Engine:
-    """Engine of one run. The constructor makes all checks that need no folder, and raises their errors.
+    """Engine of one run. The constructor makes all checks that need no folder.
 
     Attributes
     ----------
@@ -137,7 +137,7 @@ class Engine:
         self.finished: dict[str, Any] | None = None
 
     def _parts(self) -> RunContext:
-        """Return the parts; in an open federation without clients, and with the normalization if it is known."""
+        """Return the parts; those of an open federation have no clients, and the normalization only if it is known."""
         if self.dataset is not None:
             return assemble.make_parts(self.experiment, self.dataset.manifest)
         assert self.own is not None
@@ -253,7 +253,7 @@ class Engine:
     ) -> Loop:
         """Return the round loop over a transport, with the engine's hooks (:func:`loops.loop`)."""
         if self.replay is not None and upto is None and _has_budget(self.experiment):
-            upto = self.replay.rounds  # which a budget may have ended
+            upto = self.replay.rounds  # a budget may have ended the run
         hooks = LoopHooks(
             self.observer,
             self.stop_request.event,

@@ -24,13 +24,10 @@ TRIAL = 4
 
 
 def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPlan:
-    """Return the task of an experiment with its settings, and what clients measure of it.
+    """Return the task of an experiment with its settings, and the metrics that clients measure.
 
-    Raises
-    ------
-    ExperimentError
-        If the data are of another task, its settings do not fit their outputs, or a metric is unknown, fails, or may
-        not be called in this process.
+    Raise ExperimentError if the data are of another task, its settings do not fit their outputs, or a metric is
+    unknown, fails, or may not be called in this process.
     """
     targets = manifest.targets or Targets("classification", (), manifest.classes, manifest.class_names)
     task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)

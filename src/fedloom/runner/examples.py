@@ -36,10 +36,7 @@ def write_examples(folder: RunFolder, task: str, targets: Targets) -> None:
     Nothing is written for tasks other than those of :data:`CLIENTS`, and for fields of numbers. The personalized models
     are those of the last checkpoint; the clients' data are read from the run's partition.
 
-    Raises
-    ------
-    DataError
-        If the partition is missing or damaged.
+    Raise DataError if the partition is missing or damaged.
     """
     if task not in CLIENTS or (task == "regression" and len(targets.shape) > 1):
         return
@@ -80,8 +77,7 @@ def predicted(folder: RunFolder, clients: Sequence[str]) -> dict[str, tuple[Inpu
 
 
 def _numbers(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dict[str, Any]:
-    """Return true and predicted numbers ``[n][k]`` in the targets' own units."""
-    del x
+    """Return true and predicted numbers ``[n][k]`` in the targets' own units; the inputs ``x`` are not shown."""
     mean = torch.tensor(targets.mean or [0.0] * targets.outputs, dtype=torch.float64)
     std = torch.tensor(targets.std or [1.0] * targets.outputs, dtype=torch.float64)
     true, found = (t.reshape(len(y), -1).double() * std + mean for t in (y, predictions))

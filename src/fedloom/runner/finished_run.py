@@ -1,4 +1,4 @@
-"""Resumption of a run that has completed its rounds: missing results are completed."""
+"""Resumption of a run that has completed its rounds: missing results are added."""
 
 from __future__ import annotations
 

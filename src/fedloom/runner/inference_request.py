@@ -1,4 +1,4 @@
-"""Requests for predictions, as the Open Inference Protocol has them (``runner/open_inference.py``), checked."""
+"""Parsing and checks of the Open Inference Protocol's requests for predictions (``runner/open_inference.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.data.input_spec import DTYPES, InputSpec
 from fedloom.runner.saved_models import SavedModel
 
 MOST_DISCARDED = 64 << 20
-"""Number of bytes of a body that is too large that are read before the answer."""
+"""Number of bytes that are read of a too large body before it is answered."""
 
 DEEPEST = 16
 """Maximum nesting of a request."""
@@ -27,22 +27,14 @@ LONGEST_ID = 1024
 """Maximum length of a request's id, which the answer repeats, in characters."""
 
 DATATYPES: Mapping[str, str] = {"uint8": "UINT8", "int64": "INT64", "float32": "FP32", "float64": "FP64"}
-"""Datatypes of the protocol by the names of NumPy's."""
+"""Datatypes of the protocol by their names in NumPy."""
 
 INPUT, OUTPUT = "x", "output"
 """Names of a single input and of the output, as in exported models."""
 
 
 class RequestRefused(Exception):
-    """Request that is answered with an error.
-
-    Parameters
-    ----------
-    status
-        HTTP status.
-    reason
-        A sentence for the peer.
-    """
+    """Error with which a request is answered: the HTTP status, and the reason for the peer."""
 
     def __init__(self, status: HTTPStatus, reason: str, **headers: str) -> None:
         super().__init__(reason)
@@ -79,7 +71,7 @@ def _discard(environ: Mapping[str, Any], size: int) -> None:
 
 
 def checked_request(content: bytes) -> dict[str, Any]:
-    """Return a checked request, but for the data of its inputs."""
+    """Return the request in a body, checked except for the data of its inputs."""
     try:
         request = parsed_json(content.decode("utf-8"), DEEPEST)
     except ValueError as error:
@@ -94,7 +86,7 @@ def checked_request(content: bytes) -> dict[str, Any]:
 
 
 def _names(listed: Any) -> list[str | None]:
-    """Return the names of listed tensors; None of something else."""
+    """Return the names of listed tensors; None for anything that is not a named tensor."""
     if not isinstance(listed, list):
         return [None]
     named = (one.get("name") if isinstance(one, dict) else None for one in listed)

@@ -172,7 +172,7 @@ class PrivacyAccountant:
             ) from error
 
     def _read(self, file: BinaryIO) -> LedgerContent:
-        """Return the content of the file; raise DataError if it is no ledger, or damaged."""
+        """Return the content of the file; raise DataError if it is not a ledger, or is damaged."""
         delta: float | None = None
         lines: list[Mapping[str, Any]] = []
         multipliers: list[float] = []
@@ -218,7 +218,7 @@ def _training(said: Mapping[str, Any]) -> TrainingCost:
 
 
 def _append(file: BinaryIO, found: LedgerContent, delta: float, line: Mapping[str, Any]) -> None:
-    """Write a line, after that with the ledger's δ if the file is empty."""
+    """Append a line; in an empty file, the line with the ledger's δ comes first."""
     lines = [line] if found.delta is not None else [{"version": VERSION, "delta": delta}, line]
     last = found.last
     for each in lines:

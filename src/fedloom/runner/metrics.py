@@ -66,9 +66,9 @@ def certificate_end(protection: Protection) -> float | None:
 def federation_families(
     now: Activity, models: ServingLoad | None = None, certificate_end: float | None = None
 ) -> Iterator[Any]:
-    """Yield an activity, and the load of a model service, as metric families; unknown values are left out.
+    """Yield an activity, the load of a model service and the expiry of the server's certificate as metric families.
 
-    ``certificate_end`` is the expiry of the aggregator's certificate, in seconds since 1970; None without one.
+    ``certificate_end`` is in seconds since 1970. Unknown values are left out.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
@@ -92,14 +92,14 @@ def federation_families(
     yield from _gauge("workers", "Connected workers.", len(now.workers))
 
     t = now.totals
-    yield from _counter("rounds", "Completed rounds.", t.rounds)
-    yield from _counter("failed_attempts", "Failed attempts at rounds.", t.failed_attempts)
-    yield from _counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
-    yield from _counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
-    yield from _counter("received_bytes", "Bytes from workers.", t.bytes_up)
-    yield from _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
-    said = "Wall time of attempts by message; server: the rest."
-    yield _labelled(CounterMetricFamily, "exchange_seconds", said, "message", t.exchanges)
+    yield _counter("rounds", "Completed rounds.", t.rounds)
+    yield _counter("failed_attempts", "Failed attempts at rounds.", t.failed_attempts)
+    yield _counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
+    yield _counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
+    yield _counter("received_bytes", "Bytes from workers.", t.bytes_up)
+    yield _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
+    text = "Wall time of attempts by message; server: the rest."
+    yield _labelled(CounterMetricFamily, "exchange_seconds", text, "message", t.exchanges)
     yield _labelled(CounterMetricFamily, "phase_seconds", "Wall time by phase.", "phase", t.phases)
     yield _labelled(CounterMetricFamily, "refusals", "Refused or dropped parts.", "reason", t.refusals)
 
@@ -140,35 +140,34 @@ def _of_evaluation(measured: LastEvaluation) -> Iterator[Any]:
 
 
 def serving_families(load: ServingLoad, certificate_end: float | None = None) -> Iterator[Any]:
-    """Yield the load of the model service as metric families; None: the certificate's end is not reported."""
+    """Yield the load of the model service, and the expiry of its certificate if given, as metric families."""
     from prometheus_client.core import GaugeMetricFamily
 
     yield from _gauge("served_round", "Round whose models are served.", load.round)
-    yield from _counter("models_handed_out", "Models handed out.", load.handed_out)
-    yield from _counter("models_refused", "Refused requests for models.", load.refused)
+    yield _counter("models_handed_out", "Models handed out.", load.handed_out)
+    yield _counter("models_refused", "Refused requests for models.", load.refused)
     yield from _gauge("models_waiting_clients", "Clients waiting for their model to be computed.", load.waiting)
     yield from _gauge("models_conversations", "Open conversations.", load.conversations)
-    said = "Time from a client's last answer to its model, over the last models."
-    yield _labelled(GaugeMetricFamily, "models_latency_seconds", said, "quantile", load.latency_s)
+    text = "Time from a client's last answer to its model, over the last models."
+    yield _labelled(GaugeMetricFamily, "models_latency_seconds", text, "quantile", load.latency_s)
     yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
 
 
-def _gauge(name: str, said: str, value: float | None) -> Iterator[Any]:
+def _gauge(name: str, text: str, value: float | None) -> Iterator[Any]:
     from prometheus_client.core import GaugeMetricFamily
 
     if value is not None:
-        yield GaugeMetricFamily(f"fedloom_{name}", said, value=value)
+        yield GaugeMetricFamily(f"fedloom_{name}", text, value=value)
 
 
-def _counter(name: str, said: str, value: float | None) -> Iterator[Any]:
+def _counter(name: str, text: str, value: float) -> Any:
     from prometheus_client.core import CounterMetricFamily
 
-    if value is not None:
-        yield CounterMetricFamily(f"fedloom_{name}", said, value=value)
+    return CounterMetricFamily(f"fedloom_{name}", text, value=value)
 
 
-def _labelled(family: Any, name: str, said: str, label: str, values: Mapping[str, float | None]) -> Any:
-    found = family(f"fedloom_{name}", said, labels=[label])
+def _labelled(family: Any, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
+    found = family(f"fedloom_{name}", text, labels=[label])
     for key, value in sorted(values.items()):
         if value is not None:
             found.add_metric([key], value)

@@ -42,18 +42,13 @@ def is_known(manifest: Manifest) -> bool:
 
 
 def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
-    """Raise if a setting changed that must stay the same on resume of an open federation.
+    """Raise ExperimentError if a setting has changed that must stay the same on resume of an open federation.
 
-    Parameters
-    ----------
-    old, new
-        Resolved experiments, without ``runtime`` and ``storage``.
-
-    Raise ExperimentError if the name, seed, model, method or data section differs.
+    These are the name, seed, model, method and data section; ``old`` and ``new`` are resolved experiments.
     """
     before, after = _fixed(old), _fixed(new)
     changed = [
-        f"{key}: the run has {before[key]!r}, found {after[key]!r}" for key in before if before[key] != after[key]
+        f"{key} is {after[key]!r}, and the run has {before[key]!r}" for key in before if before[key] != after[key]
     ]
     if changed:
         raise ExperimentError(
@@ -80,10 +75,7 @@ def run_digest(experiment: Experiment) -> str:
 
 
 def check_begun_open(folder: RunFolder) -> None:
-    """Refuse to resume, as an open federation, a run that started with a fixed set of packed folders.
-
-    Raise ExperimentError if the run started that way.
-    """
+    """Raise ExperimentError if a run to resume as an open federation was started with a fixed set of packed folders."""
     first = next(iter(folder.objects("journal.jsonl")), None)
     if first is not None and "experiment" not in first:
         raise ExperimentError(
@@ -95,10 +87,9 @@ def check_begun_open(folder: RunFolder) -> None:
 
 
 def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
-    """Raise if the replay of an open federation is requested in an unsupported way.
+    """Raise ExperimentError if an open federation is replayed without ``data.own``, or by a run that listens.
 
-    Raise ExperimentError if the experiment has no ``data.own``, or the run would listen for workers. Raise DataError if
-    the journal of an open federation has no round.
+    Raise DataError if the journal of an open federation has no round.
     """
     if listen is not None and (replay.is_open or own is not None):
         raise ExperimentError(
@@ -109,8 +100,7 @@ def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
     if replay.is_open and own is None:
         raise ExperimentError(
             f"{argument('replay')} names an open federation: the experiment needs data.own, and {argument('packed')} "
-            "the "
-            "clients' folders.",
+            "the clients' folders.",
             key="replay",
         )
     if replay.is_open and not replay.rounds:

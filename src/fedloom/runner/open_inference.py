@@ -78,20 +78,10 @@ class InferenceLimits:
 
 
 class OpenInference:
-    """WSGI application that answers the protocol.
+    """WSGI application that serves the models of clients as versions of one model, by the protocol.
 
-    Parameters
-    ----------
-    name
-        Name of the model.
-    models
-        Models of the clients.
-    limits
-        Limits.
-    access, audit
-        Access rules, by which a bearer token is required, and the log of predictions; with None everyone may ask.
-    ready
-        Returns True between the start of the server and its end.
+    With ``access`` rules, a bearer token is required, and ``audit`` logs the predictions; without them, everyone may
+    ask. ``ready`` returns True between the start of the server and its end.
     """
 
     def __init__(
@@ -115,11 +105,11 @@ class OpenInference:
         with self._idle:
             self._open += 1
         try:
-            status, headers, said = self._answered(environ)
-            content = json.dumps(said, allow_nan=False).encode()
+            status, headers, answer = self._answered(environ)
+            content = json.dumps(answer, allow_nan=False).encode()
             headers = {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}
             start_response(f"{status.value} {status.phrase}", [*headers.items()])
-            return _Counted(content, self._ended)
+            return _Answer(content, self._ended)
         except BaseException:
             self._ended()
             raise
@@ -136,7 +126,7 @@ class OpenInference:
 
     def _answered(self, environ: Mapping[str, Any]) -> tuple[HTTPStatus, dict[str, str], dict[str, Any]]:
         try:
-            return HTTPStatus.OK, {}, self._said(environ)
+            return HTTPStatus.OK, {}, self._answer(environ)
         except RequestRefused as refused:
             return refused.status, refused.headers, {"error": printable(str(refused), 500)}
         except DataError as error:
@@ -145,7 +135,7 @@ class OpenInference:
             log.exception("cannot answer a request")
             return HTTPStatus.INTERNAL_SERVER_ERROR, {}, {"error": "the server cannot answer; see its log"}
 
-    def _said(self, environ: Mapping[str, Any]) -> dict[str, Any]:
+    def _answer(self, environ: Mapping[str, Any]) -> dict[str, Any]:
         path = environ["PATH_INFO"].rstrip("/")
         found = re.fullmatch(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(ready|infer))?", path)
         wanted = "POST" if found is not None and found[3] == "infer" else "GET"
@@ -168,7 +158,7 @@ class OpenInference:
             )
         return self._prediction(self._model(name, client, identity), client, identity, environ)
 
-    # ---- what needs no model
+    # ---- the server
 
     def _server(self) -> dict[str, Any]:
         return {"name": "fedloom", "version": fedloom.__version__, "extensions": []}
@@ -195,7 +185,7 @@ class OpenInference:
     # ---- models
 
     def _identity(self, environ: Mapping[str, Any]) -> Identity | None:
-        """Return who asks; None if everyone may."""
+        """Return the identity of the peer; None if everyone may ask."""
         if self._access is None:
             return None
         scheme, _, token = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
@@ -272,8 +262,8 @@ class OpenInference:
             return request, model.predict(x.get("", x)).numpy()
 
 
-class _Counted:
-    """Content of an answer; tells when it has been sent."""
+class _Answer:
+    """Content of an answer, which calls ``ended`` once it has been sent or the connection has broken."""
 
     def __init__(self, content: bytes, ended: Callable[[], None]) -> None:
         self._content, self._ended = content, ended
@@ -282,7 +272,7 @@ class _Counted:
         yield self._content
 
     def close(self) -> None:
-        """Tell that the answer has been sent, or cannot be."""
+        """End the request; called by the server after the last byte."""
         self._ended()
 
 
@@ -291,7 +281,7 @@ def _described(name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> dict[st
 
 
 def _flat(array: NDArray[Any]) -> list[Any]:
-    """Return numbers in row-major order; a float's shortest text has its bits."""
+    """Return numbers in row-major order, as float64, whose shortest text in JSON keeps all bits."""
     numbers: list[Any] = array.astype(np.float64).ravel().tolist()
     return numbers
 
@@ -300,26 +290,13 @@ def _flat(array: NDArray[Any]) -> list[Any]:
 def inference_served(
     address: str | None, application: Callable[[], OpenInference], protection: Protection, say: Callable[[str], None]
 ) -> Iterator[None]:
-    """Serve predictions over HTTP, in separate threads, for the duration of the block.
+    """Serve predictions over HTTP at ``host:port``, in separate threads, for the duration of the block; None: do not.
 
-    Parameters
-    ----------
-    address
-        ``host:port``; None: do not serve.
-    application
-        Makes the application.
-    protection
-        Security of the server. The port is plaintext, and knows peers by tokens alone.
-    say
-        Receives the address.
+    ``application`` creates the application, and ``say`` receives the address. The port is plaintext, and identifies
+    peers by tokens alone.
 
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid or cannot be bound, other machines could reach it in plaintext, or access needs
-        certificates.
-    DataError
-        If there are no models.
+    Raise ExperimentError if the address is invalid or cannot be bound, other machines could reach it in plaintext, or
+    ``protection`` needs certificates; DataError if there are no models.
     """
     if address is None:
         yield
@@ -336,19 +313,9 @@ def inference_served(
 
 
 def models_folder(run: Path | None, given: str | None) -> Path:
-    """Return the folder of clients' models.
+    """Return the folder of clients' models: the one ``given``, or else that in a run's folder.
 
-    Parameters
-    ----------
-    run
-        Folder of the run; None for a published run.
-    given
-        The folder, if it is another one.
-
-    Raises
-    ------
-    ExperimentError
-        If a published run's models are nowhere.
+    Raise ExperimentError if none is given for a published run, which has no folder (``run`` is None).
     """
     if given is not None:
         return Path(given)

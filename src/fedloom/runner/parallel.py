@@ -38,9 +38,9 @@ class Job:
 
 @dataclass(frozen=True)
 class JobEvents:
-    """Callbacks given a run's name: it began, it has a message for the user, it is over (with an error or None).
+    """Callbacks by a run's name: on its start, on a message for the user, and on its end, with its error or None.
 
-    ``enough`` is asked often while the run is in progress, and returns True to stop it after its current round.
+    ``enough`` is called often while the run is in progress, and returns True to stop it after its current round.
     """
 
     began: Callable[[str], None]
@@ -54,8 +54,8 @@ class _Running:
     job: Job
     place: int
     process: subprocess.Popen[bytes]
-    said: IO[bytes]
-    told: Path
+    stderr: IO[bytes]
+    report: Path
 
 
 def run_parallel(jobs: Iterable[Job], count: int, parallel: int, events: JobEvents, *, signals: bool) -> None:
@@ -91,7 +91,7 @@ def run_parallel(jobs: Iterable[Job], count: int, parallel: int, events: JobEven
 
 
 class _Pool:
-    """Pool of run processes, and the queue of runs."""
+    """Pool of processes for a queue of runs."""
 
     def __init__(self, jobs: Iterable[Job], parallel: int, events: JobEvents, folder: Path) -> None:
         self._waiting: Iterator[Job] = iter(jobs)
@@ -136,7 +136,7 @@ class _Pool:
             except subprocess.TimeoutExpired:
                 one.process.kill()
                 one.process.wait()
-            one.said.close()
+            one.stderr.close()
 
 
 def core_shares(parallel: int) -> list[set[int]]:
@@ -156,21 +156,21 @@ def core_shares(parallel: int) -> list[set[int]]:
 
 def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
     file = folder / f"{len(list(folder.glob('*.yaml')))}.yaml"
-    told = file.with_suffix(".jsonl")
+    report = file.with_suffix(".jsonl")
     file.write_text(job.experiment.resolved_yaml(), encoding="utf-8")
-    said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
+    stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
     process = subprocess.Popen(
         command("run", str(file), *_arguments(job.options)),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=said,
+        stderr=stderr,
         start_new_session=True,  # Ctrl-C reaches this process only
-        env=environment(os.environ, told, job.experiment.code, ends_with_parent=True),
+        env=environment(os.environ, report, job.experiment.code, ends_with_parent=True),
     )
     if share := core_shares(parallel)[place]:
         with suppress(ProcessLookupError):  # it has already ended and reports why
             os.sched_setaffinity(process.pid, share)
-    return _Running(job, place, process, said, told)
+    return _Running(job, place, process, stderr, report)
 
 
 def _arguments(options: RunOptions) -> list[str]:
@@ -191,13 +191,13 @@ def _leave(one: _Running) -> None:
 def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
     """Return the error of a run (None if it finished) and its messages for the user."""
     _leave(one)
-    with one.said as said:
-        said.seek(0)
-        words = said.read().decode(errors="replace")
-    told, code = ChildReport(one.told), one.process.returncode
+    with one.stderr as stderr:
+        stderr.seek(0)
+        text = stderr.read().decode(errors="replace")
+    report, code = ChildReport(one.report), one.process.returncode
     if code == 0:
-        return None, told.notices
-    failure = told.failure or WorkerLostError(
-        f"its process {told.ended(code, words)}", hint=f"continue with {argument('resume')}"
+        return None, report.notices
+    failure = report.failure or WorkerLostError(
+        f"its process {report.ended(code, text)}", hint=f"continue with {argument('resume')}"
     )
-    return failure, told.notices
+    return failure, report.notices

@@ -44,16 +44,9 @@ T = TypeVar("T")
 def request_model(request: PersonalizationRequest) -> PersonalModel:
     """Return a personalized model.
 
-    Raises
-    ------
-    DataError
-        If the data do not match the run's, or there is no such run or round.
-    ExperimentError
-        If the request is invalid or the run cannot satisfy it.
-    RefusedError
-        If the server refuses the connection.
-    QuorumError
-        If no model arrives in time.
+    Raise DataError if the data do not match the run's, or there is no such run or round; ExperimentError if the request
+    is invalid or the run cannot satisfy it; RefusedError if the server refuses the connection; QuorumError if no model
+    arrives in time.
     """
     return _from_run(request) if is_run(request.where) else _finished(_from_server(request))
 
@@ -75,7 +68,7 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
         accountant = client.accountant
         private = client.guarantee is not None
         own_side = PersonalizationClient(
-            client.parts, client.data, client.id, once=private, tell=lambda: client.spend(accountant)
+            client.parts, client.data, client.id, once=private, charge=lambda: client.spend(accountant)
         )
         answered = await models.converse(
             found.about,
@@ -90,11 +83,11 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
         )
     finally:
         await models.close()
-    return client.model(own_side.predictors, answered, own_side.told)
+    return client.model(own_side.predictors, answered, own_side.guarantee)
 
 
 def _check_for_server(request: PersonalizationRequest) -> None:
-    """Raise on errors of a request that can be found before the network is used."""
+    """Raise the errors of a request that can be found without the network."""
     if request.precision not in PRECISIONS:
         raise ExperimentError(
             f"{argument('precision')} must be one of {', '.join(PRECISIONS)} (got {request.precision!r}).",

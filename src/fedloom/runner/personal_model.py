@@ -293,7 +293,7 @@ class PersonalModel(nn.Module):
         content = io.BytesIO()
         card = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
         try:
-            with warnings.catch_warnings():  # it errors channels-last kernels for views
+            with warnings.catch_warnings():  # about views that it takes channels-last kernels for
                 warnings.simplefilter("ignore")
                 torch.export.save(self._program(), content, extra_files={CARD: card})
         except Exception as error:
@@ -398,13 +398,7 @@ def _output(card: ModelCard) -> str:
 
 
 def check_format(path: Path) -> None:
-    """Raise if the suffix is not a supported format.
-
-    Raises
-    ------
-    ExperimentError
-        If the suffix is none of :data:`FORMATS`.
-    """
+    """Raise ExperimentError unless the suffix is one of :data:`FORMATS`."""
     if path.suffix not in FORMATS:
         raise ExperimentError(
             f"The model's file must end in {', '.join(FORMATS)} (got {path}).", key="out", found=path, allowed=FORMATS

@@ -48,14 +48,9 @@ class PersonalizationRequest:
     budget: float | None = None
 
     def client_options(self) -> ClientOptions:
-        """Return the credentials for a server; the environment supplies what is not given.
+        """Return the credentials for a server; those not given are taken from the environment.
 
-        Raises
-        ------
-        ExperimentError
-            If the folder has no credentials.
-        RefusedError
-            If the token is malformed.
+        Raise ExperimentError if the folder has no credentials; RefusedError if the token is malformed.
         """
         from fedloom.security.options import ClientOptions
         from fedloom.security.tokens import checked_token
@@ -68,10 +63,7 @@ class PersonalizationRequest:
     def newcomer(self, problem: Problem, e: Experiment) -> Newcomer:
         """Return the client's data, checked against the run's problem.
 
-        Raises
-        ------
-        DataError, ExperimentError
-            If the data do not meet the requirements, or are given twice or not at all.
+        Raise DataError if the data do not meet the requirements; ExperimentError if they are given twice or not at all.
         """
         from fedloom.data.newcomer import Newcomer
         from fedloom.experiment import OwnData
@@ -90,13 +82,7 @@ class PersonalizationRequest:
         return Newcomer.from_folder(Path(self.data), problem, features)
 
     def check_privacy(self) -> None:
-        """Raise unless ε, δ, C, ledger and budget form a valid request.
-
-        Raises
-        ------
-        ExperimentError
-            Names the invalid argument and its value.
-        """
+        """Raise ExperimentError, with the invalid argument, unless ε, δ, C, ledger and budget form a valid request."""
         from fedloom.privacy.gaussian_mechanism import MAX_DELTA
 
         for name, other in (("budget", "ledger"), ("delta", "epsilon"), ("clip", "epsilon")):
@@ -116,14 +102,9 @@ class PersonalizationRequest:
             raise ExperimentError(message, key="delta", found=self.delta)
 
     def check_delta(self, examples: int) -> None:
-        """Raise if δ is too large to protect this many examples.
+        """Raise ExperimentError unless δ is below 1/n, n being the number of training examples.
 
         Publishing one of n examples, chosen at random, is (0, 1/n)-differentially private.
-
-        Raises
-        ------
-        ExperimentError
-            If δ is not below 1/n.
         """
         delta = DELTA if self.delta is None else self.delta
         if self.epsilon is not None and math.isfinite(self.epsilon) and delta * examples >= 1:
@@ -138,10 +119,7 @@ class PersonalizationRequest:
     def private(self, parts: RunContext) -> RunContext:
         """Return the parts of a run for a client that adds the requested noise to its answer.
 
-        Raises
-        ------
-        ExperimentError
-            If the method has no answer to add noise to, or C is not given.
+        Raise ExperimentError if the method has no answer to add noise to, or C is not given.
         """
         from fedloom.algorithms.base import available, find_algorithm
         from fedloom.privacy.gaussian_mechanism import noise_multiplier
@@ -166,5 +144,5 @@ class PersonalizationRequest:
 
 
 def is_run(where: str) -> bool:
-    """Return whether ``where`` is a run (an existing folder or a URL) and not an address."""
+    """Return whether ``where`` is a run (an existing folder or a URL) rather than an address."""
     return is_url(where) or Path(where).is_dir()

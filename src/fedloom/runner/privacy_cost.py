@@ -147,11 +147,8 @@ class PrivacyCost:
 def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
     """Return what the privacy of an experiment's training costs; nothing is trained, and no data are needed.
 
-    Raises
-    ------
-    ExperimentError
-        If the experiment has no ``federation.privacy``, a value is out of range, or a number of clients or examples is
-        not known and not given.
+    Raise ExperimentError if the experiment has no ``federation.privacy``, a value is out of range, or a number of
+    clients or examples is neither known nor given.
     """
     question.check()
     privacy = experiment.federation.privacy
@@ -238,7 +235,7 @@ def _population(e: Experiment, question: PrivacyQuestion) -> Population:
     """Return the training clients: as asked, or from the partition if it is on this machine, or from the settings."""
     found = Population.of(e, _partition(e) if question.clients is None or question.examples is None else None)
     clients = question.clients or (None if found is None else found.clients)
-    is_open = isinstance(e.data, OwnData) and e.federation.min_clients == 1  # which says nothing of their number
+    is_open = isinstance(e.data, OwnData) and e.federation.min_clients == 1  # the default: any number may join
     if clients is None or (is_open and question.clients is None):
         raise ExperimentError(
             f"The number of clients is not known before the run; give it with {argument('clients')}.", key="clients"
@@ -350,7 +347,8 @@ def _sentences(found: PrivacyCost) -> list[str]:
         said.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
     if found.unit == "clients" and found.delta >= 1 / found.clients:
         said.append(
-            f"δ = {found.delta:g} is not below 1/n = {1 / found.clients:.2g}: publishing a client's data would pass."
+            f"δ = {found.delta:g} is not below 1/n = {1 / found.clients:.2g}: even publishing the data of one client "
+            "would satisfy it."
         )
     return said
 

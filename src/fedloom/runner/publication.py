@@ -71,7 +71,7 @@ class Publication:
 
     @property
     def is_whole(self) -> bool:
-        """True unless a finished run has unpublished files."""
+        """True unless some files of a finished run are unpublished."""
         return self._published is None or self._published.finished
 
     def note(self, *, finished: bool = False) -> None:

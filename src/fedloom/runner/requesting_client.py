@@ -50,13 +50,7 @@ class DescribedRun:
 
     @classmethod
     def of(cls, about: About) -> DescribedRun:
-        """Read a server's description.
-
-        Raises
-        ------
-        RefusedError
-            If the run's method is not installed here in the run's version.
-        """
+        """Read a server's description; raise RefusedError if the run's method is not installed here in its version."""
         try:
             algorithm = find_algorithm(about.algorithm)
         except ExperimentError as error:
@@ -75,8 +69,8 @@ class DescribedRun:
     def parts(self, manifest: Manifest) -> RunContext:
         """Return the parts of the run for new clients."""
         parts = assemble.for_newcomers(assemble.make_parts(self.experiment, manifest), self.problem.clients)
-        told = {printable(name): printable(digest) for name, digest in self.problem.constants.items()}
-        check_constants(parts, told, "the server's model")
+        digests = {printable(name): printable(digest) for name, digest in self.problem.constants.items()}
+        check_constants(parts, digests, "the server's model")
         return dataclasses.replace(parts, algorithm=self.algorithm)
 
 
@@ -100,12 +94,8 @@ class RequestingClient:
     def of(cls, request: PersonalizationRequest, about: About, data: Newcomer, parts: RunContext) -> RequestingClient:
         """Return the client of a request.
 
-        Raises
-        ------
-        DataError
-            If it has labels that the method would ignore.
-        ExperimentError
-            If δ or the run does not allow the requested privacy.
+        Raise DataError if it has labels that the method would ignore; ExperimentError if δ or the run does not allow
+        the requested privacy.
         """
         if request.y is not None and not parts.algorithm.labelled(parts.settings):
             raise DataError(f"y must be left out: {parts.algorithm.name} does not use labels here.")
@@ -131,10 +121,7 @@ class RequestingClient:
     def accountant(self) -> PrivacyAccountant | None:
         """Accountant of the ledger that the request names, if any.
 
-        Raises
-        ------
-        ExperimentError
-            If there is a ledger, but the answer has no noise to account for.
+        Raise ExperimentError if there is a ledger, but the answer has no noise to account for.
         """
         if self.request.ledger is None:
             return None
@@ -178,13 +165,7 @@ class RequestingClient:
 
 
 def check_predictor(name: str, known: Sequence[str]) -> None:
-    """Raise if a method gives its clients no predictor of this name.
-
-    Raises
-    ------
-    ExperimentError
-        If the name is not known.
-    """
+    """Raise ExperimentError if a method gives its clients no predictor of this name."""
     if name not in known:
         raise ExperimentError(
             f"{argument('predictor')} must be one of {', '.join(known)} (got {name!r}).",
@@ -207,11 +188,11 @@ class PersonalizationClient:
         Id of the client, among those in ``data``.
     once
         Answer a single opening message only; answering another would release more about the data.
-    tell
-        Called once, before the first answer to a server; its result is stored in ``told``.
+    charge
+        Called once, before the first answer to a server; its result is stored in ``guarantee``.
     """
 
-    told: PrivacyGuarantee | None = None
+    guarantee: PrivacyGuarantee | None = None
 
     def __init__(
         self,
@@ -220,11 +201,11 @@ class PersonalizationClient:
         client: str,
         *,
         once: bool = False,
-        tell: Callable[[], PrivacyGuarantee | None] = lambda: None,
+        charge: Callable[[], PrivacyGuarantee | None] = lambda: None,
     ) -> None:
         self._id = client
         self._once = once
-        self._tell = tell
+        self._charge = charge
         self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
         self._nothing = parts.plan.nothing(1, len(parts.client_algorithm().predictors))
@@ -252,12 +233,8 @@ class PersonalizationClient:
     def speak(self, round: int, exchange: int, message: Message) -> Message | None:
         """Answer a message of the server; return None once the predictors are computed.
 
-        Raises
-        ------
-        DataError
-            If the client algorithm cannot process the message or the data.
-        QuorumError
-            If it would release a second answer although ``once`` is set.
+        Raise DataError if the client algorithm cannot process the message or the data; QuorumError if it would release
+        a second answer although ``once`` is set.
         """
         key = ConversationKey(round, 0, 0, "evaluate")
         if exchange == 0:
@@ -268,7 +245,7 @@ class PersonalizationClient:
                     hint="request the model again to accept that cost",
                 )
             if self._opening is None:
-                self.told = self._tell()
+                self.guarantee = self._charge()
             self._opening = message
             self._side.close_all()
         with torch_threads(self._threads):

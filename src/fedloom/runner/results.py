@@ -47,12 +47,12 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
     mask = e.evaluation.label_mask
 
     def extra(evaluation: EvaluationResult) -> dict[str, dict[str, Any]]:
-        if keep and evaluation.moments is None:  # of each client
+        if keep and evaluation.moments is None:  # the evaluation has the values of each client
             _keep_uncertainty(folder, evaluation)
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
-        if "descriptor" not in evaluation.records or not roster.manifest.classes:  # compared with class mixes
+        if "descriptor" not in evaluation.records or not roster.manifest.classes:  # they are compared with class mixes
             return {}
         v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
@@ -151,7 +151,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
 def write_task_results(folder: RunFolder, evaluation: EvaluationResult, class_names: Sequence[str]) -> None:
     """Write the results that only some tasks have.
 
-    These are ``confusion.json``, ``confusion.csv`` and ``calibration.json`` of classification, and ``outputs.json`` of
+    They are ``confusion.json``, ``confusion.csv`` and ``calibration.json`` of classification, and ``outputs.json`` of
     multilabel and segmentation.
     """
     if evaluation.classes:

@@ -40,15 +40,11 @@ def check_folder(
 ) -> bool:
     """Return whether there is a run to resume.
 
+    Messages name the run's place as ``where``, by default its folder. The experiment of an open federation
+    (``is_open``) may change on resume.
+
     Raise ExperimentError if the folder is in use and ``resume`` is false, or holds another experiment or more rounds
     than requested.
-
-    Parameters
-    ----------
-    where
-        Location of the run to show to the user; None: its folder.
-    is_open
-        Whether it is an open federation, whose experiment may change on resume.
     """
     if not _holds_run(folder):
         return False
@@ -107,11 +103,9 @@ def _fixed_settings(e: Experiment) -> dict[str, Any]:
 
 
 def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
-    """Return the summary of a run that has completed its rounds; None if it has not.
+    """Return the summary of a run that has completed its rounds; None if it has not, or its results cannot be read.
 
-    Return None, too, if its results cannot be read: they are then recomputed from its last checkpoint.
-
-    Raise DataError if its last checkpoint is damaged.
+    Unreadable results are recomputed from the last checkpoint. Raise DataError if that is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
     if rounds is None or not folder.is_finished:
@@ -135,7 +129,7 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
 
 
 def _is_spent(folder: RunFolder, e: Experiment) -> bool:
-    """Return whether the budget of its privacy, which has not changed since, ended a run."""
+    """Return whether a run was ended by its privacy budget, and the budget has not changed since."""
     privacy, before = e.federation.privacy, folder.experiment().federation.privacy
     if privacy is None or before is None or privacy.budget != before.budget:
         return False
@@ -143,10 +137,7 @@ def _is_spent(folder: RunFolder, e: Experiment) -> bool:
 
 
 def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
-    """Raise unless a resumed run uses the same partition as before.
-
-    Raise DataError if the partition on disk is a different one.
-    """
+    """Raise DataError unless a resumed run uses the same partition as before."""
     if not folder.has(PARTITION):
         return
     begun_with = folder.manifest().fingerprint
@@ -159,14 +150,9 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
 
 
 def check_states(folder: RunFolder, url: str | None) -> None:
-    """Raise if the run's client states are at another place: they are not copied.
+    """Raise ExperimentError if the run's client states are at another place, since they are not copied.
 
-    Raise ExperimentError if the run's client states are at another place.
-
-    Parameters
-    ----------
-    url
-        URL to publish the run at; None: it is not published, and client states are in its folder.
+    Their place follows from the ``url`` to publish the run at; None: they are in the run's folder.
     """
     if not folder.states.is_dir() and not folder.has(JOURNAL):
         return  # no round is complete, so no states are needed

@@ -28,15 +28,10 @@ def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:
 
 
 def check_roster(e: Experiment, options: RunOptions) -> None:
-    """Raise if the method cannot train on one of the clients, before anything else runs.
+    """Raise ExperimentError, with the first such client, if the method cannot train on one of the clients.
 
     The partition is read, and created if necessary, only if the method does not accept every client.
-
-    Raises
-    ------
-    ExperimentError
-        Names the first such client and the reason.
     """
-    least = find_algorithm(e.algorithm.name).check_client(e.algorithm.settings, 1, 1)  # that a client can have
-    if least is not None:
+    refusal = find_algorithm(e.algorithm.name).check_client(e.algorithm.settings, 1, 1)  # the smallest possible client
+    if refusal is not None:
         run_dataset(e, options)

@@ -1,4 +1,4 @@
-"""Saved models of clients, ``ID.pt2``, for serving predictions: loaded when asked for, and the latest ones kept."""
+"""Saved models of clients, ``ID.pt2``, for serving predictions: loaded on request, and the latest ones kept."""
 
 from __future__ import annotations
 
@@ -59,20 +59,12 @@ class SavedModel:
 
 
 class ModelFolder:
-    """Models in a folder; a file that is replaced is read again. Any thread may use it.
+    """Models in a folder, of which at most ``kept`` are in memory. Any thread may use it.
 
-    Parameters
-    ----------
-    folder
-        Folder with a file ``ID.pt2`` for each client, of ``fedloom personalize --format pt2``. Reading a file can run
-        code that it contains, so they must come from a trusted source.
-    kept
-        Largest number of models in memory.
+    The folder has a file ``ID.pt2`` for each client, of ``fedloom personalize --format pt2``; a file that is replaced
+    is read again. Reading a file can run code that it contains, so the files must come from a trusted source.
 
-    Raises
-    ------
-    DataError
-        If the folder has no models.
+    Raise DataError if the folder has no models.
     """
 
     def __init__(self, folder: Path, kept: int = 64) -> None:
@@ -92,15 +84,7 @@ class ModelFolder:
         return sorted(name for name in names if CLIENT_ID.fullmatch(name))
 
     def of(self, client: str) -> SavedModel:
-        """Return a client's model.
-
-        Raises
-        ------
-        KeyError
-            If the client has no model.
-        DataError
-            If its file is damaged.
-        """
+        """Return a client's model; raise KeyError if there is none, DataError if its file is damaged."""
         if not CLIENT_ID.fullmatch(client):
             raise KeyError(client)
         try:
@@ -152,7 +136,7 @@ def _load(path: Path, client: str) -> SavedModel:
         with torch.no_grad():
             outputs = program(zeros.get("", zeros)).numpy()
         known = (int(card["round"]), str(card["digest"]), len(card["classes"]))
-    except Exception as error:  # of torch, which raises any kind for a damaged file
+    except Exception as error:  # torch raises any class for a damaged file
         log.warning("%s cannot be loaded: %s", path, error)
         said = printable((str(error).splitlines() or [""])[0], 200)
         raise DataError(f"{path} is not a client's model ({type(error).__name__}: {said})") from error

@@ -161,11 +161,13 @@ class _Search:
         return SearchResult(self._files.path, trials, chosen, self._headline, self._files.json(SEARCH))
 
     def _left(self) -> Iterator[tuple[Trial, Experiment]]:
-        """Yield the trials to run, with their experiments: first those begun before, then new ones, drawn on demand."""
+        """Yield the trials to run, with their experiments: first those in progress, then new ones, drawn on demand."""
         for trial in self._trials.unfinished:
             if (e := self._experiment(trial)) is None:
                 continue
-            if trial.behind and max(trial.measured) != e.federation.rounds:  # the process was killed before it ended it
+            if (
+                trial.behind and max(trial.measured) != e.federation.rounds
+            ):  # the process was killed before it could stop
                 self._stop(trial)
             else:
                 yield trial, e

@@ -73,7 +73,7 @@ class ModelServerSettings(Settings):
 def about(parts: RunContext, folder: RunFolder | None = None) -> About:
     """Return the description of a run that a client needs to request a model.
 
-    ``folder`` tells the privacy of its training, once that has ended.
+    It states the privacy of the training if the run in ``folder`` has finished.
     """
     manifest = parts.manifest
     problem = without_defaults(
@@ -113,13 +113,7 @@ class DurableRounds:
         Return None while there is no checkpoint, instead of raising.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        checkpoint: str = "last",
-        *,
-        patient: bool = False,
-    ) -> None:
+    def __init__(self, folder: RunFolder, checkpoint: str = "last", *, patient: bool = False) -> None:
         self._folder = folder
         self._which = check_checkpoint(checkpoint)
         self._patient = patient
@@ -129,13 +123,7 @@ class DurableRounds:
 
     @property
     def parts(self) -> RunContext:
-        """Parts of the run for new clients.
-
-        Raises
-        ------
-        DataError
-            If the experiment or the partition is missing or damaged.
-        """
+        """Parts of the run for new clients; raise DataError if its experiment or partition is missing or damaged."""
         if self._parts is None:
             parts = assemble.make_parts(self._folder.experiment(), self._folder.manifest())
             check_run_constants(self._folder, parts)
@@ -150,10 +138,7 @@ class DurableRounds:
     def __call__(self, digest: str | None) -> ServedRound | None:
         """Return the round to serve instead of the one with this digest; None if there is no newer one.
 
-        Raises
-        ------
-        DataError
-            If the checkpoint does not exist or is damaged.
+        Raise DataError if the checkpoint does not exist or is damaged.
         """
         self._folder.refresh()
         rounds = self._checkpoints.rounds()
@@ -170,22 +155,19 @@ class DurableRounds:
 def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str], None]) -> Callable[[float], bool]:
     """Return a function that waits for a run's first publication; it returns False after a timeout or on ``stop``.
 
-    Parameters
-    ----------
-    say
-        Receives one message when the wait begins.
+    ``say`` receives one message when the wait begins.
     """
     end = time.monotonic() + seconds
-    told = False
+    announced = False
 
     def wait(pause_s: float) -> bool:
-        nonlocal told
+        nonlocal announced
         left = end - time.monotonic()
         if left <= 0:
             return False
-        if not told:
+        if not announced:
             say(f"{run}: nothing is published yet; waiting")
-            told = True
+            announced = True
         return not stop.wait(min(pause_s, left))
 
     return wait

@@ -24,23 +24,10 @@ async def converse_for_all(
 ) -> tuple[list[dict[str, Predictor]], list[int]]:
     """Request a model for each client of a partition; return each client's predictors and round.
 
-    Parameters
-    ----------
-    run
-        Name of the run that the server must serve.
-    trust
-        Credentials for the server.
-    timeout_s
-        Seconds within which each model must arrive.
+    ``run`` is the name of the run that the server at ``where`` must serve. Each model must arrive within ``timeout_s``.
 
-    Raises
-    ------
-    DataError
-        If it serves another run, or a client's data cannot be processed.
-    RefusedError
-        If it refuses the connection.
-    QuorumError
-        If no model arrives in time.
+    Raise DataError if the server has another run, or cannot process a client's data; RefusedError if it refuses the
+    connection; QuorumError if a model does not arrive in time.
     """
     models = Models(where, Credentials(trust))
     made: list[dict[str, Predictor]] = []
@@ -66,25 +53,11 @@ async def converse_for_all(
 def evaluate_served(
     run: Path, where: str, partition: str | Path, trust: ClientOptions | None = None, timeout_s: float = 60.0
 ) -> CheckpointEvaluation:
-    """Evaluate the models that a server gives to a partition's clients, all of which are new to the run.
+    """Evaluate the models that a server at ``HOST:PORT`` gives to a partition's clients, which are all new to the run.
 
-    Parameters
-    ----------
-    run
-        Folder of the served run, as far as it was published; it states the requirements on the data.
-    where
-        ``HOST:PORT``.
-    trust, timeout_s
-        As in :func:`converse_for_all`.
+    ``run`` is the folder of the served run, as far as it is published; it states the requirements on the data.
 
-    Raises
-    ------
-    DataError
-        As in :func:`~fedloom.runner.trained.restore` and :func:`converse_for_all`.
-    RefusedError
-        If the server refuses the connection.
-    QuorumError
-        If no model arrives in time.
+    Raise as :func:`~fedloom.runner.trained.restore` and :func:`converse_for_all`.
     """
     parts, loop, dataset = restore(run, "last", partition)
     made, rounds = asyncio.run(converse_for_all(where, parts.experiment.name, dataset, trust, timeout_s))

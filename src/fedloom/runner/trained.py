@@ -49,14 +49,9 @@ def evaluate(
 ) -> CheckpointEvaluation:
     """Evaluate a run's checkpoint on its own clients, or on another partition's, which are all unseen.
 
-    Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
-    or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged; QuorumError if
-    clients could not be measured.
+    ``data`` are folders of packed clients, for a run whose clients have data of their own; those that trained are seen.
 
-    Parameters
-    ----------
-    data
-        Folders of packed clients, for a run whose clients have data of their own; those that trained are seen.
+    Raise as :func:`restore`; QuorumError if clients could not be measured.
     """
     parts, evaluator, dataset = restore(run, checkpoint, partition, data)
     evaluation = evaluator.evaluate()

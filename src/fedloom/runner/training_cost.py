@@ -99,13 +99,13 @@ def _summary(path: Path, text: str) -> Mapping[str, Any]:
         found = parsed_json(digests.without_digest(SUMMARY, text.encode()), DEEPEST)
         if isinstance(found, dict):
             return found
-    except ValueError as error:  # Damaged, too
+    except ValueError as error:  # also digests.Damaged
         raise DataError(f"{path} is damaged: {error}", hint="ask for the file once more") from None
     raise DataError(f"{path} must hold a JSON object, and holds a {type(found).__name__}.")
 
 
 def _check(claim: Any, where: str) -> None:
-    """Raise if a training has no ε that protects anybody."""
+    """Raise ExperimentError if the ε of a training protects nobody, or there is none."""
     if isinstance(claim, dict) and claim.get("epsilon") is not None and claim.get("noise") != "seed":
         return
     if not isinstance(claim, dict):

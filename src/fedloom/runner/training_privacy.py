@@ -97,14 +97,14 @@ class Planned:
         return min(self.experiment.federation.clients_per_round, self.population.clients)
 
     def counts(self, rounds: int, noise_multiplier: float) -> Counts:
-        """Return the releases of so many rounds; for examples, of the smallest and of the largest client."""
+        """Return the releases of this many rounds; for examples, of the smallest and of the largest client."""
         if self.privacy.of == "clients":
             return {EVERYONE: {self.release(noise_multiplier): rounds}}
         visits = self.visits(rounds)
         return {str(n): self.steps(n, visits, noise_multiplier) for n in dict.fromkeys(self._sizes())}
 
     def epsilon(self, rounds: int, noise_multiplier: float) -> float:
-        """Return the ε of so many rounds toward readers of the models."""
+        """Return the ε of this many rounds toward readers of the models."""
         delta = self.privacy.delta
         return epsilon_of(largest(self.counts(rounds, noise_multiplier), delta), delta)
 
@@ -125,7 +125,7 @@ class Planned:
         return Counter({release: count * visits for release, count in visit.items()})
 
     def noise_multiplier(self, epsilon: float, rounds: int) -> float:
-        """Return the least noise multiplier with which so many rounds cost at most ε."""
+        """Return the least noise multiplier with which this many rounds cost at most ε."""
         return least_multiplier(epsilon, lambda z: self.epsilon(rounds, z))
 
     def _sizes(self) -> Sequence[int]:
@@ -140,18 +140,11 @@ class Planned:
 def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experiment | None = None) -> Experiment:
     """Return the experiment with the noise multiplier that its ``federation.privacy.epsilon`` needs.
 
-    Parameters
-    ----------
-    manifest
-        Clients of the run; None: as the experiment says.
-    begun
-        Experiment of the run that is resumed, whose noise goes on.
+    ``manifest`` has the clients of the run; None: as the experiment says. A resumed run keeps the noise of the
+    experiment that it was ``begun`` with.
 
-    Raises
-    ------
-    ExperimentError
-        If the accountant is not installed, a given noise multiplier does not suffice for ε, the number of rounds is not
-        limited, or clients' numbers of examples are not known.
+    Raise ExperimentError if the accountant is not installed, a given noise multiplier does not suffice for ε, the
+    number of rounds is not limited, or clients' numbers of examples are not known.
     """
     privacy, rounds = experiment.federation.privacy, experiment.federation.rounds
     if privacy is not None and rounds != 0:
@@ -170,7 +163,7 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
         experiment = with_multiplier(experiment, before.noise_multiplier)
         privacy = before
     population = Population.of(experiment, manifest)
-    assert population is not None  # data whose clients are not known before always have a manifest
+    assert population is not None  # if the experiment does not state the clients, there is a manifest
     if privacy.of == "examples" and population.examples is None:
         raise ExperimentError(
             "federation.privacy.epsilon with of: examples needs the clients' numbers of examples before the run, and "
@@ -255,13 +248,7 @@ def private_sums_of(experiment: Experiment, *, simulated: bool) -> PrivateSums |
 
 
 def check_private_buffers(experiment: Experiment, model: FlatModel) -> None:
-    """Check that no buffer that moves is part of a noisy sum.
-
-    Raises
-    ------
-    ExperimentError
-        If one is: noise can make a running variance negative.
-    """
+    """Raise ExperimentError if a buffer that moves is part of a noisy sum: noise can make a variance negative."""
     privacy = experiment.federation.privacy
     if privacy is None or privacy.of != "clients" or model.layout.local_buffers or not model.layout.buffers:
         return

@@ -41,7 +41,7 @@ class Schedule:
 
     @property
     def warm_up(self) -> int:
-        """Number of evaluations, a third of all, after which a trial may be stopped by the median."""
+        """Number of evaluations, a third of all, after which the median may stop a trial."""
         return max(1, math.ceil((self.rounds or 0) / self.every / 3))
 
 
@@ -90,30 +90,12 @@ class Trial:
 
 
 class Trials:
-    """Trials of a search in a folder.
+    """Trials of a search, whose log is in its folder; ``all`` has every trial so far.
 
-    Parameters
-    ----------
-    plan
-        The search.
-    files
-        Its folder, which has the log.
-    base
-        Digest of the experiment, without the parameters.
-    schedule
-        Rounds and evaluations.
+    ``base`` is a digest of the experiment without the searched parameters.
 
-    Raises
-    ------
-    ExperimentError
-        If Optuna is not installed, or the folder has a different search.
-    DataError
-        If the log is damaged.
-
-    Attributes
-    ----------
-    all
-        Every trial so far.
+    Raise ExperimentError if Optuna is not installed, or the folder has a different search; DataError if the log is
+    damaged.
     """
 
     def __init__(self, plan: SearchPlan, files: RunFiles, base: str, schedule: Schedule) -> None:

@@ -131,31 +131,25 @@ class Worker:
         )
 
     def _session(self, joined: Joined) -> Session:
-        told = _told(joined.experiment)
+        about = _described(joined.experiment)
         options = self._options
         runtime = experiments.Runtime(
             workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
         )
-        shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
+        shared = experiments.from_shared_json(about["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
-        measures = isinstance(self._serves, OwnDataProvider) and told.get("normalization", "") is None
         if options.only_sums:
             check_only_sums(secure)
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
         revealed = None if secure is None else self._remembered()
-        if isinstance(self._serves, OwnDataProvider) and measures:
+        if isinstance(self._serves, OwnDataProvider) and about.get("normalization", "") is None:  # not measured yet
             return measuring_side(self._serves.measured_cards(shared), secure, signing, revealed)
-        dataset = self._serves.dataset(shared, told)
+        dataset = self._serves.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
-        check_constants(parts, _digests(told), "the aggregator's model")
+        check_constants(parts, _digests(about), "the aggregator's model")
+        secret = self._secret
         return assemble.client_side(
-            parts,
-            dataset,
-            self._device,
-            options.states,
-            secret=self._secret,
-            signing=signing,
-            revealed=revealed,
+            parts, dataset, self._device, options.states, secret=secret, signing=signing, revealed=revealed
         )
 
     def _remembered(self) -> RevealedSums:
@@ -182,12 +176,9 @@ class Worker:
 
 
 def check_only_sums(secure: SecureAggregation | None) -> None:
-    """Check that members sign their keys, and share secrets with no fewer neighbours than by default.
+    """Raise RefusedError unless members sign their keys, and share secrets with at least the default neighbours.
 
-    Raises
-    ------
-    RefusedError
-        If not: the aggregator could learn a client's own answer.
+    Otherwise the aggregator could learn a client's own answer.
     """
     if secure is None or secure.signatures not in ("keys", "certificates"):
         raise RefusedError(
@@ -202,29 +193,23 @@ def check_only_sums(secure: SecureAggregation | None) -> None:
         )
 
 
-def _told(text: str) -> dict[str, Any]:
-    """Return the aggregator's description of its run.
-
-    Raise RefusedError if it cannot be parsed.
-    """
+def _described(text: str) -> dict[str, Any]:
+    """Return the aggregator's description of its run; raise RefusedError if it cannot be parsed."""
     try:
-        told = parsed_json(text, DEEPEST)
+        about = parsed_json(text, DEEPEST)
     except ValueError as error:
         reason = printable(str(error), 300)
         raise RefusedError(f"cannot read the aggregator's description of its run: {reason}") from error
-    if not isinstance(told, dict) or not isinstance(told.get("experiment"), str):
+    if not isinstance(about, dict) or not isinstance(about.get("experiment"), str):
         raise RefusedError("the aggregator's description of its run has no experiment")
-    return told
+    return about
 
 
-def _digests(told: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the digests of the model's constants that the aggregator has sent.
-
-    Raise RefusedError if they are no names with texts.
-    """
-    found = told.get("constants", {})
+def _digests(about: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the digests of the model's constants in a description; raise RefusedError if they are malformed."""
+    found = about.get("constants", {})
     if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
-        raise RefusedError("the aggregator's description of its run has constants that are no digests by name")
+        raise RefusedError("the aggregator's description of its run has constants that are not digests by name")
     return {printable(name): printable(digest) for name, digest in found.items()}
 
 
@@ -241,26 +226,23 @@ class PartitionProvider:
         self.clients = select_clients(everyone, options.clients)
         for client in self.clients:
             self._dataset.manifest.entry(client)
-        # Of a store, fetch now only shards that no other worker serves; the others follow when their clients come here.
+        # From a store, fetch now only shards that no other worker serves; others follow when their clients move here.
         if options.verify and (self.clients != everyone or not is_url(where)):
             self._dataset.verify(self.clients)
 
-    def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
-        """Return the clients' data if the aggregator has the same partition.
-
-        Raise DataError if the aggregator has another partition, or none.
-        """
+    def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
+        """Return the clients' data; raise DataError if the aggregator has another partition, or none."""
         found = self._dataset.manifest.fingerprint
-        if "partition" not in told:
+        if "partition" not in about:
             raise DataError(
                 f"{argument('partition')} is {self._where}, but the aggregator needs clients with their own data; give "
                 f"their folders with {argument('packed')}.",
                 key="partition",
                 hint=AGAIN,
             )
-        if told["partition"] != found:
+        if about["partition"] != found:
             raise DataError(
-                f"{self._where} is partition {found[:12]}, and the aggregator's is {told['partition'][:12]}.",
+                f"{self._where} is partition {found[:12]}, and the aggregator's is {about['partition'][:12]}.",
                 hint="create it from the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         return self._dataset
@@ -291,10 +273,7 @@ class OwnDataProvider:
         return [member_of(self._packed, client, class_counts=class_counts) for client in self.clients]
 
     def measured_cards(self, shared: Experiment) -> dict[str, ClientCard]:
-        """Return the cards of the clients, whose inputs the aggregator measures.
-
-        Raise DataError if the data do not match the experiment, or it requires a partition.
-        """
+        """Return the cards of the clients, whose inputs the aggregator measures; raise as :meth:`dataset`."""
         self._check(shared)
         return {client: self._packed.cards[client] for client in self.clients}
 
@@ -308,13 +287,13 @@ class OwnDataProvider:
         assemble.check_own(shared, shared.data.own, self._packed)
         return shared.data.own
 
-    def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
+    def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data if they match the experiment.
 
         Raise DataError if they do not, or the experiment requires a partition.
         """
         own = self._check(shared)
-        normalization = Normalization(*(tuple(told["normalization"][key]) for key in ("mean", "std")))
+        normalization = Normalization(*(tuple(about["normalization"][key]) for key in ("mean", "std")))
         return OwnDataset(self._packed, own_manifest(own, self._packed.entries, shared.seed, normalization))
 
 
@@ -344,18 +323,10 @@ def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
 def select_clients(everyone: Sequence[str], clients: str | None) -> list[str]:
     """Return the ids of the clients that a worker serves.
 
-    Parameters
-    ----------
-    everyone
-        Ids of all clients, in the partition's order.
-    clients
-        Comma-separated ids; or ``I/N``, the I-th (from 0) of N consecutive blocks whose sizes differ by at most one.
-        None: all clients.
+    ``clients`` are comma-separated ids; or ``I/N``, the I-th (from 0) of N consecutive blocks of ``everyone`` whose
+    sizes differ by at most one; None: all clients.
 
-    Raises
-    ------
-    ExperimentError
-        If there is no such block, or ``clients`` is empty.
+    Raise ExperimentError if there is no such block, or ``clients`` is empty.
     """
     if clients is None:
         return list(everyone)

@@ -77,7 +77,7 @@ class Workers:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._told: dict[int, Path] = {}
+        self._reports: dict[int, Path] = {}
         self._watchers = [threading.Thread(target=self._watch, args=(i,), daemon=True) for i in range(count)]
         for i in range(count):
             self._processes[i] = self._start(i)
@@ -114,11 +114,11 @@ class Workers:
         for key in ("device", "threads", "clients_at_once"):
             words += ["--set", f"runtime.{key}={getattr(self._runtime, key)}"]
         folder = Path(self._temporary.name)
-        self._told[i] = folder / f"{name}-{len(list(folder.iterdir()))}.jsonl"
-        self._told[i].touch()
+        self._reports[i] = folder / f"{name}-{len(list(folder.iterdir()))}.jsonl"
+        self._reports[i].touch()
         # A separate session, so that Ctrl-C reaches this process only and the current round can end.
-        with storing(said := self._logs / f"{name}.stderr"):
-            descriptor = open_to_append(said)
+        with storing(log_file := self._logs / f"{name}.stderr"):
+            descriptor = open_to_append(log_file)
         with os.fdopen(descriptor, "ab") as stderr:
             return subprocess.Popen(
                 command(*words),
@@ -126,7 +126,7 @@ class Workers:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
-                env=environment(self._environment, self._told[i], self._code, ends_with_parent=True),
+                env=environment(self._environment, self._reports[i], self._code, ends_with_parent=True),
             )
 
     def _watch(self, i: int) -> None:
@@ -139,16 +139,16 @@ class Workers:
             if self._stopping.is_set():
                 return
             log.warning("worker-%d (pid %d) ended with code %d", i, process.pid, code)
-            told = ChildReport(self._told[i])
-            if isinstance(told.failure, FINAL):
-                self._fail(told.failure.within(f"worker-{i}"))
+            report = ChildReport(self._reports[i])
+            if isinstance(report.failure, FINAL):
+                self._fail(report.failure.within(f"worker-{i}"))
                 return
             if restart < RESTARTS:
                 with self._lock:
                     if self._stopping.is_set():
                         return
                     self._processes[i] = self._start(i)
-        why = f"failed: {told.failure.message}" if told.failure is not None else told.ended(code, self._said(i))
+        why = f"failed: {report.failure.message}" if report.failure else report.ended(code, self._stderr(i))
         self._fail(
             WorkerLostError(
                 f"worker-{i} {why} (after {RESTARTS} restarts)",
@@ -162,7 +162,7 @@ class Workers:
         if first:
             self._on_failure()
 
-    def _said(self, i: int) -> str:
+    def _stderr(self, i: int) -> str:
         try:
             return read_file(self._logs / f"worker-{i}.stderr").decode(errors="replace")
         except OSError:
