@@ -265,7 +265,7 @@ def compare(
 
 
 def _taking(request: Callable[P, Request]) -> Callable[[Callable[[Request], R]], Callable[P, R]]:
-    """Decorate a function of a request to take the parameters of the request's class."""
+    """Return a decorator that gives a function of a request the parameters of the request's class."""
 
     def decorate(function: Callable[[Request], R]) -> Callable[P, R]:
         signature = inspect.signature(request)
@@ -412,7 +412,7 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
     Raises
     ------
     DataError
-        If there is no data set of that name, or it cannot be obtained; says what was tried and what to do.
+        If there is no data set of that name, or it cannot be obtained; the message lists what was tried.
     """
     from fedloom.api.progress import show_progress
     from fedloom.data import datasets

@@ -308,7 +308,7 @@ def _input_name(name: Any, where: str) -> str:
 
 
 def _request(**options: Any) -> Request:
-    """Return how data in memory are read; raise ExperimentError for an unknown task or axis."""
+    """Return the request by which data in memory are read; raise ExperimentError for an unknown task or axis."""
     from typing import get_args
 
     from fedloom.data.input_spec import ChannelAxis

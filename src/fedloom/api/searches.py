@@ -116,7 +116,7 @@ def search(
     Raises
     ------
     ExperimentError
-        If the space or the experiment is invalid, the experiment refuses a value at an end of the space, or the folder
+        If the space or the experiment is invalid, the experiment refuses a value at an end of a range, or the folder
         is in use; raised before anything runs.
     FedloomError
         If no trial was completed.

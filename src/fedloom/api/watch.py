@@ -73,7 +73,7 @@ class Watch(RunObserver):
     Parameters
     ----------
     choosing
-        Whether settings are being chosen: evaluations then show results on validation data and nothing about test data.
+        True while settings are being chosen: only results on validation data are then shown.
     page
         Output to use in a notebook; None: a new one.
     """
@@ -213,7 +213,7 @@ class SweepWatch(SweepObserver):
     Parameters
     ----------
     choosing
-        Whether settings are being chosen: evaluations then show results on validation data and nothing about test data.
+        True while settings are being chosen: only results on validation data are then shown.
     """
 
     def __init__(self, *, choosing: bool) -> None:

@@ -16,7 +16,7 @@ from fedloom.evaluation.moments import moments_shape
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments, MomentDigits
-from fedloom.messages import Metrics, SummedMetrics
+from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.runner import assemble
 from fedloom.runner.open_federation import own_of
 from fedloom.runner.worker import member_of
@@ -83,19 +83,18 @@ def answers(
 def moment_tensors(*, only_summed: bool = False) -> list[DisclosedTensor]:
     """Return the tensors that a client sends, once, when asked for the moments of its inputs."""
     answer = MomentDigits if only_summed else InputMoments
-    return [
-        DisclosedTensor(answer.__name__, field.name, str(field.quantity), field.shape, only_summed)
-        for field in answer.fields()
-    ]
+    return _tensors(answer, {field.name: field.shape for field in answer.fields()}, only_summed)
 
 
 def measures(predictors: int, plan: EvaluationPlan, *, only_summed: bool = False) -> list[DisclosedTensor]:
-    """Return the tensors that a client sends in an evaluation.
-
-    Where they are ``only_summed``, the moments of the client's own metrics are among them.
-    """
+    """Return the tensors that a client sends in an evaluation; if ``only_summed``, with the moments of its metrics."""
     shapes = {**plan.shapes(predictors), "moments": moments_shape(plan, predictors)}
-    answer = SummedMetrics if only_summed else Metrics
+    return _tensors(SummedMetrics if only_summed else Metrics, shapes, only_summed)
+
+
+def _tensors(
+    answer: type[Message], shapes: Mapping[str, tuple[int | str, ...]], only_summed: bool
+) -> list[DisclosedTensor]:
     return [
         DisclosedTensor(answer.__name__, field.name, str(field.quantity), shapes[field.name], only_summed)
         for field in answer.fields()

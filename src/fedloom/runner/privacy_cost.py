@@ -132,8 +132,8 @@ class PrivacyCost:
     noise: str
     parameters: int
     noise_to_clip: float
-    with_ledger: Total | None
-    statement: tuple[str, ...]
+    with_ledger: Total | None = None
+    statement: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the sentences."""
@@ -182,8 +182,6 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
         noise=privacy.noise,
         parameters=size,
         noise_to_clip=ratio,
-        with_ledger=None,
-        statement=(),
     )
     said = _sentences(found)
     if question.ledger is not None:

@@ -25,7 +25,7 @@ class StopRequest:
     reason
         Error that the run then raises, in place of an interruption.
     training
-        Whether a round is in progress that is worth waiting for.
+        True while a round is in progress that is worth waiting for.
     abort
         Makes the round loop's pending exchange fail, so that the loop sees the event.
     """
@@ -94,10 +94,12 @@ class StopRequest:
     @contextmanager
     def when_unwatched(self, unwatched_s: Callable[[], float], after_s: float | None) -> Iterator[None]:
         """Stop the run after this many seconds without a watcher; None: never."""
+        if after_s is None:
+            yield
+            return
         over = threading.Event()
 
         def look() -> None:
-            assert after_s is not None
             while not over.wait(min(1.0, after_s / 4)):
                 if unwatched_s() >= after_s:
                     self.ask(
@@ -109,11 +111,9 @@ class StopRequest:
                     return
 
         watch = threading.Thread(target=look, name="orphan", daemon=True)
-        if after_s is not None:
-            watch.start()
+        watch.start()
         try:
             yield
         finally:
             over.set()
-            if after_s is not None:
-                watch.join()
+            watch.join()

@@ -101,10 +101,7 @@ class Checkpoints:
         self._writing: Future[None] | None = None
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint in the background. The state is copied before this returns.
-
-        Raise StorageError if the previous one could not be written.
-        """
+        """Copy the state, and write a checkpoint in the background; raise StorageError if the previous write failed."""
         self.wait()
         copied = {name: tensor.detach().clone() for name, tensor in checkpoint.state.items()}
         self._writing = self._writer.submit(self._write, replace(checkpoint, state=copied))
@@ -116,10 +113,7 @@ class Checkpoints:
             self._writing = self._writer.submit(self._after, round)
 
     def wait(self) -> None:
-        """Wait until everything saved is durable and ``after`` has returned.
-
-        Raise StorageError if it could not be written.
-        """
+        """Wait until everything saved is durable and ``after`` has returned; raise StorageError if it cannot be."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
@@ -207,7 +201,7 @@ class Checkpoints:
             raise DataError(f"{path} is not a checkpoint: {error}", hint=self._instead(round)) from error
 
     def _instead(self, round: int) -> str:
-        """Return a hint on how to replace the checkpoint of a round; there is no automatic fallback to another."""
+        """Return a hint on how to replace the checkpoint of a round; no other is used automatically."""
         others = [other for other in self.rounds() if other != round]
         older = [other for other in others if other < round]
         if not others:
@@ -220,10 +214,7 @@ class Checkpoints:
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:
-    """Check that a checkpoint has this algorithm and these shapes.
-
-    Raise DataError if it does not.
-    """
+    """Raise DataError unless a checkpoint has this algorithm and tensors of these shapes and types."""
     if (checkpoint.algorithm, checkpoint.algorithm_version) != (algorithm, version):
         raise DataError(
             f"the checkpoint is of {checkpoint.algorithm} version {checkpoint.algorithm_version}, and the run needs "

@@ -24,7 +24,7 @@ CONSTANTS = "constants.json"
 METRICS = "metrics.jsonl"
 JOURNAL = "journal.jsonl"
 RELEASES = "releases.jsonl"
-"""Private answers of clients, for methods with a privacy guarantee; it only grows, even on a resume."""
+"""Private answers of clients, for methods with a privacy guarantee; the file only grows, even on a resume."""
 SUMMARY = "summary.json"
 AUDIT = "audit.json"
 """Results of attacks on a finished run, written by an audit."""
@@ -110,8 +110,7 @@ class RunFiles:
     def tidy(self) -> None:
         """Remove files that killed processes left half-written.
 
-        A worker that is still writing a client's state loses nothing: it retries
-        (``FolderStore.write``).
+        A worker that is still writing a client's state loses nothing, because it retries (``FolderStore.write``).
         """
         with storing(self.path, "removed"):
             for pattern in (f".*{PARTIAL}", f"checkpoints/.*{PARTIAL}", f"states/*/.*{PARTIAL}"):

@@ -34,7 +34,7 @@ _ROUND = re.compile(rb'\{"round": (\d+),')
 
 
 class RunFolder(RunFiles):
-    """A run on disk (docs/design.md, §7): what every reader and the run itself use.
+    """A run on disk (docs/design.md, §7), for all readers and for the run itself.
 
     Every reader raises ``DataError`` naming the file and what is wrong with it.
 
@@ -104,7 +104,7 @@ class RunFolder(RunFiles):
         return max(file.stat().st_mtime for file in files if file.exists())
 
     def durable(self) -> tuple[int, float] | None:
-        """Return the last round with a checkpoint, and when that was written, in seconds since 1970."""
+        """Return the last round with a checkpoint, and the time of writing it, in seconds since 1970."""
         for round, path in reversed(checkpoint_files(self.checkpoints).items()):
             with suppress(FileNotFoundError):  # superseded meanwhile
                 return round, path.stat().st_mtime
@@ -174,7 +174,7 @@ class RunFolder(RunFiles):
     def last_evaluation(self, upto: int = sys.maxsize) -> tuple[dict[str, Any], int] | None:
         """Return the object in ``metrics.jsonl`` of the last round up to ``upto`` and the end of its line, or None.
 
-        Only the part of the file after it is read.
+        The file is read from its end.
         """
         return next((found for found in self._latest_first() if found[0]["round"] <= upto), None)
 
@@ -204,8 +204,7 @@ class RunFolder(RunFiles):
     def metrics(self) -> Lines:
         """Return the evaluated rounds, ascending; of a round written twice (before and after a resume), the later line.
 
-        Above :data:`MANY_ROUNDS`, only rounds at a wider spacing and the last one are read: as many as a curve can
-        show.
+        Above :data:`MANY_ROUNDS`, which a curve cannot show, only rounds at a wider spacing and the last one are read.
         """
         last = self.last_evaluation()
         first = [line["round"] for line in itertools.islice(self.evaluations(), 2)]
@@ -251,10 +250,7 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
 
 
 def _index(text: str) -> int:
-    """Return a whole number of up to 18 decimal digits.
-
-    Raise ValueError if the text is not one.
-    """
+    """Return a whole number of up to 18 decimal digits; raise ValueError for any other text."""
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise ValueError(text)
     return int(text)

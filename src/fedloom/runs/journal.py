@@ -63,7 +63,7 @@ class ConversationRecord:
 class Attempt:
     """Attempt at a round, or an evaluation (attempt 0).
 
-    ``outcome`` is ``done``, ``evaluated``, or why the attempt failed. ``phases`` are seconds by message sent, and
+    ``outcome`` is ``done``, ``evaluated``, or the reason for a failure. ``phases`` are seconds by message sent, and
     ``server`` for the rest; ``statistics`` include ``client_steps``, local SGD steps. ``payload_*`` are tensor bytes as
     the papers count them, ``wire_*`` measured bytes; None in process. ``life`` identifies the aggregator process that
     made it (:class:`Journal`).
@@ -144,8 +144,9 @@ class Journal:
     Attributes
     ----------
     life
-        Id of the aggregator process that appends to it: ms since 1970 at its start, and greater than any life in the
-        journal. Client states are named by it, so that two aggregators that ran the same round never use the same file.
+        Id of the aggregator process that appends to it: milliseconds since 1970 at its start, and greater than any life
+        in the journal. It is in the names of client states, so two aggregators that run the same round use different
+        files.
     costs
         Costs of all rounds so far.
     counted_rounds, whole
@@ -321,10 +322,7 @@ class Replay:
                 self._lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def attempt(self, round: int) -> Attempt:
-        """Return the attempt that became a round.
-
-        Raise DataError if the journal ends before this round.
-        """
+        """Return the attempt that became a round; raise DataError if the journal ends before it."""
         if round > len(self._starts):
             raise DataError(
                 f"the replayed journal has no round {round} (it ends with round {len(self._starts)})",
@@ -379,10 +377,7 @@ def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
 
 
 def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
-    """Return the attempt in a line of a folder's journal.
-
-    Raise DataError if the line is not an attempt.
-    """
+    """Return the attempt in a line of a folder's journal; raise DataError if the line is not one."""
     try:
         conversations = [
             ConversationRecord(record["clients"], [Loss(**loss) for loss in record["lost"]])

@@ -49,7 +49,7 @@ class LineFile:
     def last_digest(self) -> str:
         """Return the digest of the last line, unchecked; for a file without lines, the initial digest.
 
-        Raise DataError if the file does not end with a line.
+        Raise DataError if the end of the file is not a complete line.
         """
         try:
             with open_file(self.path) as file:
@@ -122,8 +122,8 @@ class LineFile:
     def backwards(self, beginning: str = "") -> Iterator[Placed]:
         """Yield the lines like :meth:`forwards`, from the last to the first.
 
-        The end of the file is read at once, however long the file is; lines without the ``beginning`` are skipped
-        without checking their digest.
+        The first line comes as fast from a long file as from a short one. Lines without the ``beginning`` are skipped,
+        and their digests are not checked.
         """
         expected, start = self._ending(), beginning.encode()
         try:

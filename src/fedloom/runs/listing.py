@@ -22,7 +22,7 @@ RESUME = f"continue it: run it again with {argument('resume')}"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """Run as an entry of a list.
+    """Entry of a list of runs.
 
     Attributes
     ----------

@@ -128,7 +128,7 @@ class PublishedRun:
         return self._store.url
 
     def published_at(self) -> float:
-        """Return when the last publication was written, in seconds since 1970."""
+        """Return the time of the last publication, in seconds since 1970."""
         name = "" if self.record is None else record_name(self.record.number)
         return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
 
@@ -168,10 +168,7 @@ class PublishedRun:
         return max((int(found[1]) for found in names if found), default=0)
 
     def read(self, number: int) -> Record:
-        """Return a record.
-
-        Raise DataError if it is damaged, or of another version.
-        """
+        """Return a record; raise DataError if it is damaged, or of another version."""
         where = f"{self.url}/{record_name(number)}"
         try:
             about: dict[str, Any] = parsed_json(self._store.read(record_name(number)))

@@ -41,16 +41,9 @@ LINES = ".jsonl"
 
 
 class Publisher(PublishedRun):
-    """A run's place in a store, for the lifetime of one aggregator, which publishes its run there.
+    """Publisher of a run from its folder to a store of its own, for the lifetime of one aggregator process.
 
-    Parameters
-    ----------
-    folder
-        The run's folder on this machine.
-    store
-        Store of this run only.
-    incarnation
-        Id of this aggregator process.
+    ``incarnation`` is the id of that process.
     """
 
     def __init__(self, folder: RunFolder, store: Store, incarnation: str) -> None:
@@ -145,9 +138,9 @@ class Publisher(PublishedRun):
                 self._store.upload(name, self._path / name)
 
     def _record(self, record: Record) -> None:
-        """Write the next record, unless another aggregator has, and remove blobs that are no longer needed.
+        """Write the next record, and remove blobs that are no longer needed.
 
-        Raise StorageError if another aggregator has written it.
+        Raise StorageError if another aggregator has written that record.
         """
         text = json.dumps({"version": VERSION, **asdict(record)}, indent=2, sort_keys=True) + "\n"
         try:

@@ -96,22 +96,12 @@ def expired(
 def unused(
     store: Store, partitions: Sequence[StoredFolder], runs: Iterable[StoredFolder], now: float, *, older_than_s: float
 ) -> tuple[list[StoredFolder], list[StoredFolder]]:
-    """Return the partitions that no run refers to.
+    """Return the partitions that none of the kept ``runs`` refers to, if they are old enough (:func:`expired`).
 
     Partitions that were just published, or published again for a run about to start, are too young.
 
-    Parameters
-    ----------
-    runs
-        Runs that are kept.
-    now, older_than_s
-        As for :func:`expired`.
-
-    Returns
-    -------
-    tuple
-        The partitions; and the unfinished runs that do not name their partition yet. As long as there are such runs, no
-        partition is returned, since they may need any.
+    The second list has the unfinished runs that do not name their partition yet. As long as there are such runs, no
+    partition is returned, since they may need any.
     """
     old = [partition for partition in partitions if now - partition.modified >= older_than_s]
     if not old:
@@ -135,7 +125,7 @@ def remove_folders(store: Store, folders: Iterable[StoredFolder]) -> None:
 
 
 def _digests(store: Store, run: StoredFolder) -> set[str]:
-    """Return the SHA-256 of everything that may be a run's manifest: its blobs, and its ``partition.json``."""
+    """Return the SHA-256 of every file that may be a run's manifest: its blobs, and its ``partition.json``."""
     blobs = {file.rpartition("-")[2] for file in run.files if file.startswith("blobs/")}
     return blobs | ({_manifest_digest(store, run)} if PARTITION in run.files else set())
 

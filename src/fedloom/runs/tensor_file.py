@@ -24,15 +24,7 @@ _ZEROS = b"0" * 64
 
 
 def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-    """Return a file's bytes.
-
-    Parameters
-    ----------
-    tensors
-        Dense tensors on the CPU.
-    about
-        Metadata: any JSON object without the key ``sha256``.
-    """
+    """Return the bytes of a file with dense tensors on the CPU, and ``about``: any JSON object without ``sha256``."""
     text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
     content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
     assert content[8 : _AT.start] == _BEFORE and content[_AT] == _ZEROS  # noqa: PT018 - one fact
