@@ -87,7 +87,7 @@ class Federated:
             labels, numbers, or classes of a pixel.
         task
             ``classification``, ``multilabel``, ``regression``, ``segmentation`` or ``next_token``; None: as the arrays
-            suggest (docs/data.md), which the log ``fedloom.data`` tells.
+            suggest (docs/data.md); the log ``fedloom.data`` says which.
         outputs
             Least number of classes of a pixel, or of tokens, where the data may lack some.
         channel_axis
@@ -156,16 +156,16 @@ class Federated:
         if classes is None:
             classes = getattr(dataset, "classes", None)
         arrays: dict[str, Any] = {}
-        told: list[tuple[str, Sequence[str]]] = []
+        notes_of: list[tuple[str, Sequence[str]]] = []
         given = (
             {"": ("dataset", dataset)} if test is None else {"train_": ("dataset", dataset), "test_": ("test", test)}
         )
         for prefix, (what, one) in given.items():
             arrays[f"{prefix}x"], arrays[f"{prefix}y"], notes = read_items(one, what)
-            told.append((what, notes))
+            notes_of.append((what, notes))
         made = cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
-        for what, of_one in told:
-            log_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in of_one])
+        for what, lines in notes_of:
+            log_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in lines])
         return made
 
     @classmethod

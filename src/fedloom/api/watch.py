@@ -85,7 +85,7 @@ class Watch(RunObserver):
         self._seconds: list[float] = []
         self._phases: dict[str, float] = {}
         self._bar: Progress | None = None
-        self._said = time.monotonic()
+        self._line_at = time.monotonic()
         if self._console.is_terminal or self._page is not None:
             self._bar = Progress(
                 TextColumn("{task.fields[what]}", markup=False),
@@ -154,8 +154,8 @@ class Watch(RunObserver):
             self._bar.update(self._train, completed=attempt.round, note=note)
             if self._page is not None:
                 self._page.show(self._bar)
-        elif time.monotonic() - self._said >= LINE_EVERY_S or attempt.round == rounds:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._line_at >= LINE_EVERY_S or attempt.round == rounds:
+            self._line_at = time.monotonic()
             of = "" if rounds is None else f"/{rounds}"
             self.say(f"round {attempt.round}{of}: {note} ({self.phases()})")
 
@@ -178,11 +178,11 @@ class Watch(RunObserver):
         if absent := line["left_out"]["absent"]:
             parts.append(f"{pluralize(absent, 'client')} without an answer (journal.jsonl says why)")
         where = f" (time: {self.phases()})" if self._phases else ""
-        said = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
+        text = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
         if self._page is None:
-            self.say(said)
+            self.say(text)
         else:
-            self._page.found = said
+            self._page.found = text
             self._page.show(self._bar)
 
     def phases(self) -> str:
@@ -251,11 +251,11 @@ class SweepWatch(SweepObserver):
         self._say(number, points, point, f": failed: {error}", keep=True)
 
     def _say(self, number: int, points: int, point: Point, what: str = "", *, keep: bool = False) -> None:
-        said = f"run {number} of {points}, {point.name}{what}"
+        text = f"run {number} of {points}, {point.name}{what}"
         if self._page is None or keep:
-            self._console.print(printable(said, keep="\n"), markup=False, soft_wrap=True)
+            self._console.print(printable(text, keep="\n"), markup=False, soft_wrap=True)
         else:
-            self._page.heading, self._page.found = [said], ""
+            self._page.heading, self._page.found = [text], ""
             self._page.show(now=True)
 
 

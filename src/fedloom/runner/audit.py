@@ -11,7 +11,6 @@ from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientData, FederatedDataset
 from fedloom.data.manifest import read_manifest
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
-from fedloom.experiment import Experiment
 from fedloom.federation.evaluator import Evaluator
 from fedloom.models.predictors import Predictor
 from fedloom.runner.assemble import RunContext
@@ -91,21 +90,17 @@ def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def claim_of(folder: RunFolder) -> dict[str, Any] | None:
     """Return what a run claims about the privacy of its training: ``of``, ``epsilon``, ``delta``; None for no claim."""
-    told = folder.json(SUMMARY).get("training_privacy")
-    if told is None or told["epsilon"] is None:
+    stated = folder.json(SUMMARY).get("training_privacy")
+    if stated is None or stated["epsilon"] is None:
         return None
-    return {"of": told["unit"], "epsilon": told["epsilon"], "delta": told["delta"]}
+    return {"of": stated["unit"], "epsilon": stated["epsilon"], "delta": stated["delta"]}
 
 
 def claimed_delta(folder: RunFolder) -> float:
     """Return the δ at which a run is audited: its claim's, its experiment's, or :data:`DELTA`."""
-    claim = claim_of(folder)
-    return delta_asked(folder.experiment()) if claim is None else float(claim["delta"])
-
-
-def delta_asked(experiment: Experiment) -> float:
-    """Return δ of ``federation.privacy``, or :data:`DELTA` without it."""
-    privacy = experiment.federation.privacy
+    if (claim := claim_of(folder)) is not None:
+        return float(claim["delta"])
+    privacy = folder.experiment().federation.privacy
     return DELTA if privacy is None else privacy.delta
 
 

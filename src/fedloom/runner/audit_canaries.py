@@ -37,7 +37,7 @@ from fedloom.federation.evaluator import Evaluator
 from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
-from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, delta_asked, keep_audit
+from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claimed_delta, keep_audit
 from fedloom.runner.closed_run import run_closed
 from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
@@ -130,13 +130,12 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
     coins = make_rng(seed, "audit", "coins").random(options.count) < 0.5
     run = _run_with_clients if options.of == "clients" else _run_with_examples
     with torch_threads(e.runtime.threads):
-        folder, scores, told = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
-    claim = claim_of(folder)
-    delta = delta_asked(e) if claim is None else float(claim["delta"])
+        folder, scores, method = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
+    delta = claimed_delta(folder)
     found = canary_document(scores, coins, delta=delta, confidence=CONFIDENCE)
     if options.of == "clients":  # sums of noise and many directions, and thus nearly normal
         found["normal_estimate"] = normal_estimate(scores, coins, delta=delta)
-    keep_audit(folder, {"canaries": {"of": options.of, **told, **found}})
+    keep_audit(folder, {"canaries": {"of": options.of, **method, **found}})
     if options.report:
         write_report_if_possible(folder, observer or RunObserver())
     return folder.path

@@ -104,15 +104,15 @@ class _Victim:
         target = Target(model, self.theta, torch.stack(gradients).sum(0) / len(gradients), x.shape[1:], own.y)
         alone = len(clients) == 1 and len(x) == 1
         found, attack = reconstruct(target, *self.scale.limits, alone=alone)
-        told: dict[str, Any] = {
+        results: dict[str, Any] = {
             "update": name,
             "clients": len(clients),
             "examples": sum(min(count, len(each.train)) for each in clients),
             "attack": attack,
         }
         if alone and own.y is not None and (label := label_of(target)) is not None:
-            told["label_found"] = label == int(own.y[0])
-        return told | self._compared(x, found, shown=shown)
+            results["label_found"] = label == int(own.y[0])
+        return results | self._compared(x, found, shown=shown)
 
     def _compared(self, x: Tensor, found: Tensor, *, shown: bool) -> dict[str, Any]:
         """Return how close reconstructions ``[k, ...]`` are to inputs ``[n, ...]``, and pictures of the closest."""
@@ -121,15 +121,15 @@ class _Victim:
         values = [value for value, _ in matches]
         best = max(range(len(values)), key=values.__getitem__)
         mean = self.scale.raw(torch.zeros_like(x[:1]))
-        told: dict[str, Any] = {
+        results: dict[str, Any] = {
             "psnr_best": values[best],
             "psnr_mean": sum(values) / len(values),
             "psnr_of_mean_input": max(psnr(original, mean[0], peak) for original in originals),
         }
         pictures = (self.scale.picture(x[best]), self.scale.picture(found[matches[best][1]]))
         if shown and None not in pictures:
-            told["original"], told["reconstruction"] = pictures
-        return told
+            results["original"], results["reconstruction"] = pictures
+        return results
 
 
 def inversion_document(parts: RunContext, dataset: FederatedDataset, client: str | None) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def write_examples(folder: RunFolder, task: str, targets: Targets) -> None:
         for client, (x, y, predictions) in predicted(folder, [*worst]).items()
         if len(y)
     }
-    clients = [{"id": client, "seen": worst[client]["seen"] == "true", **told} for client, told in found.items()]
+    clients = [{"id": client, "seen": worst[client]["seen"] == "true", **shown} for client, shown in found.items()]
     document = {"round": summary["rounds"], "task": task, "names": list(targets.names), "outputs": targets.outputs}
     folder.write_json(EXAMPLES, {**document, "clients": clients})
 
@@ -97,9 +97,9 @@ def _picture(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dic
     worst = int(wrong.argmax())
     step = math.ceil(max(y.shape[1:]) / SIDE)
     thin = slice(None, None, step)
-    told = {"true": y[worst, thin, thin].tolist(), "predicted": found[worst, thin, thin].tolist()}
+    shown = {"true": y[worst, thin, thin].tolist(), "predicted": found[worst, thin, thin].tolist()}
     image = _image(x, worst, tuple(y.shape[1:]))
-    return told if image is None else {"image": image[thin, thin].tolist(), **told}
+    return shown if image is None else {"image": image[thin, thin].tolist(), **shown}
 
 
 def _slices(x: Tensor, depth: int) -> Tensor:

@@ -9,7 +9,7 @@ from fedloom.runs.checkpoint import Checkpoints
 
 
 def run_finished(engine: Engine, summary: dict[str, Any]) -> RunResult:
-    """Complete the report and publication of a finished run; an aggregator also tells workers that the run is over."""
+    """Complete the report and publication of a finished run; an aggregator also announces the end to workers."""
     engine.hold_folder()
     _show(engine)
     if not engine.listens:

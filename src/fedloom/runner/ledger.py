@@ -180,20 +180,20 @@ class PrivacyAccountant:
         last = digests.beginning(KIND)
         for number, line in enumerate(file, 1):
             try:
-                said = parsed_json(line)
-                version = said["version"]
+                entry = parsed_json(line)
+                version = entry["version"]
                 if version not in (VERSION, TRAINING_VERSION):
                     known = f"{VERSION} and {TRAINING_VERSION}"
                     raise self._refused(number, f"its format is version {version}, and this FedLoom reads {known}")
                 last = digests.check_line(line, last)
                 if delta is None:
-                    delta = float(said["delta"])
+                    delta = float(entry["delta"])
                     continue
                 if version == TRAINING_VERSION:
-                    trainings.append(_training(said))
+                    trainings.append(_training(entry))
                 else:
-                    multipliers.append(float(said["noise_multiplier"]))
-                lines.append(said)
+                    multipliers.append(float(entry["noise_multiplier"]))
+                lines.append(entry)
             except digests.Damaged as error:
                 raise self._refused(number, str(error)) from None
             except (ValueError, TypeError, KeyError):
@@ -210,11 +210,11 @@ class PrivacyAccountant:
         )
 
 
-def _training(said: Mapping[str, Any]) -> TrainingCost:
+def _training(entry: Mapping[str, Any]) -> TrainingCost:
     """Return the training of a line; raise ValueError or KeyError if it has none."""
-    if not all(isinstance(said[key], str) for key in ("time", "run", "claim")):
+    if not all(isinstance(entry[key], str) for key in ("time", "run", "claim")):
         raise ValueError("time, run and claim must be texts")
-    return TrainingCost.model_validate(said)
+    return TrainingCost.model_validate(entry)
 
 
 def _append(file: BinaryIO, found: LedgerContent, delta: float, line: Mapping[str, Any]) -> None:

@@ -234,8 +234,8 @@ class OpenInference:
         if not np.isfinite(found).all():
             raise DataError(f"the model of {client} gives numbers that are not finite, which JSON cannot hold")
         if identity is not None:
-            told: dict[str, Value] = {"client": client, "round": model.round, "digest": model.digest}
-            self._audit.write("predicted", identity=identity.name, host=environ["REMOTE_ADDR"], **told)
+            about: dict[str, Value] = {"client": client, "round": model.round, "digest": model.digest}
+            self._audit.write("predicted", identity=identity.name, host=environ["REMOTE_ADDR"], **about)
         output = {
             "name": OUTPUT,
             "shape": [*found.shape],

@@ -69,8 +69,8 @@ def _with_normalization(engine: Engine, server: Aggregator, presence: AvailableC
 def _measured(engine: Engine, server: Aggregator, presence: AvailableClients) -> Normalization:
     """Measure the normalization on the connected clients.
 
-    Where all of them are silent, wait for others; where they answer, and none tells its sums, wait for others until
-    one that is absent would leave the roster.
+    If all of them are silent, wait for others. If they answer, but none sends its sums, wait for others for as long as
+    an absent client stays in the roster.
     """
     assert engine.own is not None
     federation = engine.experiment.federation
@@ -102,7 +102,7 @@ def _measured_securely(
 ) -> Normalization:
     """Measure the normalization in a secure sum over the connected clients that are not silent.
 
-    Nobody can tell which client makes a sum fail, so all are asked again, until a client that is absent would leave the
+    It is not known which client makes a sum fail, so all are asked again, for as long as an absent client stays in the
     roster.
     """
     assert engine.own is not None

@@ -55,8 +55,8 @@ class RunOptions:
     report
         Write the report at the end; otherwise ``fedloom report`` can write it later.
     watcher
-        Also told of rounds and evaluations, after the observer and the trackers; an error that it raises ends the run,
-        as a search does with a trial.
+        Another observer of rounds and evaluations, called after the observer and the trackers. An error that it raises
+        ends the run; a search stops a trial in this way.
     """
 
     out: Path | None = None

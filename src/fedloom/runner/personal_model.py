@@ -420,9 +420,9 @@ def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
 
 
 def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
-    said = printable((str(error).splitlines() or [""])[0], 200)
+    reason = printable((str(error).splitlines() or [""])[0], 200)
     return ExperimentError(
-        f"This model cannot be exported by {what} ({type(error).__name__}: {said}); save it as {others}."
+        f"This model cannot be exported by {what} ({type(error).__name__}: {reason}); save it as {others}."
     )
 
 

@@ -183,12 +183,12 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
         parameters=size,
         noise_to_clip=ratio,
     )
-    said = _sentences(found)
+    sentences = _sentences(found)
     if question.ledger is not None:
         total, sentence = _with_ledger(planned, rounds, z, question.ledger)
         found = dataclasses.replace(found, with_ledger=total)
-        said.append(sentence)
-    return dataclasses.replace(found, statement=tuple(said))
+        sentences.append(sentence)
+    return dataclasses.replace(found, statement=tuple(sentences))
 
 
 def update_size(experiment: Experiment, clients: int) -> int:
@@ -334,21 +334,23 @@ def _batch(planned: Planned, examples: int) -> int:
 
 
 def _sentences(found: PrivacyCost) -> list[str]:
-    said = [_draw(found), _noise(found)]
+    sentences = [_draw(found), _noise(found)]
     if found.unit == "clients" and found.noise == "central":
-        said.append("The aggregator adds the noise, so it is trusted: ε holds toward whoever sees the trained models.")
+        sentences.append(
+            "The aggregator adds the noise, so it is trusted: ε holds toward all who see the trained models."
+        )
     elif found.unit == "clients":
-        said.append(
+        sentences.append(
             "Clients add the noise in shares. The aggregator knows who takes part, so no sampling counts toward it."
         )
     else:
-        said.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
+        sentences.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
     if found.unit == "clients" and found.delta >= 1 / found.clients:
-        said.append(
+        sentences.append(
             f"δ = {found.delta:g} is not below 1/n = {1 / found.clients:.2g}: even publishing the data of one client "
             "would satisfy it."
         )
-    return said
+    return sentences
 
 
 def _draw(found: PrivacyCost) -> str:

@@ -43,7 +43,6 @@ from fedloom.transport.newcomer import Answered
 class DescribedRun:
     """Run as described by its server to clients."""
 
-    about: About
     algorithm: Algorithm
     experiment: Experiment
     problem: Problem
@@ -64,7 +63,7 @@ class DescribedRun:
                 allowed=[about.version],
             )
         e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
-        return cls(about, algorithm, e, Problem.from_json(about.problem))
+        return cls(algorithm, e, Problem.from_json(about.problem))
 
     def parts(self, manifest: Manifest) -> RunContext:
         """Return the parts of the run for new clients."""

@@ -174,7 +174,7 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
         messages = parts.algorithm.messages
         losses = {f"{cls.__name__}.{f.name}" for cls in messages for f in cls.fields() if f.quantity == Quantity.LOSS}
         others = [name for name in others if name not in losses]
-    told = claim(
+    stated = claim(
         privacy,
         found.counts,
         simulated=simulated,
@@ -183,7 +183,7 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
         does_not_cover=others,
         unknown=None if found.is_known else "some rounds had no noise, or were not counted",
     )
-    return {"training_privacy": told.as_json(), "ended_by": run.ended_by or "rounds"}
+    return {"training_privacy": stated.as_json(), "ended_by": run.ended_by or "rounds"}
 
 
 def _fields_of_training(parts: RunContext, run: Loop) -> tuple[list[str], list[str]]:

@@ -138,6 +138,6 @@ def _load(path: Path, client: str) -> SavedModel:
         known = (int(card["round"]), str(card["digest"]), len(card["classes"]))
     except Exception as error:  # torch raises any class for a damaged file
         log.warning("%s cannot be loaded: %s", path, error)
-        said = printable((str(error).splitlines() or [""])[0], 200)
-        raise DataError(f"{path} is not a client's model ({type(error).__name__}: {said})") from error
+        reason = printable((str(error).splitlines() or [""])[0], 200)
+        raise DataError(f"{path} is not a client's model ({type(error).__name__}: {reason})") from error
     return SavedModel(program, *known, specs, tuple(outputs.shape[1:]), outputs.dtype)

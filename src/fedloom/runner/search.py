@@ -149,9 +149,9 @@ class _Search:
         self._write(chosen)
         if self._failures:
             first, *_ = self._failures.values()
-            said = "\n".join(f"  {name}: {error}" for name, error in self._failures.items())
+            listed = "\n".join(f"  {name}: {error}" for name, error in self._failures.items())
             raise type(first)(
-                f"{pluralize(len(self._failures), 'trial')} could not be completed:\n{said}",
+                f"{pluralize(len(self._failures), 'trial')} could not be completed:\n{listed}",
                 hint=f"fix the cause and continue with {argument('resume')}",
             )
         if chosen is None or self._headline is None:
@@ -197,8 +197,7 @@ class _Search:
                 self._fail(trial, error, e)
             except InterruptedRun as error:
                 done = sum(one.state != "running" for one in self._trials.all)
-                said = f"{error} ({trial.name} of {self._plan.trials}; {done} done)"
-                raise InterruptedRun(said) from error
+                raise InterruptedRun(f"{error} ({trial.name} of {self._plan.trials}; {done} done)") from error
             else:
                 self._finish(trial, e)
             gc.collect()  # a run's objects form cycles; uncollected, they would grow to gigabytes over dozens of runs

@@ -14,7 +14,7 @@ from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.loop import vocabulary
 from fedloom.models.predictors import Predictor
 from fedloom.runner.requesting_client import DescribedRun, PersonalizationClient
-from fedloom.runner.trained import CheckpointEvaluation, found_of, restore
+from fedloom.runner.trained import CheckpointEvaluation, checkpoint_evaluation, restore
 from fedloom.security.options import ClientOptions, Credentials
 from fedloom.transport.newcomer import Models
 
@@ -64,7 +64,7 @@ def evaluate_served(
     clients = tuple(entry.id for entry in dataset.manifest.clients)
     measured = metrics(
         made,
-        [parts.examples_of(dataset)(client) for client in clients],
+        list(map(parts.examples_of(dataset), clients)),
         loop.predictors,
         batch_size=parts.experiment.evaluation.batch_size,
         plan=parts.plan,
@@ -79,6 +79,5 @@ def evaluate_served(
         plan=parts.plan,
         records={},
     )
-    return found_of(
-        run, partition, parts, dataset, evaluation, {"served": {"by": where, "rounds": sorted(set(rounds))}}
-    )
+    served = {"served": {"by": where, "rounds": sorted(set(rounds))}}
+    return checkpoint_evaluation(run, partition, parts, dataset, evaluation, served)

@@ -77,8 +77,8 @@ def run_sweep(
         ended(folder)
     if failures:
         first, *_ = failures.values()
-        said = "\n".join(f"  {name}: {error}" for name, error in failures.items())
-        raise type(first)(f"{len(failures)} of {pluralize(len(points), 'run')} failed:\n{said}")
+        listed = "\n".join(f"  {name}: {error}" for name, error in failures.items())
+        raise type(first)(f"{len(failures)} of {pluralize(len(points), 'run')} failed:\n{listed}")
 
 
 def run_points(
@@ -132,7 +132,7 @@ def _check_sweep(points: Sequence[Point], folder: Path, options: RunOptions, par
 
 
 def check_parallel(parallel: int, experiments: Sequence[Experiment]) -> None:
-    """Raise ExperimentError if the experiments cannot run in so many processes."""
+    """Raise ExperimentError if the experiments cannot run in this many processes."""
     if parallel < 1:
         raise ExperimentError(
             f"{argument('parallel')} must be 1 or more (got {parallel}).", key="parallel", found=parallel

@@ -65,7 +65,7 @@ class TrackerObserver(RunObserver):
     """Observer that forwards to another observer, to watchers, and to trackers, and drops trackers that fail.
 
     The observer is called first, and is notified when a tracker fails. Trackers are created by their factories, and
-    told of the start, once the run has a folder.
+    notified of the start, once the run has a folder.
     """
 
     def __init__(self, observer: RunObserver, trackers: Mapping[str, Tracker], folder: Path) -> None:
@@ -150,9 +150,9 @@ class TrackerObserver(RunObserver):
         except Exception as error:
             self._trackers.pop(name, None)
             log.warning("tracker %s failed", name, exc_info=error)
-            said = (str(error).splitlines() or [""])[0]
+            reason = (str(error).splitlines() or [""])[0]
             self.notice(
-                f"tracking: {name} failed and is disabled for the rest of the run ({type(error).__name__}: {said})"
+                f"tracking: {name} failed and is disabled for the rest of the run ({type(error).__name__}: {reason})"
             )
 
 

@@ -56,10 +56,10 @@ def evaluate(
     parts, evaluator, dataset = restore(run, checkpoint, partition, data)
     evaluation = evaluator.evaluate()
     extra = extra_metrics(parts.experiment, evaluator.roster, evaluator.folder, keep=False)
-    return found_of(run, partition, parts, dataset, evaluation, extra(evaluation))
+    return checkpoint_evaluation(run, partition, parts, dataset, evaluation, extra(evaluation))
 
 
-def found_of(
+def checkpoint_evaluation(
     run: Path,
     partition: str | Path | None,
     parts: RunContext,
@@ -78,17 +78,14 @@ def found_of(
         raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {named}")
     if not parts.setup.same_clients:  # this run never saw them, whatever their partition says
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
+    is_new = partition is not None and not parts.setup.same_clients
     statistics = {
         "name": parts.experiment.name,
         "algorithm": parts.algorithm.name,
         "seed": parts.experiment.seed,
         "round": evaluation.round,
         "partition": dataset.manifest.fingerprint,
-        **(
-            {}
-            if parts.setup.same_clients or partition is None
-            else {"overlap": overlap_with(run, parts.experiment, dataset)}
-        ),
+        **({"overlap": overlap_with(run, parts.experiment, dataset)} if is_new else {}),
         **headline_keys(evaluation.plan),
         **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
         **extra,
@@ -105,15 +102,10 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
     Raise DataError if a shard is damaged.
     """
     trained_on = RunFolder.open(run).manifest()
-    found = apart_by_reserve(trained_on, dataset.manifest)
-    if found is None:
-        if isinstance(e.data, OwnData):
-            return None
-        folder = find_partition(trained_on, e.data.root)
-        if folder is None:
-            return None
-        found = overlap(FederatedDataset(folder, trained_on), dataset)
-    return dataclasses.asdict(found)
+    if (found := apart_by_reserve(trained_on, dataset.manifest)) is not None:
+        return dataclasses.asdict(found)
+    folder = None if isinstance(e.data, OwnData) else find_partition(trained_on, e.data.root)
+    return None if folder is None else dataclasses.asdict(overlap(FederatedDataset(folder, trained_on), dataset))
 
 
 _COMPARED: Mapping[str, Callable[[Manifest], object]] = {

@@ -239,9 +239,9 @@ def private_sums_of(experiment: Experiment, *, simulated: bool) -> PrivateSums |
         return None
     _log.info(
         "noise on sums over clients, and the draw of cohorts, come from %s",
-        "the experiment's seed, because this is a simulation: they protect nobody"
+        "the experiment's seed, because this is a simulation, and protect nobody"
         if simulated
-        else "the operating system, and nobody can repeat them",
+        else "the operating system, and cannot be repeated",
     )
     seed = experiment.seed if simulated else None
     return PrivateSums(privacy, federation.clients_per_round, seed, is_secure=federation.secure_aggregation is not None)

@@ -266,10 +266,10 @@ def _check_same(begun: Mapping[str, Any], now: Mapping[str, Any], files: RunFile
         "experiment": lambda: "its experiment has other settings",
         "optuna": lambda: f"it was begun with Optuna {begun.get('optuna')}, and {now['optuna']} is installed",
     }
-    for key, said in hints.items():
+    for key, difference in hints.items():
         if begun.get(key) != now[key]:
             raise ExperimentError(
-                f"{argument('resume')}: {files.path} holds another search: {said()}.",
+                f"{argument('resume')}: {files.path} holds another search: {difference()}.",
                 hint=f"continue it as it was begun, or start a new search in another folder ({argument('out')})",
                 key="resume",
             )

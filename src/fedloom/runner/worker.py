@@ -101,14 +101,15 @@ class Worker:
         self._aggregator = aggregator
         self._options = options
         self._serves = serves(options)
+        self._own = self._serves if isinstance(self._serves, OwnDataProvider) else None
         self._device = assemble.use_device(options.device, options.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
-        self._secret = os.urandom(32) if isinstance(self._serves, OwnDataProvider) else None
+        self._secret = None if self._own is None else os.urandom(32)
         self._revealed: RevealedSums | None = None  # of this process, whatever aggregator it serves
         self._introduction = Introduction(
             worker=name,
             clients=self._serves.clients,
-            members=self._serves.members(options.class_counts) if isinstance(self._serves, OwnDataProvider) else (),
+            members=() if self._own is None else self._own.members(options.class_counts),
             algorithms={known: find_algorithm(known).version for known in available()},
             device=options.device,
         )
@@ -142,8 +143,8 @@ class Worker:
             check_only_sums(secure)
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
         revealed = None if secure is None else self._remembered()
-        if isinstance(self._serves, OwnDataProvider) and about.get("normalization", "") is None:  # not measured yet
-            return measuring_side(self._serves.measured_cards(shared), secure, signing, revealed)
+        if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
+            return measuring_side(self._own.measured_cards(shared), secure, signing, revealed)
         dataset = self._serves.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts, _digests(about), "the aggregator's model")
@@ -160,7 +161,7 @@ class Worker:
         if self._revealed is not None:
             return self._revealed
         states, folder = self._options.states, None
-        if isinstance(self._serves, OwnDataProvider):
+        if self._own is not None:
             if states is not None and not is_url(states):
                 folder = Path(states)
                 with storing(folder):

@@ -37,7 +37,7 @@ class Workers:
     Parameters
     ----------
     serves
-        Options that tell ``fedloom worker`` which clients to serve.
+        Options of ``fedloom worker`` that name the clients to serve.
     states
         Folder or URL of the clients' states.
     token

@@ -41,7 +41,7 @@ class RunFolder(RunFiles):
     Attributes
     ----------
     published
-        Published run of which the folder is a copy; None for a local run.
+        Published run that the folder is a copy of; None for a local run.
     """
 
     def __init__(self, path: Path) -> None:

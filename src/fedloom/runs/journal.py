@@ -178,7 +178,7 @@ class Journal:
     def _note(self, attempt: Attempt) -> None:
         self.costs.add(attempt)
         fold(self.members, attempt.joined, attempt.left)
-        self.ever.update(told["id"] for told in attempt.joined if not told["observer"])
+        self.ever.update(member["id"] for member in attempt.joined if not member["observer"])
         self.experiment = attempt.experiment or self.experiment
         self.follows = attempt.follows
         if attempt.outcome == DONE:
@@ -282,7 +282,7 @@ def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, An
     """Apply the roster changes of a journal line to a roster, by id."""
     for name in left:
         members.pop(name, None)
-    members.update({told["id"]: told for told in joined})
+    members.update({member["id"]: member for member in joined})
 
 
 def _at(versions: Sequence[Version], round: int) -> Version | None:
@@ -405,9 +405,9 @@ def _check(attempt: Attempt) -> None:
 def _check_names(attempt: Attempt) -> None:
     """Raise ValueError, KeyError or TypeError unless all clients have names."""
     names = [client for record in attempt.conversations for client in record.clients]
-    if not all(isinstance(name, str) for name in [*names, *(told["id"] for told in attempt.joined)]):
+    if not all(isinstance(name, str) for name in [*names, *(member["id"] for member in attempt.joined)]):
         raise ValueError("a client without a name")
-    if not all(isinstance(told["observer"], bool) for told in attempt.joined):
+    if not all(isinstance(member["observer"], bool) for member in attempt.joined):
         raise ValueError("a client that neither trains nor observes")
 
 

@@ -52,7 +52,7 @@ class Publisher(PublishedRun):
         self._incarnation = incarnation
         self._blobs: dict[str, str] = {}  # existing blobs, by sha256
         self._segments: dict[str, _Grown] = {}
-        self._told: list[str] = []  # objects below releases/ whose lines this folder has
+        self._unpublished: list[str] = []  # objects below releases/ whose lines this folder has
 
     @property
     def finished(self) -> bool:
@@ -76,7 +76,7 @@ class Publisher(PublishedRun):
         RefusedError if the store denies access.
         """
         number = 1 if self.record is None else self.record.number + 1
-        told = list(self._told)
+        taken = list(self._unpublished)
         files = {}
         for name in self._needed():
             blobs = []
@@ -87,8 +87,8 @@ class Publisher(PublishedRun):
                 blobs.append(self._blobs[digest])
             files[name] = blobs
         self._record(Record(number, round, self._incarnation, files))
-        self._store.remove(told)
-        del self._told[: len(told)]
+        self._store.remove(taken)
+        del self._unpublished[: len(taken)]
         log.info("published round %d at %s", round, self.url)
 
     def keep_release(self, line: Mapping[str, Any]) -> None:
@@ -98,16 +98,16 @@ class Publisher(PublishedRun):
         """
         name = _release(line)
         self._store.write(name, json.dumps(line).encode())
-        self._told.append(name)
+        self._unpublished.append(name)
 
     def gather_releases(self) -> None:
         """Append to ``releases.jsonl`` the lines that aggregators have stored but not published."""
-        there = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._told]
+        there = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._unpublished]
         known = {_release(line) for line in self._folder.objects(RELEASES)} if there else set()
         for name in there:
             if name not in known:
                 self._folder.append(RELEASES, parsed_json(self._store.read(name)))
-            self._told.append(name)
+            self._unpublished.append(name)
 
     def finish(self) -> None:
         """Publish the finished run's folder under the names of its files.

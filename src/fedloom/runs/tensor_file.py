@@ -38,9 +38,9 @@ def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     if content[8 : _AT.start] != _BEFORE:
         raise ValueError("it has no digest; another version of FedLoom may have written it")
-    said, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
-    if said != found:
-        raise ValueError(f"damaged: its sha256 is {found[:12]}, and must be {said[:12]}")
+    stored, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
+    if stored != found:
+        raise ValueError(f"damaged: its sha256 is {found[:12]}, and must be {stored[:12]}")
     try:
         header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about: dict[str, Any] = parsed_json(header["__metadata__"]["fedloom"])
