@@ -35,25 +35,12 @@ DELTA = 1e-5
 def audit_run(
     run: Path, checkpoint: str = "last", data: Sequence[Path] = (), *, invert: bool = False, client: str | None = None
 ) -> dict[str, Any]:
-    """Attack a run's models, and with ``invert`` an update; add the results to ``audit.json``, and return that.
+    """Attack a run's models, and with ``invert`` an update; add the results to ``audit.json``, and return its content.
 
-    Parameters
-    ----------
-    checkpoint, data
-        As in :func:`fedloom.runner.trained.evaluate`.
-    invert
-        Reconstruct examples of a client from its update, too (:mod:`fedloom.runner.audit_inversion`).
-    client
-        Client whose update it is; None: the first that trains.
+    :func:`fedloom.audit` describes the arguments; ``data`` are folders of packed clients.
 
-    Raises
-    ------
-    DataError
-        If the folder is not a finished run, or the data of its clients are missing.
-    ExperimentError
-        If the run's inputs cannot be reconstructed.
-    QuorumError
-        If no client has a model and both training and test examples.
+    Raise DataError if the folder is not a finished run, or the data of its clients are missing; ExperimentError if the
+    run's inputs cannot be reconstructed; QuorumError if no client has a model and both training and test examples.
     """
     from fedloom.runner.audit_inversion import inversion_document
 

@@ -61,27 +61,9 @@ UNCLIPPED = 10.0
 
 @dataclass(frozen=True)
 class CanaryOptions:
-    """Options of an audit by canaries.
+    """Options of an audit by canaries, as arguments of :func:`fedloom.audit`, which describes them.
 
-    Attributes
-    ----------
-    count
-        Number of canaries.
-    of
-        What a canary is: a client, or a training example of a client.
-    out
-        Folder of the audit; None: named after the experiment.
-    partition
-        Folder or URL of an existing partition; None: create the experiment's.
-    norm
-        Norm of a canary client's update, before it is clipped; None: ten times the clipping norm of
-        ``federation.privacy``, or without it the norm of what the client would have sent.
-    seed
-        Seed of coins and directions; None: drawn by the operating system.
-    report
-        Write the run's report.
-    data
-        Folders of packed clients, for an experiment with ``data.own``.
+    ``count`` is the number of canaries, and ``data`` are folders of packed clients.
     """
 
     count: int

@@ -26,25 +26,10 @@ def client_models(
 ) -> dict[str, PersonalModel]:
     """Return the models of a run's clients by id: those that an evaluation of this checkpoint measures.
 
-    Parameters
-    ----------
-    clients
-        Ids or owner names; None: all clients of the run, seen and unseen.
-    checkpoint
-        ``last``, ``best`` or a round.
-    predictor
-        One of the predictors that the method gives a client.
-    data
-        Folders of packed clients, for a run whose clients have data of their own.
+    :meth:`fedloom.api.run.Run.models` describes the arguments; ``data`` are folders of packed clients.
 
-    Raises
-    ------
-    DataError
-        If there is no such run, checkpoint or client, or its data are missing or damaged.
-    ExperimentError
-        If the method has no such predictor.
-    QuorumError
-        If a client got no model.
+    Raise DataError if there is no such run, checkpoint or client, or its data are missing or damaged; ExperimentError
+    if the method has no such predictor; QuorumError if a client got no model.
     """
     made: dict[str, PersonalModel] = {}
 
@@ -79,28 +64,14 @@ def save_models(
     predictor: str = "personal",
     suffix: str = ".safetensors",
 ) -> SavedModels:
-    """Personalize models for seen or new clients and save each as ``ID`` and a format's suffix.
+    """Personalize models for seen or new clients and save each to a new folder as ``ID`` and the suffix of a format.
 
-    Parameters
-    ----------
-    out
-        A new folder.
-    clients
-        Comma-separated ids; None: all clients of the partition.
-    partition, data
-        As in :func:`fedloom.runner.trained.evaluate`.
-    predictor
-        One of the predictors that the method gives a client.
-    suffix
-        Format, as in :meth:`fedloom.runner.personal_model.PersonalModel.save`; ``.safetensors`` also writes ``ID.md``.
+    ``clients`` are comma-separated ids; None: all clients of the partition. ``partition`` and ``data`` are those of
+    :func:`fedloom.runner.trained.evaluate`, and the formats those of
+    :meth:`fedloom.runner.personal_model.PersonalModel.save`; ``.safetensors`` also writes ``ID.md``.
 
-    Raises
-    ------
-    ExperimentError
-        If ``out`` exists, ``checkpoint`` is not ``last``, ``best`` or a number, the method has no such predictor, or
-        the models cannot be saved in this format.
-    DataError
-        As in :func:`fedloom.runner.trained.restore`, or if the partition has no such client.
+    Raise as :func:`fedloom.runner.trained.restore`; ExperimentError also if ``out`` exists, the method has no such
+    predictor, or the models cannot be saved in this format; DataError also if the partition has no such client.
     """
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)

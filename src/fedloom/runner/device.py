@@ -65,10 +65,7 @@ class DeviceCheck:
 def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
     """Return the error of ``runtime.device: cuda`` where torch has no CUDA device, with the reason.
 
-    Parameters
-    ----------
-    devices
-        Folder of device files, by which a GPU shows that torch cannot use.
+    A device file of a GPU in the folder ``devices`` shows that there is a GPU, but torch cannot use it.
     """
     here = sorted(str(path) for pattern in FILES for path in devices.glob(pattern))
     seen = f", although {' and '.join(here)} exist here" if here else ""
@@ -94,19 +91,10 @@ def _reason() -> str:
 
 
 def check_device(device: torch.device, count: int) -> list[DeviceCheck]:
-    """Train clients together on a device, and one after another on a CPU, in float64 and float32.
+    """Train clients together on a device, and one after another on a CPU; return a comparison for each case.
 
-    Parameters
-    ----------
-    device
-        As :func:`fedloom.runner.assemble.use_device` sets it up.
-    count
-        Number of clients that train together.
-
-    Returns
-    -------
-    list of DeviceCheck
-        One for each model and data type: a perceptron, a convolutional and a recurrent network.
+    The cases are a perceptron, a convolutional and a recurrent network, each in float64 and float32. ``count`` clients
+    train together. :func:`fedloom.runner.assemble.use_device` has set up the device.
     """
     models: dict[str, FlatModel] = {
         "mlp": MLP(IMAGE, [64], CLASSES), "lenet": LeNet(IMAGE, CLASSES), "lstm": LSTM(TOKENS, 8, 32, 1),

@@ -59,10 +59,10 @@ def answers(
     Parameters
     ----------
     sizes
-        Sizes by the names used in shapes, from an experiment's server algorithm; None: keep the names.
+        Sizes by their names in shapes, from an experiment's server algorithm; None: keep the names.
     sums
-        Sums of answers that are secure (:meth:`Algorithm.sums`): their fields are only summed, and fields of these
-        answers without a sum are not sent. None: the aggregator receives every answer as it is.
+        Secure sums of answers (:meth:`Algorithm.sums`): the fields of these answers are only summed, and fields
+        without a sum are not sent. None: the aggregator receives every answer as it is.
     """
     known, summed = sizes or {}, sums or {}
     return [

@@ -27,12 +27,9 @@ def objective_name(headline: Headline) -> str:
 
 
 def katib_lines(line: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of an evaluation: its validation value and the ε of training so far, where known and finite.
+    """Yield a line for the validation value in a line of ``metrics.jsonl``, and one for the ε of training so far.
 
-    Parameters
-    ----------
-    line
-        Line of ``metrics.jsonl``. Its test results are left out.
+    Values that are unknown or not finite are left out, and so are test results.
     """
     time = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # RFC 3339
     epsilon = (line.get("privacy") or {}).get("epsilon")

@@ -74,12 +74,8 @@ class PrivacyAccountant:
     with a larger δ, and less noise, therefore counts for more. The ledger counts every request that names it, whatever
     the data, server and round, since two data sets may share examples. Any number of processes may use it concurrently.
 
-    Parameters
-    ----------
-    path
-        Path of the file; created with mode 0600 if it does not exist. Its folder must exist.
-    budget
-        Maximum total ε of requests at the ledger's δ, trainings included; None: no limit.
+    The file is created with mode 0600; its folder must exist. The ``budget`` is the maximum total ε of requests at the
+    ledger's δ, trainings included; None: no limit.
     """
 
     def __init__(self, path: Path, budget: float | None = None) -> None:

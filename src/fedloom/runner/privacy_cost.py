@@ -38,19 +38,7 @@ Updates are few, and steps many: their noise averages out (Abadi et al. 2016, ar
 
 @dataclass(frozen=True)
 class PrivacyQuestion:
-    """Question about a training's privacy; of ε, rounds and noise multiplier, two give the third.
-
-    Attributes
-    ----------
-    clients
-        Number of training clients; None: as the experiment says.
-    examples
-        Training examples of the smallest client, for privacy of examples; None: from the partition.
-    epsilon, noise_multiplier, rounds
-        Values instead of the experiment's. With ``epsilon`` and ``noise_multiplier``, the rounds are found.
-    ledger
-        Ledger of a client that would take part; its total is computed, too.
-    """
+    """Question about a training's privacy: the arguments of :func:`fedloom.privacy_cost`, which describes them."""
 
     clients: int | None = None
     examples: int | None = None

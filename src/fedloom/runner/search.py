@@ -87,15 +87,9 @@ def run_search(
         Number of concurrent trials. If 1, the same seed gives the same trials; if more, they depend on which trial ends
         first, unless the sampler is random or grid.
 
-    Raises
-    ------
-    ExperimentError
-        If the folder is in use, or the clients have no validation examples.
-    InterruptedRun
-        If the search was stopped.
-    FedloomError
-        If no trial was completed, or a run failed for a reason other than its values; such a trial is repeated when the
-        search is resumed.
+    Raise ExperimentError if the folder is in use, or the clients have no validation examples; InterruptedRun if the
+    search was stopped; FedloomError if no trial was completed, or a run failed for a reason other than its values (a
+    resumed search repeats such a trial).
     """
     import_optuna()
     base = make(plan.fixed)

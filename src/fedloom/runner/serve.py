@@ -103,14 +103,8 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
 class DurableRounds:
     """Checkpoint to serve from a run's folder, reread on each call (``transport.personalization.Load``).
 
-    Parameters
-    ----------
-    folder
-        Folder of the run; its experiment and partition are read on first use.
-    checkpoint
-        ``last``, ``best`` or a round.
-    patient
-        Return None while there is no checkpoint, instead of raising.
+    The experiment and the partition are read on first use. While there is no checkpoint, a call raises an error, or
+    returns None if the object is ``patient``.
     """
 
     def __init__(self, folder: RunFolder, checkpoint: str = "last", *, patient: bool = False) -> None:
@@ -211,12 +205,8 @@ def serve_run(
     rest
         ``host:port`` for predictions of clients' saved models (:mod:`fedloom.runner.open_inference`); None: none.
 
-    Raises
-    ------
-    DataError
-        If there is no run or no such checkpoint, or it is damaged; or, with ``rest``, there are no saved models.
-    ExperimentError
-        If the method has no model for new clients, or the address cannot be bound.
+    Raise DataError if there is no run or no such checkpoint, or it is damaged, or with ``rest`` there are no saved
+    models; ExperimentError if the method has no model for new clients, or the address cannot be bound.
     """
     protection, kept = protection or Protection(), Audit()
     settings = settings or ModelServerSettings()

@@ -45,22 +45,14 @@ class ClaimedTraining:
 
 
 def training_claimed(where: str, client: str | None = None) -> ClaimedTraining:
-    """Return the cost of a training.
+    """Return the cost of a training for a client, from the folder or URL of the run, or from its ``summary.json``.
 
-    Parameters
-    ----------
-    where
-        Folder or URL of the run; or its ``summary.json``, which has the mechanism only if it is the same for every
-        client.
-    client
-        The client's id in the run: from a folder or URL, its own noisy steps are counted.
+    A summary has the mechanism only if it is the same for every client. From a folder or URL, the noisy steps of
+    ``client``, by its id in the run, are counted.
 
-    Raises
-    ------
-    DataError
-        If there is no such run, it is not finished, or its summary is damaged or was not written by FedLoom.
-    ExperimentError
-        If the training protects no example: it was not private, had no ε, or took its noise from a seed.
+    Raise DataError if there is no such run, it is not finished, or its summary is damaged or was not written by
+    FedLoom; ExperimentError if the training protects no example: it was not private, had no ε, or took its noise from a
+    seed.
     """
     is_folder = is_url(where) or Path(where).is_dir()
     folder = RunFolder.open(where, checkpoints=False) if is_folder else None

@@ -134,15 +134,10 @@ class Checkpoints:
         return self._path(round).stat().st_mtime
 
     def load(self, which: str | int = "last") -> Checkpoint:
-        """Read a checkpoint.
+        """Read a checkpoint: ``last``, ``best`` or that of a round.
 
         Raise DataError if there is no such checkpoint, or it is damaged (the hint names the others); StorageError if it
         cannot be read.
-
-        Parameters
-        ----------
-        which
-            ``last``, ``best`` or a round.
         """
         rounds = self.rounds()
         if not rounds:

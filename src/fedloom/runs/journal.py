@@ -239,18 +239,12 @@ class Journal:
     def read(
         cls, folder: RunFolder, upto: int | None = None, needed: Collection[int] = (), evaluated: int = 0
     ) -> Journal:
-        """Read the journal of a run, line by line; a half-written last line is ignored.
+        """Read the journal of a run up to a round, line by line; a half-written last line is ignored.
+
+        Versions are kept for the last round and those ``needed``. Training losses of rounds after ``evaluated``, the
+        last evaluated round, have yet to be reported.
 
         Raise DataError if a line is not an attempt, or is damaged.
-
-        Parameters
-        ----------
-        upto
-            Last round to read; by default all are read.
-        needed
-            Rounds other than the last for which versions are requested.
-        evaluated
-            Last evaluated round: training losses of later rounds have yet to be reported.
         """
         journal = cls(folder)
         journal.needed = needed

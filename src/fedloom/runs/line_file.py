@@ -32,14 +32,8 @@ class Placed(NamedTuple):
 class LineFile:
     """File of JSON objects, one per line, each with a digest chained over the lines before.
 
-    Every reader raises ``DataError`` with the file, the line and what to do if a line has been changed.
-
-    Parameters
-    ----------
-    path
-        The file.
-    ending
-        Returns the digest of the last line if it is known that nothing has been appended since; else None.
+    Every reader raises ``DataError`` with the file, the line and what to do if a line has been changed. ``ending``
+    returns the digest of the last line if it is known that nothing has been appended since; else None.
     """
 
     def __init__(self, path: Path, ending: Callable[[], str | None] = lambda: None) -> None:

@@ -99,16 +99,9 @@ _BLOB = re.compile(rf"(\d{{8}}|{FOLDER})-[0-9a-f]{{64}}")
 
 
 class PublishedRun:
-    """Published run, and a folder that it is copied to.
+    """Published run in its store, and the folder ``path`` that it is copied to, with or without its checkpoints.
 
-    Parameters
-    ----------
-    store
-        The run's place in the store.
-    path
-        Folder for the files; nothing else writes to it between two calls of :meth:`restore`.
-    checkpoints
-        Copy the checkpoints, too.
+    Nothing else writes to the folder between two calls of :meth:`restore`.
 
     Attributes
     ----------
@@ -133,23 +126,13 @@ class PublishedRun:
         return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
 
     def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
-        """Update the folder to the last publication, copying only new content.
+        """Update the folder to the last publication, copying only new content; return False if nothing is published.
 
-        Published files replace those with the same names, and other checkpoints are removed.
+        Published files replace those with the same names, and other checkpoints are removed. First, ``check`` gets the
+        new files in a folder of their own; if it raises an error, the run's folder stays unchanged.
 
         Raise DataError if published files are missing or damaged; StorageError or RefusedError if the store fails or
         denies access, or the folder cannot be written.
-
-        Parameters
-        ----------
-        check
-            Checks the new files, in a folder of their own, before the run's folder is changed; its errors leave that
-            folder unchanged.
-
-        Returns
-        -------
-        bool
-            False if nothing has been published; the folder is then unchanged.
         """
         number = self._newest()
         while number and (self.record is None or self.record.number != number):
