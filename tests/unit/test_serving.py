@@ -750,7 +750,7 @@ def test_charges_are_on_the_disk_once_before_the_descriptor_is_sent(run: Path, t
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
     accountant = client.accountant
     speaking = PersonalizationClient(
-        client.parts, client.data, client.id, once=True, tell=lambda: client.spend(accountant)
+        client.parts, client.data, client.id, once=True, charge=lambda: client.spend(accountant)
     )
     found = DurableRounds(RunFolder(run))(None)
     assert found is not None

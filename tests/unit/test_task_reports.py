@@ -31,7 +31,7 @@ from fedloom.reporting.compare_tables import as_latex, pairs_as_csv, rows_as_csv
 from fedloom.reporting.report import write_report
 from fedloom.reporting.report_examples import examples
 from fedloom.reporting.report_results import client_results, result_table
-from fedloom.runner.tracking import of_line
+from fedloom.runner.tracking import evaluation_numbers
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs
 from fedloom.tasks.headline import headline_of, metrics_of, values_of
@@ -275,7 +275,7 @@ def test_tables_and_lines_show_the_headline(tmp_path: Path, task: str, capsys: p
     assert scores[f"seen_{metric.name}_mean"] == wanted["mean"]
     assert "seen_accuracy_mean" not in scores
     assert f"{metric.title} {metric.shown(wanted['mean'])}" in Run(folder)._repr_html_()
-    assert of_line(last_line(folder))[f"seen/metrics/{metric.name}/mean"] == wanted["mean"]
+    assert evaluation_numbers(last_line(folder))[f"seen/metrics/{metric.name}/mean"] == wanted["mean"]
     for choosing, value in ((False, wanted["pooled"]), (True, made_up(metric.name, 0, 0.8))):
         Watch(choosing=choosing).evaluated(last_line(folder))
         said = capsys.readouterr().err

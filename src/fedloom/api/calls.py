@@ -264,7 +264,7 @@ def compare(
     return Comparison(folders, against)
 
 
-def _taking(request: Callable[P, Request]) -> Callable[[Callable[[Request], R]], Callable[P, R]]:
+def _with_parameters_of(request: Callable[P, Request]) -> Callable[[Callable[[Request], R]], Callable[P, R]]:
     """Return a decorator that gives a function of a request the parameters of the request's class."""
 
     def decorate(function: Callable[[Request], R]) -> Callable[P, R]:
@@ -282,7 +282,7 @@ def _taking(request: Callable[P, Request]) -> Callable[[Callable[[Request], R]],
     return decorate
 
 
-@_taking(PersonalizationRequest)
+@_with_parameters_of(PersonalizationRequest)
 def personalize(request: PersonalizationRequest) -> PersonalModel:
     """Get a model for a client that took no part in a run, from the run's server or folder (docs/serving.md).
 
@@ -345,7 +345,7 @@ def personalize(request: PersonalizationRequest) -> PersonalModel:
     return request_model(request)
 
 
-@_taking(PersonalizationRequest)
+@_with_parameters_of(PersonalizationRequest)
 async def personalize_async(request: PersonalizationRequest) -> PersonalModel:
     """Get a model as :func:`personalize` does, as a coroutine."""
     from fedloom.runner.personal import request_model_async

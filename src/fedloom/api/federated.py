@@ -111,7 +111,7 @@ class Federated:
         if (twice := named_twice([name for name, _ in parts])) is not None:
             raise DataError(f"clients has the name {twice!r} twice; give each client a unique name.", key="clients")
         request = _request(task=task, outputs=outputs, channel_axis=channel_axis)
-        return cls._kept(parts, classes, root, {"partition": NATURAL, **settings}, request)
+        return cls._from_parts(parts, classes, root, {"partition": NATURAL, **settings}, request)
 
     @classmethod
     def from_torchvision(
@@ -163,7 +163,7 @@ class Federated:
         for prefix, (what, one) in given.items():
             arrays[f"{prefix}x"], arrays[f"{prefix}y"], notes = read_items(one, what)
             notes_of.append((what, notes))
-        made = cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
+        made = cls._from_parts([(None, arrays)], classes, root, {"partition": partition, **settings})
         for what, lines in notes_of:
             log_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in lines])
         return made
@@ -227,10 +227,10 @@ class Federated:
             text=None if text is None else _text(text),
         )
         path = of_frame(frame, request, root)
-        return cls._at(path, root, {"partition": partition, **settings})
+        return cls._from_path(path, root, {"partition": partition, **settings})
 
     @classmethod
-    def _kept(
+    def _from_parts(
         cls,
         parts: Sequence[tuple[str | None, Mapping[str, Any]]],
         classes: Sequence[str] | None,
@@ -240,10 +240,10 @@ class Federated:
     ) -> Federated:
         from fedloom.data.local import of_arrays
 
-        return cls._at(of_arrays(parts, classes, root, request), root, settings)
+        return cls._from_path(of_arrays(parts, classes, root, request), root, settings)
 
     @classmethod
-    def _at(cls, path: Path, root: str | Path | None, settings: Mapping[str, Any]) -> Federated:
+    def _from_path(cls, path: Path, root: str | Path | None, settings: Mapping[str, Any]) -> Federated:
         home = {} if root is None else {"root": str(expanded(root).absolute())}
         return cls({"dataset": "arrays", "source": {"path": str(path.absolute())}, **home, **settings})
 

@@ -35,7 +35,7 @@ def pandas(what: str) -> Any:
     return pandas
 
 
-def of_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
+def frame_from_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
     """Return a DataFrame with an object per row; nested objects become columns with dotted names, null ones none."""
     rows = [
         {key: value for key, value in row.items() if value is not None or "." not in key}
@@ -45,7 +45,7 @@ def of_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
     return frame
 
 
-def of_csv(text: str, what: str, **options: Any) -> DataFrame:
+def frame_from_csv(text: str, what: str, **options: Any) -> DataFrame:
     """Return a table that FedLoom has written; ``options`` go to ``pandas.read_csv``."""
     frame: DataFrame = pandas(what).read_csv(io.StringIO(text), keep_default_na=False, na_values=[""], **options)
     return frame

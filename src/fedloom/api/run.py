@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from fedloom.api.frames import of_csv, of_lines
+from fedloom.api.frames import frame_from_csv, frame_from_lines
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.tasks.headline import GROUPS, headline_of, values_of
@@ -114,7 +114,7 @@ class Run:
             If pandas is not installed.
         """
         lines = {line["round"]: line for line in self._run.evaluations()}  # after a resume, the later line
-        frame = of_lines([lines[t] for t in sorted(lines)], "Run.history")
+        frame = frame_from_lines([lines[t] for t in sorted(lines)], "Run.history")
         return frame.set_index("round") if len(frame) else frame
 
     @property
@@ -129,7 +129,7 @@ class Run:
             If pandas is not installed.
         """
         text = self._run.text("clients.csv")
-        return of_csv(text, "Run.clients", dtype={"id": str, "labels": str}, index_col="id")
+        return frame_from_csv(text, "Run.clients", dtype={"id": str, "labels": str}, index_col="id")
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -348,14 +348,16 @@ class Comparison:
         """Row for each method and setting, with means over seeds: fractions or losses, and costs (``compare.csv``)."""
         from fedloom.reporting.compare_tables import rows_as_csv
 
-        return of_csv(rows_as_csv(self._comparison), "Comparison.table", dtype={"seeds": str, "best_rounds": str})
+        return frame_from_csv(
+            rows_as_csv(self._comparison), "Comparison.table", dtype={"seeds": str, "best_rounds": str}
+        )
 
     @property
     def pairs(self) -> DataFrame:
         """Row for each pair of compared rows: a test over seeds, or over the clients of one seed (``pairs.csv``)."""
         from fedloom.reporting.compare_tables import pairs_as_csv
 
-        return of_csv(pairs_as_csv(self._comparison), "Comparison.pairs", dtype={"seeds": str})
+        return frame_from_csv(pairs_as_csv(self._comparison), "Comparison.pairs", dtype={"seeds": str})
 
     def write(self, folder: str | Path) -> Path:
         """Write ``compare.html``, tables and figures to a folder; return the path of the page."""

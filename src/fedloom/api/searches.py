@@ -57,11 +57,11 @@ class Search(RunSequence):
         ExperimentError
             If pandas is not installed.
         """
-        from fedloom.api.frames import of_lines
+        from fedloom.api.frames import frame_from_lines
 
         shown = ("trial", "state", "validation", "epsilon")
         lines = [{**{k: t[k] for k in shown}, **t["parameters"]} for t in self.summary["trials"]]
-        return of_lines(lines, "Search.table").set_index("trial")
+        return frame_from_lines(lines, "Search.table").set_index("trial")
 
     def __repr__(self) -> str:
         return f"<{pluralize(len(self.summary['trials']), 'trial')} in {self.folder}, chosen: {self.parameters}>"

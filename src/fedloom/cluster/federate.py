@@ -440,9 +440,9 @@ def _collect(run: Store, out: Path, say: Say) -> None:
         If the run is incomplete.
     """
     from fedloom.runs.files import SUMMARY
-    from fedloom.runs.published import OF_ITS_OWN
+    from fedloom.runs.published import STORE_FOLDERS
 
-    names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in OF_ITS_OWN]
+    names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in STORE_FOLDERS]
     if SUMMARY not in names:
         raise DataError(f"{run.url}: the federation has ended without a {SUMMARY}")
     for name in sorted(names, key=lambda name: name == SUMMARY):

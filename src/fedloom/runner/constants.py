@@ -66,7 +66,7 @@ def check_run_constants(folder: RunFiles, parts: RunContext) -> None:
         check_constants(parts, folder.json(CONSTANTS)["tensors"], f"the run {folder.path}")
 
 
-def check_constants(parts: RunContext, expected: Mapping[str, str], whose: str) -> None:
+def check_constants(parts: RunContext, expected: Mapping[str, str], owner: str) -> None:
     """Raise DataError, with the name of the first that differs, unless the constants have these digests."""
     found = digests_of_run(parts)
     for name in (*expected, *found):
@@ -75,15 +75,15 @@ def check_constants(parts: RunContext, expected: Mapping[str, str], whose: str) 
             continue
         if name == START:
             raise DataError(
-                f"model.factory: the model's initialization is not that of {whose}. {parts.algorithm.name} starts from "
+                f"model.factory: the model's initialization is not that of {owner}. {parts.algorithm.name} starts from "
                 "it, and never sends it, so every process must create the same",
                 key="model.factory",
                 hint="use the same factory with the same pretrained weights everywhere",
             )
         what = (
-            f"has digest {here} here and {there} in {whose}"
+            f"has digest {here} here and {there} in {owner}"
             if here and there
-            else f"exists only {'here' if here else f'in {whose}'}"
+            else f"exists only {'here' if here else f'in {owner}'}"
         )
         raise DataError(
             f"model.factory: the constant tensor {name!r} {what}. Frozen parameters and fixed buffers are never "

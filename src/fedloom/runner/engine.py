@@ -35,7 +35,7 @@ from fedloom.runner.distributed import Serving, ServingSettings, serving
 from fedloom.runner.examples import write_examples
 from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.open_federation import check_replay, is_known, known_normalization, open_manifest, own_of
+from fedloom.runner.open_federation import check_replay, has_normalization, known_normalization, open_manifest, own_of
 from fedloom.runner.options import RunOptions
 from fedloom.runner.publication import Publication
 from fedloom.runner.resume import check_folder, check_partition, check_states, finished
@@ -189,7 +189,7 @@ class Engine:
         folder, e, options = self.folder, self.experiment, self.options
         folder.make(e.located().resolved_yaml())
         self._keep_log(folder.logs / "aggregator.jsonl")
-        if not self.is_open or is_known(self.parts.manifest):
+        if not self.is_open or has_normalization(self.parts.manifest):
             folder.write("partition.json", self.parts.manifest.to_json())
         folder.write_json("environment.json", assemble.fingerprint(e))
         write_constants(folder, self.parts)

@@ -110,10 +110,10 @@ class PrivacyAccountant:
             total = replace(found.spent, descriptors=released).total(delta)
             if self._budget is not None and total.epsilon > self._budget:
                 spent, after_it = (rounded_up(e, 4) for e in (found.spent.total(delta).epsilon, total.epsilon))
-                after = f"the {found}" if found.trainings else f"the {len(found.requests)}"
+                after = str(found) if found.trainings else pluralize(len(found.requests), "request")
                 raise ExperimentError(
                     f"{argument('budget')} is {self._budget:g}, and with this request ε would be {after_it} at the "
-                    f"ledger's δ = {rounded_up(total.delta)} ({spent} after {after} before it in {self._path}).",
+                    f"ledger's δ = {rounded_up(total.delta)} ({spent} after {after} in {self._path}).",
                     key="budget",
                     found=total.epsilon,
                     hint=f"use a smaller {argument('epsilon')}, or a larger {argument('budget')}",

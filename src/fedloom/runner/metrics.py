@@ -92,12 +92,12 @@ def federation_families(
     yield from _gauge("workers", "Connected workers.", len(now.workers))
 
     t = now.totals
-    yield _counter("rounds", "Completed rounds.", t.rounds)
-    yield _counter("failed_attempts", "Failed attempts at rounds.", t.failed_attempts)
-    yield _counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
-    yield _counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
-    yield _counter("received_bytes", "Bytes from workers.", t.bytes_up)
-    yield _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
+    yield from _counter("rounds", "Completed rounds.", t.rounds)
+    yield from _counter("failed_attempts", "Failed attempts at rounds.", t.failed_attempts)
+    yield from _counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
+    yield from _counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
+    yield from _counter("received_bytes", "Bytes from workers.", t.bytes_up)
+    yield from _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
     text = "Wall time of attempts by message; server: the rest."
     yield _labelled(CounterMetricFamily, "exchange_seconds", text, "message", t.exchanges)
     yield _labelled(CounterMetricFamily, "phase_seconds", "Wall time by phase.", "phase", t.phases)
@@ -144,8 +144,8 @@ def serving_families(load: ServingLoad, certificate_end: float | None = None) ->
     from prometheus_client.core import GaugeMetricFamily
 
     yield from _gauge("served_round", "Round whose models are served.", load.round)
-    yield _counter("models_handed_out", "Models handed out.", load.handed_out)
-    yield _counter("models_refused", "Refused requests for models.", load.refused)
+    yield from _counter("models_handed_out", "Models handed out.", load.handed_out)
+    yield from _counter("models_refused", "Refused requests for models.", load.refused)
     yield from _gauge("models_waiting_clients", "Clients waiting for their model to be computed.", load.waiting)
     yield from _gauge("models_conversations", "Open conversations.", load.conversations)
     text = "Time from a client's last answer to its model, over the last models."
@@ -160,10 +160,11 @@ def _gauge(name: str, text: str, value: float | None) -> Iterator[Any]:
         yield GaugeMetricFamily(f"fedloom_{name}", text, value=value)
 
 
-def _counter(name: str, text: str, value: float) -> Any:
+def _counter(name: str, text: str, value: float | None) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily
 
-    return CounterMetricFamily(f"fedloom_{name}", text, value=value)
+    if value is not None:
+        yield CounterMetricFamily(f"fedloom_{name}", text, value=value)
 
 
 def _labelled(family: Any, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:

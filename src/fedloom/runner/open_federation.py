@@ -36,7 +36,7 @@ def open_manifest(experiment: Experiment, own: Own, found: Normalization | None)
     return own_manifest(own, (), experiment.seed, Normalization((), ()) if found is None else found)
 
 
-def is_known(manifest: Manifest) -> bool:
+def has_normalization(manifest: Manifest) -> bool:
     """Return whether the manifest's normalization is known."""
     return len(manifest.figures.mean) == manifest.numbers
 

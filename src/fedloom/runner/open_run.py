@@ -18,7 +18,7 @@ from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.distributed import with_workers
 from fedloom.runner.engine import Engine, RunResult
-from fedloom.runner.open_federation import is_known, open_manifest
+from fedloom.runner.open_federation import has_normalization, open_manifest
 from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
 
@@ -56,7 +56,7 @@ def _with_normalization(engine: Engine, server: Aggregator, presence: AvailableC
     Raise QuorumError if no client sends the moments of its inputs. Raise InterruptedRun if the run is stopped while
     waiting.
     """
-    if is_known(engine.parts.manifest):
+    if has_normalization(engine.parts.manifest):
         return engine.parts
     assert engine.own is not None
     found = _measured(engine, server, presence)

@@ -109,13 +109,13 @@ class _Pool:
     def ask_to_stop(self) -> None:
         """Stop the running processes after their current round."""
         for one in self.running:
-            _leave(one)
+            _request_stop(one)
 
     def reap(self, *, stopped: bool) -> None:
         """Report the runs that have ended, except those interrupted by a stop."""
         for one in self.running:
             if self._events.enough(one.job.name):
-                _leave(one)
+                _request_stop(one)
         for one in [one for one in self.running if one.process.poll() is not None]:
             self.running.remove(one)
             error, notices = _outcome(one)
@@ -128,7 +128,7 @@ class _Pool:
     def end(self) -> None:
         """Terminate the running processes at once; their runs can be resumed from the last checkpoint."""
         for one in self.running:
-            _leave(one)
+            _request_stop(one)
             one.process.send_signal(signal.SIGTERM)
         for one in self.running:
             try:
@@ -183,14 +183,14 @@ def _arguments(options: RunOptions) -> list[str]:
     return [*found, *options.serves]
 
 
-def _leave(one: _Running) -> None:
+def _request_stop(one: _Running) -> None:
     if one.process.stdin is not None and not one.process.stdin.closed:
         one.process.stdin.close()
 
 
 def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
     """Return the error of a run (None if it finished) and its messages for the user."""
-    _leave(one)
+    _request_stop(one)
     with one.stderr as stderr:
         stderr.seek(0)
         text = stderr.read().decode(errors="replace")

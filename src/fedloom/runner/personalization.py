@@ -73,7 +73,7 @@ class PersonalizationRequest:
             given = "neither is given" if self.x is None else "both are given"
             raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given}.", key="data")
         if not problem.class_names and problem.targets is None:
-            raise DataError("The run's data have no targets, so its models predict none.")
+            raise DataError("The run's data have no targets, so its models make no predictions.")
         if self.data is None:
             return Newcomer.from_arrays(self.client or CLIENT, self.x, self.y, problem, features)
         if self.y is not None or self.client is not None:

@@ -147,7 +147,7 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
             hint=f"add it, or {argument('set')}federation.privacy='{{clip: 1.0, epsilon: 8, delta: 1e-5}}'",
         )
     planned = Planned(experiment, _population(experiment, question))
-    z, rounds, asked = _third(planned, question)
+    z, rounds, asked = _solved(planned, question)
     size = update_size(experiment, planned.population.clients)
     examples = None if planned.population.examples is None else planned.population.examples[0]
     of_examples = privacy.of == "examples"
@@ -166,7 +166,7 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
         examples=examples if of_examples else None,
         batch=batch,
         rounds=rounds,
-        by_rounds=tuple(_at(planned, privacy, n, z) for n in _marks(rounds)),
+        by_rounds=tuple(_at(planned, privacy, n, z) for n in _shown_rounds(rounds)),
         noise=privacy.noise,
         parameters=size,
         noise_to_clip=ratio,
@@ -249,7 +249,7 @@ def _partition(e: Experiment) -> Manifest | None:
     return None if folder is None else FederatedDataset.open(folder).manifest
 
 
-def _third(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | None, float | None]:
+def _solved(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | None, float | None]:
     """Return noise multiplier, rounds, and the ε from which one of them was found (None: from neither)."""
     privacy, e = planned.privacy, planned.experiment
     epsilon, z = question.epsilon, question.noise_multiplier
@@ -285,7 +285,7 @@ def _rounds(planned: Planned, epsilon: float, z: float) -> int | None:
     return low
 
 
-def _marks(rounds: int | None) -> list[int]:
+def _shown_rounds(rounds: int | None) -> list[int]:
     if rounds is None:
         return [1]
     return sorted({n for n in (1, rounds // 4, rounds // 2, rounds) if n})

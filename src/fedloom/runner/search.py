@@ -154,7 +154,7 @@ class _Search:
         trials = tuple(self._trials.all)
         return SearchResult(self._files.path, trials, chosen, self._headline, self._files.json(SEARCH))
 
-    def _left(self) -> Iterator[tuple[Trial, Experiment]]:
+    def _remaining(self) -> Iterator[tuple[Trial, Experiment]]:
         """Yield the trials to run, with their experiments: first those in progress, then new ones, drawn on demand."""
         for trial in self._trials.unfinished:
             if (e := self._experiment(trial)) is None:
@@ -179,14 +179,14 @@ class _Search:
             return None
 
     def _one_by_one(self) -> None:
-        for trial, e in self._left():
+        for trial, e in self._remaining():
             options = replace(self._options_of(trial, e), watcher=_Measuring(self._measured, trial, e))
             try:
                 run_experiment(e, options, self._observer.begins(*self._shown(trial, e)))
             except TrialStopped:
                 self._stop(trial)
             except (QuorumError, ExperimentError) as error:
-                if not self._is_of_values(error):
+                if not self._is_due_to_values(error):
                     raise
                 self._fail(trial, error, e)
             except InterruptedRun as error:
@@ -202,7 +202,7 @@ class _Search:
         sizes: dict[str, int] = {}
 
         def jobs() -> Iterator[Job]:
-            for trial, e in self._left():
+            for trial, e in self._remaining():
                 running[trial.name] = trial, e
                 yield Job(trial.name, e, self._options_of(trial, e))
 
@@ -223,7 +223,7 @@ class _Search:
                 self._observer.done(*self._shown(trial, e))
             elif isinstance(error, InterruptedRun) and name in behind:
                 self._stop(trial)
-            elif self._is_of_values(error):
+            elif self._is_due_to_values(error):
                 self._fail(trial, error, e)
             else:
                 self._failures[name] = error
@@ -238,7 +238,7 @@ class _Search:
         events = JobEvents(began, notice, over, enough)
         run_parallel(jobs(), self._plan.trials, self._parallel, events, signals=self._options.signals)
 
-    def _is_of_values(self, error: FedloomError) -> bool:
+    def _is_due_to_values(self, error: FedloomError) -> bool:
         """Return whether a trial's values caused its failure, as when training diverges: a result of the search.
 
         An invalid setting counts as such a cause only if other trials could run.

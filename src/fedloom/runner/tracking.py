@@ -165,14 +165,14 @@ class NumberTracker(RunObserver, ABC):
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
         """Record the numbers of a round's training."""
-        self.add(attempt.round, of_attempt(attempt))
+        self.add(attempt.round, attempt_numbers(attempt))
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Record the numbers of an evaluation."""
-        self.add(line["round"], of_line(line))
+        self.add(line["round"], evaluation_numbers(line))
 
 
-def of_attempt(attempt: Any) -> dict[str, float]:
+def attempt_numbers(attempt: Any) -> dict[str, float]:
     """Return the numbers of a round: ``train/loss`` and other statistics, seconds, bytes."""
     found = {f"train/{name}": float(value) for name, value in attempt.statistics.items()}
     found["round/seconds"] = attempt.seconds
@@ -183,14 +183,14 @@ def of_attempt(attempt: Any) -> dict[str, float]:
     return found
 
 
-def of_line(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def evaluation_numbers(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the numbers of an evaluation, named like ``seen/accuracy_mean``, without those of training."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if name == "train" and not prefix:
             continue
         if isinstance(value, Mapping):
-            found |= of_line(value, f"{prefix}{name}/")
+            found |= evaluation_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and (prefix or name != "round"):
             found[f"{prefix}{name}" if prefix else f"evaluation/{name}"] = float(value)
     return found

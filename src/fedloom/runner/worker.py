@@ -100,15 +100,15 @@ class Worker:
         self._credentials.show(host)
         self._aggregator = aggregator
         self._options = options
-        self._serves = serves(options)
-        self._own = self._serves if isinstance(self._serves, OwnDataProvider) else None
+        self._provider = client_provider(options)
+        self._own = self._provider if isinstance(self._provider, OwnDataProvider) else None
         self._device = assemble.use_device(options.device, options.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: RevealedSums | None = None  # of this process, whatever aggregator it serves
         self._introduction = Introduction(
             worker=name,
-            clients=self._serves.clients,
+            clients=self._provider.clients,
             members=() if self._own is None else self._own.members(options.class_counts),
             algorithms={known: find_algorithm(known).version for known in available()},
             device=options.device,
@@ -145,7 +145,7 @@ class Worker:
         revealed = None if secure is None else self._remembered()
         if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
             return measuring_side(self._own.measured_cards(shared), secure, signing, revealed)
-        dataset = self._serves.dataset(shared, about)
+        dataset = self._provider.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts, _digests(about), "the aggregator's model")
         secret = self._secret
@@ -306,8 +306,8 @@ def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
     return Member(client, card.train, card.validation, card.test, card.labelled, observer, counts)
 
 
-def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
-    """Return the clients that a worker serves.
+def client_provider(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
+    """Return the provider of the clients that a worker serves.
 
     Raise ExperimentError if both a partition and packed clients are given, or neither. Raise DataError if the data are
     missing or damaged.

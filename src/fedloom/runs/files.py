@@ -31,15 +31,15 @@ AUDIT = "audit.json"
 CHECKPOINTS = "checkpoints"
 DIGESTS = "digests.json"
 """Digests of files that cannot hold their own, and, once a run is finished, those of the last lines of line files."""
-ELSEWHERE = (PARTITION, "clients.csv", "confusion.csv")
+WITHOUT_DIGEST = (PARTITION, "clients.csv", "confusion.csv")
 """Files whose digests are in :data:`DIGESTS`.
 
 The partition equals that of the data root byte for byte, and tables are read by other programs.
 """
-ENDED = (METRICS, RELEASES, JOURNAL)
-AGAIN = f"run again with {argument('resume')} to recreate the results of the finished run"
+LINE_FILES = (METRICS, RELEASES, JOURNAL)
+RECREATE = f"run again with {argument('resume')} to recreate the results of the finished run"
 HINTS = {
-    **dict.fromkeys((SUMMARY, "clients.csv", "confusion.json", "confusion.csv", "calibration.json"), AGAIN),
+    **dict.fromkeys((SUMMARY, "clients.csv", "confusion.json", "confusion.csv", "calibration.json"), RECREATE),
     "control.json": "remove the file to let the run continue",
 }
 """Hints for damaged files, where they differ from :data:`digests.RESTORE`."""
@@ -157,11 +157,11 @@ class RunFiles:
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file with its digest, which goes into ``digests.json`` if the file cannot hold it."""
-        if name in ELSEWHERE:
-            known = self._known()
+        if name in WITHOUT_DIGEST:
+            known = self._digests()
             # The previous digest is kept, so that the file's digest is listed whenever the process is killed.
             accepted = [digests.short_digest(text.encode()), *known.get(name, ())]
-            self._know({**known, name: list(dict.fromkeys(accepted))[:2]})
+            self._write_digests({**known, name: list(dict.fromkeys(accepted))[:2]})
         else:
             text = digests.with_digest(name, text)
         write_atomically(self.path / name, text.encode())
@@ -185,9 +185,9 @@ class RunFiles:
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
         try:
-            if name not in ELSEWHERE:
+            if name not in WITHOUT_DIGEST:
                 content = digests.without_digest(name, content)
-            elif digests.short_digest(content) not in self._known().get(name, ()):
+            elif digests.short_digest(content) not in self._digests().get(name, ()):
                 raise digests.Damaged(f"{DIGESTS} has no digest of it")
             return content.decode("utf-8").replace("\r\n", "\n")
         except (digests.Damaged, UnicodeDecodeError) as error:
@@ -224,10 +224,10 @@ class RunFiles:
         """Return a line file, which need not exist."""
 
         def ending() -> str | None:
-            found = self._known().get(name)
+            found = self._digests().get(name)
             return found[0] if found else None
 
-        return LineFile(self.path / name, ending if name in ENDED else lambda: None)
+        return LineFile(self.path / name, ending if name in LINE_FILES else lambda: None)
 
     def append(self, name: str, line: Mapping[str, Any]) -> None:
         """Append one object as a line."""
@@ -257,13 +257,13 @@ class RunFiles:
 
     def close_lines(self) -> None:
         """Record the last lines of the line files of a finished run."""
-        self._know({**self._known(), **{name: [self.line_file(name).last_digest()] for name in ENDED}})
+        self._write_digests({**self._digests(), **{name: [self.line_file(name).last_digest()] for name in LINE_FILES}})
 
     def reopen_lines(self) -> None:
         """Allow appending to the line files of a resumed run."""
-        known = self._known()
-        if any(name in known for name in ENDED):
-            self._know({name: found for name, found in known.items() if name not in ENDED})
+        known = self._digests()
+        if any(name in known for name in LINE_FILES):
+            self._write_digests({name: found for name, found in known.items() if name not in LINE_FILES})
 
     def last_digests(self, *names: str) -> dict[str, str]:
         """Return the digest of the last line of each of these line files that exists."""
@@ -273,10 +273,10 @@ class RunFiles:
         """Replace the lines of a line file."""
         self.line_file(name).rewrite(lines)
 
-    def _know(self, known: Mapping[str, Sequence[str]]) -> None:
+    def _write_digests(self, known: Mapping[str, Sequence[str]]) -> None:
         self.write_json(DIGESTS, {"version": digests.VERSION, "files": known})
 
-    def _known(self) -> dict[str, list[str]]:
+    def _digests(self) -> dict[str, list[str]]:
         """Return the digests that files may have, by name; none if there is no digest file."""
         match self.json_or_none(DIGESTS):
             case None:

@@ -228,7 +228,7 @@ class Journal:
             {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
         ]
         line = {**vars(attempt), "conversations": conversations}
-        self._folder.append(JOURNAL, {key: value for key, value in line.items() if value or key not in _SELDOM})
+        self._folder.append(JOURNAL, {key: value for key, value in line.items() if value or key not in _OPTIONAL})
         self._note(attempt)
 
     def rewind(self) -> None:
@@ -269,7 +269,7 @@ class Journal:
         return [attempt for attempt in self.attempts if attempt.outcome == DONE]
 
 
-_SELDOM = ("joined", "left", "experiment", "paused", "follows")
+_OPTIONAL = ("joined", "left", "experiment", "paused", "follows")
 
 
 def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:

@@ -60,7 +60,7 @@ SEGMENTS = (1 << 24, 1 << 21, 1 << 18)
 """Sizes of the segments of a line file in bytes, each 8 times the next; the rest at the end is smaller than the last.
 """
 
-OF_ITS_OWN = ("blobs", "published", "releases", "states")
+STORE_FOLDERS = ("blobs", "published", "releases", "states")
 """Folders in the store that do not belong to the finished run's folder."""
 
 _RECORD = re.compile(r"published/(\d{8})\.json")

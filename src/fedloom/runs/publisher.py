@@ -23,7 +23,7 @@ from fedloom.runs.files import CHECKPOINTS, RELEASES, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import (
     FOLDER,
-    OF_ITS_OWN,
+    STORE_FOLDERS,
     VERSION,
     PublishedRun,
     Record,
@@ -51,7 +51,7 @@ class Publisher(PublishedRun):
         self._folder = folder
         self._incarnation = incarnation
         self._blobs: dict[str, str] = {}  # existing blobs, by sha256
-        self._segments: dict[str, _Grown] = {}
+        self._segments: dict[str, _PublishedLines] = {}
         self._unpublished: list[str] = []  # objects below releases/ whose lines this folder has
 
     @property
@@ -171,7 +171,7 @@ class Publisher(PublishedRun):
         """Return all complete files of the folder, except those of the workers."""
         root = self._path
         found = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.suffix != PARTIAL)
-        return sorted(path.as_posix() for path in found if path.parts[0] not in OF_ITS_OWN)
+        return sorted(path.as_posix() for path in found if path.parts[0] not in STORE_FOLDERS)
 
     def _contents(self, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
         with opened(self._path / name) as file:
@@ -181,8 +181,8 @@ class Publisher(PublishedRun):
                 return
             about = os.fstat(file.fileno())
             known = self._segments.get(name)
-            if known is None or not known.still(file, about):
-                known = _Grown(about.st_ino)
+            if known is None or not known.is_continued_by(file, about):
+                known = _PublishedLines(about.st_ino)
             cuts = segments(about.st_size)
             known.digests = {cut: known.digests.get(cut) or _digest_of(file, *cut) for cut in cuts}
             self._segments[name] = known
@@ -191,14 +191,14 @@ class Publisher(PublishedRun):
 
 
 @dataclass
-class _Grown:
+class _PublishedLines:
     """A line file as last published: its inode, and the digests of its segments by start and length."""
 
     inode: int
     digests: dict[tuple[int, int], str] = field(default_factory=dict)
 
-    def still(self, file: BinaryIO, about: os.stat_result) -> bool:
-        """Return whether the file has only grown since: its last segment is unchanged."""
+    def is_continued_by(self, file: BinaryIO, about: os.stat_result) -> bool:
+        """Return whether the file has only grown since, i.e. its last segment is unchanged."""
         last = next(reversed(self.digests), (0, 0))
         return (
             self.inode == about.st_ino
