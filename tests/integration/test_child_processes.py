@@ -15,10 +15,11 @@ from facts import tells
 from run_processes import ENVIRONMENT, WAIT_S
 
 import fedloom
-from fedloom.api.calls import carry_out
 from fedloom.errors import ExperimentError, WorkerLostError
 from fedloom.experiment import of
 from fedloom.runner.options import RunOptions
+from fedloom.runner.run_experiment import run_experiment
+from fedloom.runs.folder import RunFolder
 
 TASK: dict[str, Any] = {
     "name": "children",
@@ -104,7 +105,7 @@ def test_workers_find_the_factory_of_a_script_beside_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_workers_of_the_run_are_waited_for_while_they_live(tmp_path: Path) -> None:
     options = RunOptions(out=tmp_path / "run", report=False, wait_s=0.001)
-    assert carry_out(of(task(tmp_path)), options, progress=False).finished
+    assert RunFolder(run_experiment(of(task(tmp_path)), options).folder).is_finished
 
 
 @pytest.mark.usefixtures("forks")

@@ -683,7 +683,7 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
         assert (lines[0]["delta"], "epsilon" in lines[0]) == (1e-5, False)  # the ledger's own
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         for where in (at, str(run)):
-            with pytest.raises(ExperimentError, match=r"budget is 2, .*ε would be 2\.1.*δ = 1e-05.*the 3 before it"):
+            with pytest.raises(ExperimentError, match=r"budget is 2, .*2\.1.*1e-05.*after 3 "):
                 fedloom.personalize(where, x, y, **how)
         assert file.read_bytes() == before
         assert handed_out(at) == 2

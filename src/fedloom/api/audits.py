@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedloom.api.calls import folders, with_module
+from fedloom.api.calls import folders, observer_of, with_module
 from fedloom.api.run import Run
 from fedloom.errors import ExperimentError
 
@@ -89,14 +89,12 @@ def audit(
     if isinstance(what, Run) or checkpoint != "last":
         raise ExperimentError("canaries needs an experiment, not a run.", key="canaries")
     from fedloom import experiment as experiments
-    from fedloom.api.watch import Watch
     from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
-    from fedloom.runner.observer import RunObserver
 
     folder, place = None if out is None else Path(out), None if partition is None else str(partition)
     options = CanaryOptions(canaries, of, folder, place, norm, seed, report, folders(packed))
-    observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
-    return Run(audit_with_canaries(experiments.of(what, **with_module(overrides)), options, observer))
+    e = experiments.of(what, **with_module(overrides))
+    return Run(audit_with_canaries(e, options, observer_of(progress)))
 
 
 def _refuse(needed: str, **given: Any) -> None:

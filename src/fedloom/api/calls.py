@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -17,12 +17,11 @@ from fedloom.runner.personalization import PersonalizationRequest
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedloom.experiment import Experiment, Point
+    from fedloom.experiment import Experiment
     from fedloom.runner.observer import RunObserver
     from fedloom.runner.options import RunOptions
     from fedloom.runner.personal_model import PersonalModel
     from fedloom.runner.privacy_cost import PrivacyCost
-    from fedloom.runner.sweep import SweepObserver
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,7 +66,7 @@ def run(
         With ``data.own``, folders of packed clients: ``packed`` for those that train, ``observe`` for those that are
         only evaluated.
     publish
-        URL of a store to publish the run at while it runs.
+        URL of a store to publish the run at while it runs; None: below the experiment's ``storage``, if it is a store.
     report
         Write the report at the end, which takes two seconds; without it, :meth:`Run.report` writes it later.
     track
@@ -100,25 +99,24 @@ def run(
         run.history["unseen.accuracy_mean"].plot()
     """
     from fedloom import experiment as experiments
+    from fedloom.runner.run_experiment import run_experiment
 
     options = run_options(out, resume, partition, packed, observe, publish, report, track, replay)
     e = experiments.of(experiment, begun=options.out if resume else None, **with_module(overrides))
-    return carry_out(e, options, progress)
-
-
-def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunObserver = True) -> Run:
-    """Run a validated experiment with these options."""
-    from fedloom.api.watch import Watch
-    from fedloom.runner.observer import RunObserver
-    from fedloom.runner.run_experiment import run_experiment
-
-    observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
     with restored():
         try:
-            folder = run_experiment(experiment, options, observer).folder
+            folder = run_experiment(e, options, observer_of(progress)).folder
         finally:
             gc.collect()  # a run's objects form cycles; uncollected, they grow by hundreds of megabytes a run
     return Run(folder)
+
+
+def observer_of(progress: bool | RunObserver) -> RunObserver | None:
+    """Return the observer that shows the progress of a run, or the one given; None for no progress."""
+    from fedloom.api.watch import Watch
+    from fedloom.runner.observer import RunObserver
+
+    return progress if isinstance(progress, RunObserver) else Watch() if progress else None
 
 
 def sweep(
@@ -171,6 +169,7 @@ def sweep(
     from fedloom import experiment as experiments
     from fedloom.api.watch import SweepWatch
     from fedloom.experiment.loading import plain_value
+    from fedloom.runner.sweep import run_points
 
     axes = []
     for key, values in (grid or {}).items():
@@ -187,17 +186,8 @@ def sweep(
     begun = experiments.begun_in(options.out) if resume else None
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
     points = experiments.points(e, (), asked, axes, begun=begun)
-    return carry_out_sweep(points, options, SweepWatch(choosing=bool(axes)) if progress else None, parallel)
-
-
-def carry_out_sweep(
-    points: Sequence[Point], options: RunOptions, observer: SweepObserver | None, parallel: int
-) -> Sweep:
-    """Run the points of a sweep with these options."""
-    from fedloom.runner.sweep import run_points
-
-    e = points[0].experiment
-    folder = options.out or e.runs / f"{e.name}-sweep"
+    folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
+    observer = SweepWatch(choosing=bool(axes)) if progress else None
     with restored():
         failures = run_points(points, folder, options, observer, parallel=parallel)
     done = [Run(folder / point.name) for point in points if point.name not in failures]
@@ -365,7 +355,7 @@ def privacy_cost(
     ledger: str | Path | None = None,
     **overrides: Any,
 ) -> PrivacyCost:
-    """Return what the privacy of an experiment's training costs, as ``fedloom privacy``; nothing is trained.
+    """Return the privacy cost of an experiment's training, like ``fedloom privacy``; nothing is trained.
 
     Parameters
     ----------
@@ -486,5 +476,5 @@ def restored() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        if torch.are_deterministic_algorithms_enabled() != deterministic:  # it imports torch's compiler, in a second
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it takes a second, for an import
             torch.use_deterministic_algorithms(deterministic)

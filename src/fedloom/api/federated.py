@@ -324,7 +324,7 @@ def _request(**options: Any) -> Request:
 
 
 def _text(given: Mapping[str, Any]) -> TextColumn:
-    """Return a column of texts; raise ExperimentError if a key is wrong."""
+    """Return the settings of a column of texts; raise ExperimentError if a key is wrong."""
     from pydantic import ValidationError
 
     from fedloom.data.manifest import text_fault

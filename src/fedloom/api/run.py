@@ -165,11 +165,11 @@ class Run:
         from fedloom.reporting.report import FILES, figures
 
         stamps = [_stamp(self.folder / name) for name in sorted({name for names in FILES.values() for name in names})]
-        if self._figures is None or self._figures[0] != stamps:  # a run that goes on has others
+        if self._figures is None or self._figures[0] != stamps:  # figures of a run in progress change
             self._figures = stamps, figures(self.folder)
         return self._figures[1]
 
-    @overload  # one id is a sequence of texts, too
+    @overload  # a str is a Sequence[str], too
     def models(  # type: ignore[overload-overlap]
         self,
         clients: str,

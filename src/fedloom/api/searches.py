@@ -29,6 +29,8 @@ class Search(RunSequence):
         Folder with a run's folder for each trial, ``search.json`` and ``search.html``.
     summary
         Content of ``search.json``: all trials, also stopped and failed ones, and the chosen one with its test results.
+    chosen
+        Run that is best on validation data; its summary has the test results.
     """
 
     def __init__(self, found: SearchResult) -> None:
@@ -36,12 +38,7 @@ class Search(RunSequence):
             found.folder, (Run(found.folder / trial.name) for trial in found.trials if trial.state == "done")
         )
         self.summary = found.summary
-        self._chosen = Run(found.folder / found.chosen.name)
-
-    @property
-    def chosen(self) -> Run:
-        """Run that is best on validation data; its summary has the test results."""
-        return self._chosen
+        self.chosen = Run(found.folder / found.chosen.name)
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -196,7 +196,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     """
     dataset = FederatedDataset.open(where)
     manifest = dataset.manifest
-    if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # packed clients with canaries (an audit's)
+    if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # an audit's packed clients with canaries
         if own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.figures) != manifest:
             raise ExperimentError(
                 f"{argument('partition')}: {where} was made for other data than data.own describes.",

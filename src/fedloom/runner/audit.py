@@ -76,7 +76,7 @@ def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def claim_of(folder: RunFolder) -> dict[str, Any] | None:
-    """Return what a run claims about the privacy of its training: ``of``, ``epsilon``, ``delta``; None for no claim."""
+    """Return a run's claim about the privacy of its training: ``of``, ``epsilon`` and ``delta``; None without one."""
     stated = folder.json(SUMMARY).get("training_privacy")
     if stated is None or stated["epsilon"] is None:
         return None

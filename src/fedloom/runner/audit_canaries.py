@@ -135,7 +135,7 @@ def _check(e: Experiment, options: CanaryOptions) -> Experiment:
         raise ExperimentError(
             f"federation.rounds is {e.federation.rounds}; canaries need a training.", key="federation.rounds"
         )
-    if options.of == "examples" and not isinstance(e.data, OwnData):  # whose workers would draw secret noise
+    if options.of == "examples" and not isinstance(e.data, OwnData):  # with data.own, workers would draw secret noise
         return e
     runtime = e.runtime.model_copy(update={"workers": 0, "clients_at_once": 1})
     return e.model_copy(update={"runtime": runtime})
@@ -175,17 +175,17 @@ class _CanaryRun:
 
 
 def _write_coins(audit: _CanaryRun, names: Sequence[Any]) -> None:
-    """Keep the coins with the audit; only its owner may read them."""
+    """Write the coins to the audit's folder, in a file that only its owner may read."""
     rows = [{"canary": name, "in": bool(coin)} for name, coin in zip(names, audit.coins, strict=True)]
     content = {"of": audit.options.of, "seed": audit.seed, "canaries": rows}
     write_private(audit.out / COINS, json.dumps(content, indent=1) + "\n")
 
 
 def _run_with_clients(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
-    """Run with canary clients; return the run, their scores, and what was done."""
+    """Run with canary clients; return the run, their scores, and how they were scored."""
     e, dataset, options = audit.experiment, audit.dataset, audit.options
     roster, names = len(dataset.manifest.roster), canary_names(dataset, options.count)
-    # The part of the clients in a round, which a claim depends on, stays as it was.
+    # The fraction of clients in a round, which a claim depends on, stays the same.
     cohort = max(1, round(e.federation.clients_per_round * (roster + options.count) / roster))
     e = e.model_copy(update={"federation": e.federation.model_copy(update={"clients_per_round": cohort})})
     parts = assemble.make_parts(e, dataset.manifest)
@@ -205,7 +205,7 @@ def _run_with_clients(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64]
 
 
 def _norm(e: Experiment) -> float | None:
-    """Return the norm of canaries' updates: one that must be clipped, or None without clipping of clients."""
+    """Return a norm of canaries' updates that must be clipped; None if updates are not clipped."""
     privacy = e.federation.privacy
     return UNCLIPPED * privacy.clip if privacy is not None and privacy.of == "clients" else None
 
@@ -223,7 +223,7 @@ def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
 
 
 def _run_with_examples(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
-    """Run with canary examples; return the run, their scores, and what was done."""
+    """Run with canary examples; return the run, their scores, and how they were scored."""
     dataset, out = audit.dataset, audit.out
     canaries = draw_examples(dataset, audit.options.count, audit.seed)
     write_with_examples(dataset, out / PARTITION_FOLDER, canaries, audit.coins)

@@ -115,7 +115,7 @@ class _Victim:
         return results | self._compared(x, found, shown=shown)
 
     def _compared(self, x: Tensor, found: Tensor, *, shown: bool) -> dict[str, Any]:
-        """Return how close reconstructions ``[k, ...]`` are to inputs ``[n, ...]``, and pictures of the closest."""
+        """Return the similarity of reconstructions ``[k, ...]`` to inputs ``[n, ...]``, and pictures of the best."""
         originals, peak = self.scale.raw(x), self.scale.peak(x)
         matches = best_matches(originals, self.scale.raw(found), peak)
         values = [value for value, _ in matches]

@@ -42,7 +42,7 @@ def _in_process(engine: Engine) -> RunResult:
 
 
 def _announce(engine: Engine, at: Serving) -> None:
-    """Tell the user how external workers can connect to the run."""
+    """Show the user how external workers can connect to the run."""
     assert engine.dataset is not None
     states = assemble.states_of(engine.folder) if engine.stateful and engine.publication.url is not None else None
     where = engine.options.partition or str(engine.dataset.folder)

@@ -182,7 +182,7 @@ def with_workers(
         with stop_request.when_unwatched(lambda: at.notices.unwatched_s, options.orphan_after_s):
             at.notices.tell("waiting", "waiting for workers")
             if parts.manifest.clients:  # in an open federation, the roster waits
-                # Our own workers may take as long as they live: one that is lost for good aborts the wait.
+                # There is no time limit for the run's own workers: one that is lost for good aborts the wait.
                 within_s = options.wait_s if own is None else threading.TIMEOUT_MAX
                 count = 1 if own is None else parts.experiment.runtime.workers
                 at.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)

@@ -106,7 +106,7 @@ class Engine:
         self.listens = options.listen is not None
         self.is_open = self.own is not None and self.listens
         self._resumes = check_folder(self.folder, e, options.resume, is_open=self.is_open)
-        # Our own workers authenticate with a token that nobody else has; external workers as the options say.
+        # The run's own workers authenticate with a secret token, external workers as the options say.
         self.token = make_token()
         self._protection = Protection(options.protection if self.listens else ServerOptions(token=self.token))
         self._audit = Audit()
@@ -133,7 +133,7 @@ class Engine:
         self._held = ExitStack()
         self._is_locked = False
         self._keep_log: Callable[[Path], None]
-        self._earlier_s = 0.0  # training time of the processes before
+        self._earlier_s = 0.0  # training time of earlier processes
         self.finished: dict[str, Any] | None = None
 
     def _parts(self) -> RunContext:

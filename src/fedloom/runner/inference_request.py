@@ -96,7 +96,7 @@ def _names(listed: Any) -> list[str | None]:
 def request_inputs(listed: Sequence[Any], model: SavedModel) -> dict[str, NDArray[Any]]:
     """Return the arrays of a request's inputs by the names of the model's."""
     known = {name or INPUT: (name, spec) for name, spec in model.specs.items()}
-    if Counter(_names(listed)) != Counter([*known]):  # a mapping would be counts
+    if Counter(_names(listed)) != Counter([*known]):  # Counter would take a mapping for counts
         raise _invalid(f"the inputs must be {', '.join(known)}")
     found = {}
     for one in listed:

@@ -59,7 +59,7 @@ class _Collector:
 
 
 def certificate_end(protection: Protection) -> float | None:
-    """Return when the current server certificate expires, in seconds since 1970; None without one."""
+    """Return the expiry of the current server certificate, in seconds since 1970; None without one."""
     return None if protection.tls is None else protection.tls.value.pair.certificate.ends.timestamp()
 
 

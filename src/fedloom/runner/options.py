@@ -15,19 +15,8 @@ class RunOptions:
 
     Attributes
     ----------
-    out
-        Folder of the run; None: named after the experiment.
-    resume
-        Resume the run in the folder, or the published one.
-    replay
-        Run whose journal is replayed.
-    partition
-        Folder or URL of the partition; None: create the experiment's partition here.
-    data, observe
-        Folders of packed clients, if the experiment has ``data.own``: ``data`` for those that train, ``observe`` for
-        those that are only evaluated.
-    publish
-        URL to publish the run at; None: below ``storage``, if that is a store.
+    out, resume, replay, partition, data, observe, publish, report, track
+        Arguments of :func:`fedloom.run`, which describes them; ``data`` is ``packed`` there.
     name
         Name of the published run; None: the folder's name.
     listen
@@ -50,10 +39,6 @@ class RunOptions:
         Seconds to wait at the end for watchers to read it.
     signals
         Stop after the current round on SIGINT or SIGTERM; a second signal stops at once.
-    track
-        Trackers in addition to the experiment's.
-    report
-        Write the report at the end; otherwise ``fedloom report`` can write it later.
     watcher
         Another observer of rounds and evaluations, called after the observer and the trackers. An error that it raises
         ends the run; a search stops a trial in this way.

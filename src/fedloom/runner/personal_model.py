@@ -181,13 +181,13 @@ class PersonalModel(nn.Module):
         return self.card.classes
 
     def forward(self, x: Any) -> Tensor:
-        """Return probabilities, or numbers, of a tensor, an array or a list; of named inputs, of a dict of them.
+        """Return probabilities, or numbers, for a tensor, array or list of inputs, or for a dict of named ones.
 
         Raises
         ------
         DataError
             If pixels are not integers: floats from a transform such as ``ToTensor`` would be divided by 255 again; or
-            if the names of the inputs are others.
+            if the inputs have other names.
         """
         specs = self.card.specs
         if "" in specs:
@@ -228,7 +228,7 @@ class PersonalModel(nn.Module):
 
     @property
     def example(self) -> Any:
-        """Batch of two zero inputs of the right shapes and types; a dict of named ones."""
+        """Batch of two examples of zeros, with the shapes and types of the inputs."""
         zeros = {
             name: torch.from_numpy(np.zeros((2, *spec.shape), dtype=DTYPES[spec.kind]))
             for name, spec in self.card.specs.items()
@@ -261,7 +261,7 @@ class PersonalModel(nn.Module):
             for name, content in files.items():
                 write_atomically(path / name, content)
             if BESIDE not in files:
-                (path / BESIDE).unlink(missing_ok=True)  # of an earlier model
+                (path / BESIDE).unlink(missing_ok=True)  # left by an earlier model
             return [path / name for name in files]
         if path.suffix == ".safetensors":
             write_atomically(path, self.weights())
@@ -301,7 +301,7 @@ class PersonalModel(nn.Module):
         return content.getvalue()
 
     def onnx(self) -> bytes:
-        """Return the model in the ONNX format: inputs named as in the data, a single one ``x``; and ``output``."""
+        """Return the model in the ONNX format; inputs have the names of the data, or ``x``, the output is ``output``."""
         try:
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
@@ -406,7 +406,7 @@ def check_format(path: Path) -> None:
 
 
 def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
-    """Give a module a tensor by its path, whose parts may be names of methods, such as ``adapter`` or ``save``."""
+    """Set a tensor of a module by its path, whose parts may be names of methods, such as ``adapter`` or ``save``."""
     *parents, name = path
     for parent in parents:
         child = module._modules.get(parent)

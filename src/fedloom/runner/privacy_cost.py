@@ -1,4 +1,4 @@
-"""Cost of a training's privacy before it runs: ε by rounds, the noise that an ε needs, and its size beside updates."""
+"""Privacy cost of a training that has not run: ε by rounds, the noise that an ε needs, and its size beside updates."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class PrivacyCost:
 
 
 def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
-    """Return what the privacy of an experiment's training costs; nothing is trained, and no data are needed.
+    """Return the privacy cost of an experiment's training; nothing is trained, and no data are needed.
 
     Raise ExperimentError if the experiment has no ``federation.privacy``, a value is out of range, or a number of
     clients or examples is neither known nor given.
@@ -180,7 +180,7 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
 
 
 def update_size(experiment: Experiment, clients: int) -> int:
-    """Return the number of coordinates of what a client sends in a round, without statistics."""
+    """Return the number of coordinates that a client sends in a round, without statistics."""
     algorithm, settings = find_algorithm(experiment.algorithm.name), experiment.algorithm.settings
     setup = _setup(experiment, clients)
     sizes = algorithm.server(settings, setup, generator(experiment.seed, "init")).sizes
@@ -190,7 +190,7 @@ def update_size(experiment: Experiment, clients: int) -> int:
 
 
 def _setup(e: Experiment, clients: int) -> Setup:
-    """Return the facts of a problem as its manifest would have them, without data."""
+    """Return the setup that the experiment's manifest would give, without data."""
     if isinstance(e.data, OwnData):
         own = e.data.own
         specs, classes, targets, where = own.specs, len(own.classes), own.wanted, "data.own"
@@ -271,7 +271,7 @@ def _solved(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | N
 
 
 def _rounds(planned: Planned, epsilon: float, z: float) -> int | None:
-    """Return how many rounds cost at most ε; None for more than ten million."""
+    """Return the number of rounds that cost at most ε; None for more than ten million."""
     if planned.privacy.of == "clients":
         return rounds_within(epsilon, planned.privacy.delta, planned.release(z))
     low, high = 0, 1
@@ -365,7 +365,7 @@ def _noise(found: PrivacyCost) -> str:
     units = "examples per mini-batch" if found.unit == "examples" else "clients per round"
     fix = f"it takes about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
     if ratio > HOPELESS[found.unit]:
-        # Updates that agree add up with the rounds, and noise with their root.
+        # Over rounds, updates that agree grow linearly, and noise with the square root.
         rounds = found.rounds or MOST_ROUNDS
         over_all = ratio / math.sqrt(rounds * (found.cohort if found.unit == "examples" else 1))
         outlook = "training cannot be expected to work" if over_all > 1 else "only what many rounds agree on remains"

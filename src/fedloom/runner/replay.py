@@ -35,7 +35,7 @@ def run_replay(engine: Engine, replay: Replay) -> RunResult:
             roster = ReplayedRoster(segment.parts.manifest, replay)
             loop = engine.loop(segment.parts, transport, roster, segment.upto, measure_last=segment.measured)
             if number:
-                loop.resume()  # from the checkpoint of the segment before
+                loop.resume()  # from the checkpoint of the previous segment
             else:
                 engine.resume(loop)
             if number + 1 < len(segments):

@@ -166,7 +166,7 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
     simulated = is_simulation(parts.experiment, run.transport)
     found = count_releases_about(run.folder, privacy.of, repeatable=simulated)
     protected, others = _fields_of_training(parts, run)
-    if privacy.of == "examples":  # their losses would disclose them, and are sent as 0
+    if privacy.of == "examples":  # losses, which would disclose examples, are sent as 0
         messages = parts.algorithm.messages
         losses = {f"{cls.__name__}.{f.name}" for cls in messages for f in cls.fields() if f.quantity == Quantity.LOSS}
         others = [name for name in others if name not in losses]
@@ -183,7 +183,7 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
 
 
 def _fields_of_training(parts: RunContext, run: Loop) -> tuple[list[str], list[str]]:
-    """Return the fields of clients' answers that carry what is learned, and those of statistics, by message."""
+    """Return the fields of clients' answers that carry learned values, and those that carry statistics, by message."""
     sums = parts.algorithm.sums(parts.settings)
     shapes = answer_shapes(parts.algorithm.messages, run.server.sizes)
     asked = sums if parts.summation is not None else shapes

@@ -94,7 +94,7 @@ class ModelFolder:
         state = (found.st_ino, found.st_size, found.st_mtime_ns)
         if (kept := self._in_memory(client, state)) is not None:
             return kept
-        with self._loading:  # not safe in several threads
+        with self._loading:  # torch.export.load is not safe in several threads
             if (kept := self._in_memory(client, state)) is not None:
                 return kept
             loaded = _load(self._path(client), client)

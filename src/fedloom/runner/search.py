@@ -159,9 +159,7 @@ class _Search:
         for trial in self._trials.unfinished:
             if (e := self._experiment(trial)) is None:
                 continue
-            if (
-                trial.behind and max(trial.measured) != e.federation.rounds
-            ):  # the process was killed before it could stop
+            if trial.behind and max(trial.measured) != e.federation.rounds:  # killed before the trial was stopped
                 self._stop(trial)
             else:
                 yield trial, e
@@ -239,7 +237,7 @@ class _Search:
         run_parallel(jobs(), self._plan.trials, self._parallel, events, signals=self._options.signals)
 
     def _is_due_to_values(self, error: FedloomError) -> bool:
-        """Return whether a trial's values caused its failure, as when training diverges: a result of the search.
+        """Return whether a trial's values caused its failure, as when training diverges; such a failure is a result.
 
         An invalid setting counts as such a cause only if other trials could run.
         """
@@ -247,7 +245,7 @@ class _Search:
         return isinstance(error, QuorumError) or (isinstance(error, ExperimentError) and others)
 
     def _shown(self, trial: Trial, e: Experiment) -> tuple[int, int, Point]:
-        """Return a trial's number, the number of all trials, and the trial, in the form that observers take."""
+        """Return the arguments of an observer's callbacks: a trial's number, the number of trials, and the trial."""
         return trial.number, self._plan.trials, Point(trial.label, (), e)
 
     def _options_of(self, trial: Trial, e: Experiment) -> RunOptions:
@@ -338,7 +336,7 @@ class _Search:
 
 
 class _Measuring(RunObserver):
-    """Observer that passes evaluations of a trial to its search, and stops the trial when it falls behind."""
+    """Observer that passes the evaluations of a trial to its search, and stops the trial if it falls behind."""
 
     def __init__(
         self, measured: Callable[[Trial, Mapping[str, Any], int | None], bool], trial: Trial, e: Experiment

@@ -57,7 +57,7 @@ class StopRequest:
         self._timers.append(timer)
 
     def operator(self, now: bool) -> None:
-        """Stop as an operator asks: at once if ``now``, else after the current round, however long it takes."""
+        """Stop at an operator's request: at once if ``now``, else after the current round, however long it takes."""
         self._observer.stopping(after_round=self.training and not now)
         self.ask(grace_s=0.0 if now else None)
 

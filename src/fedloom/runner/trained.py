@@ -71,7 +71,7 @@ def checkpoint_evaluation(
 
     Raise QuorumError if clients could not be measured.
     """
-    if not evaluation.present.all():  # statistics of a subset would pass for those of all clients
+    if not evaluation.present.all():  # statistics of a subset would look like those of all clients
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         everyone = pluralize(len(evaluation.clients), "client")
@@ -204,7 +204,7 @@ def _clients_of(
     """Return the data of the clients to evaluate: the run's own, another partition's, or packed ones."""
     if isinstance(e.data, OwnData):
         if partition is not None and (found := FederatedDataset.open(partition)).manifest.dataset == OWN:
-            return found  # packed clients with canaries (an audit's)
+            return found  # an audit's packed clients with canaries
         if partition is not None or not data:
             instead = "" if partition is None else f", not {argument('partition')}"
             raise ExperimentError(

@@ -112,7 +112,7 @@ def _check(claim: Any, where: str) -> None:
 
 
 def _own(folder: RunFolder, client: str) -> list[dict[str, Any]]:
-    """Return what training released about the examples of one client; nothing if it was never asked."""
+    """Return the releases of training about the examples of one client; none if it was never asked."""
     counts = count_releases_about(folder, "examples").counts
     if client not in counts and not any(each.id == client and each.seen for each in folder.manifest().clients):
         known = sorted(set(counts) - {EVERYONE})

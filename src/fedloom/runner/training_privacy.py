@@ -67,7 +67,7 @@ class Population:
 
 @dataclass(frozen=True)
 class Planned:
-    """Releases of a training that is to come.
+    """Releases of a planned training.
 
     Attributes
     ----------
@@ -186,7 +186,7 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
 
 
 def tally_of(experiment: Experiment) -> Tally | None:
-    """Return a new count of what training will release; None if it is not private."""
+    """Return a new tally of the releases of training; None if it is not private."""
     privacy = experiment.federation.privacy
     return None if privacy is None else Tally(privacy.delta, privacy.budget, privacy.of)
 
@@ -228,12 +228,12 @@ def steps_of(
 
 
 def is_simulation(experiment: Experiment, transport: Transport) -> bool:
-    """Return whether noise comes from the experiment's seed: clients are of a data set, or all are in this process."""
+    """Return whether noise comes from the experiment's seed: clients share a data set, or all are in this process."""
     return not isinstance(experiment.data, OwnData) or isinstance(transport, InProcess)
 
 
 def private_sums_of(experiment: Experiment, *, simulated: bool) -> PrivateSums | None:
-    """Return draws and noise of training, from the seed in a simulation; None if it needs none over clients."""
+    """Return the draws and noise of private sums over clients, from the seed in a simulation; None without privacy."""
     federation, privacy = experiment.federation, experiment.federation.privacy
     if privacy is None or privacy.of != "clients" or federation.rounds == 0:
         return None

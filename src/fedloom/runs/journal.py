@@ -197,7 +197,7 @@ class Journal:
                     self._keep(client, Version(attempt.round, attempt.attempt, number, row, attempt.life))
 
     def _keep(self, client: str, version: Version) -> None:
-        """Store the version that a client starts from now, and those that checkpoints would start it from."""
+        """Store the version that a client starts from now, and those that it starts from at checkpoints."""
         before = self._kept.get(client, [])
         needed = {_at(before, round) for round in self.needed}
         self._kept[client] = [*(old for old in before if old in needed), version]
