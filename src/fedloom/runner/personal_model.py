@@ -301,7 +301,7 @@ class PersonalModel(nn.Module):
         return content.getvalue()
 
     def onnx(self) -> bytes:
-        """Return the model in the ONNX format; inputs have the names of the data, or ``x``, the output is ``output``."""
+        """Return the model in the ONNX format; inputs are named as in the data, or ``x``, and the output ``output``."""
         try:
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
