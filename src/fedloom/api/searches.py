@@ -113,7 +113,7 @@ def search(
     Raises
     ------
     ExperimentError
-        If the space or the experiment is invalid, the experiment refuses a value at an end of a range, or the folder
+        If the space or the experiment is invalid, the experiment refuses an end of a range or a choice, or the folder
         is in use; raised before anything runs.
     FedloomError
         If no trial was completed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -252,9 +253,9 @@ def _canary_losses(
     Raise QuorumError if a client has no predictor.
     """
     losses = np.full(len(canaries), np.nan)
-    by_client: dict[str, list[int]] = {}
+    by_client = defaultdict[str, list[int]](list)
     for i, canary in enumerate(canaries):
-        by_client.setdefault(canary.client, []).append(i)
+        by_client[canary.client].append(i)
     load = parts.examples_of(whole)
 
     def measure(client: ClientData, named: Mapping[str, Predictor]) -> None:

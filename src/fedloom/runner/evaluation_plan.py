@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 import torch
@@ -53,11 +53,8 @@ def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
 def _imported(name: str) -> Any:
     """Import a metric named as ``package:function``."""
     check_permitted(name, KEY)
-    package, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(package)
-        for attribute in path.split("."):
-            found = getattr(found, attribute)
+        return pkgutil.resolve_name(name)
     except Exception as error:
         raise ExperimentError(
             f"{KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
@@ -65,4 +62,3 @@ def _imported(name: str) -> Any:
             key=KEY,
             found=name,
         ) from error
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -274,15 +275,13 @@ def _rounds(planned: Planned, epsilon: float, z: float) -> int | None:
     """Return the number of rounds that cost at most ε; None for more than ten million."""
     if planned.privacy.of == "clients":
         return rounds_within(epsilon, planned.privacy.delta, planned.release(z))
-    low, high = 0, 1
+    high = 1
     while planned.epsilon(high, z) <= epsilon:
-        low, high = high, 2 * high
-        if low > MOST_ROUNDS:
+        if high > MOST_ROUNDS:
             return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if planned.epsilon(middle, z) <= epsilon else (low, middle)
-    return low
+        high *= 2
+    low = high // 2
+    return low + bisect(range(low + 1, high), epsilon, key=lambda rounds: planned.epsilon(rounds, z))
 
 
 def _shown_rounds(rounds: int | None) -> list[int]:
