@@ -143,8 +143,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         check_example_privacy(parts.algorithm, parts.settings)
     if experiment.evaluation.label_mask and not (plan.task.target_kind == "classification" and setup.classes):
         raise ExperimentError(
-            f"evaluation.label_mask: only in classification can labels be absent (the task is {plan.task.name}); set "
-            "it to false (got true)",
+            f"evaluation.label_mask must be false unless the task is classification (the task is {plan.task.name}).",
             key="evaluation.label_mask",
             found=True,
         )

@@ -219,7 +219,7 @@ def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
         if lost and attempt.get("outcome", DONE) == DONE:
             raise QuorumError(
                 f"Canary {lost[0]['client']} was lost in round {attempt['round']}: {lost[0]['reason']}.",
-                hint=f"a smaller {argument('norm')} may be plausible",
+                hint=f"a smaller {argument('norm')} may be accepted",
             )
 
 

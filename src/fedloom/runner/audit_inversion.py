@@ -172,7 +172,7 @@ def _victim(parts: RunContext, dataset: FederatedDataset, client: str | None) ->
     first = roster[0] if client is None else dataset.manifest.named(client).id
     data = load(first)
     if not len(data.train):
-        raise DataError(f"client {first} has no training examples, whose gradient could be inverted.")
+        raise DataError(f"Client {first} has no training examples, so there is no gradient to invert.")
     size = max(1, parts.experiment.federation.clients_per_round)
     others = [each for each in map(load, [name for name in roster if name != first][: size - 1]) if len(each.train)]
     theta = parts.setup.model.init(generator(parts.experiment.seed, "init"), parts.setup.dtype)

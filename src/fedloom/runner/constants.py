@@ -76,7 +76,7 @@ def check_constants(parts: RunContext, expected: Mapping[str, str], owner: str) 
         if name == START:
             raise DataError(
                 f"model.factory: the model's initialization is not that of {owner}. {parts.algorithm.name} starts from "
-                "it, and never sends it, so every process must create the same",
+                "it and never sends it, so it must be the same in every process",
                 key="model.factory",
                 hint="use the same factory with the same pretrained weights everywhere",
             )
@@ -87,7 +87,7 @@ def check_constants(parts: RunContext, expected: Mapping[str, str], owner: str) 
         )
         raise DataError(
             f"model.factory: the constant tensor {name!r} {what}. Frozen parameters and fixed buffers are never "
-            "sent, so every process must create the same",
+            "sent, so they must be the same in every process",
             key="model.factory",
             hint="use the same factory with the same pretrained weights everywhere",
         )

@@ -93,15 +93,14 @@ def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
     """
     if listen is not None and (replay.is_open or own is not None):
         raise ExperimentError(
-            f"{argument('replay')} of clients with their own data needs `fedloom run --data`; an aggregator cannot do "
-            "it.",
+            f"{argument('replay')} of clients with their own data needs `fedloom run --data`, not an aggregator.",
             key="replay",
         )
     if replay.is_open and own is None:
         raise ExperimentError(
-            f"{argument('replay')} names an open federation: the experiment needs data.own, and {argument('packed')} "
-            "the clients' folders.",
+            f"{argument('replay')} names an open federation: give an experiment with data.own, and the folders of its "
+            f"clients with {argument('packed')}.",
             key="replay",
         )
     if replay.is_open and not replay.rounds:
-        raise DataError("the journal to replay has no round")
+        raise DataError("The journal to replay has no rounds.")

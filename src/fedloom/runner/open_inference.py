@@ -213,7 +213,7 @@ class OpenInference:
     def _metadata(self, name: str, client: str | None, identity: Identity | None) -> dict[str, Any]:
         clients = [each for each in self._models.clients() if identity is None or identity.speaks_for(each)]
         if client is None and not clients:
-            raise RequestRefused(HTTPStatus.NOT_FOUND, "there is no model for you")
+            raise RequestRefused(HTTPStatus.NOT_FOUND, "you may not use any of the models")
         model = self._model(name, client or clients[0], identity)
         inputs = [_described(name or INPUT, DTYPES[spec.kind], spec.shape) for name, spec in model.specs.items()]
         outputs = [_described(OUTPUT, model.dtype, model.outputs)]

@@ -59,7 +59,7 @@ async def request_model_async(request: PersonalizationRequest) -> PersonalModel:
 async def _from_server(request: PersonalizationRequest) -> PersonalModel:
     ends = time.monotonic() + request.timeout_s
     if not re.search(r":[0-9]+$", request.where):  # probably a misspelled folder
-        raise DataError(f"{request.where} is not the folder of a run, nor HOST:PORT, nor a URL.", found=request.where)
+        raise DataError(f"{request.where} is not a run's folder, a URL, or HOST:PORT.", found=request.where)
     _check_for_server(request)
     models = Models(request.where, Credentials(request.client_options()))
     try:

@@ -233,8 +233,8 @@ def _population(e: Experiment, question: PrivacyQuestion) -> Population:
     privacy = e.federation.privacy
     if examples is None and privacy is not None and privacy.of == "examples":
         raise ExperimentError(
-            "The ε of examples depends on how many a client has, and the partition is not on this machine; give the "
-            f"smallest client's number with {argument('examples')}.",
+            "The ε of examples depends on the clients' numbers of examples, and the partition is not on this machine; "
+            f"give the smallest number with {argument('examples')}.",
             key="examples",
             hint="or make the partition: fedloom partition EXPERIMENT",
         )

@@ -134,7 +134,7 @@ def restore(
     for what, of in _COMPARED.items():
         found, needed = of(dataset.manifest), of(trained_on)
         if found != needed:
-            raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
+            raise DataError(f"{dataset.folder}: {what} is {found}, and the run was trained with {needed}")
     if partition is not None and not is_url(partition):  # a store's shards are checked as they are fetched
         dataset.verify()
     # The models were trained on inputs normalized as in the training partition.
@@ -145,7 +145,7 @@ def restore(
         raise DataError(
             f"{run}: the run's clients have partition {trained_on.fingerprint[:12]}, which is not in the data root "
             f"{data_root(e.data.root)}, and this FedLoom creates {manifest.fingerprint[:12]} from its settings",
-            hint="evaluate it where the partition still is, or with the FedLoom that it ran with",
+            hint="evaluate it where the partition is, or with the version of FedLoom that it ran with",
         )
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)

@@ -131,7 +131,7 @@ class Planned:
     def _sizes(self) -> Sequence[int]:
         if self.population.examples is None:
             raise ExperimentError(
-                "the ε of examples depends on how many a client has, which is not known before the data are",
+                "The ε of examples depends on the clients' numbers of examples, which only the data determine.",
                 key="examples",
             )
         return self.population.examples
@@ -180,7 +180,7 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
             f"more than federation.privacy.epsilon, {epsilon:g}.",
             key="federation.privacy.noise_multiplier",
             found=z,
-            hint="Set one of the two alone, or fewer federation.rounds.",
+            hint="set only one of the two, or fewer federation.rounds",
         )
     return experiment
 
@@ -258,7 +258,7 @@ def check_private_buffers(experiment: Experiment, model: FlatModel) -> None:
         key="model.buffers",
         found="shared",
         allowed=["local"],
-        hint="Set model.buffers to local, or normalize without running statistics (GroupNorm, LayerNorm).",
+        hint="set model.buffers to local, or normalize without running statistics (GroupNorm, LayerNorm)",
     )
 
 

@@ -183,7 +183,8 @@ def check_only_sums(secure: SecureAggregation | None) -> None:
     """
     if secure is None or secure.signatures not in ("keys", "certificates"):
         raise RefusedError(
-            f"the experiment has no secure aggregation with signed keys, and this worker has {argument('only_sums')}"
+            f"the experiment has no secure aggregation with signed keys, which this worker requires "
+            f"({argument('only_sums')})"
         )
     k, t = secure.neighbours, secure.threshold
     if k is not None and (k < SMALLEST_DEGREE or (t is not None and t < default_threshold(k))):
