@@ -226,8 +226,7 @@ def test_a_journal_tells_who_is_there_and_a_replay_who_was_when(tmp_path: Path) 
 
     replay = Replay(run)
     assert (replay.is_open, replay.rounds) == (True, 3)
-    assert replay.experiments == [(0, "one"), (2, "two"), (3, "three")]
-    assert [replay.evaluation_begins(i) for i in range(3)] == [True, True, False]
+    assert replay.experiments == [("one", 0, True), ("two", 2, True), ("three", 3, False)]
     roster = ReplayedRoster(MANIFEST, replay)
     for round, evaluating, expected in (
         (0, True, "ao"), (1, False, "ao"), (2, False, "aco"), (2, True, "abo"), (3, False, "abco"), (3, True, "abco"),

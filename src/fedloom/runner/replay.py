@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from fedloom import experiment as experiments
 from fedloom.data.manifest import Manifest
@@ -47,13 +48,13 @@ def run_replay(engine: Engine, replay: Replay) -> RunResult:
 def replay_segments(experiment: Experiment, replay: Replay, manifest: Manifest) -> list[ReplaySegment]:
     """Return the segments to replay, one per experiment that the federation has had."""
     segments = []
-    for i, (_, text) in enumerate(replay.experiments):
-        parts = assemble.make_parts(experiments.from_shared_json(text, runtime=experiment.runtime), manifest)
-        if i + 1 == len(replay.experiments):
+    for this, following in zip_longest(replay.experiments, replay.experiments[1:]):
+        parts = assemble.make_parts(experiments.from_shared_json(this.text, runtime=experiment.runtime), manifest)
+        if following is None:
             segments.append(ReplaySegment(parts, replay.rounds))
-        elif replay.evaluation_begins(i + 1):
-            segments.append(ReplaySegment(parts, replay.experiments[i + 1][0], measured=False))
+        elif following.is_evaluation:
+            segments.append(ReplaySegment(parts, following.round, measured=False))
         else:  # it may have stopped before a due evaluation that the next experiment omits
-            upto = replay.experiments[i + 1][0] - 1
+            upto = following.round - 1
             segments.append(ReplaySegment(parts, upto, measured=replay.evaluation(upto) is not None))
     return segments

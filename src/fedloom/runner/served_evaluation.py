@@ -18,13 +18,17 @@ from fedloom.runner.trained import CheckpointEvaluation, checkpoint_evaluation, 
 from fedloom.security.options import ClientOptions, Credentials
 from fedloom.transport.newcomer import Models
 
+TIMEOUT_S = 60.0
+"""Seconds within which a server's answer, and each model, must arrive."""
+
 
 async def converse_for_all(
-    where: str, run: str, dataset: FederatedDataset, trust: ClientOptions | None = None, timeout_s: float = 60.0
+    where: str, run: str, dataset: FederatedDataset, trust: ClientOptions | None = None
 ) -> tuple[list[dict[str, Predictor]], list[int]]:
     """Request a model for each client of a partition; return each client's predictors and round.
 
-    ``run`` is the name of the run that the server at ``where`` must serve. Each model must arrive within ``timeout_s``.
+    ``run`` is the name of the run that the server at ``where`` must serve. Each model must arrive within
+    :data:`TIMEOUT_S`.
 
     Raise DataError if the server has another run, or cannot process a client's data; RefusedError if it refuses the
     connection; QuorumError if a model does not arrive in time.
@@ -33,7 +37,7 @@ async def converse_for_all(
     made: list[dict[str, Predictor]] = []
     rounds: list[int] = []
     try:
-        about = (await models.describe(timeout_s)).about
+        about = (await models.describe(TIMEOUT_S)).about
         if about.run != run:
             raise DataError(
                 f"{where} serves the run {about.run}, but the evaluation is of {run}.", found=about.run, allowed=[run]
@@ -42,7 +46,7 @@ async def converse_for_all(
         words = vocabulary(parts.algorithm)
         for entry in dataset.manifest.clients:
             speaking = PersonalizationClient(parts, dataset, entry.id)
-            answered = await models.converse(about, entry.id, words, speaking.speak, timeout_s=timeout_s)
+            answered = await models.converse(about, entry.id, words, speaking.speak, timeout_s=TIMEOUT_S)
             made.append(speaking.predictors)
             rounds.append(answered.round)
     finally:
@@ -51,7 +55,7 @@ async def converse_for_all(
 
 
 def evaluate_served(
-    run: Path, where: str, partition: str | Path, trust: ClientOptions | None = None, timeout_s: float = 60.0
+    run: Path, where: str, partition: str | Path, trust: ClientOptions | None = None
 ) -> CheckpointEvaluation:
     """Evaluate the models that a server at ``HOST:PORT`` gives to a partition's clients, which are all new to the run.
 
@@ -60,7 +64,7 @@ def evaluate_served(
     Raise as :func:`~fedloom.runner.trained.restore` and :func:`converse_for_all`.
     """
     parts, loop, dataset = restore(run, "last", partition)
-    made, rounds = asyncio.run(converse_for_all(where, parts.experiment.name, dataset, trust, timeout_s))
+    made, rounds = asyncio.run(converse_for_all(where, parts.experiment.name, dataset, trust))
     clients = tuple(entry.id for entry in dataset.manifest.clients)
     measured = metrics(
         made,

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedloom.errors import DataError, argument
 from fedloom.runs.files import JOURNAL, METRICS, RELEASES
@@ -285,6 +285,14 @@ def _at(versions: Sequence[Version], round: int) -> Version | None:
     return versions[at - 1] if at else None
 
 
+class ReplayedExperiment(NamedTuple):
+    """Experiment in a journal: its text, the round of its first line, and whether that line is an evaluation."""
+
+    text: str
+    round: int
+    is_evaluation: bool
+
+
 class Replay:
     """Index of a journal for repeating its rounds: the positions of its lines, eight bytes per round.
 
@@ -297,14 +305,13 @@ class Replay:
         self._evaluations: dict[int, int] = {}
         self._changes = array("q")  # lines with roster changes
         self._taken = 0
-        self.experiments: list[tuple[int, str]] = []  # round of its first line, and text, of each experiment
-        self._begins: list[bool] = []  # whether that first line is an evaluation
+        self.experiments: list[ReplayedExperiment] = []
         for attempt, line in _attempts(folder):
             if attempt.joined or attempt.left:
                 self._changes.append(line.start)
             if attempt.experiment:
-                self.experiments.append((attempt.round, attempt.experiment))
-                self._begins.append(attempt.attempt == 0)
+                first = ReplayedExperiment(attempt.experiment, attempt.round, is_evaluation=attempt.attempt == 0)
+                self.experiments.append(first)
             if attempt.outcome == EVALUATED:
                 self._evaluations[attempt.round] = line.start
             elif attempt.outcome == DONE and attempt.round == len(self._starts) + 1:
@@ -333,10 +340,6 @@ class Replay:
     def is_open(self) -> bool:
         """True for the journal of an open federation."""
         return bool(self._changes)
-
-    def evaluation_begins(self, i: int) -> bool:
-        """Return whether the i-th experiment begins with an evaluation of the round before it."""
-        return self._begins[i]
 
     def changes(self, round: int, *, evaluating: bool) -> Iterator[tuple[list[dict[str, Any]], list[str]]]:
         """Yield (joined, left) line by line, up to the attempt that became a round, or the evaluation after it.
