@@ -206,7 +206,7 @@ def _run_with_clients(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64]
 
 
 def _norm(e: Experiment) -> float | None:
-    """Return a norm of canaries' updates that must be clipped; None if updates are not clipped."""
+    """Return the norm of canaries' updates, which is above the clipping norm; None without clipping of clients."""
     privacy = e.federation.privacy
     return UNCLIPPED * privacy.clip if privacy is not None and privacy.of == "clients" else None
 

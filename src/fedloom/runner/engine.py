@@ -198,7 +198,7 @@ class Engine:
         self.publication.note()
         if options.replay is not None and has_secret_noise(e, options.replay):
             self.observer.notice(
-                "the noise on the sums of this run was secret, so the replay repeats the cohorts with noise of the seed"
+                "the noise on the sums of this run was secret; the replay repeats its cohorts, with noise from the seed"
             )
         if self._control is None:  # no operator could resume it, and starting it here implies resuming
             folder.remove(CONTROL)

@@ -293,7 +293,7 @@ class PersonalModel(nn.Module):
         content = io.BytesIO()
         card = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
         try:
-            with warnings.catch_warnings():  # about views that it takes channels-last kernels for
+            with warnings.catch_warnings():  # it takes channels-last kernels for views, and warns
                 warnings.simplefilter("ignore")
                 torch.export.save(self._program(), content, extra_files={CARD: card})
         except Exception as error:
