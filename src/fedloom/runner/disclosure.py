@@ -108,7 +108,8 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
-            f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="experiment"
+            f"{argument('experiment')} must have data.own, because {argument('packed')} is given; it has data.dataset.",
+            key="experiment",
         )
     own = experiment.data.own
     assemble.check_own(experiment, own, clients)

@@ -48,7 +48,9 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
     """
     before, after = _fixed(old), _fixed(new)
     changed = [
-        f"{key} is {after[key]!r}, and the run has {before[key]!r}" for key in before if before[key] != after[key]
+        f"{key}: the run has {before[key]!r}, and the experiment {after[key]!r}"
+        for key in before
+        if before[key] != after[key]
     ]
     if changed:
         raise ExperimentError(
