@@ -129,7 +129,7 @@ def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Tok
     """
     given = _TOKEN.fullmatch(token.get_secret_value())
     if given is None:
-        raise ValueError("no token")
+        raise ValueError("not a token")
     now = datetime.now(UTC).replace(microsecond=0)
     expires = None if days is None else now + timedelta(days=days)
     return Token(id=given[1], name=name, sha256=_hash(given[2]), created=now, expires=expires)
@@ -210,7 +210,7 @@ def checked_token(text: str, source: str) -> SecretStr:
     """
     if not _TOKEN.fullmatch(text):
         raise RefusedError(
-            f"{source}has {len(text)} characters that are not a valid token",
+            f"{source} has {len(text)} characters, which are not a valid token",
             hint="create one with `fedloom token new NAME`",
         )
     return SecretStr(text)
