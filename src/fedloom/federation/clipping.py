@@ -24,12 +24,12 @@ BIT = "unclipped"
 """Name of the coordinate that adaptive clipping adds to an update."""
 
 
-def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed], row: int = 0) -> Values:
+def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) -> Values:
     """Return the values of a one-row answer whose sums are asked for: numbers, or their changes from the request."""
     found, given = answer.tensors(), request.tensors()
     values = {}
     for name, summed in fields.items():
-        value = found[name][row].double()
+        value = found[name][0].double()
         values[name] = (value if summed.since is None else value - given[summed.since].double()).numpy()
     return values
 

@@ -100,22 +100,22 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
     return KeyPair(chain, secret, said)
 
 
-def read_ca(path: Path, *, what: str = "ca.crt") -> bytes:
+def read_ca(path: Path) -> bytes:
     """Read the certificates of the trusted authorities.
 
     Raise ExperimentError if the file cannot be read, or has no certificate of an authority.
     """
     from cryptography import x509
 
-    content = read_text(path, what).encode()
+    content = read_text(path, "ca.crt").encode()
     try:
         found = x509.load_pem_x509_certificates(content)
         authorities = [_is_authority(each) for each in found]
     except ValueError:
-        raise ExperimentError(f"{what} {path} has no certificate in PEM format.") from None
+        raise ExperimentError(f"ca.crt {path} has no certificate in PEM format.") from None
     if not any(authorities):
         name = found[0].subject.rfc4514_string()
-        raise ExperimentError(f"{what} {path} has the certificate of {name}, which is not an authority.")
+        raise ExperimentError(f"ca.crt {path} has the certificate of {name}, which is not an authority.")
     return content
 
 

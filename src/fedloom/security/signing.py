@@ -28,11 +28,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from fedloom.errors import ExperimentError, RefusedError
+from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.security.certificates import URI
-from fedloom.security.credentials import KeyPair, parse_certificate
+from fedloom.security.credentials import KeyPair, parse_certificate, read_ca, read_key_pair
 from fedloom.security.files import create, read_text
-from fedloom.security.identities import Identities, Identity
+from fedloom.security.identities import Identities, Identity, read_identities
+from fedloom.security.options import IN_FOLDER, ClientOptions
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -349,3 +350,34 @@ def _unpacked(packed: bytes) -> list[bytes]:
     if len(parts) < 2 or at > len(packed):
         raise ValueError("it has no certificate")
     return parts
+
+
+def signing_of(signatures: str | None, options: ClientOptions | None) -> Signing:
+    """Return the signatures that an experiment asks for (``federation.secure_aggregation.signatures``).
+
+    Raises
+    ------
+    ExperimentError
+        If a file that they need is missing, or has other content.
+    """
+    options = options or ClientOptions()
+    if signatures == "keys":
+        if options.signing_key is None or options.register is None:
+            raise _missing(signatures, "signing_key", "register")
+        return Signing(read_signing_key(options.signing_key), KeyVerifier(read_register(options.register)))
+    if signatures == "certificates":
+        if options.certificate is None or options.key is None or options.ca is None:
+            raise _missing(signatures, "certificate", "key", "ca")
+        identities = None if options.identities is None else read_identities(options.identities)
+        pair = read_key_pair(options.certificate, options.key)
+        return Signing(CertificateSigner(pair), CertificateVerifier(read_ca(options.ca), identities))
+    return NO_SIGNING
+
+
+def _missing(signatures: str, *fields: str) -> ExperimentError:
+    *others, last = (IN_FOLDER[field] for field in fields)
+    return ExperimentError(
+        f"federation.secure_aggregation.signatures is {signatures}, for which {argument('credentials')} must have "
+        f"{', '.join(others)} and {last} (docs/security.md).",
+        key="credentials",
+    )

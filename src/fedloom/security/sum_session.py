@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -108,15 +106,6 @@ class SessionParameters:
 def least_survivors(members: int) -> int:
     """Return the smallest number of survivors of a sum: two thirds of the members, rounded up, and at least 3."""
     return max(SMALLEST_SUM, -(-2 * members // 3))
-
-
-def new_session(members: Sequence[str], *, bits: Bits = 32) -> SessionParameters:
-    """Return parameters for a new session with the defaults for this number of members.
-
-    Raise ExperimentError if there are fewer than three members, or one is there twice.
-    """
-    degree = default_degree(len(members))
-    return SessionParameters(os.urandom(SESSION_BYTES), tuple(members), degree, default_threshold(degree), bits)
 
 
 def default_threshold(degree: int) -> int:
