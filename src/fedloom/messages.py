@@ -85,21 +85,6 @@ def broadcast(quantity: Quantity) -> Any:
     return dataclasses.field(metadata={"quantity": quantity, "per_client": False, "shape": ()})
 
 
-@cache
-def fields_of(cls: type[Message]) -> tuple[MessageField, ...]:
-    """Return the fields of a message class, in order.
-
-    Raises
-    ------
-    TypeError
-        If a field was declared with neither ``rows`` nor ``broadcast``.
-    """
-    for field in dataclasses.fields(cls):
-        if "quantity" not in field.metadata:
-            raise TypeError(f"{cls.__name__}.{field.name} is declared neither with rows() nor with broadcast()")
-    return tuple(MessageField(field.name, **field.metadata) for field in dataclasses.fields(cls))
-
-
 def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -> Shapes:
     """Return the row shapes of the messages that clients may send: those whose fields all declare one.
 
@@ -140,9 +125,16 @@ class Message:
         dataclass(frozen=True, eq=False)(cls)
 
     @classmethod
+    @cache
     def fields(cls) -> tuple[MessageField, ...]:
-        """Return the fields of this class, in order."""
-        return fields_of(cls)  # type: ignore[arg-type]  # mypy: eq=False dataclasses are hashable
+        """Return the fields of this class, in order.
+
+        Raise TypeError if a field was declared with neither ``rows`` nor ``broadcast``.
+        """
+        for field in dataclasses.fields(cls):
+            if "quantity" not in field.metadata:
+                raise TypeError(f"{cls.__name__}.{field.name} is declared neither with rows() nor with broadcast()")
+        return tuple(MessageField(field.name, **field.metadata) for field in dataclasses.fields(cls))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the fields by name."""

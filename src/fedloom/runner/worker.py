@@ -26,8 +26,8 @@ from fedloom.federation.roster import Member
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runner import assemble
 from fedloom.runner.constants import check_constants
-from fedloom.security.signing import signing_of
 from fedloom.security.options import ClientOptions, Credentials
+from fedloom.security.signing import signing_of
 from fedloom.security.sum_session import SMALLEST_DEGREE, default_threshold
 from fedloom.storage import is_url
 from fedloom.storage.folder import storing

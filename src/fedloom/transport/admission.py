@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
 
 import fedloom
@@ -13,7 +12,7 @@ from fedloom.security.access import Denied
 from fedloom.security.identities import Action, Identity
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
-from fedloom.transport.frames import SEAL, SEAL_BYTES, Refusal, WireError, parse_frame
+from fedloom.transport.frames import Refusal, WireError, first_part
 from fedloom.transport.gate import Peer
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import PROTOCOL
@@ -114,9 +113,9 @@ class Admission:
                 wire.REFUSAL_CODE_PACKAGE, f"the worker has fedloom {found}, and this aggregator {fedloom.__version__}"
             )
         run = self._run
-        version = hello.algorithms.get(run.algorithm, None) if run.algorithm in hello.algorithms else None
+        version = hello.algorithms.get(run.algorithm)
         if version != run.version:
-            found = "not there" if version is None else f"version {version}"
+            found = "not installed" if version is None else f"version {version}"
             reason = f"algorithm {run.algorithm} is {found} on the worker, and the run needs version {run.version}"
             return refusal_part(wire.REFUSAL_CODE_ALGORITHM, reason)
         return None
@@ -164,16 +163,9 @@ def refusal_part(code: wire.RefusalCode, reason: str) -> wire.Refused:
 
 
 def parse_hello(data: bytes) -> wire.Hello:
-    """Parse a Hello, including one of protocol 1, which has no seals.
-
-    Any other part gives an empty Hello, which is refused.
-    """
-    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
-        with contextlib.suppress(WireError):
-            hello = parse_frame(wire.WorkerFrame, data, seal=False).parts[0].hello
-            if hello.protocol == 1:
-                return hello
-    return parse_frame(wire.WorkerFrame, data).parts[0].hello
+    """Parse a Hello, also of protocol 1; any other part gives an empty Hello, which is refused."""
+    hello: wire.Hello = first_part(wire.WorkerFrame, data, lambda part: part.hello.protocol == 1).hello
+    return hello
 
 
 def _judge_names(hello: wire.Hello) -> wire.Refused | None:

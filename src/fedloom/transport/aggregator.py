@@ -124,7 +124,7 @@ class Aggregator:
         self._connected = ConnectedWorkers(run.clients)
         self._dispatcher = Dispatcher(run, self._publish, self._tell)
         admission = Admission(run, self._connected.index, self._dispatcher)
-        self._streams = WorkerStreams(run, admission, self._dispatcher, self._traffic, self._connected.told_to_leave)
+        self._streams = WorkerStreams(run, admission, self._dispatcher, self._traffic, self._connected.learned)
         is_open = run.presence is not None
         self._status = LiveStatus(self._monitor, self._dispatcher, self._connected, self._traffic, is_open)
 
@@ -168,7 +168,7 @@ class Aggregator:
             Tell the workers, including those that connect later, that the run is over, so that they exit instead of
             reconnecting.
         """
-        self._post(self._begin_dismissal, finished)
+        self._post(self._dismiss, finished)
 
     def drain(self, resumed: bool) -> None:
         """Wait, after :meth:`shutdown_workers`, for workers that have yet to learn that the run is over.
@@ -186,10 +186,10 @@ class Aggregator:
 
     def stop(self, finished: bool = False) -> None:
         """Dismiss the workers, end all streams and free the port. Idempotent."""
-        if self._thread is None or self._loop is None:
+        if self._thread is None or self._stopping is None:
             return
         self.shutdown_workers(finished)
-        self._post(self._begin_stop)
+        self._post(self._stopping.set)
         self._thread.join()
 
     @property
@@ -344,7 +344,7 @@ class Aggregator:
             services[MODELS] = self._models.handlers
         return services
 
-    def _begin_dismissal(self, finished: bool) -> None:
+    def _dismiss(self, finished: bool) -> None:
         self._connected.end()
         if self._run.presence is not None:
             self._run.presence.end()
@@ -367,10 +367,6 @@ class Aggregator:
                     f"{self._most} connections are open, which is the limit: further workers cannot join until some "
                     "are closed"
                 )
-
-    def _begin_stop(self) -> None:
-        assert self._stopping is not None
-        self._stopping.set()
 
     def _publish(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
         self._connected.change(come, gone)

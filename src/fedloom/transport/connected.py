@@ -51,8 +51,8 @@ class ConnectedWorkers:
             self._ended = True
             self._changed.notify_all()
 
-    def told_to_leave(self, name: str) -> None:
-        """Record that a worker has joined; after the shutdown it is not listed."""
+    def learned(self, name: str) -> None:
+        """Record that a worker has been told that the run is over, if it joins after the shutdown."""
         with self._changed:
             if self._ended:
                 self._left_at.pop(name, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -109,7 +109,7 @@ class ControlClient:
 
     def watch(self) -> Iterator[Activity]:
         """Yield the state of the federation whenever it has changed, until the run is over (see :func:`follow`)."""
-        call = self._stream(WATCH, wire.WatchRequest(), wire.WatchResponse, timeout_s=None)
+        call = self._start(self._channel.unary_stream, WATCH, wire.WatchRequest(), wire.WatchResponse, None)
         now: Activity | None = None
         try:
             for told in call:
@@ -129,20 +129,13 @@ class ControlClient:
 
     def clients(self) -> Iterator[RosterClient]:
         """Yield the clients of the roster, by id."""
+        unary_stream, timeout_s = self._channel.unary_stream, 6 * ANSWER_S
         try:
-            for part in self._stream(CLIENTS, wire.ClientsRequest(), wire.ClientsResponse, timeout_s=6 * ANSWER_S):
+            for part in self._start(unary_stream, CLIENTS, wire.ClientsRequest(), wire.ClientsResponse, timeout_s):
                 for client in part.clients:
                     yield _CLIENT.validate_python(_as_dict(client))
         except grpc.RpcError as error:
             raise self._failure(error) from error
-
-    def _stream(self, name: str, request: Any, answer: Any, timeout_s: float | None) -> Any:
-        method = self._channel.unary_stream(
-            f"/{CONTROL}/{name}",
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=answer.FromString,
-        )
-        return method(request, metadata=dial.metadata(self._shown), timeout=timeout_s)
 
     def pause(self) -> tuple[bool, Activity]:
         """Pause the rounds after the current one; return whether that changes anything, and the state."""
@@ -159,15 +152,19 @@ class ControlClient:
         return from_wire(self._call(STOP, wire.StopRequest(now=now), wire.StopResponse).activity)
 
     def _call(self, name: str, request: Any, answer: Any) -> Any:
-        method = self._channel.unary_unary(
+        try:
+            return self._start(self._channel.unary_unary, name, request, answer, ANSWER_S)
+        except grpc.RpcError as error:
+            raise self._failure(error) from error
+
+    def _start(self, kind: Callable[..., Any], name: str, request: Any, answer: Any, timeout_s: float | None) -> Any:
+        """Start a call; ``kind`` is the method of the channel for calls with one answer, or with a stream of them."""
+        method = kind(
             f"/{CONTROL}/{name}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=answer.FromString,
         )
-        try:
-            return method(request, metadata=dial.metadata(self._shown), timeout=ANSWER_S)
-        except grpc.RpcError as error:
-            raise self._failure(error) from error
+        return method(request, metadata=dial.metadata(self._shown), timeout=timeout_s)
 
     def _failure(self, error: grpc.RpcError) -> FedloomError:
         code, details = error.code(), error.details()

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ParamSpec
 from urllib.parse import unquote
 
 import grpc
@@ -75,6 +75,7 @@ HEALTH = f"/{health.SERVICE_NAME}/"
 
 _End = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
+_P = ParamSpec("_P")
 
 
 @dataclass(eq=False)
@@ -103,26 +104,30 @@ class Peer:
         """Identity of the peer."""
         return self.admitted.identity
 
-    def join(self, **told: Value) -> None:
-        """Log to the audit log that the peer joins; its leaving is logged when the call ends.
+    @property
+    def about(self) -> dict[str, Value]:
+        """Description of the peer and its call for the audit log."""
+        return {"identity": self.identity.name, "host": self.host, "call": self.call}
 
-        Raise StorageError if it cannot be written; the peer may not join then.
+    def join(self, **details: Value) -> None:
+        """Write to the audit log that the peer joins; its leaving is written when the call ends.
+
+        Raise StorageError if the line cannot be written; the peer may not join then.
         """
-        about = {"identity": self.identity.name, "host": self.host, "call": self.call, **told}
-        self._audit.write("join", **about, credential=self.admitted.credential)
-        self.joined = about
+        joined = {**self.about, **details}
+        self._audit.write("join", **joined, credential=self.admitted.credential)
+        self.joined = joined
 
     def control(self, what: str) -> None:
-        """Log to the audit log an operator's request.
+        """Write an operator's request to the audit log.
 
-        Raise StorageError if it cannot be written; the request must not be carried out then.
+        Raise StorageError if the line cannot be written; the request must not be carried out then.
         """
-        about = {"identity": self.identity.name, "host": self.host, "call": self.call, "what": what}
-        self._audit.write("control", **about, credential=self.admitted.credential)
+        self._audit.write("control", **self.about, what=what, credential=self.admitted.credential)
 
     def refuse(self, kind: str, reason: str) -> None:
-        """Log to the audit log that the peer's request was refused."""
-        refused(self._audit, self.host, kind, identity=self.identity.name, call=self.call, reason=reason)
+        """Write to the audit log that the peer's request was refused."""
+        _log_to(self._audit.refused, self.host, kind, identity=self.identity.name, call=self.call, reason=reason)
 
 
 PEER: ContextVar[Peer | None] = ContextVar("PEER", default=None)
@@ -179,7 +184,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         changed = [path for path, version in self._versions.items() if version != before[path]]
         for path in changed:
             log.info("%s has changed", path)
-            _write(self._audit, "settings", file=str(path))
+            _log_to(self._audit.write, "settings", file=str(path))
         now = datetime.now(UTC)
         for peer in [peer for peer in self._peers if changed or now >= peer.ends]:
             self._review(peer, now)
@@ -202,8 +207,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         except Denied as denied:
             if not denied.again:
                 log.warning("disconnected %s: %s", peer.identity.name, denied)
-                told = {"identity": peer.identity.name, "host": peer.host, "call": peer.call}
-                _write(self._audit, "revoked", **told, reason=str(denied))
+                _log_to(self._audit.write, "revoked", **peer.about, reason=str(denied))
             status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
             peer.ended.set_result((status, str(denied), _final(denied)))
             return
@@ -232,7 +236,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 with contextlib.suppress(BaseException):
                     await task
                 if peer.joined:
-                    _write(self._audit, "leave", **peer.joined)
+                    _log_to(self._audit.write, "leave", **peer.joined)
 
         return guarded
 
@@ -250,12 +254,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             known = denied.identity
             kind = "unauthenticated" if known is None else "forbidden"
             name = None if known is None else known.name
-            refused(self._audit, host, kind, identity=name, call=call, reason=str(denied))
+            _log_to(self._audit.refused, host, kind, identity=name, call=call, reason=str(denied))
             status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
             await context.abort(status, str(denied), _final(denied))
             raise AssertionError("abort raises") from None
         if (reason := self._rate_exceeded(admitted.identity, action)) is not None:
-            refused(self._audit, host, "rate", identity=admitted.identity.name, call=call, reason=reason)
+            name = admitted.identity.name
+            _log_to(self._audit.refused, host, "rate", identity=name, call=call, reason=reason)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         ends = datetime.now(UTC) + timedelta(seconds=LONGEST_S * random.uniform(0.9, 1.0))
         ends = ends if admitted.ends is None else min(ends, admitted.ends)
@@ -266,16 +271,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
         if not budget.spend():
             return f"too many calls of {identity.name}; retry later"
-        if action in (Action.WATCH, Action.CONTROL) and self._watches_too_much(identity):
+        watching = (Action.WATCH, Action.CONTROL)
+        calls = sum(peer.identity.name == identity.name and peer.action in watching for peer in self._peers)
+        if action in watching and calls >= (SHARED_WATCHING if identity == SHARED else WATCHING):
             return f"{identity.name} has too many open calls: close one first"
         return None
-
-    def _watches_too_much(self, identity: Identity) -> bool:
-        open_calls = sum(
-            peer.identity.name == identity.name and peer.action in (Action.WATCH, Action.CONTROL)
-            for peer in self._peers
-        )
-        return open_calls >= (SHARED_WATCHING if identity == SHARED else WATCHING)
 
 
 def _final(denied: Denied) -> tuple[tuple[str, str], ...]:
@@ -302,18 +302,10 @@ def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
     return asked
 
 
-def _write(audit: Audit, event: Literal["settings", "revoked", "leave"], **told: Value) -> None:
-    """Log an event that has already happened; a failure to write it is only logged."""
+def _log_to(write: Callable[_P, None], *line: _P.args, **details: _P.kwargs) -> None:
+    """Write a line about what has happened already to the audit log; a failure to write it is only logged."""
     try:
-        audit.write(event, **told)
-    except FedloomError as error:
-        log.error("the audit log: %s", error)
-
-
-def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
-    """Log a refusal to the audit log; a failure to write it is only logged."""
-    try:
-        audit.refused(host, kind, **told)
+        write(*line, **details)
     except FedloomError as error:
         log.error("the audit log: %s", error)
 
@@ -383,7 +375,7 @@ async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[st
         before, version = version, files.refresh()
         if version != before:
             log.info("%s has changed", files.paths[0])
-            _write(audit, "settings", file=str(files.paths[0]))
+            _log_to(audit.write, "settings", file=str(files.paths[0]))
         certificate = files.value.pair.certificate
         soon = min(CERT_EXPIRY_WARNING, (certificate.ends - certificate.starts) / 4)
         if certificate != said and datetime.now(UTC) > certificate.ends - soon:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ import fedloom
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import DataError, FedloomError, RefusedError, argument
 from fedloom.federation.roster import Member
-from fedloom.transport.frames import SEAL, SEAL_BYTES, Refusal, WireError, parse_frame
+from fedloom.transport.frames import Refusal, WireError, first_part
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -77,30 +76,22 @@ class Joined:
 
 
 def parse_welcome(address: str, data: bytes) -> wire.Welcome:
-    """Return the Welcome in the first frame of a stream; raise if it refuses us or is anything else."""
-    first = _first(data)
+    """Return the Welcome in the first frame of a stream; raise if the frame refuses us or holds anything else."""
+    first = first_part(wire.AggregatorFrame, data, lambda part: bool(part.refused.code == wire.REFUSAL_CODE_PROTOCOL))
     if first.WhichOneof("part") == "refused":
         raise refusal_error(address, first.refused)
     if first.WhichOneof("part") != "welcome":
         raise WireError(Refusal.GARBAGE, "the first part was not a Welcome")
-    return first.welcome
-
-
-def _first(data: bytes) -> wire.AggregatorPart:
-    """Return the first part of a stream; of protocol 1, which has no seals, only a refusal is read."""
-    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
-        with contextlib.suppress(WireError):
-            part = parse_frame(wire.AggregatorFrame, data, seal=False).parts[0]
-            if part.refused.code == wire.REFUSAL_CODE_PROTOCOL:
-                return part
-    return parse_frame(wire.AggregatorFrame, data).parts[0]
+    welcome: wire.Welcome = first.welcome
+    return welcome
 
 
 def refusal_error(address: str, refused: wire.Refused) -> FedloomError:
     """Return the error of a worker that the aggregator refuses."""
+    same_version = "install the same version of fedloom on both sides"
     hints = {
-        wire.REFUSAL_CODE_PROTOCOL: "install the same version of fedloom on both sides",
-        wire.REFUSAL_CODE_PACKAGE: "install the same version of fedloom on both sides",
+        wire.REFUSAL_CODE_PROTOCOL: same_version,
+        wire.REFUSAL_CODE_PACKAGE: same_version,
         wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
         wire.REFUSAL_CODE_REPLACED: f"give every worker a unique name with {argument('name')}",
     }
