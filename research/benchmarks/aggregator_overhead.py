@@ -35,7 +35,7 @@ from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spr
 from echo import ECHO, EchoServer, federation, names
 
 from fedloom.federation.cohort import RoundAttempt
-from fedloom.federation.round_config import RoundConfig
+from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
 from fedloom.runs.folder import RunFolder

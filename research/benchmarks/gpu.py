@@ -45,8 +45,8 @@ from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.randomness import generator
-from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.states import StoredStates, Versions
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import answer_shapes

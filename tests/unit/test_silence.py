@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedloom.federation.cohort import RoundAttempt
-from fedloom.federation.round_config import RoundConfig
+from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.silence import FIRST_REST_S, PATIENCE, Silence
 from fedloom.runs.journal import Attempt
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
+from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.private_sums import Draw, PrivateSums, everyone
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
-from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,10 @@ from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.client_side import after_steps_purpose
 from fedloom.federation.cohort import RemoteCohort, RoundAttempt, TooFewReplies
-from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks, RoundConfig
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
-from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.states import Versions
-from fedloom.federation.summed_measurements import GROUPS, SummedMeasurements, in_sums
 from fedloom.federation.transport import EVALUATE, TRAIN, Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, SummedMetrics, answer_shapes
@@ -38,6 +37,8 @@ from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
 
 _log = logging.getLogger(__name__)
+
+_GROUPS = ("seen", "unseen")  # rows of an evaluation in sums
 
 
 class Evaluator:
@@ -178,11 +179,11 @@ class Evaluator:
     def _evaluate_in_sums(self, session: RoundAttempt, clients: Sequence[str]) -> EvaluationResult:
         """Evaluate clients whose metrics are summed securely, the seen and the unseen ones apart."""
         groups = [[client for client in clients if self.manifest.entry(client).seen == seen] for seen in (True, False)]
-        results, done = SummedMeasurements(self.plan, len(self.predictors)), 0
+        results, done = _SummedMeasurements(self.plan, len(self.predictors)), 0
         for row, group in enumerate(groups):
             results.ask(row, len(group))
             if 0 < len(group) < SMALLEST_SUM:
-                few = pluralize(len(group), f"{GROUPS[row]} client")
+                few = pluralize(len(group), f"{_GROUPS[row]} client")
                 with closing(session.hold(group)) as cohort:
                     cohort.lose_all(
                         f"a secure sum needs {SMALLEST_SUM} clients, and there are only {few}: hold out more, or none "
@@ -191,7 +192,7 @@ class Evaluator:
                 _log.warning("%s cannot be measured: a secure sum needs %d clients", few, SMALLEST_SUM)
                 done += len(group)
                 continue
-            for part in in_sums(group, self.schedule.evaluation_cohort):
+            for part in _in_sums(group, self.schedule.evaluation_cohort):
                 self._check_stop()
                 with closing(session.hold(part)) as cohort:
                     results.add(row, self._personalize(session, cohort))
@@ -303,3 +304,48 @@ class _Measurements:
             if name not in self.records:
                 self.records[name] = torch.zeros(len(self.present), *values.shape[1:], dtype=torch.float64)
             self.records[name][rows] = values
+
+
+class _SummedMeasurements:
+    """Sums of the clients' metrics by group, filled cohort by cohort."""
+
+    def __init__(self, plan: EvaluationPlan, predictors: int) -> None:
+        self._plan = plan
+        self._metrics: dict[str, Tensor] = plan.nothing(len(_GROUPS), predictors).tensors()
+        self._moments = torch.zeros(len(_GROUPS), *moments_shape(plan, predictors), dtype=torch.float64)
+        self._members = torch.zeros(len(_GROUPS), 2, dtype=torch.int64)
+
+    def ask(self, group: int, clients: int) -> None:
+        """Count the clients of a group, measured or not."""
+        self._members[group, 0] += clients
+
+    def add(self, group: int, replies: Replies[Any] | None) -> None:
+        """Add the sums of a cohort of one group; None if it had no result."""
+        if replies is None:
+            return
+        for name, total in {**self._metrics, "moments": self._moments}.items():
+            found: Tensor = replies.sum(getattr(replies, name))
+            total[group] += found if total.is_floating_point() else found.round().to(total.dtype)
+        self._members[group, 1] += int(replies.present.sum())
+
+    def result(self, round: int, predictors: tuple[str, ...]) -> EvaluationResult:
+        """Return the evaluation, with a row for each group."""
+        return EvaluationResult(
+            round=round,
+            clients=_GROUPS,
+            seen=torch.tensor([True, False]),
+            present=(self._members[:, 1] > 0) | (self._members[:, 0] == 0),
+            predictors=predictors,
+            records={},
+            **self._metrics,
+            plan=self._plan,
+            moments=self._moments,
+            members=self._members,
+        )
+
+
+def _in_sums(clients: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    """Yield cohorts of about this size, none too small for a secure sum."""
+    parts = max(1, min(-(-len(clients) // size), len(clients) // SMALLEST_SUM)) if clients else 0
+    for i in range(parts):
+        yield clients[i * len(clients) // parts : (i + 1) * len(clients) // parts]

@@ -1,9 +1,9 @@
-"""Settings and callbacks of the round loop."""
+"""Settings and callbacks of the round loop and of its conversations."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,7 +13,10 @@ from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.private_sums import PrivateSums
+from fedloom.federation.releases import Releases
+from fedloom.federation.states import Versions
 from fedloom.federation.summation import Summation
+from fedloom.messages import Message, Shapes
 from fedloom.privacy.accounting import Release
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
@@ -24,19 +27,7 @@ Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """Settings of the loop, from the experiment.
-
-    Attributes
-    ----------
-    enough
-        Returns whether the rounds may end after this one, given the best one so far; called after each evaluation.
-    measure_last
-        Evaluate the last round.
-    own_steps
-        Numbers of local steps after which the unseen clients are also measured when training has ended.
-    experiment
-        In an open federation: the shared part of the experiment, which may have changed since the run began.
-    """
+    """Settings of the loop, from the experiment."""
 
     rounds: int | None
     clients_per_round: int
@@ -49,28 +40,56 @@ class LoopConfig:
     label_mask: bool
     seed: int
     enough: Callable[[int, Best], bool] | None = None
+    """Returns whether the rounds may end after this one, given the best one so far; called after each evaluation."""
     measure_last: bool = True
+    """True to evaluate the last round."""
     own_steps: tuple[int, ...] = ()
+    """Numbers of local steps after which the unseen clients are also measured when training has ended."""
     experiment: str = ""
+    """In an open federation: the shared part of the experiment, which may have changed since the run began."""
 
 
 @dataclass(frozen=True)
 class AlgorithmPair:
-    """Algorithm of a run, and what is measured; the server algorithm is new, and the client algorithm is not run.
-
-    ``summation`` has the answers of training of which only sums are made; None without them. ``noisy_steps`` returns
-    the releases of a client's steps, given its number of training examples and the purpose of the conversation; None
-    without privacy of examples. ``private`` has the draws and the noise of sums over clients; None if clients are not
-    private.
-    """
+    """Algorithm of a run, and its evaluation plan; the server algorithm is new, and the client algorithm is not run."""
 
     algorithm: Algorithm
     server: ServerAlgorithm
     client: ClientAlgorithm
     plan: EvaluationPlan
     summation: Summation | None = None
+    """Sums of the answers of training whose server uses nothing else; None if there are none."""
     noisy_steps: Callable[[int, str], Mapping[Release, int]] | None = None
+    """Returns the releases of a client's steps, given its number of training examples and the conversation's purpose;
+    None without privacy of examples."""
     private: PrivateSums | None = None
+    """Draws and noise of sums over clients; None if clients are not private."""
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """Settings that apply to every conversation of a run."""
+
+    seed: int
+    clients_per_round: int
+    deadline_s: float
+    min_replies: int
+    shapes: Shapes
+    stop: threading.Event
+    judge: Callable[[str, Message], str | None]
+    """Returns why the values of a client's well-formed answer are implausible; None if they are plausible."""
+    states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
+    """Returns the versions that clients start from now, for methods with client states."""
+    releases: Releases | None = None
+    """Record of private answers, updated before they are requested."""
+    summation: Summation | None = None
+    """Sums of answers whose server uses nothing else; None if every answer is used as it is."""
+    sums_metrics: bool = False
+    """True if the clients' metrics are summed securely."""
+    noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
+    """Returns the releases of a client's noisy steps in a conversation of a purpose, for privacy of examples."""
+    private: PrivateSums | None = None
+    """Draws and noise of training, if clients are private."""
 
 
 class Observer(Protocol):
@@ -91,24 +110,13 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class LoopHooks:
-    """Connections of a loop to the process around it.
-
-    Attributes
-    ----------
-    observer
-        Receives progress.
-    stop
-        Set it (from a signal handler) to end the run, with a checkpoint, after the current exchange.
-    after
-        Called with each round that has become durable, in the thread that writes checkpoints.
-    monitor
-        Receives the state of the loop.
-    control
-        Requests of an operator; without it, the run cannot be paused.
-    """
+    """Connections of a loop to the process around it."""
 
     observer: Observer
     stop: threading.Event = field(default_factory=threading.Event)
+    """Set it (from a signal handler) to end the run, with a checkpoint, after the current exchange."""
     after: Callable[[int], None] | None = None
+    """Called with each round that has become durable, in the thread that writes checkpoints."""
     monitor: Monitor = field(default_factory=Monitor)
     control: Control | None = None
+    """Requests of an operator; without it, the run cannot be paused."""
