@@ -57,22 +57,14 @@ Shapes: TypeAlias = Mapping[type["Message"], Mapping[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class MessageField:
-    """Field of a message class.
-
-    Attributes
-    ----------
-    name, quantity
-        Its name and its meaning.
-    per_client
-        True if the field has one row per client.
-    shape
-        Shape of one row, in numbers and names of sizes; empty if clients never send the field.
-    """
+    """Field of a message class."""
 
     name: str
     quantity: Quantity
     per_client: bool
+    """True if the field has one row per client."""
     shape: tuple[int | str, ...] = ()
+    """Shape of one row, in numbers and names of sizes; empty if clients never send the field."""
 
 
 def rows(quantity: Quantity, *shape: int | str) -> Any:
@@ -267,20 +259,12 @@ Weighting: TypeAlias = Literal["examples", "uniform"]
 
 @dataclass(frozen=True)
 class FieldSum:
-    """Sum of one field over the clients of a cohort.
-
-    Attributes
-    ----------
-    value
-        Weighted sum, shaped like a row; of changes if the field is one from a broadcast.
-    weight
-        Sum of the weights, by which a mean divides.
-    weighting
-        Weights of the clients.
-    """
+    """Sum of one field over the clients of a cohort."""
 
     value: Tensor
+    """Weighted sum, shaped like a row; the sum of changes if the field is a change from a broadcast."""
     weight: float
+    """Sum of the weights, by which a mean divides."""
     weighting: Weighting
 
 

@@ -35,73 +35,51 @@ AWAITED = 100
 
 @dataclass(frozen=True)
 class ClientCounts:
-    """Numbers of clients.
-
-    Attributes
-    ----------
-    roster
-        Clients in the roster; in a run with a fixed population, all clients.
-    observing
-        Clients of the roster that are measured but never train (unseen clients or observers).
-    connected, absent
-        Clients of the roster that a connected worker serves, and the others; None if files do not record it.
-    cohort, answered
-        Clients sampled in the last round, and those that completed it.
-    """
+    """Numbers of clients."""
 
     roster: int = 0
+    """Clients in the roster; in a run with a fixed population, all clients."""
     observing: int = 0
+    """Clients of the roster that are measured but never train (unseen clients or observers)."""
     connected: int | None = None
+    """Clients of the roster that a connected worker serves; None if files do not record it."""
     absent: int | None = None
+    """The other clients of the roster."""
     cohort: int = 0
+    """Clients sampled in the last round."""
     answered: int = 0
+    """Clients that completed the last round."""
 
 
 @dataclass(frozen=True)
 class Awaited:
-    """Client whose answer is awaited.
-
-    Attributes
-    ----------
-    client
-        Id of the client.
-    worker
-        Worker that was asked; None if no worker serves the client now.
-    since, deadline
-        Time of the request, and time at which the client counts as lost (None: never), in seconds since 1970.
-    late
-        True if the answer takes longer than usual, or no worker serves the client.
-    """
+    """Client whose answer is awaited."""
 
     client: str
     worker: str | None = None
+    """Worker that was asked; None if no worker serves the client now."""
     since: float = 0.0
+    """Time of the request, in seconds since 1970."""
     deadline: float | None = None
+    """Time at which the client counts as lost, in seconds since 1970; None for never."""
     late: bool = False
+    """True if the answer takes longer than usual, or no worker serves the client."""
 
 
 @dataclass(frozen=True)
 class ConnectedWorker:
-    """Connected worker.
-
-    Attributes
-    ----------
-    name, device
-        Name and device that the worker reported.
-    identity
-        Identity of the worker, where peers are identified.
-    clients
-        Number of clients that it may serve.
-    since, sign
-        Time of joining, and time of the last frame sent or received, in seconds since 1970.
-    """
+    """Connected worker, by the name and device that it reported."""
 
     name: str
     identity: str | None = None
+    """Identity of the worker, where peers are identified."""
     device: str = ""
     clients: int = 0
+    """Number of clients that it may serve."""
     since: float = 0.0
+    """Time of joining, in seconds since 1970."""
     sign: float = 0.0
+    """Time of the last frame sent or received, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -183,129 +161,96 @@ class LastEvaluation:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over rounds: of this process, or, from a run's files, of the whole run.
-
-    Attributes
-    ----------
-    rounds, failed_attempts
-        Number of rounds and of failed attempts.
-    client_steps
-        Local SGD steps of rounds.
-    seconds
-        Wall time of attempts at rounds.
-    bytes_up, bytes_down
-        Bytes from workers and to them; None in process.
-    exchanges
-        Seconds of attempts by the message that was sent, and ``server`` for the rest.
-    phases
-        Seconds that the process spent in each phase; empty from files.
-    refusals
-        Number of refused or dropped parts, by reason.
-    """
+    """Sums over rounds: of this process, or, from a run's files, of the whole run."""
 
     rounds: int = 0
     failed_attempts: int = 0
     client_steps: float = 0.0
+    """Local SGD steps of rounds."""
     seconds: float = 0.0
+    """Wall time of attempts at rounds."""
     bytes_up: int | None = None
+    """Bytes from workers; None in process."""
     bytes_down: int | None = None
+    """Bytes to workers; None in process."""
     exchanges: dict[str, float] = field(default_factory=dict)
+    """Seconds of attempts by the message that was sent, and ``server`` for the rest."""
     phases: dict[str, float] = field(default_factory=dict)
+    """Seconds that the process spent in each phase; empty from files."""
     refusals: dict[str, int] = field(default_factory=dict)
+    """Number of refused or dropped parts, by reason."""
 
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """Differential privacy of training so far (``federation.privacy``).
-
-    Attributes
-    ----------
-    delta, epsilon
-        (ε, δ) toward readers of the models; ``epsilon`` is None if there is no guarantee.
-    sums
-        Number of noisy sums that they are about.
-    budget
-        Largest ε, before which training ends; None without.
-    """
+    """Differential privacy of training so far (``federation.privacy``), toward readers of the models."""
 
     delta: float
     sums: int
+    """Number of noisy sums that ε covers."""
     epsilon: float | None = None
+    """None if there is no guarantee."""
     budget: float | None = None
+    """Largest ε, before which training ends; None if there is no budget."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
-        """Return the privacy spent in a line of ``metrics.jsonl``; None without."""
+        """Return the privacy spent in a line of ``metrics.jsonl``; None if it has none."""
         told = line.get("privacy")
         return None if told is None else cls(told["delta"], told["sums"], told["epsilon"], told["budget"])
 
 
 @dataclass(frozen=True)
 class Activity:
-    """State of a federation. Times are in seconds since 1970.
-
-    Attributes
-    ----------
-    run, method
-        Names of the experiment and its method.
-    incarnation
-        Id of the aggregator's process; empty from files.
-    time, started
-        Time of the snapshot, and start of the process; ``started`` is None from files.
-    phase, since, message
-        Current phase, its start (from files: their last change), and a message for a person.
-    round, rounds
-        Last completed round, and number of rounds to run; None for no limit.
-    doing, attempt
-        Current round, and number of the attempt at it; None between rounds.
-    durable_round, durable_at
-        Last round with a checkpoint, and the time of that checkpoint; None before the first.
-    paused_by
-        Name of the operator who requested the pause in force or due at the end of the round; None without a pause.
-    clients
-        Numbers of clients.
-    awaited, late
-        Number of awaited answers, and how many of them are late.
-    awaiting
-        Clients whose answers are awaited, late and longest awaited first, at most :data:`AWAITED`.
-    rounds_per_s, client_steps_per_s
-        Rates over the last :data:`RECENT` rounds, in wall time of training; None before the first.
-    measured, train_loss
-        Last evaluation, and training loss of the last round if the method has one.
-    totals
-        Sums over rounds.
-    workers
-        Connected workers, by name.
-    privacy
-        Privacy that training has spent; None if it is not private, or nothing is known yet.
-    """
+    """State of a federation. Times are in seconds since 1970."""
 
     run: str
+    """Name of the experiment."""
     method: str
     phase: Phase
     time: float
+    """Time of the snapshot."""
     since: float
+    """Start of the phase; from files, the time of their last change."""
     incarnation: str = ""
+    """Id of the aggregator's process; empty from files."""
     started: float | None = None
+    """Start of the process; None from files."""
     message: str = ""
+    """Message for a person."""
     round: int = 0
+    """Last completed round."""
     rounds: int | None = None
+    """Number of rounds to run; None for no limit."""
     doing: int | None = None
+    """Current round; None between rounds."""
     attempt: int | None = None
+    """Number of the current attempt at a round; None between rounds."""
     durable_round: int | None = None
+    """Last round with a checkpoint; None before the first."""
     durable_at: float | None = None
+    """Time of that checkpoint."""
     paused_by: str | None = None
+    """Operator who requested the pause in force or due at the end of the round; None if there is no pause."""
     clients: ClientCounts = ClientCounts()
     awaited: int = 0
+    """Number of awaited answers."""
     late: int = 0
+    """Number of awaited answers that are late."""
     awaiting: tuple[Awaited, ...] = ()
+    """Clients whose answers are awaited, late and longest awaited first, at most :data:`AWAITED`."""
     rounds_per_s: float | None = None
+    """Rate over the last :data:`RECENT` rounds, in wall time of training; None before the first."""
     client_steps_per_s: float | None = None
     measured: LastEvaluation | None = None
+    """Last evaluation."""
     train_loss: float | None = None
+    """Training loss of the last round, if the method has one."""
     totals: Totals = Totals()
     workers: tuple[ConnectedWorker, ...] = ()
+    """Connected workers, by name."""
     privacy: PrivacySpent | None = None
+    """Privacy that training has spent; None if it is not private, or nothing is known yet."""
 
     @property
     def durable_age_s(self) -> float | None:
@@ -315,21 +260,12 @@ class Activity:
 
 @dataclass(frozen=True)
 class Connected:
-    """State known only to the aggregator: connected workers, awaited clients, and refusals.
-
-    Attributes
-    ----------
-    workers, awaiting
-        See :class:`Activity`; ``awaiting`` is complete.
-    clients
-        Number of clients of the roster that a connected worker serves.
-    refusals, bytes_up, bytes_down
-        See :class:`Totals`.
-    """
+    """State known only to the aggregator (see :class:`Activity` and :class:`Totals`); ``awaiting`` is complete."""
 
     workers: tuple[ConnectedWorker, ...]
     awaiting: tuple[Awaited, ...]
     clients: int
+    """Number of clients of the roster that a connected worker serves."""
     refusals: Mapping[str, int]
     bytes_up: int
     bytes_down: int
@@ -337,31 +273,20 @@ class Connected:
 
 @dataclass(frozen=True)
 class RosterClient:
-    """One client of the roster.
-
-    Attributes
-    ----------
-    id
-        Id of the client.
-    observes
-        True if it is measured but never trains.
-    connected
-        True if a connected worker serves it; None if files do not record it.
-    worker, identity
-        Worker that serves it (one of them if there are several), and that worker's identity.
-    examples
-        Number of training examples.
-    last_round
-        Last round that counted it; None before the first, and for clients that never train.
-    awaited_since
-        Time of the request for its pending answer; None if no answer is awaited.
-    """
+    """One client of the roster."""
 
     id: str
     observes: bool
+    """True if it is measured but never trains."""
     connected: bool | None = None
+    """True if a connected worker serves it; None if files do not record it."""
     worker: str | None = None
+    """Worker that serves it; one of them if there are several."""
     identity: str | None = None
+    """Identity of that worker."""
     examples: int | None = None
+    """Number of training examples."""
     last_round: int | None = None
+    """Last round that counted it; None before the first, and for clients that never train."""
     awaited_since: float | None = None
+    """Time of the request for its pending answer; None if no answer is awaited."""

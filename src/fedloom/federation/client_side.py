@@ -58,36 +58,22 @@ class _Open:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of the clients' side.
-
-    Attributes
-    ----------
-    seed
-        Seed of the run.
-    device
-        Device of the clients' data and messages.
-    clients_at_once
-        Most clients of a group.
-    start_afresh
-        Let a client whose state is lost start without one; otherwise it is refused.
-    secret
-        Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
-    augment
-        Augmentation of training examples.
-    held
-        Answers of which the aggregator learns only sums; None if it receives all.
-    examples
-        Differential privacy of examples in training rounds.
-    """
+    """Settings of the clients' side."""
 
     seed: int
     device: torch.device = _CPU
+    """Device of the clients' data and messages."""
     clients_at_once: int = 1
+    """Maximum number of clients in a group."""
     start_afresh: bool = False
+    """True to let a client whose state is lost start without one; otherwise it is refused."""
     secret: bytes | None = None
+    """Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`)."""
     augment: Augmentation | None = None
     held: HeldAnswers | None = None
+    """Answers held back so that the aggregator learns only their sums; None if it receives every answer."""
     examples: ExamplePrivacy | None = None
+    """Differential privacy of examples in training rounds."""
 
 
 @dataclass(frozen=True)

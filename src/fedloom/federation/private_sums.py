@@ -27,20 +27,12 @@ from fedloom.privacy.settings import TrainingPrivacy
 
 @dataclass(frozen=True)
 class Draw:
-    """Random choice of a cohort.
-
-    Attributes
-    ----------
-    population
-        Number of clients to draw from.
-    expected
-        Expected size of the cohort.
-    sampling
-        The draw.
-    """
+    """Random choice of a cohort."""
 
     population: int
+    """Number of clients to draw from."""
     expected: int
+    """Expected size of the cohort."""
     sampling: Sampling
 
 

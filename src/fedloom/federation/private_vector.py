@@ -28,21 +28,14 @@ FINEST = 2.0**40
 
 @dataclass(frozen=True)
 class PrivateVector(SumVector):
-    """Layout of a clipped answer.
-
-    Attributes
-    ----------
-    rule
-        Clipping and noise of the sum.
-    members
-        Number of clients whose answers may be in the sum.
-    shares
-        Least number of clients that add their share of the noise; 0 if the aggregator adds it.
-    """
+    """Layout of a clipped answer."""
 
     rule: ClippedSum
+    """Clipping and noise of the sum."""
     members: int
+    """Number of clients whose answers may be in the sum."""
     shares: int = 0
+    """Least number of clients that add their share of the noise; 0 if the aggregator adds it."""
 
     @classmethod
     def of(

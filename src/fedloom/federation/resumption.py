@@ -18,22 +18,15 @@ from fedloom.runs.journal import Journal
 
 @dataclass(frozen=True)
 class Resumption:
-    """Last durable round of a run.
-
-    Attributes
-    ----------
-    checkpoint, journal
-        State after the round, and the journal up to it.
-    last
-        Line of ``metrics.jsonl`` after which the run continues; None if no line counts.
-    evaluated
-        Round of that line, or -1.
-    """
+    """Last durable round of a run."""
 
     checkpoint: Checkpoint
     journal: Journal
+    """Journal up to the round."""
     last: dict[str, Any] | None
+    """Line of ``metrics.jsonl`` after which the run continues; None if no line counts."""
     evaluated: int
+    """Round of that line, or -1."""
     _end: int
 
     @classmethod

@@ -36,20 +36,16 @@ VERSION = 1
 
 
 class Subject(NamedTuple):
-    """Identity of answers that are the same whenever they are asked for.
-
-    Attributes
-    ----------
-    round, purpose, answer
-        Round, purpose, and answer that a sum is of. For answers that are the same in every round, 0 and no purpose.
-    run
-        Digest of the settings that cannot change in a run (:func:`fedloom.runner.open_federation.run_digest`).
-    """
+    """Identity of answers that are the same whenever they are asked for."""
 
     round: int
+    """Round of the sum; 0 for answers that are the same in every round."""
     purpose: str
+    """Purpose of the conversation; empty for answers that are the same in every round."""
     answer: str
+    """Class of the answers."""
     run: str = ""
+    """Digest of the settings that cannot change in a run (:func:`fedloom.runner.open_federation.run_digest`)."""
 
     @property
     def is_lasting(self) -> bool:

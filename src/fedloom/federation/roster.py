@@ -92,18 +92,11 @@ def between(before: Mapping[str, Member], after: Mapping[str, Member]) -> Change
 
 
 class Roster(Protocol):
-    """Clients that take part.
-
-    Attributes
-    ----------
-    manifest
-        Manifest of the current roster.
-    fixed
-        True if clients never join or leave.
-    """
+    """Clients that take part."""
 
     manifest: Manifest
     fixed: bool
+    """True if clients never join or leave."""
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Update the roster before the next attempt at a round, or the evaluation after it, and return the change.

@@ -51,21 +51,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodedSums:
-    """Sums over a cohort.
-
-    Attributes
-    ----------
-    values
-        Weighted sum of each field.
-    rows
-        Rows of the clients whose answers are in them.
-    vector
-        Layout in which they were summed securely; None if the aggregator has added answers that it knows.
-    """
+    """Sums over a cohort."""
 
     values: Values
+    """Weighted sum of each field."""
     rows: Collection[int]
+    """Rows of the clients whose answers are in the sums."""
     vector: SumVector | None = None
+    """Layout of the secure sum; None if the aggregator has received and added the answers."""
 
 
 class SecureSum:

@@ -50,30 +50,21 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class ServedRound:
-    """Durable round, ready to serve; immutable.
-
-    Attributes
-    ----------
-    round, digest
-        Number of the round, and SHA-256 of its checkpoint.
-    server
-        A server algorithm at this round, which is never trained.
-    shapes, dtype
-        Allowed answers of a client.
-    opening
-        First message of every conversation: one row.
-    answer
-        Class of the answer to it; ``Metrics`` if there is none, so that the opening is the whole conversation.
-    """
+    """Durable round, ready to serve; immutable."""
 
     about: About
     round: int
     digest: str
+    """SHA-256 of the round's checkpoint."""
     server: ServerAlgorithm
+    """Server algorithm at this round, which is never trained."""
     shapes: Shapes
+    """Allowed answers of a client."""
     dtype: torch.dtype
     opening: Message
+    """First message of every conversation, with one row."""
     answer: type[Message]
+    """Class of the answer to the opening; ``Metrics`` if the opening is the whole conversation."""
 
     def mismatch(self, awaited: type[Message], found: Sequence[TensorSpec]) -> str | None:
         """Return one line on why an answer with these fields is not the awaited one; None if it is."""

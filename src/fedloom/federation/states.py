@@ -30,21 +30,14 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of one client's state, sent by the aggregator when it opens a conversation.
-
-    Attributes
-    ----------
-    start
-        Version to start from; None for a client that no round has counted yet.
-    needed
-        Versions that existing checkpoints would start from.
-    life
-        Life of the aggregator that sends this; a later aggregator has a greater one.
-    """
+    """Versions of one client's state, sent by the aggregator when it opens a conversation."""
 
     start: Version | None
+    """Version to start from; None for a client that no round has counted yet."""
     needed: frozenset[Version] = frozenset()
+    """Versions that existing checkpoints would start from."""
     life: int = 0
+    """Life of the aggregator that sends this; a later aggregator has a greater one."""
 
     def superseded(self, version: Version) -> bool:
         """Return whether no conversation will start from a version again.

@@ -38,24 +38,15 @@ _PARTS = 4
 
 @dataclass(frozen=True)
 class SumVector:
-    """Layout of one answer.
-
-    Attributes
-    ----------
-    answer
-        Class of the answer.
-    fields
-        The sum of each of its fields that is sent.
-    shapes
-        Trailing shape of each field.
-    settings
-        Bound and bits of updates.
-    """
+    """Layout of one answer."""
 
     answer: type[Message]
     fields: Mapping[str, Summed]
+    """Sum of each field of the answer that is sent."""
     shapes: Mapping[str, tuple[int, ...]]
+    """Trailing shape of each field."""
     settings: SecureAggregation
+    """Bound and bits of updates."""
 
     @cached_property
     def updates(self) -> tuple[str, ...]:

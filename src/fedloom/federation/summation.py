@@ -31,33 +31,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Summation:
-    """Settings of sums, for both sides of a conversation.
-
-    Attributes
-    ----------
-    fields
-        The sums of the method's answers.
-    secure
-        Secure aggregation; None if answers reach the aggregator as they are.
-    privacy
-        Differential privacy of clients, which covers training; None without.
-    dtype
-        Type of the run's floating-point numbers.
-    signature_bytes
-        Length of the signatures of clients' keys.
-    clients_per_round
-        As in the experiment; only differential privacy uses it.
-    is_lasting
-        True if a client's answers are the same in every round of every run.
-    """
+    """Settings of sums, for both sides of a conversation."""
 
     fields: SummedFields
     secure: SecureAggregation | None = None
+    """Secure aggregation; None if answers reach the aggregator as they are."""
     privacy: TrainingPrivacy | None = None
+    """Differential privacy of clients, which covers training; None if clients are not private."""
     dtype: torch.dtype = torch.float32
+    """Type of the run's floating-point numbers."""
     signature_bytes: int = 1
+    """Length of the signatures of clients' keys."""
     clients_per_round: int = 1
+    """As in the experiment; only differential privacy uses it."""
     is_lasting: bool = False
+    """True if a client's answers are the same in every round of every run."""
 
     @property
     def scaled(self) -> tuple[str, ...]:

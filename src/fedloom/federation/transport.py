@@ -7,13 +7,13 @@ both give the same numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import Versions
-from fedloom.messages import Message
+from fedloom.messages import Message, Shapes
 
 TRAIN, EVALUATE = "train", "evaluate"
 """Purposes of conversations."""
@@ -34,40 +34,27 @@ class ConversationKey:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One exchange with some rows of a cohort.
-
-    Attributes
-    ----------
-    key, exchange
-        Conversation, and number of this exchange in it, from 0 (the opening).
-    rows
-        Positions in the cohort, ascending; the i-th row of ``message`` is for the client ``clients[i]``.
-    clients
-        Client ids, one per row; an id may repeat.
-    message
-        Message to send: row fields have ``len(rows)`` rows.
-    shapes
-        Allowed answers: message class -> field -> trailing shape (dtype is that of the run).
-    deadline_s
-        Seconds from now until a row without a valid answer is lost; None waits forever.
-    states
-        In an opening of a method with client states: their versions, one per row.
-    trace
-        Trace context of the exchange's span, if the run is traced (:func:`fedloom.core.tracing.here`).
-    told_again
-        For private answers: called before another worker is asked because the first one is gone.
-    """
+    """One exchange with some rows of a cohort."""
 
     key: ConversationKey
     exchange: int
+    """Number of the exchange in the conversation, from 0 (the opening)."""
     rows: tuple[int, ...]
+    """Positions in the cohort, ascending; the i-th row of ``message`` is for the client ``clients[i]``."""
     clients: tuple[str, ...]
+    """Client ids, one per row; an id may repeat."""
     message: Message
-    shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
+    """Message whose row fields have ``len(rows)`` rows."""
+    shapes: Shapes
+    """Allowed answers: trailing shape of each field by message class; the dtype is that of the run."""
     deadline_s: float | None = None
+    """Seconds from now until a row without a valid answer is lost; None waits forever."""
     states: tuple[Versions, ...] = ()
+    """In the opening of a method with client states, the version of each row's state."""
     trace: str = ""
+    """Trace context of the exchange's span, if the run is traced (:func:`fedloom.core.tracing.here`)."""
     told_again: Callable[[Sequence[str]], None] | None = None
+    """For private answers, called with the clients that another worker is about to be asked for again."""
 
 
 @dataclass(frozen=True)

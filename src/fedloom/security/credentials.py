@@ -16,21 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Certificate:
-    """Content of a certificate.
-
-    Attributes
-    ----------
-    names
-        Subject alternative names, ``URI:...``, ``DNS:...`` and ``IP:...``.
-    fingerprint
-        SHA-256 of the certificate, in hexadecimal.
-    starts, ends
-        Period of validity.
-    """
+    """Content of a certificate."""
 
     names: frozenset[str]
+    """Subject alternative names, ``URI:...``, ``DNS:...`` and ``IP:...``."""
     fingerprint: str
+    """SHA-256 of the certificate, in hexadecimal."""
     starts: datetime
+    """Start of the period of validity."""
     ends: datetime
 
     def __str__(self) -> str:

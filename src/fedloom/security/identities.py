@@ -97,24 +97,16 @@ class _Table(Settings):
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a peer.
-
-    Attributes
-    ----------
-    name
-        Name, unique in the federation.
-    roles
-        Roles, which decide its permissions.
-    clients
-        Patterns of the client ids that it may act for.
-    max_clients
-        Maximum number of clients with data of their own that its workers may announce; None for no limit.
-    """
+    """Identity of a peer."""
 
     name: str
+    """Name, unique in the federation."""
     roles: frozenset[Role]
+    """Roles, which decide its permissions."""
     clients: tuple[str, ...] = ()
+    """Patterns of the client ids that it may act for."""
     max_clients: int | None = None
+    """Maximum number of clients with data of their own that its workers may announce; None for no limit."""
 
     def may(self, action: Action) -> bool:
         """Return whether one of its roles allows this action."""

@@ -85,32 +85,23 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """Options for connecting to an aggregator.
-
-    Attributes
-    ----------
-    ca
-        Certificates of the authorities trusted to verify it; if given, only TLS is used.
-    certificate, key
-        Our certificate and its key.
-    token_file, token
-        Our token, instead of a certificate or in addition to it.
-    insecure
-        Allow a token to be sent in plaintext to any host.
-    signing_key, register, identities
-        For secure sums (:mod:`fedloom.security.signing`): our signature key, the register of all, and the identity
-        file that says for which clients a certificate speaks.
-    """
+    """Options for connecting to an aggregator."""
 
     ca: Path | None = None
+    """Certificates of the authorities trusted to verify it; if given, only TLS is used."""
     certificate: Path | None = None
     key: Path | None = None
+    """Key of the certificate."""
     token_file: Path | None = None
+    """File with our token, instead of a certificate or in addition to it."""
     token: SecretStr | None = None
     insecure: bool = False
+    """True to send a token in plaintext to any host."""
     signing_key: Path | None = None
     register: Path | None = None
     identities: Path | None = None
+    """For secure sums (:mod:`fedloom.security.signing`): our signature key, the register of all, and the identity file
+    that says for which clients a certificate speaks."""
 
     @classmethod
     def of(
@@ -200,29 +191,21 @@ class Credentials:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Security options of an aggregator.
-
-    Attributes
-    ----------
-    certificate, key
-        Certificate and key for TLS.
-    ca
-        Certificates of the authorities, one of which must have signed a peer's certificate.
-    tokens, identities
-        Token file and identity file (:class:`fedloom.security.access.Access`).
-    token
-        One shared token for workers and watchers.
-    insecure
-        Serve other machines even without TLS or without identifying peers.
-    """
+    """Security options of an aggregator."""
 
     certificate: Path | None = None
     key: Path | None = None
+    """Key of the certificate."""
     ca: Path | None = None
+    """Certificates of the authorities, one of which must have signed a peer's certificate."""
     tokens: Path | None = None
+    """Token file."""
     identities: Path | None = None
+    """Identity file."""
     token: SecretStr | None = None
+    """One shared token for workers and watchers."""
     insecure: bool = False
+    """True to serve other machines even without TLS or without identifying peers."""
 
     @classmethod
     def of(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:

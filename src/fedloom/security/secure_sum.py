@@ -88,18 +88,12 @@ _A = TypeVar("_A")
 
 @dataclass(frozen=True)
 class MaskedVector:
-    """Answer of a member in step 2.
-
-    Attributes
-    ----------
-    values
-        Masked integers, shape [d].
-    receipts
-        For each neighbour whose mask they include, the proof of it; uint8 [k, 16].
-    """
+    """Answer of a member in step 2."""
 
     values: Integers
+    """Masked integers, shape [d]."""
     receipts: Bytes
+    """For each neighbour whose mask they include, the proof of it; uint8 [k, 16]."""
 
 
 class SecureSumMember:

@@ -42,15 +42,10 @@ if TYPE_CHECKING:
 
 
 class Signer(Protocol):
-    """Signature key of a member.
-
-    Attributes
-    ----------
-    length
-        Length of every signature in bytes; the same for all members of a session.
-    """
+    """Signature key of a member."""
 
     length: int
+    """Length of every signature in bytes; the same for all members of a session."""
 
     def sign(self, message: bytes) -> bytes:
         """Return a signature, with what a verifier needs to know besides."""

@@ -35,27 +35,22 @@ _ONCE = bytes(12)
 
 @dataclass(frozen=True)
 class PairSecrets:
-    """Secrets of two neighbours, from the side of one of them, u; the other is v.
-
-    Attributes
-    ----------
-    seed, sign
-        Seed of their mask, and its sign in the vector of u: + for the lower of the two rows.
-    key_to, key_from
-        Keys that encrypt the shares from u to v, and from v to u.
-    receipt_to, receipt_from
-        Proofs that the masks of u, and of v, include this one; unknown to others until they are sent.
-    confirm_key
-        Key that authenticates a set of survivors.
-    """
+    """Secrets of two neighbours, from the side of one of them, u; the other is v."""
 
     seed: bytes
+    """Seed of their mask."""
     sign: int
+    """Sign of the mask in the vector of u: + for the lower of the two rows."""
     key_to: bytes
+    """Key that encrypts the shares from u to v."""
     key_from: bytes
+    """Key that encrypts the shares from v to u."""
     receipt_to: bytes
+    """Proof that the masks of u include this one; unknown to others until it is sent."""
     receipt_from: bytes
+    """Proof that the masks of v include this one; unknown to others until it is sent."""
     confirm_key: bytes
+    """Key that authenticates a set of survivors."""
 
     def encrypted(self, shares: bytes) -> bytes:
         """Return shares encrypted for v; called once, since the nonce is fixed."""

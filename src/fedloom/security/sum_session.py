@@ -31,22 +31,6 @@ SMALLEST_DEGREE = 20
 class SessionParameters:
     """Parameters of one secure sum, equal for the aggregator and all members.
 
-    Attributes
-    ----------
-    session
-        Name of the session: 16 random bytes, chosen by the aggregator, never used again.
-    members
-        Client ids; a member's position is its row in every array of the protocol.
-    degree
-        Number k of neighbours of each member: all others, or an even number.
-    threshold
-        Number t of neighbours whose shares reveal a secret, 2t > k. With up to c neighbours of a member that collude
-        with the aggregator, nobody can reveal both secrets of the member, and so its value alone, while 2t > k + c.
-        While 2t > k + 2c, the aggregator learns one sum and no other, whatever it claims about dropouts.
-        A member that loses more than k - t neighbours spoils the session.
-    bits
-        Width of the integers, 32 or 64.
-
     Raises
     ------
     ExperimentError
@@ -54,10 +38,18 @@ class SessionParameters:
     """
 
     session: bytes
+    """Name of the session: 16 random bytes, chosen by the aggregator, never used again."""
     members: tuple[str, ...]
+    """Client ids; a member's position is its row in every array of the protocol."""
     degree: int
+    """Number k of neighbours of each member: all others, or an even number."""
     threshold: int
+    """Number t of neighbours whose shares reveal a secret, 2t > k. With up to c neighbours of a member that collude
+    with the aggregator, nobody can reveal both secrets of the member, and so its value alone, while 2t > k + c. While
+    2t > k + 2c, the aggregator learns one sum and no other, whatever it claims about dropouts. A member that loses more
+    than k - t neighbours spoils the session."""
     bits: Bits = 32
+    """Width of the integers, 32 or 64."""
 
     def __post_init__(self) -> None:
         n, k, t = len(self.members), self.degree, self.threshold

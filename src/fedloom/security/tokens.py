@@ -35,23 +35,14 @@ _NOBODY = hashlib.sha256(b"").hexdigest()
 
 
 class Token(Settings):
-    """Stored record of a token.
-
-    Attributes
-    ----------
-    id
-        12 hex digits.
-    name
-        Name of its owner; several tokens may share one, such as an old token and its replacement.
-    sha256
-        SHA-256 of its secret.
-    created, expires, revoked
-        Times of these events; the last two may be None.
-    """
+    """Stored record of a token."""
 
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
+    """12 hex digits."""
     name: str = Field(pattern=NAME)
+    """Name of its owner; several tokens may share one, such as an old token and its replacement."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of its secret."""
     created: AwareDatetime
     expires: AwareDatetime | None = None
     revoked: AwareDatetime | None = None

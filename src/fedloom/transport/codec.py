@@ -61,25 +61,17 @@ _QUANTITIES_BACK = {number: quantity for quantity, number in _QUANTITIES.items()
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A message ready to be cut into frames.
-
-    Attributes
-    ----------
-    name, specs
-        Class of the message, and its fields.
-    buffers
-        Views of the fields' bytes, which are not copied: the tensors must not change until the frames are written.
-    digests
-        SHA-256 of each broadcast in hex, if the receiver may keep them.
-    held
-        Fields whose bytes the receiver has: they have no buffers.
-    """
+    """A message ready to be cut into frames."""
 
     name: str
+    """Name of the message's class."""
     specs: tuple[TensorSpec, ...]
     buffers: tuple[memoryview, ...]
+    """Views of the fields' bytes: the tensors must not change until the frames are written."""
     digests: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each broadcast in hex, if the receiver may keep them."""
     held: frozenset[str] = frozenset()
+    """Fields without buffers, because the receiver has their bytes already."""
 
     @property
     def nbytes(self) -> int:

@@ -80,18 +80,12 @@ _P = ParamSpec("_P")
 
 @dataclass(eq=False)
 class Peer:
-    """Peer of an admitted call.
-
-    Attributes
-    ----------
-    admitted
-        Its identity, and the credential that admitted it.
-    host
-        Address that it calls from, without the port.
-    """
+    """Peer of an admitted call."""
 
     admitted: Admitted
+    """Its identity, and the credential that admitted it."""
     host: str
+    """Address that it calls from, without the port."""
     action: Action
     call: str
     ends: datetime

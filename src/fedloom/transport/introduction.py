@@ -17,30 +17,20 @@ from fedloom.transport.wire import federation_pb2 as wire
 
 @dataclass(frozen=True)
 class Introduction:
-    """Introduction of a worker to the aggregator.
-
-    Attributes
-    ----------
-    worker
-        Name, unique in the federation; a restarted worker returns under the same name.
-    clients
-        Ids of the clients that it may serve.
-    algorithms
-        Names and versions of its algorithms.
-    device
-        Device that it computes on.
-    incarnation
-        Id of this process: conversations are kept as long as it stays the same.
-    members
-        Announcements of the clients, in the same order, if they have their own data.
-    """
+    """Introduction of a worker to the aggregator."""
 
     worker: str
+    """Name, unique in the federation; a restarted worker returns under the same name."""
     clients: Sequence[str]
+    """Ids of the clients that it may serve."""
     algorithms: Mapping[str, int]
+    """Names and versions of its algorithms."""
     device: str = "cpu"
+    """Device that it computes on."""
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Id of this process; conversations are kept as long as it stays the same."""
     members: Sequence[Member] = ()
+    """Announcements of the clients, in the same order, if they have their own data."""
 
     def hello(self) -> wire.Hello:
         """Return it as the first part of a stream."""

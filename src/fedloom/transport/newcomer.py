@@ -73,25 +73,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Answered:
-    """Conversation that has produced a model.
-
-    Attributes
-    ----------
-    run, round, digest, precision
-        Values named by the server.
-    up, down
-        Bytes of frames from and to the client.
-    warm
-        True if the opening was not sent again.
-    """
+    """Conversation that has produced a model, with the run, round, digest and precision that the server names."""
 
     run: str
     round: int
     digest: str
     precision: str
     up: int
+    """Bytes of frames from the client."""
     down: int
+    """Bytes of frames to the client."""
     warm: bool
+    """True if the opening was not sent again."""
 
 
 class Memory:

@@ -68,55 +68,38 @@ Load = Callable[[str | None], ServedRound | None]
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """Resource limits of serving.
-
-    Attributes
-    ----------
-    linger_s
-        Seconds that a client waits for others to share its tile.
-    waiting
-        Maximum number of clients waiting for a tile.
-    conversations
-        Maximum number of open conversations: clients compute in the middle of one.
-    answer_s
-        Seconds that a client may take to answer.
-    follow_s
-        Interval between checks for a newer durable round; None disables them.
-    threads
-        Number of torch threads.
-    """
+    """Resource limits of serving."""
 
     linger_s: float = 0.003
+    """Seconds that a client waits for others to share its tile."""
     waiting: int = 1024
+    """Maximum number of clients waiting for a tile."""
     conversations: int = 4096
+    """Maximum number of open conversations, including those whose clients are computing."""
     answer_s: float = 60.0
+    """Seconds that a client may take to answer."""
     follow_s: float | None = 1.0
+    """Interval between checks for a newer durable round; None disables them."""
     threads: int = 1
 
 
 @dataclass(frozen=True)
 class ServingLoad:
-    """Load of the service.
-
-    Attributes
-    ----------
-    round
-        The round that is served; None while there is none.
-    handed_out, refused
-        Models handed out and requests refused since the start.
-    waiting, conversations
-        Clients waiting for a tile, and open conversations.
-    latency_s
-        Latency of recent models by quantile, from a client's last answer to the sending of its model; 0 while there are
-        none.
-    """
+    """Load of the service."""
 
     round: int | None
+    """Round that is served; None while there is none."""
     handed_out: int
+    """Models handed out since the start."""
     refused: int
+    """Requests refused since the start."""
     waiting: int
+    """Clients waiting for a tile."""
     conversations: int
+    """Open conversations."""
     latency_s: dict[str, float]
+    """Latency of recent models by quantile, from a client's last answer to the sending of its model; 0 while there are
+    none."""
 
 
 class Personalization:

@@ -13,39 +13,25 @@ from fedloom.messages import Message
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRun:
-    """Run that an aggregator serves.
-
-    Attributes
-    ----------
-    name, incarnation
-        The run, and the id of this aggregator process; replies to another one are refused.
-    experiment
-        The shared part of the experiment, as JSON; sent to every worker in its Welcome.
-    algorithm, version
-        Algorithm and version that a worker must have to be admitted.
-    vocabulary
-        Message classes allowed in replies, by class name.
-    dtype
-        Type of the run's floating-point numbers.
-    clients
-        Ids of all clients of the run, seen and unseen. A worker that names any other client is refused.
-    roster
-        Clients that train; an observer may not answer for them.
-    presence
-        Record of connected clients, in a federation whose clients have their own data, and join and leave; None in any
-        other federation.
-    classes
-        Number of classes C, where ``presence`` is given.
-    """
+    """Run that an aggregator serves."""
 
     name: str
     incarnation: str
+    """Id of this aggregator process; replies to another one are refused."""
     experiment: str
+    """Shared part of the experiment, as JSON; sent to every worker in its Welcome."""
     algorithm: str
     version: int
+    """Version of the algorithm that a worker must have to be admitted."""
     vocabulary: Mapping[str, type[Message]]
+    """Message classes allowed in replies, by class name."""
     dtype: torch.dtype
+    """Type of the run's floating-point numbers."""
     clients: Collection[str]
+    """Ids of all clients of the run, seen and unseen. A worker that names any other client is refused."""
     roster: Collection[str] = ()
+    """Clients that train; an observer may not answer for them."""
     presence: AvailableClients | None = None
+    """Record of connected clients in an open federation; None in any other."""
     classes: int = 0
+    """Number of classes C, where ``presence`` is given."""

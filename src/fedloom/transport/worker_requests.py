@@ -18,27 +18,20 @@ REQUEST_BYTES = 4 << 30  # maximum memory of one request
 
 @dataclass(frozen=True, eq=False)
 class WorkerRequest:
-    """WorkerRequest from the aggregator.
-
-    Attributes
-    ----------
-    incarnation, key
-        Aggregator process that sent it, and its conversation.
-    assembler
-        Its content; None if it exceeded :data:`REQUEST_BYTES` and was skipped.
-    expires
-        Deadline on the monotonic clock; None without one.
-    """
+    """Request from the aggregator."""
 
     incarnation: str
+    """Id of the aggregator process that sent it."""
     key: ConversationKey
     envelope: wire.Envelope
     assembler: Assembler | None
+    """Content of the request; None if it exceeded :data:`REQUEST_BYTES` and was skipped."""
     expires: float | None
+    """Deadline on the monotonic clock; None if there is none."""
 
     @property
     def expired(self) -> bool:
-        """True if its deadline has passed."""
+        """True if the deadline has passed."""
         return self.expires is not None and time.monotonic() > self.expires
 
     def message(self, vocabulary: Mapping[str, type[Message]]) -> Message:
