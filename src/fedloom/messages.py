@@ -315,10 +315,7 @@ class Sums(Replies[M]):
 
         The sum of an update with noise divides by the expected weight, and is a number then, too.
 
-        Raises
-        ------
-        ValueError
-            If these are other weights.
+        Raise ValueError if these are other weights.
         """
         del since  # already subtracted by the clients
         asked: Tensor = self.mean_weights if weights is None else weights

@@ -99,10 +99,7 @@ class HeldAnswers:
         Under secure aggregation, and with adaptive clipping, whose norm follows, that is a sign that it is held. With
         a constant clipping norm it is the clipped answer.
 
-        Raises
-        ------
-        DataError
-            If a value is not finite, or beyond its bound.
+        Raise DataError if a value is not finite, or beyond its bound.
         """
         privacy, secure = self._privacy(key), self._summation.secure
         if privacy is None and secure is None:
@@ -125,10 +122,7 @@ class HeldAnswers:
     def _rule(self, privacy: TrainingPrivacy, clip: float) -> ClippedSum:
         """Return the clipping and the noise at a norm that the aggregator has sent.
 
-        Raises
-        ------
-        RefusedError
-            If it is not that of the experiment, or no norm.
+        Raise RefusedError if it is not that of the experiment, or no norm.
         """
         right = 0 < clip < math.inf if privacy.adaptive_clip is not None else clip == privacy.clip
         if not right:

@@ -52,10 +52,7 @@ def noise_source(seed: int | None, *about: object) -> NoiseSource:
 def clipping_rule(settings: TrainingPrivacy, clients_per_round: int, clip: float) -> ClippedSum:
     """Return the clipping and the noise of the sums of a run, at a clipping norm.
 
-    Raises
-    ------
-    ValueError
-        If the noise multiplier is not known yet.
+    Raise ValueError if the noise multiplier is not known yet.
     """
     if settings.noise_multiplier is None:
         raise ValueError("federation.privacy.noise_multiplier is found from epsilon before a run begins")
@@ -113,10 +110,8 @@ class PrivateSums:
     def choice(self, population: int, expected: int, *, is_uniform: bool = True) -> Draw:
         """Return the choice of a cohort of this expected size.
 
-        Raises
-        ------
-        ExperimentError
-            If a method asks for a choice that is not uniform, or cohorts would often be too small for a secure sum.
+        Raise ExperimentError if a method asks for a choice that is not uniform, or cohorts would often be too small for
+        a secure sum.
         """
         if not is_uniform:
             raise ExperimentError(

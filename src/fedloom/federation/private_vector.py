@@ -50,10 +50,7 @@ class PrivateVector(SumVector):
     ) -> PrivateVector:
         """Return the layout, with a place for the bit of adaptive clipping.
 
-        Raises
-        ------
-        ExperimentError
-            If the steps of the integers are too coarse for the noise.
+        Raise ExperimentError if the steps of the integers are too coarse for the noise.
         """
         bit = {} if rule.count_noise is None else {BIT: (1,)}
         vector = cls(answer, fields, {**shapes, **bit}, settings, rule, members, shares)

@@ -94,10 +94,7 @@ class RevealedSums:
         The same set is allowed again, and one other set that differs by three clients or more. If there is a record,
         the set is on disk when the call returns.
 
-        Raises
-        ------
-        RefusedError
-            If it may not, or if the record cannot be read or written.
+        Raise RefusedError if it may not, or if the record cannot be read or written.
         """
         try:
             with self._synchronized():

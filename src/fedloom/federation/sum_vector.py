@@ -86,10 +86,7 @@ class SumVector:
     def check(self, values: Mapping[str, NDArray[np.float64]]) -> None:
         """Check that each value is finite, and within its bound.
 
-        Raises
-        ------
-        DataError
-            If one is not. The aggregator learns the message, so the value is only in the error's cause.
+        Raise DataError if one is not. The aggregator learns the message, so the value is only in the error's cause.
         """
         for name in (*self.updates, *self.statistics):
             largest, bound = float(np.abs(values[name]).max(initial=0.0)), self.bound(name)
@@ -103,10 +100,7 @@ class SumVector:
     def encode(self, values: Mapping[str, NDArray[np.float64]], clients: int) -> Integers:
         """Return the values of one client as integers, for a sum over so many clients.
 
-        Raises
-        ------
-        DataError
-            If a value is not finite, or beyond its bound.
+        Raise DataError if a value is not finite, or beyond its bound.
         """
         parts = [to_integers(values[name].reshape(-1), self.bound(name), clients, self.bits) for name in self.updates]
         for name in self.statistics:

@@ -64,10 +64,7 @@ class Summation:
     ) -> SumVector:
         """Return the layout of an answer in a secure sum over so many members; with a ``rule``, of a clipped one.
 
-        Raises
-        ------
-        ExperimentError
-            If the steps of the integers are too coarse for the noise.
+        Raise ExperimentError if the steps of the integers are too coarse for the noise.
         """
         fields = self.fields[answer]
         if rule is None:

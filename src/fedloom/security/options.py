@@ -54,10 +54,7 @@ def credential_files(
 
     A token in the folder takes precedence over any in the environment.
 
-    Raises
-    ------
-    ExperimentError
-        If the folder has none of the files.
+    Raise ExperimentError if the folder has none of the files.
     """
     found: dict[str, Path] = {}
     if folder is not None:
@@ -211,12 +208,8 @@ class ServerOptions:
     def of(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:
         """Return the options given by a folder of credentials and by the environment.
 
-        Raises
-        ------
-        ExperimentError
-            If the folder has no credentials.
-        RefusedError
-            If the token of the environment is invalid.
+        Raise ExperimentError if the folder has no credentials. Raise RefusedError if the token of the environment is
+        invalid.
         """
         files = credential_files(folder, ("ca", "certificate", "key", "tokens", "identities"))
         return cls(**files, token=token_of(), insecure=insecure)

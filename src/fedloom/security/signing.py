@@ -350,10 +350,7 @@ def _unpacked(packed: bytes) -> list[bytes]:
 def signing_of(signatures: str | None, options: ClientOptions | None) -> Signing:
     """Return the signatures that an experiment asks for (``federation.secure_aggregation.signatures``).
 
-    Raises
-    ------
-    ExperimentError
-        If a file that they need is missing, or has other content.
+    Raise ExperimentError if a file that they need is missing, or has other content.
     """
     options = options or ClientOptions()
     if signatures == "keys":

@@ -26,10 +26,7 @@ class Bandwidth(NamedTuple):
 def parse_bandwidth(text: str) -> Bandwidth:
     """Parse the value of ``--bandwidth``: ``10Mbit/s``, or ``2Mbit/s,20Mbit/s`` for up and down.
 
-    Raises
-    ------
-    ExperimentError
-        If the text is not such a rate, or is below 256 kbit/s.
+    Raise ExperimentError if the text is not such a rate, or is below 256 kbit/s.
     """
     rates = []
     for part in text.split(","):

@@ -332,10 +332,7 @@ class Assembler:
     def tensors(self, cls: type[Message], piece: int = 0, held: Collection[str] = ()) -> dict[str, Tensor]:
         """Return the fields of a message by name, copying small ones only; those in ``held`` were not sent.
 
-        Raises
-        ------
-        WireError
-            If the fields are not those of the class, or a bool is neither 0 nor 1.
+        Raise WireError if the fields are not those of the class, or a bool is neither 0 nor 1.
         """
         fields = {(field.name, field.quantity, field.per_client) for field in cls.fields() if field.name not in held}
         found = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}

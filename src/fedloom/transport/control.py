@@ -53,10 +53,7 @@ def to_wire(activity: Activity) -> wire.Activity:
 def from_wire(told: wire.Activity) -> Activity:
     """Parse a snapshot.
 
-    Raises
-    ------
-    RefusedError
-        If it has phases or other values of another version, which this one does not know.
+    Raise RefusedError if it has phases or other values of another version, which this one does not know.
     """
     found = _as_dict(told)
     found |= {name: printable(found[name], keep="\n") for name in ("run", "message")}

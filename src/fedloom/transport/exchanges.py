@@ -243,10 +243,7 @@ class OpenConversation:
     def post(self, exchange: Exchange) -> None:
         """Start the next exchange.
 
-        Raises
-        ------
-        ValueError
-            If it is not the next one, or the previous one is still running.
+        Raise ValueError if it is not the next one, or the previous one is still running.
         """
         if self.current is not None or exchange.call.exchange != len(self.calls):
             state = "is still running" if self.current is not None else "is over"

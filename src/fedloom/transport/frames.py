@@ -110,10 +110,7 @@ def seal_frame(pieces: Iterable[bytes | memoryview]) -> bytes:
 def unseal_frame(data: bytes) -> memoryview:
     """Return a frame without its seal.
 
-    Raises
-    ------
-    WireError
-        If the seal is missing or its checksum is wrong.
+    Raise WireError if the seal is missing or its checksum is wrong.
     """
     view = memoryview(data)
     found = crc32(view[:-SEAL_BYTES])
@@ -147,10 +144,7 @@ class ChunkView(NamedTuple):
 def read_parts(frame: type[Any], data: bytes) -> Iterator[tuple[str, Any]]:
     """Yield the parts of one frame: the kind and value of each, with chunks as :class:`ChunkView`.
 
-    Raises
-    ------
-    WireError
-        If the frame arrived damaged or has no parts; on reaching an invalid part.
+    Raise WireError if the frame arrived damaged or has no parts; on reaching an invalid part.
     """
     part_class = _PARTS[frame]
     view = unseal_frame(data)
@@ -214,10 +208,7 @@ def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
 def parse_frame(frame: type[F], data: bytes, *, seal: bool = True) -> F:
     """Parse one whole frame, such as the first of a stream; without ``seal``, also one of another protocol.
 
-    Raises
-    ------
-    WireError
-        If the frame arrived damaged, is invalid, or has no parts or an empty part.
+    Raise WireError if the frame arrived damaged, is invalid, or has no parts or an empty part.
     """
     if seal:
         unseal_frame(data)

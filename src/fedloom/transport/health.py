@@ -204,10 +204,7 @@ async def probed(address: str, state: Health) -> Probes:
 def _every_address(host: str, port: int) -> socket.socket | None:
     """Listen on IPv6 and IPv4 for a wildcard address, as gRPC does; return None for another host, or without IPv6.
 
-    Raises
-    ------
-    OSError
-        If the port is taken.
+    Raise OSError if the port is taken.
     """
     if host not in ("0.0.0.0", "::") or not socket.has_dualstack_ipv6():
         return None

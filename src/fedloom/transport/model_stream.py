@@ -53,10 +53,7 @@ class Received:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors as they were sent, made on first use, because torch would block the event loop.
 
-        Raises
-        ------
-        WireError
-            If a bool is neither 0 nor 1.
+        Raise WireError if a bool is neither 0 nor 1.
         """
         return self._assembler.tensors(self.cls, held=self.held)
 
@@ -93,10 +90,7 @@ class PartReader:
     async def part(self, kind: str, transfer: int | None = None) -> Any:
         """Return the next part, which must be of this kind, and of this transfer if there is one.
 
-        Raises
-        ------
-        WireError
-            If it is another one or damaged, or the stream has ended.
+        Raise WireError if it is another one or damaged, or the stream has ended.
         """
         while (next_part := next(self._parts, None)) is None:
             data = await self._read()

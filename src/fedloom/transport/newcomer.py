@@ -174,12 +174,8 @@ class Models:
     async def describe(self, timeout_s: float) -> Found:
         """Return what the server serves.
 
-        Raises
-        ------
-        RefusedError
-            If the server does not admit us, or has another version.
-        QuorumError
-            If there is no answer in time, or no round is durable.
+        Raise RefusedError if the server does not admit us, or has another version. Raise QuorumError if there is no
+        answer in time, or no round is durable.
         """
         ends = time.monotonic() + timeout_s
         while True:
@@ -317,12 +313,8 @@ class _Conversation:
     async def hold(self, ask: wire.Ask, precision: str, *, early: bool) -> Answered:
         """Ask, and answer the server's messages until the last.
 
-        Raises
-        ------
-        WireError
-            If the server sends invalid data, or violates the protocol.
-        grpc.aio.AioRpcError
-            If the stream ends with an error.
+        Raise WireError if the server sends invalid data, or violates the protocol. Raise grpc.aio.AioRpcError if the
+        stream ends with an error.
         """
         known, answer = await self._known(ask) if early else (None, None)
         await self._begin(ask, None if known is None else known.digest, answer)

@@ -145,10 +145,7 @@ class Personalization:
     async def begin(self) -> None:
         """Start serving on the running event loop.
 
-        Raises
-        ------
-        FedloomError
-            If there is nothing to serve, unless the service is lazy.
+        Raise FedloomError if there is nothing to serve, unless the service is lazy.
         """
         if self._asked:
             await self._refresh()
