@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.algorithms.sums import sums_of
+from fedloom.errors import ExperimentError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.evaluation.summary import left_out
 from fedloom.federation.held_answers import HeldAnswers
@@ -78,6 +79,19 @@ def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, t
     assert summed.measured == 6
     assert left_out(summed, label_mask=False) == left_out(plain, label_mask=False)
     compare(expected, found)
+
+
+def test_more_members_than_32_bits_hold_are_refused() -> None:
+    """Statistics of 32-bit sums take parts of 16 bits, whose sums over 2^16 members just fit."""
+    method = find_algorithm("fedavg")
+    summation = Summation(method.sums(method.settings()))
+    (answer,) = summation.fields
+    shapes = {field.name: (1,) for field in answer.fields()}
+    for bits, members in ((32, 1 << 16), (64, (1 << 16) + 1)):
+        assert summation.vector(answer, shapes, SecureAggregation(bits=bits), None, members).bits == bits  # type: ignore[arg-type]
+    with pytest.raises(ExperimentError) as refused:
+        summation.vector(answer, shapes, SecureAggregation(bits=32), None, (1 << 16) + 1)
+    assert refused.value.key == "federation.secure_aggregation.bits"
 
 
 def compare(expected: Any, found: Any, key: str = "") -> None:

@@ -30,8 +30,8 @@ STATISTIC_BOUND = 1e9
 METRIC_BOUND = 1e12
 """Largest magnitude of a sum over the examples of an evaluation."""
 
-MOST_CLIENTS = 1 << 16
-"""Largest cohort whose sums of 16-bit parts fit into 32 bits."""
+MOST_MEMBERS = 1 << 16
+"""Largest number of members whose sums of 16-bit parts fit into 32 bits."""
 
 _PARTS = 4
 
@@ -60,7 +60,7 @@ class SumVector:
 
     @property
     def bits(self) -> Bits:
-        """Bits of an integer: those of the settings, or 64 if there are statistics alone."""
+        """Bits of an integer: those of the settings, or 64 if there are only statistics."""
         return self.settings.bits if self.updates else 64
 
     @property
@@ -86,7 +86,7 @@ class SumVector:
     def check(self, values: Mapping[str, NDArray[np.float64]]) -> None:
         """Check that each value is finite, and within its bound.
 
-        Raise DataError if one is not. The aggregator learns the message, so the value is only in the error's cause.
+        Raise DataError if one is not. The message is sent to the aggregator, so the value is only in the error's cause.
         """
         for name in (*self.updates, *self.statistics):
             largest, bound = float(np.abs(values[name]).max(initial=0.0)), self.bound(name)
@@ -98,7 +98,7 @@ class SumVector:
                 raise DataError(f"{name} has a value beyond {bound:g}{hint}") from value
 
     def encode(self, values: Mapping[str, NDArray[np.float64]], clients: int) -> Integers:
-        """Return the values of one client as integers, for a sum over so many clients.
+        """Return the values of one client as integers, for a sum over this number of clients.
 
         Raise DataError if a value is not finite, or beyond its bound.
         """
@@ -132,10 +132,10 @@ class SumVector:
 
 
 def graph_of(settings: SecureAggregation, members: int) -> tuple[int, int]:
-    """Return the neighbours and the threshold of a secure sum over so many clients.
+    """Return the number of neighbours and the threshold of a secure sum with this number of members.
 
-    Where the settings name more neighbours than there are others, all others are neighbours, and the threshold is the
-    default one.
+    If the settings name more neighbours than there are other members, all others are neighbours, and the threshold is
+    the default.
     """
     if settings.neighbours is None or settings.neighbours >= members - 1:
         degree = min(default_degree(members), members - 1)

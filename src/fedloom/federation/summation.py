@@ -1,7 +1,7 @@
-"""Sums of a cohort's answers, for methods whose servers use nothing else of them (:meth:`Algorithm.sums`).
+"""Sums of a cohort's answers, for methods whose servers use only these sums (:meth:`Algorithm.sums`).
 
-Where each answer is received as it is, the aggregator adds them; under secure aggregation it receives masked vectors,
-of which only the sum can be read. With differential privacy of clients answers are clipped, and sums have noise.
+The aggregator adds answers that it receives as they are. Under secure aggregation it receives masked vectors, and can
+read only their sum. With differential privacy of clients, answers are clipped and sums have noise.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from fedloom.algorithms.sums import STATISTICS, SummedFields, learned_fields
+from fedloom.errors import ExperimentError
 from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.private_vector import PrivateVector
 from fedloom.federation.secure_cohort import DecodedSums, SecureSum
 from fedloom.federation.sum_messages import AnswerReady, ClipNotice
-from fedloom.federation.sum_vector import SumVector
+from fedloom.federation.sum_vector import MOST_MEMBERS, SumVector
 from fedloom.messages import FieldSum, Message, Sums
 from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
@@ -62,16 +63,26 @@ class Summation:
         rule: ClippedSum | None,
         members: int,
     ) -> SumVector:
-        """Return the layout of an answer in a secure sum over so many members; with a ``rule``, of a clipped one.
+        """Return the layout of an answer, with a ``rule`` a clipped one, in a secure sum of this number of members.
 
-        Raise ExperimentError if the steps of the integers are too coarse for the noise.
+        Raise ExperimentError if there are too many members for sums of 32 bits, or the steps of the integers are too
+        coarse for the noise.
         """
         fields = self.fields[answer]
         if rule is None:
-            return SumVector(answer, fields, shapes, secure)
-        assert self.privacy is not None
-        shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
-        return PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
+            vector = SumVector(answer, fields, shapes, secure)
+        else:
+            assert self.privacy is not None
+            shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
+            vector = PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
+        if vector.bits == 32 and vector.statistics and members > MOST_MEMBERS:
+            raise ExperimentError(
+                f"federation.secure_aggregation.bits is 32, enough for sums over {MOST_MEMBERS:,} clients (got "
+                f"{members:,}); set it to 64.",
+                key="federation.secure_aggregation.bits",
+                found=members,
+            )
+        return vector
 
     def gather(
         self,
@@ -108,7 +119,7 @@ class Summation:
     def _added(
         self, cohort: RemoteCohort, message: Message, answer: type[Message], meanwhile: Callable[[], None] | None
     ) -> DecodedSums:
-        """Return the sums of answers that are known, in cohort order."""
+        """Return the sums of answers that are received as they are, in cohort order."""
         answers = cohort.exchange(message, answer, cohort.shapes(answer), meanwhile)
         terms = {row: changes_of(answers[row], message, self.fields[answer]) for row in sorted(answers)}
         return DecodedSums(self._sum_of(terms, cohort, answer), terms.keys())
@@ -121,7 +132,7 @@ class Summation:
         meanwhile: Callable[[], None] | None,
         rule: ClippedSum,
     ) -> DecodedSums:
-        """Return the sums of answers that are known and clipped; an answer beyond the clipping norm is refused."""
+        """Return the sums of answers that are received clipped; an answer beyond the clipping norm is refused."""
         fields, shapes = self.fields[answer], cohort.shapes(answer)
         if rule.count_noise is None:
             answers = cohort.exchange(message, answer, shapes, meanwhile)
@@ -152,7 +163,7 @@ class Summation:
         return found
 
     def _sums(self, cohort: RemoteCohort, answer: type[Message], totals: DecodedSums, draw: Draw | None) -> Sums[Any]:
-        """Return what the server gets; means of private sums divide by the expected size of the cohort."""
+        """Return the sums for the server; means of private sums divide by the expected size of the cohort."""
         rows, fields, sums = totals.rows, self.fields[answer], {}
         quantities = {field.name: field.quantity for field in answer.fields()}
         learned = learned_fields(answer, fields)
