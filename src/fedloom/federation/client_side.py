@@ -126,14 +126,14 @@ class ClientSide:
     Parameters
     ----------
     algorithm
-        The algorithm's client algorithm.
+        Client algorithm of the method.
     vocabulary
         All messages that it receives or sends, by name.
     load
         ``client id -> ClientData``; the only place where data are read.
     conclude
-        Turns the predictors that a conversation returns into its last answer: ``(predictors, group) -> message`` with
-        one row per client (for an evaluation, the metrics).
+        Turns the predictors that a conversation returns into its last answer, ``(predictors, group) -> message`` with
+        one row per client: in an evaluation, the metrics.
     states
         Storage of client states; required to train an algorithm that is ``stateful``.
     after_steps
@@ -253,9 +253,9 @@ class ClientSide:
             if self.raises_bugs and is_bug(error):
                 error.add_note(request.described(rows))
                 raise
-            # Our own sentences need no traceback; their cause is logged only here (:meth:`_loaded`).
-            said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
-            _log_failure("cannot take part", _why(error), request, request.named(rows), said)
+            # FedLoom's own errors need no traceback; their cause is logged only here (:meth:`_loaded`).
+            traceback = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
+            _log_failure("cannot take part", _why(error), request, request.named(rows), traceback)
             nobody = ClientGroup([], lambda client, purpose: generator(0, purpose))
             opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[_lost(error)])
         self._open[request.key].update(dict.fromkeys(rows, opened))
@@ -384,7 +384,7 @@ class ClientSide:
         opened.exchange = request.exchange
 
     def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
-        """Return what the aggregator receives of the i-th client's answer: the answer, or a sign that it is held."""
+        """Return the i-th client's answer, or a notice that it is held back for a sum."""
         held, key = self._config.held, opened.key
         if held is None or not held.covers(reply):
             return reply
@@ -426,7 +426,7 @@ def _log_failure(what: str, why: str, request: _Request, clients: Sequence[str],
 
 
 def _why(error: Exception) -> str:
-    """Return an error and its cause, which stays on this machine, in one line."""
+    """Return an error and its cause in one line, for logs that stay on this machine."""
     return " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
 
 

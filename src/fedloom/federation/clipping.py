@@ -1,6 +1,6 @@
 """Clipping of a client's answer: all fields from which the server learns, jointly.
 
-Where an answer has a vector in place of its change (a field with ``since``), its change from the request is clipped.
+If a field is a vector whose change is summed (a field with ``since``), its change from the request is clipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BIT = "unclipped"
 
 
 def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) -> Values:
-    """Return the values of a one-row answer whose sums are asked for: numbers, or their changes from the request."""
+    """Return the values to be summed of a one-row answer: its fields, or their changes from the request."""
     found, given = answer.tensors(), request.tensors()
     values = {}
     for name, summed in fields.items():
@@ -35,7 +35,7 @@ def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) 
 
 
 def noisy_names(answer: type[Message], fields: Mapping[str, Summed], rule: ClippedSum) -> tuple[str, ...]:
-    """Return the names of what gets noise in a sum, in order: the learned fields, and the bit of adaptive clipping."""
+    """Return the names with noise in a sum, in order: the learned fields, and the bit of adaptive clipping."""
     return (*learned_fields(answer, fields), *(() if rule.count_noise is None else (BIT,)))
 
 
@@ -53,12 +53,12 @@ def clipped_values(values: Values, names: tuple[str, ...], rule: ClippedSum) -> 
 
 
 def bit_of(is_below: bool, rule: ClippedSum) -> Values:
-    """Return the coordinate that says if an update was not clipped, ``[1]``; nothing with constant clipping."""
+    """Return the coordinate that tells whether an update was clipped, ``[1]``; empty with constant clipping."""
     return {} if rule.count_noise is None else {BIT: np.array([rule.bit_weight * (is_below - 0.5)])}
 
 
 def clipped_answer(answer: Message, request: Message, fields: Mapping[str, Summed], rule: ClippedSum) -> Message:
-    """Return a one-row answer of which all learned fields are clipped jointly; unchanged if their norm is at most C."""
+    """Return a one-row answer with its learned fields clipped jointly; unchanged if their norm is at most C."""
     names = learned_fields(type(answer), fields)
     norm = norm_of(changes_of(answer, request, fields), names)
     if norm <= rule.clip:

@@ -20,7 +20,7 @@ from fedloom.federation.private_sums import Draw, PrivateSums, everyone
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
-from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Transport
+from fedloom.federation.transport import EVALUATE, TRAIN, Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
 from fedloom.privacy.accounting import Release
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
@@ -60,7 +60,7 @@ class RemoteCohort:
         self._may_fail = False
         self._resting: dict[int, str] = {}  # rows that failed an exchange that may fail, with the reasons
         self._record = ConversationRecord(list(clients))
-        self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
+        self._bugs: dict[int, str] = {}  # rows lost by a bug, with its description
         self.failure: Exception | None = None
         """Error raised by the transport itself."""
         self._attempt.conversations.append(self._record)
@@ -94,7 +94,7 @@ class RemoteCohort:
         return Replies(stacked, self.present, self.sizes)
 
     def _private_sum(self) -> PrivateSums | None:
-        """Return what makes a sum of training private, after it has been recorded; None if it stays exact."""
+        """Record that a private sum of training is asked for, and return its settings; None if the sum is exact."""
         private = self._config.private if self.key.purpose == TRAIN else None
         if private is not None and self._config.releases is not None:
             self._config.releases.tell_sum(self.key, private.release(self.draw))
@@ -116,7 +116,7 @@ class RemoteCohort:
         shapes
             Trailing shape of each field of the answer.
         may_fail
-            Do not lose clients that do not answer: what they have answered before counts. They are lost at the next
+            True to keep clients that do not answer, because their earlier answers count. They are lost at the next
             exchange that must succeed, if there is one.
 
         Raises
@@ -198,7 +198,7 @@ class RemoteCohort:
                 deadline_s=self._config.deadline_s,
                 states=self._states() if self._at == 0 else (),
                 trace=tracing.here(),
-                told_again=self._count_private(next(iter(shapes))),
+                told_again=self._record_private(next(iter(shapes))),
             )
             received = self._carry(call, meanwhile)
         if self._config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
@@ -208,7 +208,7 @@ class RemoteCohort:
             if (usable := self._usable(row, reply)) is not None:
                 answers[row] = usable
         sent = [reply.client_bytes() for reply in answers.values()]
-        if self._may_fail and sent:  # who is silent here is not in the journal, and costs what it does in a replay
+        if self._may_fail and sent:  # silent rows are not in the journal, so they count as in a replay
             sent = [sent[0]] * len(self._alive)
         self._attempt.payload_up += sum(sent)
         return answers
@@ -244,27 +244,27 @@ class RemoteCohort:
         states = self._config.states
         return () if states is None else states([self.clients[row] for row in self._alive])
 
-    def _count_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
-        """Record the private answers about to be given; return a function that records repeats (None: not private)."""
+    def _record_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
+        """Record private answers before they are asked for; return a function that records repeats, if any."""
         releases, clients = self._config.releases, [self.clients[row] for row in self._alive]
         if releases is None:
             return None
-        tellers: list[Callable[[Sequence[str]], None]] = []
+        repeats: list[Callable[[Sequence[str]], None]] = []
         if (steps := self._config.noisy_steps) is not None:  # a worker that restarts repeats them at any exchange
             if self._at == 0:
-                self._tell_steps(releases, steps, clients)
-            tellers.append(partial(self._tell_steps, releases, steps, again=True))
+                self._record_steps(releases, steps, clients)
+            repeats.append(partial(self._record_steps, releases, steps, again=True))
         if answer.__name__ in releases.covers:
             releases.tell(self.key, self._at, clients)
-            tellers.append(partial(releases.tell, self.key, self._at))
+            repeats.append(partial(releases.tell, self.key, self._at))
 
-        def tell_again(asked: Sequence[str]) -> None:
-            for tell in tellers:
-                tell(asked)
+        def record_again(asked: Sequence[str]) -> None:
+            for record in repeats:
+                record(asked)
 
-        return tell_again if tellers else None
+        return record_again if repeats else None
 
-    def _tell_steps(
+    def _record_steps(
         self,
         releases: Releases,
         steps: Callable[[str, str], Mapping[Release, int]],
@@ -272,9 +272,9 @@ class RemoteCohort:
         *,
         again: bool = False,
     ) -> None:
-        told = {client: found for client in clients if (found := steps(client, self.key.purpose))}
-        if told:
-            releases.tell_steps(self.key, 0, told, again=again)
+        by_client = {client: found for client in clients if (found := steps(client, self.key.purpose))}
+        if by_client:
+            releases.tell_steps(self.key, 0, by_client, again=again)
 
     def record(self, name: str, values: Tensor) -> None:
         """Keep one row per client for the evaluation."""
@@ -288,7 +288,7 @@ class RemoteCohort:
         if meanwhile is None:
             return self._exchange(call)
         if self._transport.traffic.down is None:
-            # There is no free core in process, so run one after the other.
+            # In process there is no free core: run one after the other.
             meanwhile()
             return self._exchange(call)
         carried = self._helper.submit(self._exchange, call)
@@ -306,7 +306,7 @@ class RemoteCohort:
             raise
 
     def lose(self, row: int, reason: str) -> None:
-        """Lose a client because of what it has answered to the last exchange."""
+        """Lose a client because of its answer to the last exchange."""
         self._lose(row, reason, self._at - 1)
 
     def lose_all(self, reason: str) -> None:
@@ -322,7 +322,7 @@ class RemoteCohort:
         return len(rows)
 
     def refuse(self, row: int, reason: str) -> None:
-        """Lose a client because of a value that an honest one would not send; it is counted and logged."""
+        """Lose a client for a value that no honest client sends; the refusal is counted and logged."""
         self._transport.refusals.count(OUT_OF_RANGE)
         key, client = self.key, self.clients[row]
         _log.warning(
@@ -433,7 +433,7 @@ class RoundAttempt:
         return generator(self.rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
     def hold(self, clients: Sequence[str], draw: Draw | None = None) -> RemoteCohort:
-        """Begin a conversation with these clients, which were drawn at random, or are those that are needed."""
+        """Begin a conversation with these clients, or with those that a replayed journal names."""
         planned = None
         if self._planned is not None:
             planned = self._planned_conversation(clients)
@@ -459,7 +459,7 @@ class RoundAttempt:
                 hint="replay a run of the same experiment",
             )
         strangers = [client for client in planned[begun].clients if client not in self._sizes]
-        if self._purpose == "evaluate" and planned[begun].clients != list(clients):
+        if self._purpose == EVALUATE and planned[begun].clients != list(clients):
             raise DataError(
                 f"the replayed journal measures {len(planned[begun].clients)} clients at once after round "
                 f"{self.number}, and this experiment {len(clients)}",

@@ -202,7 +202,7 @@ class Evaluator:
         return results.result(self.round, self.predictors)
 
     def _to_measure(self, planned: Attempt | None, steps: int | None) -> list[str]:
-        """Return the clients to evaluate: all connected ones, the unseen ones, or those recorded in a journal."""
+        """Return the clients to evaluate: the connected ones, only the unseen ones, or those in a replayed journal."""
         if steps is not None:
             return [client for client in self.roster.here() if not self.manifest.entry(client).seen]
         if planned is not None and not self.roster.fixed:
@@ -217,7 +217,7 @@ class Evaluator:
         )
 
     def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
-        """Hold the conversation; return None if it had no result (each lost client has the reason)."""
+        """Hold the conversation; return None if it had no result (the reason is recorded for each lost client)."""
         try:
             return self.server.personalize(cohort)
         except TooFewReplies:
@@ -260,7 +260,7 @@ class Evaluator:
         )
 
     def _noisy_steps(self, client: str, purpose: str) -> Mapping[Release, int]:
-        """Return the releases of a client's noisy steps in a conversation; one that trains makes none elsewhere."""
+        """Return the releases of a client's noisy steps; clients that train make such steps only in rounds."""
         assert self._pair.noisy_steps is not None
         if purpose != TRAIN and client in self._trains:
             return {}

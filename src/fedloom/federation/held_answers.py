@@ -47,7 +47,7 @@ from fedloom.security.sum_session import SessionParameters
 
 @dataclass(eq=False)
 class _Held:
-    """Answer of one client, and its part in the secure sum of it."""
+    """Answer of one client, and the client's part in its secure sum."""
 
     answer: Message
     request: Message
@@ -67,13 +67,13 @@ class HeldAnswers:
     summation
         The sums of the method's answers.
     signing
-        Signature key of the clients of this process, and knowledge of the others' keys.
+        Signature key of the clients of this process, and the public keys of the others.
     seed
-        Seed of clients' noise in a simulation; None takes the operating system's generator.
+        Seed of clients' noise in a simulation; None uses the operating system's generator.
     revealed
-        Sums that this process has helped to reveal, also to aggregators before; None for none.
+        Sums that this process has helped to reveal, also to earlier aggregators; None if there are none.
     run
-        Digest of what cannot change in a run: two runs with the same one have the same answers.
+        Digest of the settings that cannot change in a run: runs with equal digests have equal answers.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class HeldAnswers:
         return type(answer) in self._summation.fields
 
     def hold(self, key: ConversationKey, row: int, client: ClientData, request: Message, answer: Message) -> Message:
-        """Return what the aggregator receives of a one-row answer.
+        """Return the message to send in place of a one-row answer.
 
-        Under secure aggregation, and with adaptive clipping, whose norm follows, that is a sign that it is held. With
-        a constant clipping norm it is the clipped answer.
+        Under secure aggregation, and with adaptive clipping (the aggregator sends the norm next), it is a notice that
+        the answer is ready. With a constant clipping norm it is the clipped answer.
 
         Raise DataError if a value is not finite, or beyond its bound.
         """
@@ -116,16 +116,16 @@ class HeldAnswers:
         return AnswerReady(torch.ones(1, 1, dtype=torch.uint8))
 
     def _privacy(self, key: ConversationKey) -> TrainingPrivacy | None:
-        """Return the privacy of clients in a conversation; None for those that it does not cover."""
+        """Return the privacy of clients in a conversation; None if it does not cover the conversation."""
         return self._summation.privacy if key.purpose == TRAIN else None
 
     def _rule(self, privacy: TrainingPrivacy, clip: float) -> ClippedSum:
         """Return the clipping and the noise at a norm that the aggregator has sent.
 
-        Raise RefusedError if it is not that of the experiment, or no norm.
+        Raise RefusedError if the norm is not valid, or differs from the experiment's.
         """
-        right = 0 < clip < math.inf if privacy.adaptive_clip is not None else clip == privacy.clip
-        if not right:
+        is_allowed = 0 < clip < math.inf if privacy.adaptive_clip is not None else clip == privacy.clip
+        if not is_allowed:
             raise RefusedError(f"the aggregator clips to {clip:g}, and the experiment says {privacy.clip:g}")
         return clipping_rule(privacy, self._summation.clients_per_round, clip)
 
@@ -140,11 +140,11 @@ class HeldAnswers:
         Raises
         ------
         RefusedError
-            If what the aggregator sends is not what an honest one would send.
+            If an honest aggregator would not send this message.
         """
         held = self._held.get(key, {}).get(row)
         if held is None:
-            raise RefusedError(f"client {client} holds no answer to be summed here")
+            raise RefusedError(f"client {client} has no answer to be summed here")
         if isinstance(message, ClipNotice):
             return self._clipped(key, held, float(message.clip))
         if isinstance(message, SumSession):
@@ -167,10 +167,10 @@ class HeldAnswers:
                 return Confirmations(_row(held.member.confirm(survived, message.receipts[0].numpy())))
             case ConfirmationDelivery():
                 return RevealedShares(_row(held.member.unmask(message.tags[0].numpy())))
-        raise RefusedError(f"{type(message).__name__} is no step of a secure sum")
+        raise RefusedError(f"{type(message).__name__} is not a step of a secure sum")
 
     def _subject(self, key: ConversationKey, answer: type[Message]) -> Subject:
-        """Return the subject of a sum; rounds, which the aggregator chooses, do not count where answers are lasting."""
+        """Return the subject of a sum; for lasting answers without the round, which the aggregator chooses."""
         if self._summation.is_lasting:
             return Subject(0, "", answer.__name__)
         return Subject(key.round, key.purpose, answer.__name__, self._run)
@@ -183,7 +183,7 @@ class HeldAnswers:
         """Return the answer, clipped to a norm that adapts."""
         privacy, fields = self._privacy(key), self._summation.fields[type(held.answer)]
         if privacy is None or privacy.adaptive_clip is None or self._summation.secure is not None:
-            raise RefusedError("the aggregator asks for an answer that is not to be sent so")
+            raise RefusedError("the aggregator asks for a clipped answer, which this experiment does not allow")
         return clipped_answer(held.answer, held.request, fields, self._rule(privacy, clip))
 
     def _encoded(self, key: ConversationKey, client: str, held: _Held, vector: SumVector) -> Integers:
@@ -215,7 +215,7 @@ class HeldAnswers:
                 f"bits; the experiment has {expected[0]}, {expected[1]} and {expected[2]}"
             )
         if held.examples > largest:
-            raise RefusedError(f"the largest client has {largest} examples, says the aggregator; this has more")
+            raise RefusedError(f"the aggregator says that the largest client has {largest} examples; this one has more")
         session = session_of(message.session.numpy().tobytes(), clip)
         parameters = SessionParameters(session, members, neighbours, threshold, vector.bits)
         if held.member is not None:

@@ -26,7 +26,7 @@ from fedloom.federation.releases import BudgetSpent, Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.sum_messages import ANSWERS, STEPS
-from fedloom.federation.transport import Transport
+from fedloom.federation.transport import TRAIN, Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
@@ -65,7 +65,7 @@ class Loop(Evaluator):
         self.ended_by: Literal["rounds", "until", "budget"] | None = None
         """Reason for which the rounds ended; None before their end."""
         self._evaluated = -1
-        self._accounted = (0.0, 0.0)  # end of the last look at the privacy spent, and seconds that it took
+        self._accounted = (0.0, 0.0)  # end of the last accounting of privacy, and seconds that it took
         self.after_steps: dict[int, EvaluationResult] = {}
         self._saved_at = time.monotonic()
 
@@ -213,7 +213,7 @@ class Loop(Evaluator):
                 groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
         if self._private is not None and self._private.is_poisson:
             rules = replace(rules, min_replies=0)  # even an empty cohort is one of the draws that are accounted for
-        return RoundAttempt(attempt, "train", roster, self._sizes, self.transport, rules, self._helper, planned, groups)
+        return RoundAttempt(attempt, TRAIN, roster, self._sizes, self.transport, rules, self._helper, planned, groups)
 
     def _train_round(self) -> None:
         """Run the next round, in as many attempts as allowed."""
@@ -234,7 +234,7 @@ class Loop(Evaluator):
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
                 self.round = t
-                self._tell_spent()
+                self._report_spent()
                 if not self.roster.fixed:
                     self.transport.silence.take_part(attempt.answered)
                 self.observer.round_done(attempt, self.schedule.rounds)
@@ -339,7 +339,7 @@ class Loop(Evaluator):
             train_loss=self.journal.train_loss(),
             communication=self.communication(),
             client_steps=self.client_steps(),
-            extra={**self.extra(evaluation), **self._tell_spent(due=True)},
+            extra={**self.extra(evaluation), **self._report_spent(due=True)},
         )
         score = line_score(line)
         if score is not None and (self.best is None or score > self.best.score):
@@ -350,10 +350,10 @@ class Loop(Evaluator):
         self.observer.evaluated(line)
         return evaluation
 
-    def _tell_spent(self, *, due: bool = False) -> dict[str, dict[str, Any]]:
-        """Tell the monitor the privacy that training has spent, and return it as a line's sub-object, if any.
+    def _report_spent(self, *, due: bool = False) -> dict[str, dict[str, Any]]:
+        """Report the privacy that training has spent to the monitor; return it as a line's sub-object, if any.
 
-        Unless it is ``due``, this is left out where it would take more than a fiftieth of the time.
+        Unless it is ``due``, it is skipped if it would take more than a fiftieth of the time.
         """
         releases = self._config.releases
         tally = None if releases is None else releases.training
@@ -396,10 +396,9 @@ class Loop(Evaluator):
         self._saved_at = time.monotonic()
 
     def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
-        """Check the server's state after a round, which was ``before``, and the round's statistics.
+        """Check the round's statistics, and the tensors of the server's state that differ from ``before``.
 
-        Raise FloatingPointError if a tensor that it put into the state is not finite, or one of the statistics; with
-        the keys to lower.
+        Raise FloatingPointError if a value is not finite; the message names the keys to lower.
         """
         lower = to_lower(learning_rates(self.server.settings, also=("max_norm",)))
         for name, value in statistics.items():

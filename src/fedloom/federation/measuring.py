@@ -72,7 +72,7 @@ class InputMoments(Message):
 
 
 class MomentDigits(Message):
-    """Sums and sums of squares as in :class:`InputMoments`, as digits, of which the aggregator learns only sums."""
+    """Sums and sums of squares as in :class:`InputMoments`, as digits; the aggregator learns only their sums."""
 
     values: Tensor = rows(Quantity.OTHER, "numbers", SUM_DIGITS)  # [c, numbers, 36] float64
     squares: Tensor = rows(Quantity.OTHER, "numbers", SQUARE_DIGITS)  # [c, numbers, 54] float64
@@ -105,22 +105,22 @@ def measured_normalization(
         answers = transport.exchange(call)
     finally:
         transport.close(KEY)
-    sensible = []
+    plausible = []
     for client, answer in zip(clients, answers, strict=True):
         moments = _moments(answer, own, examples[client]) if isinstance(answer, InputMoments) else None
         if moments is not None:
-            sensible.append(moments)
+            plausible.append(moments)
         else:
             why = answer.reason if isinstance(answer, Lost) else "the sums are impossible for any examples"
             log.warning("client %s is left out of the normalization: %s", client, why)
-    if not sensible:
+    if not plausible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
         raise QuorumError(
             f"data.own.normalization is measured, but none of {len(clients)} clients sent its sums: {reasons[0]}",
             hint=f"continue with {argument('resume')}, or give mean and std",
             key="data.own.normalization",
         )
-    return pooled_normalization(own.measured, sensible)
+    return pooled_normalization(own.measured, plausible)
 
 
 def securely_measured_normalization(
@@ -207,7 +207,7 @@ def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
 def _are_possible(
     own: Own, first: Sequence[Fraction], second: Sequence[Fraction], examples: int, clients: int = 1
 ) -> bool:
-    """Return whether so many examples of so many clients can have these sums and sums of squares."""
+    """Return whether this number of examples and clients can have these sums and sums of squares."""
     measured = [each for each in own.measured for _ in range(each.numbers)]
     limit = clients * Fraction(LOSS_LIMIT)
     for total, squares, each in zip(first, second, measured, strict=True):
@@ -258,9 +258,9 @@ def measuring_side(
     Parameters
     ----------
     cards
-        The clients' cards, which have their moments.
+        Cards of the clients, which have their moments.
     secure
-        Secure aggregation: the clients' moments are then known in sums only. None without.
+        Secure aggregation, with which only sums of the clients' moments are known; None to send the moments.
     signing, revealed
         As for :class:`HeldAnswers`.
     """

@@ -37,12 +37,12 @@ class Draw:
 
 
 def everyone(population: int) -> Draw:
-    """Return the choice of all clients."""
+    """Return the draw that takes all clients."""
     return Draw(population, population, "all")
 
 
 def noise_source(seed: int | None, *about: object) -> NoiseSource:
-    """Return the source of noise for one purpose: secret, or in a simulation that of the seed."""
+    """Return the source of noise for one purpose: secret, or seeded in a simulation."""
     if seed is None:
         return NoiseSource.secret()
     parts = [str(part) for part in (seed, *about)]
@@ -73,7 +73,7 @@ class PrivateSums:
     clients_per_round
         As in the experiment.
     seed
-        Seed of a simulation; None takes the operating system's generator.
+        Seed of a simulation; None uses the operating system's generator.
     is_secure
         True under secure aggregation, which cannot sum very small cohorts.
     """
@@ -108,10 +108,10 @@ class PrivateSums:
         self._clip = float(state["clip"]) if "clip" in state else self.settings.clip
 
     def choice(self, population: int, expected: int, *, is_uniform: bool = True) -> Draw:
-        """Return the choice of a cohort of this expected size.
+        """Return the draw of a cohort of this expected size.
 
-        Raise ExperimentError if a method asks for a choice that is not uniform, or cohorts would often be too small for
-        a secure sum.
+        Raise ExperimentError if a method asks for a draw that is not uniform, or cohorts would often be too small for a
+        secure sum.
         """
         if not is_uniform:
             raise ExperimentError(
@@ -140,7 +140,7 @@ class PrivateSums:
         return {roster[i] for i in rows.tolist()}
 
     def release(self, draw: Draw) -> Release:
-        """Return what a sum over a cohort reveals, for the accountant."""
+        """Return the release of a sum over a cohort, for the accountant."""
         z = self.rule.noise_multiplier
         if draw.sampling == "all":
             return Release(1.0, z, draw.population, draw.population, "all")

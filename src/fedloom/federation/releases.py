@@ -108,7 +108,7 @@ class Releases:
         Raise BudgetSpent if the sum would exceed the budget, and StorageError if the line cannot be written; the cohort
         must then not be asked.
         """
-        self._tell_training(key, {EVERYONE: Counter({release: 1})})
+        self._record_training(key, {EVERYONE: Counter({release: 1})})
 
     def tell_steps(self, key: ConversationKey, exchange: int, steps: Counts, *, again: bool = False) -> None:
         """Record that clients are about to take noisy steps on their examples: the releases of each client.
@@ -116,24 +116,24 @@ class Releases:
         Clients that are asked ``again`` after their worker restarted count again, whatever the budget. Raise as
         :meth:`tell_sum`.
         """
-        self._tell_training(key, steps, exchange=exchange, within_budget=not again)
+        self._record_training(key, steps, exchange=exchange, within_budget=not again)
 
-    def _tell_training(self, key: ConversationKey, told: Counts, *, within_budget: bool = True, **at: int) -> None:
+    def _record_training(self, key: ConversationKey, counts: Counts, *, within_budget: bool = True, **at: int) -> None:
         if self.training is None:
             raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
-        if within_budget and not self.training.may_release(told):
+        if within_budget and not self.training.may_release(counts):
             raise BudgetSpent(
                 f"another round would exceed federation.privacy.budget, ε = {self.training.limit:g} at δ = "
                 f"{self.training.delta:g}"
             )
         alike: defaultdict[tuple[Release, int], list[str]] = defaultdict(list)
-        for client, releases in told.items():
+        for client, releases in counts.items():
             for release, times in releases.items():
                 alike[release, times].append(client)
         lines = [{**asdict(release), "times": n, "units": units} for (release, n), units in alike.items()]
         self._write({**_at(key), **at, "about": TRAINING, "purpose": key.purpose, "releases": lines})
         with self._lock:
-            self.training.add(told)
+            self.training.add(counts)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._lock:

@@ -49,7 +49,7 @@ class Subject(NamedTuple):
 
     @property
     def is_lasting(self) -> bool:
-        """Return whether the answers are the same in every round."""
+        """True if the answers are the same in every round."""
         return self.round == 0 and not self.purpose
 
 
@@ -71,7 +71,7 @@ class RevealedSums:
     Parameters
     ----------
     folder
-        Existing folder for a record on disk, which other processes may use at the same time; None for none.
+        Existing folder for a record on disk, which other processes may use at the same time; None for no record.
 
     Raises
     ------
@@ -94,12 +94,12 @@ class RevealedSums:
         The same set is allowed again, and one other set that differs by three clients or more. If there is a record,
         the set is on disk when the call returns.
 
-        Raise RefusedError if it may not, or if the record cannot be read or written.
+        Raise RefusedError if the client may not help, or the record cannot be read or written.
         """
         try:
             with self._synchronized():
                 self._check(client, subject, frozenset(survivors))
-        except (DataError, StorageError) as error:  # tells of files of this machine
+        except (DataError, StorageError) as error:  # names files of this machine
             raise RefusedError(
                 f"client {client} cannot use its record of revealed sums; its worker's log has the reason"
             ) from error
@@ -247,7 +247,7 @@ class _Record:
     def rewrite(self, lines: Iterator[dict[str, Any]]) -> None:
         """Replace all lines; they are read again when the file is used next."""
         self._file.rewrite(lines)
-        self._digest = "rewritten"  # of no line
+        self._digest = "rewritten"  # matches no line
 
     def _count(self, line: Mapping[str, Any]) -> None:
         self.ids += 1 if isinstance(line["clients"], int) else 1 + len(line["clients"])

@@ -1,7 +1,7 @@
 """Roster of participating clients: in a closed run, in an open federation, and in the replay of one from its journal.
 
 In an open federation workers announce their clients, which join and leave. Changes take effect at the boundary of a
-round, and written to the journal with the attempt or evaluation that begins there.
+round, and are written to the journal with the attempt or evaluation that begins there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def no_pause() -> None:
 class Member:
     """Announcement of a client with its own data.
 
-    Its id is chosen by its owner. ``train``, ``validation`` and ``test`` are numbers of examples. An ``observer`` is
+    Its owner chooses its id. ``train``, ``validation`` and ``test`` are numbers of examples. An ``observer`` is
     measured and gets models, but never trains. ``class_counts`` are training examples of each class; empty: unknown.
     """
 
@@ -342,7 +342,8 @@ class OpenRoster(_ChangingRoster):
     def waits_for_others(self, round: int) -> bool:
         """Return whether a round still waits for willing clients.
 
-        It does for ``heartbeat_timeout_s`` from its first failed attempt, or since too few that do are connected.
+        It waits for ``heartbeat_timeout_s``, from its first failed attempt or from the time when too few of them were
+        connected.
         """
         if self._waits_until[0] != round:
             self._waits_until = round, time.monotonic() + self._absent_after_s

@@ -82,12 +82,12 @@ class SecureSum:
         self._vector: SumVector
 
     def gather(self, message: Message, meanwhile: Callable[[], None] | None) -> DecodedSums:
-        """Deliver a message, and return the sums of the answers that stay hidden, of clipped ones with a ``rule``.
+        """Deliver a message, and return the sums of the hidden answers; with a ``rule``, clients clip their answers.
 
         Raises
         ------
         TooFewReplies
-            If too few clients stay until the end; nothing of any answer is known then.
+            If too few clients stay until the end; then nothing is learned about any answer.
         InterruptedRun
             As in :meth:`RemoteCohort.send`.
         """
@@ -136,7 +136,7 @@ class SecureSum:
         self._add(aggregator, self._ask(delivery, MaskedAnswer, shapes))
         self._survived, receipts = aggregator.survivors()
         survivors = Survivors(_tensor(self._survived.astype(np.uint8)), self._spread(receipts))
-        # From here on a client's answer is in the sum, so it is not lost any more, whatever becomes of it.
+        # From here on a client's answer is in the sum, so the client is not lost if it disconnects.
         sent = self._ask(survivors, Confirmations, {"tags": (k, TAG_BYTES)}, may_fail=True)
         tags = aggregator.forward_confirmations(self._stacked(sent, "tags", k, TAG_BYTES), self._flags(sent))
         confirmed = ConfirmationDelivery(self._spread(tags))

@@ -2,9 +2,9 @@
 
 A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
 aggregator knows only the names. It tells each client which version to start from: that of the last round that counted
-it, so that a client lost in the middle of a round continues from its state before. A conversation repeated after a
-crash of the aggregator keeps a separate version, named by the aggregator's new ``life``, so a worker that has not heard
-of the crash does no harm.
+it, so that a client lost in the middle of a round continues from its earlier state. A conversation repeated after a
+crash of the aggregator keeps a separate version, named by the aggregator's new ``life``, so a worker that has not
+noticed the crash does no harm.
 """
 
 from __future__ import annotations
