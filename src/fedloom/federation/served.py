@@ -130,21 +130,21 @@ class _Opening:
 class Tile:
     """Clients that have answered the opening, as the server algorithm's cohort (``algorithms.base.Cohort``).
 
-    ``answers`` are those to the opening, one row each. ``say`` sends each client its row of a message, given the class
-    of the awaited answer (None after the last message). ``hear`` waits for the answers to it; None for a client that is
-    gone.
+    ``answers`` are those to the opening, one row each. ``write`` sends each client its row of a message, given the
+    class of the awaited answer (None after the last message). ``read`` waits for the answers to it; None for a client
+    that is gone.
     """
 
     def __init__(
         self,
         clients: Sequence[str],
         answers: Sequence[Message | None],
-        say: Callable[[Message, type[Message] | None], None],
-        hear: Callable[[], Sequence[Message | None]],
+        write: Callable[[Message, type[Message] | None], None],
+        read: Callable[[], Sequence[Message | None]],
     ) -> None:
         self.clients = tuple(clients)
         self._answers: Sequence[Message | None] = answers
-        self._say, self._hear = say, hear
+        self._write, self._read = write, read
         self._opened = False
 
     def send(
@@ -157,10 +157,10 @@ class Tile:
         if meanwhile is not None:
             meanwhile()
         if self._opened:
-            self._say(message, None if answer is Metrics else answer)
+            self._write(message, None if answer is Metrics else answer)
             if answer is Metrics:
                 return Replies(None, self._present(), torch.ones(len(self.clients)))
-            self._answers = self._hear()
+            self._answers = self._read()
         self._opened = True
         stacked = stack(answer, self._answers)
         if stacked is None:

@@ -32,10 +32,7 @@ class Admission:
         self._dispatcher = dispatcher
 
     def authorize(self, peer: Peer, hello: wire.Hello) -> None:
-        """Check that a peer may act as this worker.
-
-        Raise Denied if it may not.
-        """
+        """Raise Denied if a peer may not act as this worker."""
         identity, kind, reason = peer.identity, "clients", ""
         if foreign := identity.foreign(hello.clients):
             reason = f"may not act for {_some(foreign)}"
@@ -90,8 +87,8 @@ class Admission:
             return sorted(self._roster.intersection(hello.clients))
         if len(hello.announced) != len(hello.clients):
             return sorted(hello.clients)
-        told = zip(hello.clients, hello.announced, strict=True)
-        return sorted(client for client, announced in told if not announced.observer)
+        announced = zip(hello.clients, hello.announced, strict=True)
+        return sorted(client for client, announcement in announced if not announcement.observer)
 
     def judge(self, hello: wire.Hello) -> wire.Refused | None:
         """Return why a worker cannot join; None if it can."""
@@ -137,8 +134,8 @@ class Admission:
             return refusal_part(
                 code, "this federation's clients have their own data: start `fedloom worker --data DIR`"
             )
-        for client, told in zip(hello.clients, hello.announced, strict=True):
-            if reason := self._member_fault(client, told):
+        for client, announcement in zip(hello.clients, hello.announced, strict=True):
+            if reason := self._member_fault(client, announcement):
                 return refusal_part(code, reason)
         if len(set(hello.clients)) != len(hello.clients):
             return refusal_part(code, "a client is listed twice")
@@ -146,14 +143,14 @@ class Admission:
             return refusal_part(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
         return None
 
-    def _member_fault(self, client: str, told: wire.Announced) -> str:
-        sizes, counts = (told.train, told.validation, told.test), told.class_counts
+    def _member_fault(self, client: str, announced: wire.Announced) -> str:
+        sizes, counts = (announced.train, announced.validation, announced.test), announced.class_counts
         if not CLIENT_ID.fullmatch(client):
             return "a client's id must have letters, digits, '.', '_' and '-', at most 128"
         if not all(0 < size <= MOST_EXAMPLES for size in sizes):
             return f"client {client} has splits of {sizes} examples; each must have 1 to {MOST_EXAMPLES:,}"
-        if counts and (len(counts) != self._run.classes or sum(counts) != told.train):
-            return f"client {client}: class counts must be {self._run.classes} numbers that sum to {told.train}"
+        if counts and (len(counts) != self._run.classes or sum(counts) != announced.train):
+            return f"client {client}: class counts must be {self._run.classes} numbers that sum to {announced.train}"
         return ""
 
 
@@ -180,8 +177,8 @@ def _judge_names(hello: wire.Hello) -> wire.Refused | None:
 
 def _members(hello: wire.Hello) -> tuple[Member, ...]:
     return tuple(
-        Member(client, told.train, told.validation, told.test, told.labelled, told.observer, tuple(told.class_counts))
-        for client, told in zip(hello.clients, hello.announced, strict=True)
+        Member(client, each.train, each.validation, each.test, each.labelled, each.observer, tuple(each.class_counts))
+        for client, each in zip(hello.clients, hello.announced, strict=True)
     )
 
 

@@ -36,7 +36,7 @@ class AnswerBook:
     run, incarnation
         Run and aggregator process that admitted us last; empty before the first.
     outbox
-        Outbox of the current stream; None while there is none: nothing is sent, and the aggregator will ask again.
+        Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again.
     ready
         Answers that are ready to be sent: request, row, client, answer.
     """
@@ -124,8 +124,8 @@ class AnswerBook:
                 found.append((row, client, answer))
             else:
                 self._send_lost(key, key, exchange, row, answer)
-        for those in group_answers([answer for _, _, answer in found]):
-            numbers, clients, answers = zip(*found[those.start : those.stop], strict=True)
+        for part in group_answers([answer for _, _, answer in found]):
+            numbers, clients, answers = zip(*found[part.start : part.stop], strict=True)
             envelope = wire.Envelope(
                 run=self.run,
                 incarnation=self.incarnation,

@@ -30,7 +30,7 @@ class ConnectedWorkers:
         self._started_at = time.monotonic()
 
     def change(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
-        """Remove a worker that left and add one that joined."""
+        """Remove the worker that left, and add the one that joined."""
         with self._changed:
             if gone is not None:
                 if isinstance(gone.clients, Clients):

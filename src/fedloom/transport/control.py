@@ -46,16 +46,16 @@ _CLIENT = TypeAdapter(RosterClient)
 
 def to_wire(activity: Activity) -> wire.Activity:
     """Convert a snapshot to its wire format."""
-    told = json.loads(json.dumps(asdict(activity)))
-    return ParseDict({**told, "phase": f"{_PHASE}{activity.phase.upper()}"}, wire.Activity())
+    fields = json.loads(json.dumps(asdict(activity)))
+    return ParseDict({**fields, "phase": f"{_PHASE}{activity.phase.upper()}"}, wire.Activity())
 
 
-def from_wire(told: wire.Activity) -> Activity:
+def from_wire(message: wire.Activity) -> Activity:
     """Parse a snapshot.
 
-    Raise RefusedError if it has phases or other values of another version, which this one does not know.
+    Raise RefusedError if it has values, such as phases, that only another version knows.
     """
-    found = _as_dict(told)
+    found = _as_dict(message)
     found |= {name: printable(found[name], keep="\n") for name in ("run", "message")}
     found["phase"] = str(found["phase"]).removeprefix(_PHASE).lower()
     try:
@@ -109,8 +109,8 @@ class ControlClient:
         call = self._start(self._channel.unary_stream, WATCH, wire.WatchRequest(), wire.WatchResponse, None)
         now: Activity | None = None
         try:
-            for told in call:
-                now = from_wire(told.activity)
+            for response in call:
+                now = from_wire(response.activity)
                 yield now
         except grpc.RpcError as error:
             if now is None or error.code() in REFUSALS:
@@ -136,13 +136,13 @@ class ControlClient:
 
     def pause(self) -> tuple[bool, Activity]:
         """Pause the rounds after the current one; return whether that changes anything, and the state."""
-        told = self._call(PAUSE, wire.PauseRequest(), wire.PauseResponse)
-        return told.changed, from_wire(told.activity)
+        response = self._call(PAUSE, wire.PauseRequest(), wire.PauseResponse)
+        return response.changed, from_wire(response.activity)
 
     def resume(self) -> tuple[bool, Activity]:
         """Resume the rounds; return whether that changes anything, and the state."""
-        told = self._call(RESUME, wire.ResumeRequest(), wire.ResumeResponse)
-        return told.changed, from_wire(told.activity)
+        response = self._call(RESUME, wire.ResumeRequest(), wire.ResumeResponse)
+        return response.changed, from_wire(response.activity)
 
     def stop(self, *, now: bool) -> Activity:
         """Stop the aggregator, after the current round or at once."""
@@ -229,15 +229,15 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
         If the address is invalid, or a token would be sent in plaintext to another machine.
     """
     ends = time.monotonic() + connect_s
-    heard = False
-    with dialled(address, credentials) as asked:
+    reached = False
+    with dialled(address, credentials) as client:
         while True:
             try:
-                for now in asked.watch():
-                    heard = True
+                for now in client.watch():
+                    reached = True
                     yield now
             except AbandonedError:
-                if heard or time.monotonic() > ends:
+                if reached or time.monotonic() > ends:
                     raise
                 time.sleep(RETRY_INTERVAL_S)
             else:

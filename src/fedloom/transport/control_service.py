@@ -45,7 +45,7 @@ EVERY_S = 0.2
 """Minimum interval between states sent to a watcher: rounds may take milliseconds."""
 
 WATCHERS = 256
-"""Maximum number of watchers at one time: each checks for news several times a second."""
+"""Maximum number of watchers at one time; each checks for changes several times a second."""
 
 
 class ProgressPublisher:
@@ -127,17 +127,17 @@ class ProgressPublisher:
             )
         with self._lock:
             self._watchers += 1
-        told: Any = None
-        told_at, seen = 0.0, len(self._evaluations)
+        sent: Any = None
+        sent_at, seen = 0.0, len(self._evaluations)
         try:
             while True:
                 new, now = self._evaluations[seen:], activity()
                 seen += len(new)
                 for measured in new[:-1]:
                     await context.write(self._response(replace(now, phase="evaluating", measured=measured)))
-                if (news := _news(now)) != told or new or time.monotonic() - told_at > stream.HEARTBEAT_S:
+                if (news := _news(now)) != sent or new or time.monotonic() - sent_at > stream.HEARTBEAT_S:
                     await context.write(self._response(replace(now, measured=new[-1]) if new else now))
-                    told, told_at = news, time.monotonic()
+                    sent, sent_at = news, time.monotonic()
                 if now.phase in ENDS:
                     return
                 await asyncio.sleep(EVERY_S)
@@ -262,13 +262,12 @@ class ControlService:
         """Return the operator's name, recorded in the audit log; callers without identity must be on this machine."""
         activity = self._activity()
         if activity.phase in OVER:
-            how = f"the run is over ({activity.phase}, round {activity.round})"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{how}: there is nothing to {what}")
+            state = f"the run is over ({activity.phase}, round {activity.round})"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{state}: there is nothing to {what}")
         if (peer := PEER.get()) is not None:
             await self._written(context, lambda: peer.control(what))
             return peer.identity.name
-        host = host_of(context.peer())
-        if not is_loopback(host):
+        if not is_loopback(host_of(context.peer())):
             reason = "an identity with role admin is required, unless the call comes from the aggregator's own machine"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         return OPERATOR

@@ -55,7 +55,7 @@ def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, deta
     """
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE:
         return None
-    said = (details or "").lower()
+    text = (details or "").lower()
     host = address.rpartition(":")[0]
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
     for part, words in (
@@ -65,26 +65,26 @@ def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, deta
         ("certificate_verify_failed", "its certificate is not signed by an authority in ca.crt"),
         ("wrong_version_number", "it does not use TLS: connect without ca.crt"),
     ):
-        if part in said:
+        if part in text:
             return words
     return None
 
 
 def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return the likely reason why a plaintext connection was closed before any data; None if it was not."""
-    said = (details or "").lower()
-    closed = "socket closed" in said or "connection reset" in said
-    if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in said:
+    """Return the likely reason why a plaintext connection was closed before any data arrived; None if it was not."""
+    text = (details or "").lower()
+    closed = "socket closed" in text or "connection reset" in text
+    if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in text:
         return None
     return f"{BROKEN} before any data arrived: the server may use TLS, which needs ca.crt in the credentials"
 
 
 def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return the likely reason why a TLS connection was closed before any data (the server sends none), or None."""
+    """Return the likely reason why the server closed a TLS connection without an error; None if it did not."""
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
         return None
     if shown.pair is None:
         return "it closed the connection: it may require a certificate (tls.crt in the credentials)"
-    said = shown.pair.certificate
-    ends = f"{said.ends:%Y-%m-%d %H:%M:%S} UTC"
-    return f"it closed the connection: it may reject {said}, valid until {ends}, because of another CA or its clock"
+    own = shown.pair.certificate
+    ends = f"{own.ends:%Y-%m-%d %H:%M:%S} UTC"
+    return f"it closed the connection: it may reject {own}, valid until {ends}, because of another CA or its clock"

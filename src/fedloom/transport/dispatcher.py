@@ -106,7 +106,7 @@ class Dispatcher:
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
         """Add the stream of a worker that has joined; it replaces an older stream of that worker and gets waiting rows.
 
-        ``held`` are exchanges that the worker says it has from earlier streams.
+        ``held`` are exchanges of earlier streams that the worker reports to have.
         """
         if self._stopping:
             self._end(link)
@@ -118,8 +118,8 @@ class Dispatcher:
         self.silence.sign(link.worker.clients, link.name, link.owner)
         self.silence.join((member.id for member in link.worker.members), link.name, link.owner)
         self._claims.update((member.id, link.name) for member in link.worker.members)
-        for told in islice(held, HELD_CONVERSATIONS):
-            self._believe(link, told)
+        for reported in islice(held, HELD_CONVERSATIONS):
+            self._note_held(link, reported)
         served = pluralize(len(link.worker.clients), "client")
         log.info("worker %s (%s, %s) joined", link.name, link.worker.device, served, extra={"worker": link.name})
         self._publish(link.worker, None if old is None else old.worker)
@@ -134,14 +134,14 @@ class Dispatcher:
         old.outbox.close()
         self._release(old)
 
-    def _believe(self, link: Link, told: wire.Held) -> None:
-        """Record which exchanges a worker says it has; notify it if the conversation was closed while it was away."""
-        key = key_from_wire(told.conversation)
+    def _note_held(self, link: Link, reported: wire.Held) -> None:
+        """Record the exchanges that a worker reports; notify it if the conversation was closed while it was away."""
+        key = key_from_wire(reported.conversation)
         conversation = self._conversations.get(key)
         if conversation is None:
             link.outbox.put_part(key, _closed(key))
-        elif told.exchange < len(conversation.calls):
-            link.held[key] = dict.fromkeys(conversation.rows.intersection(told.rows), told.exchange)
+        elif reported.exchange < len(conversation.calls):
+            link.held[key] = dict.fromkeys(conversation.rows.intersection(reported.rows), reported.exchange)
 
     def rename(self, incarnation: str) -> None:
         """Switch to another incarnation: all streams end, and workers reconnect to learn of it."""
@@ -182,7 +182,7 @@ class Dispatcher:
             self._lose(exchange, STOPPED)
 
     def _end(self, link: Link) -> None:
-        """End a stream; a worker that knows that the run is over does not reconnect."""
+        """End a stream; if the run is over, a goodbye keeps the worker from reconnecting."""
         if self._finished:
             link.outbox.put_part(None, wire.AggregatorPart(goodbye=wire.Goodbye()))
         link.outbox.close()
@@ -208,7 +208,7 @@ class Dispatcher:
             exchange.inbox.put((row, Lost(reason)))
 
     def finish(self, exchange: Exchange) -> None:
-        """Close an exchange that no thread waits for any more: anything that still arrives for it is late."""
+        """Close an exchange that no thread waits for: anything that still arrives for it is late."""
         if exchange.remaining_s() == 0.0 or not exchange.outstanding:
             silent = [exchange.client[row] for row in exchange.outstanding]
             answered = [client for row, client in exchange.client.items() if row not in exchange.outstanding]
@@ -275,7 +275,7 @@ class Dispatcher:
         exchange = conversation.current
         assert exchange is not None
         if len(exchange.sent) == len(exchange.outstanding) and not exchange.unserved:
-            return  # makes a joining worker cost nothing
+            return  # a joining worker costs nothing then
         shares, free = self._held(conversation, exchange)
         if free:
             self._deal(exchange, free, shares)
@@ -348,9 +348,9 @@ class Dispatcher:
         link.allowance += ALLOWED_PER_ROW * len(rows)
         new = sorted(set(rows).difference(asked))
         if new:
-            if call.told_again is not None and (told := conversation.ask(new)):
+            if call.told_again is not None and (repeated := conversation.ask(new)):
                 try:
-                    call.told_again([exchange.client[row] for row in told])
+                    call.told_again([exchange.client[row] for row in repeated])
                 except FedloomError as error:  # a request that cannot be accounted for is not sent
                     exchange.inbox.put(error)
                     return

@@ -174,8 +174,8 @@ class Exchange:
     ) -> Callable[[TensorSpec], list[Tensor]]:
         """Return an allocator for rows' answers that puts each field with one row per client into one block.
 
-        Once all answers of a cohort have arrived they are therefore stacked already (``fedloom.messages.stack``). Rows
-        in ``apart`` have memory of their own.
+        Once all answers of a cohort have arrived, they need not be stacked (``fedloom.messages.stack``). Rows in
+        ``apart`` have memory of their own.
         """
 
         def pieces(spec: TensorSpec) -> list[Tensor]:

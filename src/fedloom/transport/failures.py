@@ -27,7 +27,7 @@ _HINTS = {
 }
 
 REFUSALS = tuple(_HINTS)
-"""Statuses after which reconnecting is of no use, with the exception of :data:`FINAL`."""
+"""Statuses after which reconnecting does not help; see :data:`FINAL` for the exception."""
 
 FINAL = "fedloom-final"
 """Metadata key of ``UNAUTHENTICATED`` if a token is revoked or has expired.
@@ -35,7 +35,7 @@ FINAL = "fedloom-final"
 Without it the credential is unknown, perhaps because the aggregator's files change after the peer's, or before.
 """
 
-_SAID = (
+_DESCRIPTIONS = (
     (("resol", "name not found", "address lookup", "not known"), "the host does not exist"),
     (("refused",), NOBODY),
     (("http/2", "http1", "settings frame", "http status", "content-type", "handshake"), STRANGER),
@@ -63,13 +63,13 @@ def connection_failure(code: grpc.StatusCode, details: str | None) -> str:
         return words
     if code in OUR_OWN:
         return f"the stream ended: {words}"
-    said = (details or "").lower()
-    for parts, words in _SAID:
-        if any(part in said for part in parts):
+    text = (details or "").lower()
+    for parts, words in _DESCRIPTIONS:
+        if any(part in text for part in parts):
             return words
     return f"{BROKEN} (gRPC status {code.name})"
 
 
 def hint(code: grpc.StatusCode) -> str:
-    """Return what to do after one of :data:`REFUSALS`."""
+    """Return the hint for one of :data:`REFUSALS`."""
     return _HINTS[code]

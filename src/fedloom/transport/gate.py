@@ -156,7 +156,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler
         behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         if not handler.request_streaming:
-            behaviour = _asked(handler.request_deserializer, behaviour)
+            behaviour = _with_request(handler.request_deserializer, behaviour)
         # Present each call as a stream of requests: gRPC would otherwise await and parse a single request before
         # calling us.
         streaming = handler.response_streaming
@@ -277,10 +277,10 @@ def _final(denied: Denied) -> tuple[tuple[str, str], ...]:
     return ((FINAL, "1"),) if denied.final else ()
 
 
-def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
+def _with_request(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
     """Wrap a handler so that the single request is read only after the call is admitted."""
 
-    async def asked(_: Any, context: Any) -> Any:
+    async def handler(_: Any, context: Any) -> Any:
         data, reason = await context.read(), "the call has no request message"
         if data is not grpc.aio.EOF:
             try:
@@ -293,7 +293,7 @@ def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
             peer.refuse("request", reason)
         return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
 
-    return asked
+    return handler
 
 
 def _log_to(write: Callable[_P, None], *line: _P.args, **details: _P.kwargs) -> None:
@@ -364,7 +364,7 @@ def connection_age() -> tuple[tuple[str, int], ...]:
 
 async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[str], None], audit: Audit) -> None:
     """Warn once per certificate when a server's certificate is about to expire, and log replacements; runs forever."""
-    said, version = None, files.version
+    warned, version = None, files.version
     while True:
         before, version = version, files.refresh()
         if version != before:
@@ -372,7 +372,7 @@ async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[st
             _log_to(audit.write, "settings", file=str(files.paths[0]))
         certificate = files.value.pair.certificate
         soon = min(CERT_EXPIRY_WARNING, (certificate.ends - certificate.starts) / 4)
-        if certificate != said and datetime.now(UTC) > certificate.ends - soon:
-            said = certificate
+        if certificate != warned and datetime.now(UTC) > certificate.ends - soon:
+            warned = certificate
             say(f"this aggregator's certificate expires at {certificate.ends:%Y-%m-%d %H:%M:%S} UTC: renew its files")
         await asyncio.sleep(CERTIFICATE_S)

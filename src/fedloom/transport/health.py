@@ -133,14 +133,14 @@ class Health:
         if service not in self._statuses:  # it will never exist: services are set before the port opens
             await context.write(_STATUS(status=_STATUS.SERVICE_UNKNOWN))
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
-        told: int | None = None
+        sent: int | None = None
         with self._watching.room() as ended:
             while not ended.done():
                 changed, status = asyncio.ensure_future(self._changed.wait()), self._statuses[service]
                 try:
-                    if status != told:
+                    if status != sent:
                         await context.write(_STATUS(status=status))
-                        told = status
+                        sent = status
                     await asyncio.wait((changed, ended), return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     changed.cancel()

@@ -88,9 +88,9 @@ class PartReader:
         self.size = 0
 
     async def part(self, kind: str, transfer: int | None = None) -> Any:
-        """Return the next part, which must be of this kind, and of this transfer if there is one.
+        """Return the next part, which must be of this kind and, if given, of this transfer.
 
-        Raise WireError if it is another one or damaged, or the stream has ended.
+        Raise WireError if it is another part or damaged, or the stream has ended.
         """
         while (next_part := next(self._parts, None)) is None:
             data = await self._read()
@@ -139,7 +139,7 @@ class PartReader:
 
 
 def _check_fields(cls: type[Message], tensors: Sequence[transfers.TensorSpec]) -> None:
-    """Raise if the fields are not those of the class; nothing has been computed from their shapes before."""
+    """Raise WireError if the fields are not those of the class, before anything is computed from their shapes."""
     names = [field.name for field in cls.fields()]
     if len(tensors) != len(names) or [spec.name for spec in tensors] != names:
         found = [spec.name[:80] for spec in tensors[:20]]

@@ -180,17 +180,17 @@ class Models:
         ends = time.monotonic() + timeout_s
         while True:
             with self._failures(ends) as wait_s:
-                told = await self._describe(
+                described = await self._describe(
                     wire.DescribeRequest(), metadata=self._metadata, timeout=max(0.001, ends - time.monotonic())
                 )
-                if (told.package, told.protocol) != (fedloom.__version__, PROTOCOL):
+                if (described.package, described.protocol) != (fedloom.__version__, PROTOCOL):
                     raise RefusedError(
-                        f"the server at {self._address} has fedloom {printable(told.package, 80)} with protocol "
-                        f"{told.protocol}, and this client fedloom {fedloom.__version__} with protocol {PROTOCOL}",
+                        f"the server at {self._address} has fedloom {printable(described.package, 80)} with protocol "
+                        f"{described.protocol}, and this client fedloom {fedloom.__version__} with protocol {PROTOCOL}",
                         hint=_SAME_VERSION,
                     )
-                if told.HasField("served"):
-                    return _found(told)
+                if described.HasField("served"):
+                    return _found(described)
                 wait_s[:] = [1.0]
                 if time.monotonic() + 1.0 > ends:
                     raise QuorumError(f"{self._address}: no round of the run is durable yet", hint="retry later")
@@ -263,32 +263,32 @@ class Models:
             asked = str(dict(error.trailing_metadata() or ()).get(RETRY, ""))
             if asked.isdecimal():
                 wait_s[:] = [int(asked) / 1e3]
-            failure = self._failure(error, told=bool(asked))
+            failure = self._failure(error, says_when=bool(asked))
             if _is_temporary(error) and isinstance(failure, QuorumError) and time.monotonic() + wait_s[0] < ends:
                 return
             raise failure from error
 
-    def _failure(self, error: grpc.aio.AioRpcError, *, told: bool) -> FedloomError:
-        """Return the error of a failed call; ``told`` if the server says when to retry."""
+    def _failure(self, error: grpc.aio.AioRpcError, *, says_when: bool) -> FedloomError:
+        """Return the error of a failed call; ``says_when`` if the server has named the time of the next attempt."""
         code, details = error.code(), error.details()
         found = self._shown, code, details
-        said = printable(details or "", 500) or code.name
+        text = printable(details or "", 500) or code.name
         if why := distrust(self._address, *found):
             return RefusedError(f"{self._address}: {why}", hint="see docs/security.md")
         if _is_temporary(error):
             why = closed_after_handshake(*found) or perhaps_tls(*found)
-            why = why or (said if told else connection_failure(code, details))
+            why = why or (text if says_when else connection_failure(code, details))
             return QuorumError(f"no model from {self._address} in time: {why}", hint="retry later")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
-            return DataError(f"{self._address}: {said}")
+            return DataError(f"{self._address}: {text}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             advice = "give the address of `fedloom serve`, or of a `fedloom aggregator`"
             return RefusedError(f"{self._address} does not serve models", hint=advice)
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-            return RefusedError(f"{self._address}: {said}", hint=hint(code))
+            return RefusedError(f"{self._address}: {text}", hint=hint(code))
         if code is grpc.StatusCode.FAILED_PRECONDITION:
-            return RefusedError(f"{self._address}: {said}", hint=_SAME_VERSION)
-        return QuorumError(f"no model: {self._address}: {said}", hint="retry later")
+            return RefusedError(f"{self._address}: {text}", hint=_SAME_VERSION)
+        return QuorumError(f"no model: {self._address}: {text}", hint="retry later")
 
 
 def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
@@ -339,7 +339,7 @@ class _Conversation:
         return Answered(run, served.round, digest, precision, self._up, self._reader.size, warm)
 
     async def _known(self, ask: wire.Ask) -> tuple[wire.ServedRound | None, Message | None]:
-        """Return the round whose opening is cached, and our answer to it, if this round will do."""
+        """Return the round whose opening is cached, and our answer to it, if the client accepts this round."""
         cached = self._memory.opening(self._about, ask.precision)
         if cached is None or (ask.HasField("round") and ask.round != cached[0].round):
             return None, None
@@ -398,11 +398,12 @@ class _Conversation:
         return data  # type: ignore[no-any-return]
 
 
-def _found(told: wire.Described) -> Found:
-    about = About(printable(told.served.run), told.algorithm, told.algorithm_version, told.experiment, told.problem)
+def _found(described: wire.Described) -> Found:
+    served, load, experiment, problem = described.served, described.load, described.experiment, described.problem
+    about = About(printable(served.run), described.algorithm, described.algorithm_version, experiment, problem)
     try:
-        Problem.from_json(told.problem)
-        parsed_json(told.experiment, DEEPEST)
+        Problem.from_json(problem)
+        parsed_json(experiment, DEEPEST)
     except (DataError, ValueError) as error:
         raise RefusedError(f"cannot read the server's description of its run: {printable(str(error), 300)}") from error
-    return Found(about, told.served.round, printable(told.served.digest), told.load.handed_out, told.load.waiting)
+    return Found(about, served.round, printable(served.digest), load.handed_out, load.waiting)

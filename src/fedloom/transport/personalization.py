@@ -248,7 +248,7 @@ class Personalization:
         client = PendingClient(ask.client, await self._round(ask, context), precision)
         served = client.prepared.served
         opening = client.prepared.openings[precision].without(ask.held)
-        heard_at = time.perf_counter()
+        received_at = time.perf_counter()
         if served.answer is not Metrics:
             answer = await self._received(reader, served, served.answer) if ask.answers else None
             if answer is None or ask.answers != served.digest:
@@ -257,31 +257,31 @@ class Personalization:
             client.answer = answer
             await self._take_part(context, reader, client)
         else:
-            self._hand_out(client, heard_at)
+            self._hand_out(client, received_at)
             await self._write(context, client.frames(opening, last=True))
 
     async def _take_part(self, context: Any, reader: PartReader, client: PendingClient) -> None:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
-        heard_at, served = time.perf_counter(), client.prepared.served
+        received_at, served = time.perf_counter(), client.prepared.served
         if len(self._tiles) >= self._limits.waiting:
             await self._overloaded(context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting")
         self._tiles.add(client)
         try:
             while True:
-                said = await client.told.get()
-                if isinstance(said, Exception):
-                    raise said
-                frames, awaited = client.frames(said.encoded, last=said.awaited is None), said.awaited
-                del said  # holds the models of the whole tile
+                message = await client.outgoing.get()
+                if isinstance(message, Exception):
+                    raise message
+                frames, awaited = client.frames(message.encoded, last=message.awaited is None), message.awaited
+                del message  # holds the models of the whole tile
                 if awaited is None:
-                    self._hand_out(client, heard_at)
+                    self._hand_out(client, received_at)
                     await self._write(context, frames)
                     return
                 await self._write(context, frames)
                 answer = await self._received(reader, served, awaited)
-                heard_at = time.perf_counter()
-                if client.heard is not None:
-                    client.heard(answer)
+                received_at = time.perf_counter()
+                if client.on_answer is not None:
+                    client.on_answer(answer)
         except ServerHalfError as error:
             await self._refuse(context, grpc.StatusCode.INTERNAL, str(error))
         finally:
@@ -299,12 +299,12 @@ class Personalization:
             raise
         return ask
 
-    def _hand_out(self, client: PendingClient, heard_at: float) -> None:
+    def _hand_out(self, client: PendingClient, received_at: float) -> None:
         """Count and log a model before it is sent: a client that has received it disconnects at once.
 
         Parameters
         ----------
-        heard_at
+        received_at
             Time at which the client's last message was received, in seconds of ``time.perf_counter``.
 
         Raises
@@ -314,13 +314,13 @@ class Personalization:
         """
         if (peer := PEER.get()) is not None:
             served = client.prepared.served
-            told: dict[str, Value] = {"client": client.client, "round": served.round, "digest": served.digest}
-            self._audit.write("handed_out", identity=peer.identity.name, host=peer.host, **told)
+            about: dict[str, Value] = {"client": client.client, "round": served.round, "digest": served.digest}
+            self._audit.write("handed_out", identity=peer.identity.name, host=peer.host, **about)
         self._handed_out += 1
-        self._latencies.append(time.perf_counter() - heard_at)
+        self._latencies.append(time.perf_counter() - received_at)
 
     async def _judge(self, ask: wire.Ask, context: Any) -> torch.dtype:
-        """Check what a client asks for, and return the precision; refuse the client if it cannot be served."""
+        """Check a client's request, and return the precision; refuse the client if it cannot be served."""
         if ask.package != fedloom.__version__:
             found = printable(ask.package, 80)
             reason = f"the client has fedloom {found}, and this server {fedloom.__version__}; {_SAME_VERSION}"
@@ -372,14 +372,14 @@ class Personalization:
         raise AssertionError("abort raises")
 
     async def _overloaded(self, context: Any, reason: str) -> NoReturn:
-        """Refuse at once, with the time by which the queue will have been processed."""
+        """Refuse at once, with the time that the queue is expected to take."""
         retry_ms = round(min(LATE_MS, max(SOON_MS, 1e3 * self._tiles.expected_s)))
         log.warning("refused a client: %s", reason)
         await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: retry in {retry_ms} ms", retry_ms)
 
-    async def _write(self, context: Any, said: Sequence[bytes]) -> None:
+    async def _write(self, context: Any, frames: Sequence[bytes]) -> None:
         async with asyncio.timeout(self._limits.answer_s):  # a client that does not read holds memory
-            for frame in said:
+            for frame in frames:
                 await context.write(frame)
 
     async def _received(self, reader: PartReader, served: ServedRound, awaited: type[Message]) -> Received:

@@ -100,7 +100,7 @@ class Receiver:
             return
         try:
             exchange, rows = self._awaited_rows(link, begin.envelope)
-        except WireError as error:  # addressed to nothing awaited: no row is lost by it
+        except WireError as error:  # no awaited row is addressed, so none is lost
             self._note_sign(link, error)
             self._refuse_transfer(link, number, error)
             return
@@ -165,7 +165,7 @@ class Receiver:
         cls = self._run.vocabulary.get(envelope.message)
         if cls is None:
             allowed = ", ".join(sorted(allowed.__name__ for allowed in exchange.call.shapes))
-            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} , expected {allowed}")
+            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r}, expected {allowed}")
         specs, count = read_specs(envelope), len(envelope.rows)
         wrong = mismatch(cls, specs, exchange.call.shapes, self._run.dtype, count)
         if wrong is None and count > 1 and not all(spec.per_client for spec in specs):
@@ -324,7 +324,7 @@ class Receiver:
             link.outbox.put_part(None, wire.AggregatorPart(transfer_refused=refused))
 
     def _note_sign(self, link: Link, error: WireError) -> None:
-        """Record that a worker is alive if its answer is late, not wrong."""
+        """Record that a worker is alive if its answer is only late."""
         if error.refusal is Refusal.LATE:
             self._silence.sign(link.worker.clients, link.name, link.owner)
 

@@ -86,10 +86,10 @@ class PendingClient:
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.ModelPart))
     answer: Received | None = None
     since: float = 0.0
-    told: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
+    outgoing: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
     waits: bool = False  # its tile has not started
     gone: bool = False
-    heard: Callable[[Received | None], None] | None = None
+    on_answer: Callable[[Received | None], None] | None = None
     """Passes the client's answer to the tile that waits for it."""
 
     def frames(self, encoded: Encoded, *, last: bool) -> list[bytes]:
@@ -145,8 +145,8 @@ class TileQueue:
         if client.waits:
             self._queue.remove(client)
             self._pump()
-        if client.heard is not None:
-            client.heard(None)
+        if client.on_answer is not None:
+            client.on_answer(None)
 
     def close(self) -> None:
         """Start no more tiles."""
@@ -233,7 +233,7 @@ class _TileRun:
         prepared = self._seats[0].prepared
         try:
             answers = self._usable({i: seat.answer for i, seat in enumerate(self._seats) if seat.answer is not None})
-            tile = Tile([seat.client for seat in self._seats], answers, self._say, self._hear)
+            tile = Tile([seat.client for seat in self._seats], answers, self._send, self._receive)
             prepared.served.server.personalize(tile)
         except NobodyLeft:
             pass
@@ -241,7 +241,7 @@ class _TileRun:
             log.exception("the server algorithm of %s failed", prepared.served.about.algorithm)
             about = f"{type(error).__name__} ({place(error)})"
             failed = ServerHalfError(f"the server algorithm of {prepared.served.about.algorithm} failed: {about}")
-            self._tell(dict.fromkeys(self._here, failed))
+            self._deliver(dict.fromkeys(self._here, failed))
         finally:
             self._release()
 
@@ -258,8 +258,8 @@ class _TileRun:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
             self._loop.call_soon_threadsafe(what)
 
-    def _say(self, message: Message, awaited: type[Message] | None) -> None:
-        said: dict[int, NextMessage | Exception] = {}
+    def _send(self, message: Message, awaited: type[Message] | None) -> None:
+        messages: dict[int, NextMessage | Exception] = {}
         if awaited is not None:
             self._seats[0].prepared.together = TILE
         suspect = non_finite(message) is not None
@@ -269,30 +269,30 @@ class _TileRun:
         }
         for i in sorted(self._here):
             if suspect and non_finite(message.select([i])) is not None:
-                said[i] = ClientDataError("the model computed from the client's answers is not finite")
+                messages[i] = ClientDataError("the model computed from the client's answers is not finite")
                 self._here.discard(i)
             else:
-                said[i] = NextMessage(rows[self._seats[i].precision][i], awaited)
-        self._tell(said)
+                messages[i] = NextMessage(rows[self._seats[i].precision][i], awaited)
+        self._deliver(messages)
 
-    def _tell(self, said: Mapping[int, NextMessage | Exception]) -> None:
+    def _deliver(self, messages: Mapping[int, NextMessage | Exception]) -> None:
         """Deliver a message to each client, and route its answer to the tile that waits for it."""
 
-        def tell() -> None:
-            for i, what in said.items():
+        def deliver() -> None:
+            for i, message in messages.items():
                 seat = self._seats[i]
-                if isinstance(what, NextMessage) and what.awaited is not None:
+                if isinstance(message, NextMessage) and message.awaited is not None:
                     if seat.gone:
                         self._answers.put((i, None))
                         continue
-                    seat.heard = lambda answer, i=i: self._answers.put((i, answer))
+                    seat.on_answer = lambda answer, i=i: self._answers.put((i, answer))
                 else:
-                    seat.heard = None
-                seat.told.put_nowait(what)
+                    seat.on_answer = None
+                seat.outgoing.put_nowait(message)
 
-        self.post(tell)
+        self.post(deliver)
 
-    def _hear(self) -> Sequence[Message | None]:
+    def _receive(self) -> Sequence[Message | None]:
         self._release()
         found: dict[int, Received] = {}
         waiting, ends = set(self._here), time.monotonic() + self._answer_s
@@ -305,13 +305,13 @@ class _TileRun:
                 waiting.discard(i)
                 if answer is not None:
                     found[i] = answer
-        self._tell(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
+        self._deliver(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
         self._here = set(found)
         self._computing.acquire()
         return self._usable(found)
 
     def _usable(self, received: Mapping[int, Received]) -> Sequence[Message | None]:
-        """Return the answers with usable values by seat; the other clients are told why theirs are not."""
+        """Return the answers with usable values by seat; the other clients get the reason why theirs are not usable."""
         found: dict[int, Message] = {}
         wrong: dict[int, Exception] = {}
         for i, answer in received.items():
@@ -326,5 +326,5 @@ class _TileRun:
                 wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
         if wrong:
             self._here -= wrong.keys()
-            self._tell(wrong)
+            self._deliver(wrong)
         return [found.get(i) if i in self._here else None for i in range(len(self._seats))]

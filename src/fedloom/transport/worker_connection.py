@@ -174,7 +174,7 @@ class WorkerConnection:
         hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
         hello.MergeFrom(self._hello)
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
-        if len(data) > FRAME_BYTES and hello.held:  # then the conversations are sent once more
+        if len(data) > FRAME_BYTES and hello.held:  # too long: the conversations are sent again instead
             return seal_frame(serialize(wire.WorkerPart(hello=self._hello)))
         return data
 
@@ -282,7 +282,7 @@ class WorkerConnection:
                 call.cancel()
 
     def _show(self) -> ClientCredentials:
-        """Return our credentials; if our certificate has expired, raise _Distrust, which may be retried."""
+        """Return our credentials; raise _Distrust, which may be retried, if our certificate has expired."""
         try:
             return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
         except RefusedError as error:
@@ -294,7 +294,9 @@ class WorkerConnection:
             await asyncio.sleep(CHANGED_S)
         log.info("reconnecting with the current content of the files")
 
-    def _failed(self, code: grpc.StatusCode, details: str | None, told: Iterable[tuple[str, Any]]) -> Exception | None:
+    def _failed(
+        self, code: grpc.StatusCode, details: str | None, trailing: Iterable[tuple[str, Any]]
+    ) -> Exception | None:
         """Return the error for a call that failed because one side rejected the other, or that can be retried later.
 
         Return None for any other failure.
@@ -302,7 +304,7 @@ class WorkerConnection:
         if code in REFUSALS:
             words = connection_failure(code, details)
             refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
-            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in told)
+            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in trailing)
             return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
         if code in RETRYABLE:
             return _LaterError(connection_failure(code, details))
@@ -319,10 +321,8 @@ class WorkerConnection:
             data = await call.read()
         self._down.charge(len(data))
         if data is grpc.aio.EOF:
-            code = await call.code()
-            details = await call.details()
-            told = await call.trailing_metadata()
-            raise self._failed(code, details, told or ()) or ConnectionError(connection_failure(code, details))
+            code, details, trailing = await call.code(), await call.details(), await call.trailing_metadata()
+            raise self._failed(code, details, trailing or ()) or ConnectionError(connection_failure(code, details))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -370,7 +370,7 @@ class _Absence:
         self._address = address
         self._reconnect_s = reconnect_s
         self._attempts = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._next_notice = FIRST_NOTICE_S
 
     @property
@@ -386,8 +386,8 @@ class _Absence:
     def log(self, reason: str, *, was_up: bool) -> None:
         """Log each reason once, and then at doubling intervals that we are still trying."""
         gone_s = time.monotonic() - self.last_seen
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._logged:
+            self._logged.add(reason)
             what = "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
             log.info(f"{what} for %.0f s", self._address, reason, self.left_s)
         elif gone_s >= self._next_notice:

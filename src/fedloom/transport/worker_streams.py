@@ -111,9 +111,9 @@ class WorkerStreams:
     async def _greet(self, peer: Peer | None, context: Any) -> tuple[wire.Hello, bytes]:
         """Read the Hello and answer with Welcome, returning both.
 
-        Raise _NotAdmitted if the worker was answered with Refused, or sent nothing. Raise WireError if the worker must
-        reconnect: its Hello arrived damaged, its name is taken, or too many join at once. Raise Denied if the sender
-        may not answer for these clients, or may not use this worker name.
+        Raise _NotAdmitted if the worker was refused, or sent nothing. Raise WireError if it must reconnect: its Hello
+        arrived damaged, its name is taken, or too many workers join at once. Raise Denied if the sender may not act
+        for these clients, or may not use this worker name.
         """
         try:
             hello = await self._read_hello(context)
