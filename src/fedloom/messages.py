@@ -161,7 +161,7 @@ class Metrics(Message):
 
 
 class SummedMetrics(Message):
-    """Measurements of which only sums over clients are known, with the moments of each client's own metrics."""
+    """Measurements known only in sums over clients, with the moments of each client's own metrics."""
 
     counts: Tensor = rows(Quantity.METRICS)
     confusion: Tensor = rows(Quantity.METRICS)
@@ -207,7 +207,7 @@ class Replies(Generic[M]):
 
     @property
     def is_noisy(self) -> bool:
-        """True if sums have noise that makes them private; they are rarely 0 then, and may have another sign."""
+        """True if sums have noise that makes them private, so that they are rarely 0, and may have the wrong sign."""
         return False
 
     @property
@@ -224,7 +224,7 @@ class Replies(Generic[M]):
 
     @property
     def count(self) -> float:
-        """Number of clients by which a mean divides: those present."""
+        """Number of clients that a mean divides by: the present ones."""
         return int(self.present.sum())
 
     def mean(self, x: Tensor, weights: Tensor | None = None, *, since: Tensor | None = None) -> Tensor:
@@ -269,7 +269,7 @@ class FieldSum:
 
 
 class Sums(Replies[M]):
-    """Answers of a cohort of which only sums over the present clients are known.
+    """Answers of a cohort, known only in sums over the present clients.
 
     A field is a :class:`FieldSum`, not a tensor of rows, so :meth:`mean`, :meth:`sum` and :meth:`total` are all that
     a server can ask for, with the weights that the method has declared (``Algorithm.sums``).
@@ -311,17 +311,17 @@ class Sums(Replies[M]):
         return self._is_noisy
 
     def mean(self, x: Any, weights: Tensor | None = None, *, since: Tensor | None = None) -> Tensor:
-        """Return the mean of a field by the weights that the method has declared; NaN if nobody has answered.
+        """Return the mean of a field by the weights that the method has declared; NaN if no client has answered.
 
-        The sum of an update with noise divides by the expected weight, and is a number then, too.
+        A noisy sum of updates is divided by the expected weight, so its mean is never NaN.
 
-        Raise ValueError if these are other weights.
+        Raise ValueError if ``weights`` differ from the declared ones.
         """
         del since  # already subtracted by the clients
         asked: Tensor = self.mean_weights if weights is None else weights
         declared = self.weights if x.weighting == "examples" else self.mean_weights
         if not torch.equal(asked, declared):
-            raise ValueError(f"this sum has the weights {x.weighting}, and no others; see Algorithm.sums")
+            raise ValueError(f"this sum is weighted by {x.weighting} only; see Algorithm.sums")
         mean: Tensor = x.value / x.weight
         return mean
 

@@ -49,12 +49,12 @@ class Admitted:
 
 
 class Denied(Exception):
-    """The peer is not admitted, or lacks the permission.
+    """The peer is not admitted, or lacks a permission.
 
     Parameters
     ----------
     reason
-        A sentence that may be shown to the peer.
+        Sentence that may be shown to the peer.
     identity
         Identity of the peer; None if it is unknown.
     again
@@ -88,13 +88,13 @@ class Access:
     Parameters
     ----------
     tokens
-        Token file; None if no token is known.
+        Token file; None if there is none.
     identities
         Identity file. With None, any peer with a certificate of our CA or a known token may be a worker for every
         client, request every client's model, and watch.
     shared
-        Token that is in no file, used by our own workers and by whoever watches them or requests models; the identity
-        file does not apply to it.
+        Token that is in no file, shared by our own workers and by peers that watch them or request models; the
+        identity file does not apply to it.
     now
         Returns the current time in UTC.
 
@@ -145,7 +145,7 @@ class Access:
         return [file for file in (self._tokens, self._table) if file is not None]
 
     def admit(self, presented: PeerCredentials, action: Action) -> Admitted:
-        """Return the admitted peer if it may do this.
+        """Return the admitted peer.
 
         Raise Denied if the peer is unknown, its credentials are invalid or have expired, or none of its roles allows
         the action.
@@ -194,9 +194,8 @@ class Access:
         if len(found) != 1:
             shown = [str(certificate)] if certificate is not None else []
             shown += [f"token {token.id} of {token.name}"] if token is not None else []
-            whose = " and ".join(sorted(each.name for each in found))
-            what = " and ".join(shown)
-            raise Denied(f"{what} must belong to one identity, not to {whose}" if found else f"no identity for {what}")
+            what, owners = " and ".join(shown), " and ".join(sorted(each.name for each in found))
+            raise Denied(f"{what} must belong to one identity, not to {owners}" if found else f"no identity for {what}")
         return Admitted(found[0], certificate, token)
 
     def _identities(self, names: frozenset[str], token: Token | None) -> list[Identity]:
@@ -215,5 +214,5 @@ def _require(identity: Identity, action: Action) -> None:
 def _check_token(token: Token, now: datetime) -> None:
     state = token.state(now)
     if state != "valid":
-        said, when = ("was revoked", token.revoked) if state == "revoked" else ("has expired", token.expires)
-        raise Denied(f"token {token.id} of {token.name} {said} at {when:%Y-%m-%d %H:%M:%S} UTC", final=True)
+        what, when = ("was revoked", token.revoked) if state == "revoked" else ("has expired", token.expires)
+        raise Denied(f"token {token.id} of {token.name} {what} at {when:%Y-%m-%d %H:%M:%S} UTC", final=True)

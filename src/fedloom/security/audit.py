@@ -18,7 +18,7 @@ Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "c
 """Kind of an event.
 
 In order: a peer joined; left; was refused; was disconnected by a revocation; an access file changed; an operator
-paused, resumed or stopped the federation; a client's model was handed out; it predicted for somebody.
+paused, resumed or stopped the federation; a peer was given a client's model; a client's model predicted for a peer.
 """
 
 REPEATED_S = 10.0
@@ -68,15 +68,15 @@ class Audit:
             self._put("".join(self._waiting))
             self._waiting.clear()
 
-    def write(self, event: Event, **told: Value) -> None:
+    def write(self, event: Event, **details: Value) -> None:
         """Write a line.
 
         Raise StorageError if it cannot be written: a peer that cannot be logged must not be admitted.
         """
         with self._lock:
-            self._append(event, told)
+            self._append(event, details)
 
-    def refused(self, host: str, kind: str, **told: Value) -> None:
+    def refused(self, host: str, kind: str, **details: Value) -> None:
         """Log or count the refusal of a peer.
 
         Parameters
@@ -101,12 +101,14 @@ class Audit:
                 for old in [k for k, (when, count) in self._refused.items() if now - when >= REPEATED_S and not count]:
                     del self._refused[old]
             self._refused[key] = (now, 0)
-            self._append("refused", {"host": host, "kind": kind, **told} | ({"repeated": repeated} if repeated else {}))
+            self._append(
+                "refused", {"host": host, "kind": kind, **details} | ({"repeated": repeated} if repeated else {})
+            )
 
-    def _append(self, event: Event, told: Mapping[str, Value]) -> None:
-        cut = {key: value[:LONGEST] if isinstance(value, str) else value for key, value in told.items()}
+    def _append(self, event: Event, details: Mapping[str, Value]) -> None:
+        cut = {key: value[:LONGEST] if isinstance(value, str) else value for key, value in details.items()}
         when = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": when, "event": event, **cut}) + "\n"  # ASCII, so that only we end lines
+        line = json.dumps({"time": when, "event": event, **cut}) + "\n"  # ASCII, so that no text ends a line
         if self._path is None:
             self._waiting.append(line)
         else:

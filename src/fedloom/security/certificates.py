@@ -50,7 +50,7 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key, now = ec.generate_private_key(ec.SECP256R1()), _now()
-    name = _called(f"FedLoom trial CA {now:%Y-%m-%d %H:%M}")
+    name = _subject(f"FedLoom trial CA {now:%Y-%m-%d %H:%M}")
     builder = (
         _builder(name, name, key, now, now + timedelta(days=_allowed(days)))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -64,7 +64,7 @@ def make_certificate(
 ) -> Made:
     """Create the credentials of a member, or of a server if hosts are given, in the folder ``NAME``.
 
-    They are laid out as ``credentials`` expect them: ``tls.crt``, ``tls.key`` (0600) and the authority's ``ca.crt``.
+    The folder has the files that ``credentials`` expects: ``tls.crt``, ``tls.key`` (0600), the authority's ``ca.crt``.
 
     Parameters
     ----------
@@ -110,19 +110,19 @@ def make_certificate(
         raise RefusedError(f"{ca / 'ca.crt'}: {validity(pair.certificate.starts, pair.certificate.ends, now)}")
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])
     builder = (
-        _builder(_called(name), authority.subject, key, now, ends)
+        _builder(_subject(name), authority.subject, key, now, ends)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(authority=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
-    said = (f"URI:{URI}{name}", *hosts)
+    listed = (f"URI:{URI}{name}", *hosts)
     own = folder / name
-    made = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", said, replace=replace)
+    made = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", listed, replace=replace)
     trusted = own / "ca.crt"
     known = trusted.read_bytes() if trusted.exists() else b""
-    if pair.chain not in known:  # where another authority is trusted, certificates of both are, until it is taken out
+    if pair.chain not in known:  # an authority that is trusted already stays trusted until it is removed
         write_private(trusted, (known + pair.chain).decode())
     return made
 
@@ -166,7 +166,7 @@ def _usage(*, authority: bool) -> x509.KeyUsage:
     )
 
 
-def _called(name: str) -> x509.Name:
+def _subject(name: str) -> x509.Name:
     from cryptography import x509
     from cryptography.x509.oid import NameOID
 

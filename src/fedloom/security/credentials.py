@@ -49,7 +49,7 @@ def parse_certificate(pem: bytes) -> Certificate:
     """
     from cryptography import x509
 
-    return _said(x509.load_pem_x509_certificate(pem))
+    return _content(x509.load_pem_x509_certificate(pem))
 
 
 TLS_FILES = ("tls.crt", "tls.key")
@@ -79,7 +79,7 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
     secret = read_text(key, names[1]).encode()
     try:
         first = x509.load_pem_x509_certificates(chain)[0]
-        said = _said(first)
+        content = _content(first)
     except ValueError:
         raise ExperimentError(f"{names[0]} {certificate} has no certificate in PEM format.") from None
     try:
@@ -89,8 +89,8 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
         raise ExperimentError(f"{names[1]} {key} {wrong}.") from None
     if private.public_key() != first.public_key():
         raise ExperimentError(f"{names[1]} {key} is not the key of {certificate}.")
-    check_valid(certificate, said)
-    return KeyPair(chain, secret, said)
+    check_valid(certificate, content)
+    return KeyPair(chain, secret, content)
 
 
 def read_ca(path: Path) -> bytes:
@@ -113,7 +113,7 @@ def read_ca(path: Path) -> bytes:
 
 
 def check_valid(path: Path | None, certificate: Certificate) -> None:
-    """Raise RefusedError if our certificate is not valid now: no peer would admit us with it."""
+    """Raise RefusedError if our certificate is not valid now, because no peer would admit us with it."""
     now = datetime.now(UTC)
     if not certificate.starts <= now < certificate.ends:
         raise RefusedError(
@@ -124,15 +124,15 @@ def check_valid(path: Path | None, certificate: Certificate) -> None:
 
 def validity(starts: datetime, ends: datetime, now: datetime) -> str:
     """Return why a certificate is not valid now, with this machine's time: either may be wrong."""
-    said = f"expired at {_utc(ends)}" if now >= ends else f"is not valid before {_utc(starts)}"
-    return f"{said}, and this machine's clock shows {_utc(now)}"
+    problem = f"expired at {_utc(ends)}" if now >= ends else f"is not valid before {_utc(starts)}"
+    return f"{problem}, and this machine's clock shows {_utc(now)}"
 
 
 def _utc(when: datetime) -> str:
     return f"{when:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _said(found: x509.Certificate) -> Certificate:
+def _content(found: x509.Certificate) -> Certificate:
     from cryptography import x509
     from cryptography.hazmat.primitives.hashes import SHA256
 
@@ -140,11 +140,11 @@ def _said(found: x509.Certificate) -> Certificate:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
-    said = [f"URI:{name}" for name in names.get_values_for_type(x509.UniformResourceIdentifier)]
-    said += [f"DNS:{name}" for name in names.get_values_for_type(x509.DNSName)]
-    said += [f"IP:{name}" for name in names.get_values_for_type(x509.IPAddress)]
+    listed = [f"URI:{name}" for name in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    listed += [f"DNS:{name}" for name in names.get_values_for_type(x509.DNSName)]
+    listed += [f"IP:{name}" for name in names.get_values_for_type(x509.IPAddress)]
     starts, ends = found.not_valid_before_utc, found.not_valid_after_utc
-    return Certificate(frozenset(said), found.fingerprint(SHA256()).hex(), starts, ends)
+    return Certificate(frozenset(listed), found.fingerprint(SHA256()).hex(), starts, ends)
 
 
 def _is_authority(found: x509.Certificate) -> bool:

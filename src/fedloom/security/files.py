@@ -20,7 +20,7 @@ LARGEST = 16 << 20
 """Maximum size of a trusted file in bytes."""
 
 SETTLE_S, SETTLES = 0.1, 10
-"""Delay for the next of several files to be replaced, and the maximum number of attempts to read them."""
+"""Seconds to wait while several files are replaced one after another, and maximum number of attempts to read them."""
 
 _T = TypeVar("_T")
 _State = tuple[int, int, int, int] | None
@@ -128,7 +128,7 @@ class ReloadingFile(Generic[_T]):
                 time.sleep(SETTLE_S)
                 if not left or self._found() == self._state:
                     raise
-        raise AssertionError("the last time returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     @property
     def value(self) -> _T:

@@ -148,7 +148,7 @@ class Identities:
         """Return the identities that match a certificate's subject alternative names and a token's name.
 
         An identity with both credentials requires both, and takes precedence over identities with one. If several are
-        returned, the presented credentials do not tell them apart.
+        returned, the credentials match several identities equally well.
         """
         by_certificate, by_token = self._by_credential
         presented = [entry for name in names for entry in by_certificate.get(name, ())] + by_token.get(token, [])

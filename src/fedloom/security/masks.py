@@ -1,8 +1,8 @@
 """Fixed-point integers for secure sums, and the streams of masks that hide them.
 
 Integers are taken modulo 2³² or 2⁶⁴, negative ones as two's complement. A sum of them is exact and does not depend on
-order. Masks are AES-128-CTR key streams, as hard to tell from random as X25519's secrets (128 bits); each key is used
-for one stream.
+order. Masks are AES-128-CTR key streams, with the security level of X25519's secrets (128 bits); each key is used for
+one stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def integer_type(bits: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def scale(bound: float, clients: int, bits: int) -> float:
-    """Return the number of integer steps per unit: the largest power of two with which no sum can wrap.
+    """Return the number of integer steps per unit: the largest power of two for which no sum can wrap.
 
     The sum of ``clients`` integers, each at most ``bound * scale`` rounded, is below 2^(bits - 1).
 
@@ -113,7 +113,7 @@ def from_integers(total: Integers, bound: float, clients: int, bits: int) -> NDA
 
 
 def key_stream(seed: bytes, length: int) -> bytes:
-    """Return the first bytes of the key stream of a seed of 16 or 32 bytes, used for nothing else."""
+    """Return the first bytes of the key stream of a seed of 16 or 32 bytes, which is used only once."""
     return Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(length))
 
 

@@ -20,7 +20,7 @@ from fedloom.security.tokens import checked_token, read_secret
 log = logging.getLogger("fedloom.security")
 
 TOKEN = "FEDLOOM_TOKEN"
-"""Environment variable for a token; there is no option for it, because process arguments are visible to everyone."""
+"""Environment variable for a token; there is no option, because every user can see the arguments of processes."""
 
 FILES = {
     "ca": "FEDLOOM_TLS_CA",
@@ -274,13 +274,14 @@ class Protection:
         log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
 
     def check_plaintext(self, host: str, key: str) -> None:
-        """Check that a plaintext HTTP port can know its peers, and that other machines reach it only if ``insecure``.
+        """Check that peers of a plaintext HTTP port can present tokens, and that it serves only this machine.
 
-        Raise ExperimentError if peers are known by certificates only, or TLS is missing; ``key`` names the address.
+        Raise ExperimentError if there are no tokens, or if other machines can reach the port and ``insecure`` is not
+        set; ``key`` names the address.
         """
         if self.access is not None and not self.access.takes_tokens:
             raise ExperimentError(
-                f"{argument(key)} knows peers by tokens, and there are none; add tokens.json (`fedloom token new`).",
+                f"{argument(key)} needs tokens, which identify its peers; add tokens.json (`fedloom token new`).",
                 key=key,
             )
         if not is_loopback(host) and not self._insecure:

@@ -28,7 +28,7 @@ Differences from the papers:
   a member, this leaves the aggregator one sum, of the same survivors everywhere: on a ring, a set of members each of
   which has more than half of its neighbours in the set cannot be split.
 
-Members trust nobody for privacy. For the result, they are trusted: a member can spoil a sum by garbage.
+The privacy of a member depends on nobody's honesty. The result depends on all members: one can spoil it with garbage.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MaskedVector:
 class SecureSumMember:
     """Protocol state of one member in one session: its secrets, and what it has answered.
 
-    Each step answers one question. The same question gives the same answer again; another is refused.
+    Each step answers one question. The same question gets the same answer again; a different one is refused.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ class SecureSumMember:
     Raises
     ------
     RefusedError
-        By every step, if what the aggregator sends is not what an honest one would send.
+        By every step, if an honest aggregator would not send this message.
     """
 
     def __init__(self, parameters: SessionParameters, client: str, signer: Signer, verifier: Verifier) -> None:
@@ -142,7 +142,7 @@ class SecureSumMember:
         return self._keys, np.frombuffer(signature, np.uint8)
 
     def share(self, keys: Bytes, signatures: Bytes) -> Bytes:
-        """Return the encrypted shares for each neighbour, uint8 [k, 96]; zeros for one whose keys are not its own.
+        """Return the encrypted shares for each neighbour, uint8 [k, 96]; zeros for one whose keys cannot be verified.
 
         Parameters
         ----------
@@ -189,13 +189,13 @@ class SecureSumMember:
         pads = seed_pads(self._secret_e, transcript, graph.degree)
         contents = zip(self._pairs, self._known, shares_b, shares_e, pads, strict=True)
         for row, (pair, known, b, e, pad) in zip(shared, contents, strict=False):
-            if known:  # a row of zeros says that nothing is shared with this neighbour
+            if known:  # a row of zeros means that nothing is shared with this neighbour
                 row[:] = np.frombuffer(pair.encrypted(b + e) + xor(pair.seed, pad), np.uint8)
         self._shared = shared
         return shared
 
     def _refusal(self, v: int, keys: Bytes, signature: Bytes) -> str | None:
-        """Return why the keys of row v are not known to be its own; None if they are."""
+        """Return why the keys of row v cannot be verified; None if they are its own."""
         p = self._parameters
         try:
             self._verifier.verify(p.members[v], advertisement(p, v, keys), signature.tobytes())
@@ -302,18 +302,18 @@ class SecureSumMember:
         return revealed
 
     def _each(self, rows: Bytes) -> Iterator[tuple[PairSecrets, Bytes]]:
-        """Return each neighbour's secrets and row; rows beyond are not used, where members are missing."""
+        """Return each neighbour's secrets and row; further rows are not used if members are missing."""
         return zip(self._pairs, rows, strict=False)
 
     def _again(self, question: str, same: bool, answer: _A) -> _A:
-        """Return an answer that was given before if the question is the same."""
+        """Return the earlier answer if the question is the same; raise RefusedError otherwise."""
         if not same:
-            raise RefusedError(f"This client has answered for another {question} of this secure sum; it answers once.")
+            raise RefusedError(f"This client has already answered for another {question} of this secure sum.")
         return answer
 
     def _after(self, before: object, step: str) -> None:
         if before is None:
-            raise RefusedError(f"Step {step!r} of the secure sum comes before the one that it needs.")
+            raise RefusedError(f"Step {step!r} of the secure sum arrived before the step that it needs.")
 
 
 class SecureSumAggregator:
@@ -331,7 +331,7 @@ class SecureSumAggregator:
     Raises
     ------
     QuorumError
-        By every step, if too few members are left. The session is lost; nothing can be learned from it.
+        By every step, if too few members are left. The session then fails, and nothing can be learned from it.
     """
 
     def __init__(self, parameters: SessionParameters, size: int) -> None:
@@ -375,7 +375,7 @@ class SecureSumAggregator:
     def add(self, row: int, masked: MaskedVector) -> None:
         """Add a member's masked vector, once.
 
-        Raise RefusedError if its form is wrong; the member counts as dropped out then.
+        Raise RefusedError if its form is wrong; the member then counts as dropped out.
         """
         p = self._parameters
         if not self._sharers[row] or self._survivors[row]:
@@ -400,8 +400,8 @@ class SecureSumAggregator:
     def sum(self, revealed: Bytes, present: Flags) -> Integers:
         """Return the sum of the survivors' vectors modulo 2^bits, shape [d].
 
-        Wrong shares are corrected while there are enough right ones. A member that has dropped out leaves masks only in
-        the vectors of neighbours that know it, which their receipts tell.
+        Wrong shares are corrected if there are enough correct ones. A member that has dropped out leaves masks only in
+        the vectors of neighbours that could verify its keys, as their receipts show.
 
         Parameters
         ----------
@@ -434,7 +434,7 @@ class SecureSumAggregator:
                         yield xor(sealed.tobytes(), pad), -1 if v < row else +1
 
     def _masked_with(self, neighbours: NDArray[np.intp]) -> set[int]:
-        """Return the survivors among a member's neighbours whose vectors have a mask with it, as their receipts tell.
+        """Return the survivors among a member's neighbours whose vectors have a mask with it, as their receipts show.
 
         If v is number a in the list of u, u is number k - 1 - a in that of v (:class:`Graph`).
         """
@@ -444,7 +444,7 @@ class SecureSumAggregator:
         }
 
     def _recover(self, row: int, kind: int, shares: Bytes, suspects: set[int]) -> bytes:
-        """Return a secret of a member; note neighbours that have revealed wrong shares, to trust them last."""
+        """Return a secret of a member; add neighbours that have revealed wrong shares to the suspects, trusted last."""
         t, name = self._parameters.threshold, self._parameters.members[row]
         holders = self._graph.neighbours(row).tolist()
         found = {a + 1: share[1:].tobytes() for a, share in enumerate(shares[: len(holders)]) if share[0] == kind}
@@ -460,7 +460,7 @@ class SecureSumAggregator:
                 return corrected[0]
         raise QuorumError(
             f"The secure sum cannot be unmasked: neighbours of {name} have revealed {len(found)} shares of its secret; "
-            f"{t} right ones are required."
+            f"{t} correct ones are required."
         )
 
     def _forward(self, rows: Bytes, present: Flags) -> Bytes:

@@ -5,7 +5,7 @@ Any t shares give the secret, and t - 1 shares are independent of it (Shamir, Ho
 the ACM 22(11), 1979). Shares are a Reed-Solomon code word: of m shares, up to (m - t) / 2 wrong ones are found and
 corrected (Gao, A new algorithm for decoding Reed-Solomon codes, 2003).
 
-Python's integers do not take constant time; whoever measures a member's computations can learn of its secrets.
+Python's integers do not take constant time: whoever can time a member's computations may learn about its secrets.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
 def combine(shares: Mapping[int, bytes]) -> bytes:
     """Return the secret that these shares, by holder, belong to: Lagrange's interpolation at 0.
 
-    The shares must be as many as the threshold, or more, and right: a wrong one gives another secret.
+    There must be at least as many shares as the threshold, and all must be correct: a wrong one gives another secret.
     """
     holders = list(shares)
     product = 1
@@ -75,10 +75,10 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
 
 
 def correct(shares: Mapping[int, bytes], threshold: int) -> tuple[bytes, list[int]] | None:
-    """Return the secret in spite of wrong shares, and the holders of those.
+    """Return the secret despite wrong shares, and the holders of the wrong ones.
 
-    Of m shares up to (m - threshold) / 2 may be wrong. Return None if there are more, as far as that can be seen: many
-    more may look like right shares of another secret, so that the caller must know a digest of the secret.
+    Of m shares up to (m - threshold) / 2 may be wrong. Return None if more are wrong and this can be detected: many
+    wrong shares may look like correct shares of another secret, so the caller must check a digest of the secret.
     """
     holders = list(shares)
     modulus: Polynomial = [1]

@@ -1,4 +1,4 @@
-"""Signatures of the keys in a secure sum: the aggregator cannot pass off keys of its own as those of members.
+"""Signatures of the keys in a secure sum: they keep the aggregator from substituting keys of its own.
 
 =======================  ========================================  ====================================================
 scheme                   member has                                the others have, before the run
@@ -11,9 +11,10 @@ scheme                   member has                                the others ha
 =======================  ========================================  ====================================================
 
 A token is a secret between a member and the aggregator, and proves nothing to other members. Members with tokens
-therefore make a signature key each, and agree on the register without the aggregator: by mail, on paper, in a
-repository that they all review. Whoever gives out the register, or can sign certificates, can name keys of its own. If
-that is who operates the aggregator, signatures protect from others who break into the aggregator, and not from it.
+therefore each make a signature key, and agree on the register without the aggregator: by mail, on paper, or in a
+repository that they all review. Whoever distributes the register, or can sign certificates, can insert keys of its own.
+If that is the operator of the aggregator, signatures protect against others who break into the aggregator, but not
+against the operator.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ class Signer(Protocol):
     """Length of every signature in bytes; the same for all members of a session."""
 
     def sign(self, message: bytes) -> bytes:
-        """Return a signature, with what a verifier needs to know besides."""
+        """Return a signature, with everything else that a verifier needs."""
 
 
 class Verifier(Protocol):
-    """Knowledge of which signature keys speak for which clients."""
+    """Verifier of the signatures of clients."""
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
-        """Raise RefusedError if this is not the signature of this client."""
+        """Raise RefusedError if the signature is not this client's."""
 
 
 class NoSigner:
-    """No signatures, for simulations: a byte stands for each."""
+    """Placeholder for signatures in simulations, one byte each."""
 
     length = 1
 
@@ -69,7 +70,7 @@ class NoSigner:
 
 
 class NoVerifier:
-    """No check of signatures, for simulations: members believe the aggregator about each other's keys."""
+    """Verifier that checks nothing, for simulations: members accept any keys from the aggregator."""
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
         """Accept everything."""
@@ -77,7 +78,7 @@ class NoVerifier:
 
 @dataclass(frozen=True)
 class Signing:
-    """Signature key of the members in one process, and what they know of the others' keys."""
+    """Signature key of the members in one process, and the verifier of the others' signatures."""
 
     signer: Signer
     verifier: Verifier
@@ -121,7 +122,7 @@ class KeyVerifier:
                 self._by_id.setdefault(line.clients, []).append(line.key)
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
-        """Raise RefusedError if no key of this client has made the signature."""
+        """Raise RefusedError if the signature was not made with a key of this client."""
         from cryptography.exceptions import InvalidSignature
 
         keys = [*self._by_id.get(client, ()), *(key for owner, key in self._by_pattern if owner.speaks_for(client))]
@@ -131,7 +132,7 @@ class KeyVerifier:
             with contextlib.suppress(InvalidSignature):
                 key.verify(signature[: KeySigner.length], message)
                 return
-        raise RefusedError(f"The keys that are said to be those of {client} are not signed by it.", found=client)
+        raise RefusedError(f"The keys presented for {client} are not signed by it.", found=client)
 
 
 def create_signing_key(path: Path) -> str:
@@ -171,7 +172,7 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
     Each line has the clients (an id, or a pattern with ``*`` and ``?``) and a public key in base64; ``#`` begins a
     comment. Several lines may be for one client: an old key and its replacement.
 
-    Raise ExperimentError if the file cannot be read, or a line has another form; the message names it.
+    Raise ExperimentError if the file cannot be read, or a line is invalid; the message names the line.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -194,12 +195,12 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
 
 
 class CertificateSigner:
-    """Signs with the key of a member's certificate; each signature has the certificate and its chain with it.
+    """Signs with the key of a member's certificate; each signature includes the certificate and its chain.
 
     Parameters
     ----------
     pair
-        The certificate, the intermediate ones below its authority, and the key: ECDSA, Ed25519 or RSA.
+        Certificate, intermediate certificates, and key: ECDSA, Ed25519 or RSA.
 
     Raises
     ------
@@ -223,12 +224,12 @@ class CertificateSigner:
         size = len(self._chain) + len(_packed(self._signature(b"")))
         if size + 8 > self.length:  # an ECDSA signature varies in length
             raise ExperimentError(
-                f"{pair.certificate} and those that it depends on have {size:,} bytes with a signature; at most "
+                f"{pair.certificate} and its intermediate certificates have {size:,} bytes with a signature; at most "
                 f"{self.length - 8:,} fit. Use ECDSA keys, or leave out the authority's own certificate."
             )
 
     def sign(self, message: bytes) -> bytes:
-        """Return certificates and a signature, with zeros at the end."""
+        """Return the certificates and a signature, padded with zeros."""
         return (self._chain + _packed(self._signature(message))).ljust(self.length, b"\0")
 
     def _signature(self, message: bytes) -> bytes:
@@ -250,8 +251,8 @@ class CertificateVerifier:
     ca
         Trusted authorities, in PEM format. Certificates must conform to RFC 5280, and be made for clients.
     identities
-        Identity file that says for which clients a certificate speaks, read by the member itself. Without one, a
-        certificate speaks for the client NAME if it has the name ``urn:fedloom:NAME``.
+        The member's own identity file, which lists the clients that a certificate may sign for. Without one, a
+        certificate with the name ``urn:fedloom:NAME`` signs for the client NAME.
     now
         Returns the current time in UTC.
     """
@@ -270,7 +271,7 @@ class CertificateVerifier:
         self._now = now
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
-        """Raise RefusedError if no certificate for this client, valid now, has made the signature."""
+        """Raise RefusedError if the signature was not made with a certificate for this client that is valid now."""
         from cryptography import x509
         from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.x509.verification import VerificationError
@@ -282,12 +283,14 @@ class CertificateVerifier:
             _verify(leaf, message, signed)
         except (ValueError, InvalidSignature, UnsupportedAlgorithm, VerificationError) as error:
             raise RefusedError(
-                f"The keys that are said to be those of {client} are not signed with a trusted certificate"
+                f"The keys presented for {client} are not signed with a trusted certificate"
                 f"{f' ({error})' if str(error) else ''}.",
                 found=client,
             ) from None
         if not self._speaks_for(leaf, client):
-            raise RefusedError(f"The keys of {client} are signed with a certificate of somebody else.", found=client)
+            raise RefusedError(
+                f"The keys presented for {client} are signed with another owner's certificate.", found=client
+            )
 
     def _check_chain(self, leaf: x509.Certificate, others: list[x509.Certificate]) -> None:
         from cryptography.x509.verification import PolicyBuilder, Store
@@ -306,7 +309,7 @@ class CertificateVerifier:
 
 
 def _verify(leaf: x509.Certificate, message: bytes, signature: bytes) -> None:
-    """Raise InvalidSignature or UnsupportedAlgorithm if the certificate's key has not made the signature."""
+    """Raise InvalidSignature or UnsupportedAlgorithm if the signature was not made with the certificate's key."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
     from cryptography.hazmat.primitives.hashes import SHA256
@@ -350,7 +353,7 @@ def _unpacked(packed: bytes) -> list[bytes]:
 def signing_of(signatures: str | None, options: ClientOptions | None) -> Signing:
     """Return the signatures that an experiment asks for (``federation.secure_aggregation.signatures``).
 
-    Raise ExperimentError if a file that they need is missing, or has other content.
+    Raise ExperimentError if a required file is missing, or has invalid content.
     """
     options = options or ClientOptions()
     if signatures == "keys":

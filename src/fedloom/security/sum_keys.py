@@ -1,7 +1,7 @@
-"""Keys of a secure sum: what the members of a session derive from the roster and from each other's public keys.
+"""Keys of a secure sum, which the members of a session derive from the roster and each other's public keys.
 
-X25519, HKDF-SHA256, AES-256-GCM and HMAC-SHA256. Every key depends on the transcript, a hash of the session and of all
-that its members have advertised: members that were shown different rosters have no key in common.
+The algorithms are X25519, HKDF-SHA256, AES-256-GCM and HMAC-SHA256. Every key depends on the transcript, a hash of the
+session and of everything that its members have advertised: members that were sent different rosters share no key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PUBLIC_BYTES = 32
 """Length of a public key."""
 
 TAG_BYTES = 16
-"""Length of commitments, receipts, confirmations, and of what encryption adds."""
+"""Length of commitments, receipts, confirmations, and the tag that encryption adds."""
 
 _ONCE = bytes(12)
 """Nonce of keys that encrypt one message."""
@@ -57,14 +57,14 @@ class PairSecrets:
         return AESGCM(self.key_to).encrypt(_ONCE, shares, None)
 
     def decrypted(self, box: bytes) -> bytes:
-        """Return the shares that v has encrypted; nothing if it has not."""
+        """Return the shares that v has encrypted; empty if the box is not from v."""
         try:
             return AESGCM(self.key_from).decrypt(_ONCE, box, None)
         except InvalidTag:
             return b""
 
     def confirmation(self, sender: int, survivors: bytes) -> bytes:
-        """Return the proof, 16 bytes, that the sender's row has seen the set of survivors with this digest."""
+        """Return the sender's confirmation, 16 bytes, of the set of survivors with this digest."""
         return hmac.digest(self.confirm_key, sender.to_bytes(4, "big") + survivors, "sha256")[:TAG_BYTES]
 
 
@@ -87,7 +87,7 @@ def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v
 
 
 def stranger() -> PairSecrets:
-    """Return secrets shared with nobody, in place of those with a neighbour whose keys are not known to be its own."""
+    """Return secrets shared with nobody, for a neighbour whose keys cannot be verified."""
     to, since, confirm = (os.urandom(32) for _ in range(3))
     return PairSecrets(os.urandom(SEED_BYTES), +1, to, since, os.urandom(TAG_BYTES), os.urandom(TAG_BYTES), confirm)
 
@@ -128,7 +128,7 @@ def seed_pads(secret: bytes, transcript: bytes, count: int) -> list[bytes]:
 
 
 def xor(a: bytes, b: bytes) -> bytes:
-    """Return the bitwise difference of two byte strings of equal length."""
+    """Return the bitwise exclusive or of two byte strings of equal length."""
     return (int.from_bytes(a, "big") ^ int.from_bytes(b, "big")).to_bytes(len(a), "big")
 
 

@@ -2,8 +2,8 @@
 
 Each member shares secrets and masks with k neighbours only (Bell et al., Secure single-server aggregation with
 (poly)logarithmic overhead, CCS 2020). The graph is a ring of the members in random order, each joined to the k / 2
-nearest on either side. The order is a hash of everything that the members have advertised: nobody chooses it, and
-every member computes it by itself.
+nearest on either side. The order is derived from a hash of everything that the members have advertised, so nobody
+chooses it, and every member computes it itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SessionParameters:
                 found=n,
             )
         if len(set(self.members)) < n:
-            raise ExperimentError("A client is a member of the secure sum twice.")
+            raise ExperimentError("A client is listed twice as a member of the secure sum.")
         if len(self.session) != SESSION_BYTES:
             raise ExperimentError(f"A session's name must have {SESSION_BYTES} bytes (got {len(self.session)}).")
         if not (k == n - 1 or (2 <= k < n - 1 and k % 2 == 0)):
@@ -101,7 +101,7 @@ def least_survivors(members: int) -> int:
 
 
 def default_threshold(degree: int) -> int:
-    """Return the default number of neighbours that reveal a secret: two thirds, rounded down, and one.
+    """Return the default number of neighbours that reveal a secret: two thirds, rounded down, plus one.
 
     A third of a member's neighbours may drop out, or a third may collude with the aggregator.
     """
@@ -112,7 +112,7 @@ def default_threshold(degree: int) -> int:
 def default_degree(
     members: int, *, colluding: float = 0.05, dropped: float = 0.05, security_bits: float = 64, failure: float = 1e-3
 ) -> int:
-    """Return the default number of neighbours: all others up to 20, then as many as the bounds below ask for.
+    """Return the default number of neighbours: all others if there are at most 20, else by the bounds below.
 
     It is the smallest even k from 20 on such that, with the default threshold t (Bell et al. 2020, section 3; tails of
     the hypergeometric distribution, and the union bound over members),
@@ -120,8 +120,8 @@ def default_degree(
     - the probability that some member has 2t - k or more colluding neighbours is at most 2^-``security_bits``,
     - the probability that some member loses more than k - t neighbours is at most ``failure``.
 
-    The aggregator can try many graphs: it says which members are absent, and members that collude with it can choose
-    their keys last. An attack with 2²⁴ graphs succeeds with a probability of at most 2⁻⁴⁰.
+    The aggregator can try many graphs: it decides who counts as absent, and colluding members can choose their keys
+    last. An attack with 2²⁴ graphs succeeds with a probability of at most 2⁻⁴⁰.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ def default_degree(
 
 
 def _log2_tail(population: int, marked: int, drawn: int, at_least: int) -> float:
-    """Return log2 of the probability that ``drawn`` of a population include at least so many of those marked."""
+    """Return log2 of the probability that ``drawn`` of a population include ``at_least`` of those marked, or more."""
 
     def log_choose(n: int, k: int) -> float:
         return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

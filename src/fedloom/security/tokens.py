@@ -142,7 +142,7 @@ def read_tokens(path: Path) -> Tokens:
         raise ExperimentError(f"{path} is damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
     ids = [token.id for token in found.tokens]
     if len(set(ids)) < len(ids):
-        raise ExperimentError(f"{path} is damaged: it has a token's id twice", hint=_REPAIR)
+        raise ExperimentError(f"{path} is damaged: a token's id occurs twice", hint=_REPAIR)
     return Tokens(found.tokens)
 
 
@@ -217,5 +217,5 @@ def _hash(secret: str) -> str:
 
 
 def _without_text(error: BaseException) -> str:
-    """Return the errors of a document without quoting it, as JSON's own errors may do."""
+    """Describe an error in a JSON document without quoting the document."""
     return f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
