@@ -99,18 +99,16 @@ class Group:
     pooled: float | None = None
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], headline: Headline) -> Group:
+    def of(cls, group: Mapping[str, Any], headline: Headline) -> Group:
         """Return a group of a line of ``metrics.jsonl``."""
-        values = values_of(told, headline)
+        values = values_of(group, headline)
+        names = ("accuracy_mean", "accuracy_worst_decile", "accuracy_pooled", "loss_mean")
         return cls(
-            told["clients"],
-            told.get("accuracy_mean"),
-            told.get("accuracy_worst_decile"),
-            told.get("accuracy_pooled"),
-            told.get("loss_mean"),
-            values.mean,
-            values.worst_decile,
-            values.pooled,
+            group["clients"],
+            **{name: group.get(name) for name in names},
+            mean=values.mean,
+            worst_decile=values.worst_decile,
+            pooled=values.pooled,
         )
 
     @property
@@ -145,7 +143,7 @@ class LastEvaluation:
     def of(cls, line: Mapping[str, Any]) -> LastEvaluation:
         """Return the evaluation in a line of ``metrics.jsonl``."""
         headline = headline_of(line)
-        groups = {name: Group.of(told, headline) for name in GROUPS if (told := line.get(name)) is not None}
+        groups = {name: Group.of(group, headline) for name in GROUPS if (group := line.get(name)) is not None}
         loss = (line.get("train") or {}).get("loss")
         return cls(
             line["round"],
@@ -196,8 +194,8 @@ class PrivacySpent:
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
         """Return the privacy spent in a line of ``metrics.jsonl``; None if it has none."""
-        told = line.get("privacy")
-        return None if told is None else cls(told["delta"], told["sums"], told["epsilon"], told["budget"])
+        spent = line.get("privacy")
+        return None if spent is None else cls(spent["delta"], spent["sums"], spent["epsilon"], spent["budget"])
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,7 @@ class Control:
 
     def _write(self, pause: Pause | None) -> None:
         if self._folder is not None:
-            told = None if pause is None else asdict(pause)
-            self._folder.write_json(NAME, {"version": VERSION, "paused": told})
+            self._folder.write_json(NAME, {"version": VERSION, "paused": None if pause is None else asdict(pause)})
 
     def _become(self, pause: Pause | None) -> None:
         self._asked = pause

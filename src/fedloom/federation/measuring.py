@@ -115,11 +115,7 @@ def measured_normalization(
             log.warning("client %s is left out of the normalization: %s", client, why)
     if not plausible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
-        raise QuorumError(
-            f"data.own.normalization is measured, but none of {len(clients)} clients sent its sums: {reasons[0]}",
-            hint=f"continue with {argument('resume')}, or give mean and std",
-            key="data.own.normalization",
-        )
+        raise _not_measured(len(clients), f"no client sent its sums: {reasons[0]}")
     return pooled_normalization(own.measured, plausible)
 
 

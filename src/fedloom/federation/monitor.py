@@ -15,7 +15,6 @@ from fedloom.federation.activity import (
     OVER,
     RECENT,
     Activity,
-    Awaited,
     ClientCounts,
     Connected,
     LastEvaluation,
@@ -198,7 +197,7 @@ def _with_connected(state: Activity, connected: Connected) -> Activity:
         clients=_present(state.clients, connected.clients),
         awaited=len(awaiting),
         late=sum(each.late for each in awaiting),
-        awaiting=tuple(sorted(awaiting, key=_longest_first)[:AWAITED]),
+        awaiting=tuple(sorted(awaiting, key=lambda each: (not each.late, each.since, each.client))[:AWAITED]),
         totals=replace(
             state.totals,
             bytes_up=connected.bytes_up,
@@ -229,7 +228,3 @@ def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) 
         asked.update(clients)
         lost.update(client for row, client in enumerate(clients) if row in rows)
     return len(asked), len(asked - lost)
-
-
-def _longest_first(awaited: Awaited) -> tuple[bool, float, str]:
-    return not awaited.late, awaited.since, awaited.client

@@ -200,10 +200,10 @@ def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> T
     lines, is_known = _lines(folder, TRAINING, repeatable=repeatable)
     for line in lines:
         try:
-            for told in line.get("releases", []):
-                release = Release(**{name: told[name] for name in _FIELDS})
-                for unit in told["units"]:
-                    counts[unit][release] += told["times"]
+            for entry in line.get("releases", []):
+                release = Release(**{name: entry[name] for name in _FIELDS})
+                for unit in entry["units"]:
+                    counts[unit][release] += entry["times"]
         except (KeyError, TypeError, ValueError):
             raise _damaged(folder) from None
     return TrainingReleases(counts, is_known)

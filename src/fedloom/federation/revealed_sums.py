@@ -117,14 +117,9 @@ class RevealedSums:
                 f"of the two could reveal a single answer: ask the same clients, or {instead}"
             )
         if self._record is not None:
-            self._record.append(self._line(client, subject, asked))
+            sets = self._revealed[subject].sets if subject in self._revealed else []
+            self._record.append(_line(client, subject, sets.index(asked) if asked in sets else sorted(asked)))
         self._remember(client, subject, asked)
-
-    def _line(self, client: str, subject: Subject, asked: frozenset[str]) -> dict[str, Any]:
-        """Return the line of a record: a known set is given by its index, a new one by its clients."""
-        revealed = self._revealed.get(subject, _Revealed())
-        known = asked in revealed.sets
-        return _line(client, subject, revealed.sets.index(asked) if known else sorted(asked))
 
     def _remember(self, client: str, subject: Subject, asked: frozenset[str]) -> None:
         revealed = self._revealed.setdefault(subject, _Revealed())
@@ -170,6 +165,7 @@ class RevealedSums:
 
 
 def _line(client: str, subject: Subject, clients: list[str] | int) -> dict[str, Any]:
+    """Return the line of a record: a known set is given by its index, a new one by its clients."""
     return {"version": VERSION, **subject._asdict(), "client": client, "clients": clients}
 
 

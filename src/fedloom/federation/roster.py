@@ -58,13 +58,13 @@ class Member:
         return ClientEntry(self.id, not self.observer, self.train, self.validation, self.test, counts, UNKNOWN)
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> Member:
+    def read(cls, line: Mapping[str, Any]) -> Member:
         """Return the member in a line of a journal.
 
         Raise DataError if the line has no valid member.
         """
         try:
-            return cls(**{**told, "class_counts": tuple(told["class_counts"])})
+            return cls(**{**line, "class_counts": tuple(line["class_counts"])})
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"the journal was not written by this version: invalid entry of a client that joined ({error})"
@@ -159,7 +159,7 @@ class _ChangingRoster:
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore an earlier roster."""
-        self._become({name: Member.read(told) for name, told in members.items()})
+        self._become({name: Member.read(member) for name, member in members.items()})
 
 
 class ReplayedRoster(_ChangingRoster):
@@ -172,10 +172,10 @@ class ReplayedRoster(_ChangingRoster):
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Apply the changes in the journal up to this attempt or evaluation."""
         hold()
-        told: dict[str, Mapping[str, Any]] = {name: asdict(member) for name, member in self._members.items()}
+        members: dict[str, Mapping[str, Any]] = {name: asdict(member) for name, member in self._members.items()}
         for joined, left in self._replay.changes(round, evaluating=evaluating):
-            fold(told, joined, left)
-        return self._become({name: Member.read(member) for name, member in told.items()})
+            fold(members, joined, left)
+        return self._become({name: Member.read(member) for name, member in members.items()})
 
     def here(self) -> tuple[str, ...]:
         """Return the ids of all members; the journal determines which are asked."""
@@ -224,7 +224,7 @@ class AvailableClients:
         """
         with self._changed:
             if self._over:
-                raise InterruptedRun(f"stopped while waiting for clients; continue with {argument('resume')}")
+                raise _stopped()
             here = (self._here.get(client) for client in silent)
             return self._training - sum(member is not None and not member.observer for member in here), self._changes
 
@@ -330,13 +330,13 @@ class OpenRoster(_ChangingRoster):
                 when = f"{'after' if evaluating else 'before'} round {round}"
                 why = (
                     f"waiting {when}: {pluralize(willing, 'client')} to train with, federation.min_clients is "
-                    f"{self._min_clients}{_besides(len(silent), training - willing)}"
+                    f"{self._min_clients}{_unavailable(len(silent), training - willing)}"
                 )
                 self._say(why)
                 self._monitor.enter("waiting", why)
                 waited = True
             if self._stop.is_set():
-                raise InterruptedRun(f"stopped while waiting for clients; continue with {argument('resume')}")
+                raise _stopped()
             self._presence.wait(POLL_S)
 
     def waits_for_others(self, round: int) -> bool:
@@ -354,6 +354,10 @@ class OpenRoster(_ChangingRoster):
         return self._here
 
 
-def _besides(silent: int, refusing: int) -> str:
+def _unavailable(silent: int, refusing: int) -> str:
     why = f"; {pluralize(silent, 'client')} missed a deadline and have been silent since" if silent else ""
     return why + (f"; {pluralize(refusing, 'client')} refused to take part" if refusing else "")
+
+
+def _stopped() -> InterruptedRun:
+    return InterruptedRun(f"stopped while waiting for clients; continue with {argument('resume')}")

@@ -20,10 +20,7 @@ from fedloom.algorithms.base import Algorithm, ServerAlgorithm
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.validation import TensorSpec, mismatch, non_finite, out_of_range
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
-from fedloom.models.hypernetwork import TILE
 from fedloom.runs.checkpoint import Checkpoint, check_fits
-
-__all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "served_round", "useless_values"]
 
 TOGETHER = 64
 """Maximum number of answers processed together: a hypernetwork's weights are read once for all of their tiles."""

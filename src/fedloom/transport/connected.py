@@ -77,11 +77,7 @@ class ConnectedWorkers:
         return tuple(client for client in clients if client not in served)
 
     def wait_for(self, clients: Collection[str], timeout_s: float, workers: int) -> None:
-        """Wait until a connected worker may serve each client and at least ``workers`` workers are connected.
-
-        Raise QuorumError if this is not so after ``timeout_s`` seconds (the error names the clients), or workers are
-        shut down.
-        """
+        """Wait for workers and their clients (see ``Aggregator.wait_for``)."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:

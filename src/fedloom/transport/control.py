@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -68,11 +68,6 @@ def from_wire(message: wire.Activity) -> Activity:
             "does not know",
             hint="install the same version of fedloom on both sides",
         ) from None
-
-
-def clients_to_wire(clients: Iterable[RosterClient]) -> wire.ClientsResponse:
-    """Convert some clients of the roster to their wire format."""
-    return wire.ClientsResponse(clients=[wire.RosterClient(**asdict(client)) for client in clients])
 
 
 def _as_dict(message: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from fedloom.federation.monitor import Monitor
 from fedloom.runs.journal import Attempt
 from fedloom.security.options import is_loopback
 from fedloom.transport import stream
-from fedloom.transport.control import CLIENTS, ENDS, PAUSE, RESUME, STATUS, STOP, WATCH, clients_to_wire, to_wire
+from fedloom.transport.control import CLIENTS, ENDS, PAUSE, RESUME, STATUS, STOP, WATCH, to_wire
 from fedloom.transport.gate import PEER, host_of
 from fedloom.transport.wire import control_pb2 as wire
 
@@ -39,7 +39,6 @@ AT_ONCE = 500
 
 OPERATOR = "local operator"
 """Name of the operator where no identity is required."""
-
 
 EVERY_S = 0.2
 """Minimum interval between states sent to a watcher: rounds may take milliseconds."""
@@ -233,9 +232,10 @@ class ControlService:
         return wire.StatusResponse(activity=to_wire(self._activity()))
 
     async def _list(self, request: wire.ClientsRequest, context: Any) -> None:
-        clients = iter(self._clients())
-        while part := list(islice(clients, AT_ONCE)):
-            await context.write(clients_to_wire(part))
+        roster = iter(self._clients())
+        while part := list(islice(roster, AT_ONCE)):
+            clients = [wire.RosterClient(**asdict(client)) for client in part]
+            await context.write(wire.ClientsResponse(clients=clients))
 
     async def _pause(self, control: Control, request: wire.PauseRequest, context: Any) -> wire.PauseResponse:
         by = await self._operator(context, "pause")

@@ -65,15 +65,6 @@ class Conversations:
             raise WireError(Refusal.LATE if old else Refusal.CONVERSATION, f"{key_text(key)}, exchange {number}")
         return exchange
 
-    def find_awaited(self, link: Link, wire_key: wire.ConversationKey, number: int, row: int) -> Exchange:
-        """Return the running exchange with this key and number, in which this stream's answer for a row is awaited.
-
-        Raise WireError if no such exchange is running, or the answer is not awaited.
-        """
-        exchange = self.find(wire_key, number)
-        check_awaited(link, exchange, row)
-        return exchange
-
 
 def check_awaited(link: Link, exchange: Exchange, row: int) -> None:
     """Raise WireError if a row is not awaited from this stream."""

@@ -43,14 +43,7 @@ class Introduction:
             device=self.device,
             algorithms=dict(self.algorithms),
             announced=[
-                wire.Announced(
-                    train=member.train,
-                    validation=member.validation,
-                    test=member.test,
-                    labelled=member.labelled,
-                    observer=member.observer,
-                    class_counts=member.class_counts,
-                )
+                wire.Announced(**{name: value for name, value in vars(member).items() if name != "id"})
                 for member in self.members
             ],
         )

@@ -244,7 +244,8 @@ class Receiver:
         lacking = False
         for row in missing.rows:
             try:
-                exchange = self._conversations.find_awaited(link, missing.conversation, missing.exchange, row)
+                exchange = self._conversations.find(missing.conversation, missing.exchange)
+                check_awaited(link, exchange, row)
             except WireError as error:
                 self._refusals.count(error.refusal)
                 self._spend(link)
@@ -263,7 +264,8 @@ class Receiver:
 
     def _row_lost(self, link: Link, lost: wire.RowLost) -> None:
         try:
-            exchange = self._conversations.find_awaited(link, lost.conversation, lost.exchange, lost.row)
+            exchange = self._conversations.find(lost.conversation, lost.exchange)
+            check_awaited(link, exchange, lost.row)
         except WireError as error:
             self._note_sign(link, error)
             self._refusals.count(error.refusal)

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 import torch
 
 from fedloom.federation.bugs import place
-from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
+from fedloom.federation.served import TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, stack
+from fedloom.models.hypernetwork import TILE
 from fedloom.transport.codec import DTYPES, Cutter, Encoded, encode, split_rows
 from fedloom.transport.frames import WireError, serialize
 from fedloom.transport.model_stream import PRECISIONS, Received, message_frames

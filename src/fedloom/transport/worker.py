@@ -123,21 +123,14 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
             case Joined() if event.incarnation != incarnation:
                 session, incarnation = make_session(event), event.incarnation
             case WorkerRequest() if session is not None and event.incarnation == incarnation:
-                _serve_request(connection, session, event, stop)
+                with tracing.within(event.envelope.trace):
+                    if not _answer(connection, session, event, stop) and connection.is_over(event):
+                        connection.too_late(event)
             case Close():
                 if session is not None:
                     session.close(event.key)
                 connection.closed.discard(event.key)
     return False
-
-
-def _serve_request(
-    connection: WorkerConnection, session: Session, request: WorkerRequest, stop: threading.Event
-) -> None:
-    """Answer a request, and report if it is no longer needed."""
-    with tracing.within(request.envelope.trace):
-        if not _answer(connection, session, request, stop) and connection.is_over(request):
-            connection.too_late(request)
 
 
 def _answer(connection: WorkerConnection, session: Session, request: WorkerRequest, stop: threading.Event) -> bool:
