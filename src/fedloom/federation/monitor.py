@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Tracks the state of a federation: the round loop updates it, any thread reads it.
-
-    Parameters
-    ----------
-    run, method, incarnation
-        See :class:`Activity`.
-    rounds
-        Number of rounds to run; None for no limit.
-    """
+    """State of a federation, with the names and the limit of :class:`Activity`."""
 
     def __init__(self, run: str = "", method: str = "", rounds: int | None = None, incarnation: str = "") -> None:
         started = time.time()

@@ -68,10 +68,6 @@ class PrivateSums:
 
     Parameters
     ----------
-    settings
-        Keys of ``federation.privacy``.
-    clients_per_round
-        As in the experiment.
     seed
         Seed of a simulation; None uses the operating system's generator.
     is_secure

@@ -47,9 +47,9 @@ class Releases:
     """Writer of ``releases.jsonl`` for the lifetime of one aggregator.
 
     ``promised`` are the private answers and their noise; None if no answers are private. For a published run, ``keep``
-    is called with each line before it takes effect. ``training`` counts noisy sums and steps of training, those of
-    earlier aggregators included, and knows the budget; None if training is not private. If it is about examples, the
-    private answers of clients count, too. ``repeatable`` is that of :func:`count_releases`.
+    is called with each line before it takes effect. ``training`` counts noisy sums and steps of training, including
+    those of earlier aggregators, and has the budget; None if training is not private. If it is about examples, the
+    private answers of clients count, too. For ``repeatable`` see :func:`count_releases`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class TrainingReleases:
 def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
     """Return the private answers of each client.
 
-    It is ``repeatable`` if the noise is derived from the seed: repeating a request then gives the same answer, which
+    Answers are ``repeatable`` if the noise is derived from the seed: a repeated request gets the same answer, which
     reveals nothing more.
 
     Raise DataError if ``releases.jsonl`` is damaged.

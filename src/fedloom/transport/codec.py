@@ -202,14 +202,7 @@ class Cutter:
     def parts(self, envelope: wire.Envelope, encoded: Encoded, remaining_s: float | None = None) -> Iterator[Pieces]:
         """Yield the serialized parts of one transfer: Begin, chunks of at most CHUNK_BYTES, End.
 
-        Parameters
-        ----------
-        envelope
-            Description of the transfer; its ``message`` and ``tensors`` are filled in here.
-        encoded
-            The message.
-        remaining_s
-            Seconds for which an answer is useful.
+        The envelope's ``message`` and ``tensors`` are filled in here. An answer is useful for ``remaining_s`` seconds.
         """
         envelope.message = encoded.name
         envelope.tensors.extend(tensor_specs(encoded))

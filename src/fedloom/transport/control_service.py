@@ -48,13 +48,7 @@ WATCHERS = 256
 
 
 class ProgressPublisher:
-    """Progress of a run for its watchers; an observer of the round loop, and written by any thread.
-
-    Parameters
-    ----------
-    monitor
-        State of the run.
-    """
+    """Progress of a run for its watchers; an observer of the round loop, and written by any thread."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.monitor = monitor
@@ -112,13 +106,7 @@ class ProgressPublisher:
             time.sleep(0.02)
 
     async def watch(self, activity: Callable[[], Activity], context: Any) -> None:
-        """Handle one watcher's stream; its first state has the newest evaluation, if any.
-
-        Parameters
-        ----------
-        activity
-            Returns the state of the federation.
-        """
+        """Handle one watcher's stream of the states that ``activity`` returns; the first has the newest evaluation."""
         if self._watchers >= WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,

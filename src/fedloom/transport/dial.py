@@ -46,13 +46,7 @@ def metadata(shown: ClientCredentials) -> tuple[tuple[str, str], ...]:
 
 
 def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return why one side rejected the other during the TLS handshake; None if something else failed.
-
-    Parameters
-    ----------
-    code, details
-        Final status of a call on a channel of :func:`channel`.
-    """
+    """Return why one side rejected the other during the TLS handshake, given a call's status; None if it did not."""
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE:
         return None
     text = (details or "").lower()

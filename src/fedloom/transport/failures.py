@@ -47,13 +47,7 @@ _DESCRIPTIONS = (
 
 
 def connection_failure(code: grpc.StatusCode, details: str | None) -> str:
-    """Return a short description of why there is no connection, or why a stream ended.
-
-    Parameters
-    ----------
-    code, details
-        Status reported by gRPC.
-    """
+    """Return a short description of why there is no connection, or why a stream ended, given gRPC's status."""
     if code is grpc.StatusCode.OK:
         return "the stream ended"
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -129,17 +129,7 @@ PEER: ContextVar[Peer | None] = ContextVar("PEER", default=None)
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Interceptor that admits calls and ends them when they expire.
-
-    Belongs to one event loop.
-
-    Parameters
-    ----------
-    access
-        Rules and credentials that decide who is admitted.
-    audit
-        Audit log of admissions and refusals.
-    """
+    """Interceptor that admits calls by access rules, and ends them when they expire. Belongs to one event loop."""
 
     def __init__(self, access: Access, audit: Audit) -> None:
         self._access = access

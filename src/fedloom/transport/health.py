@@ -168,11 +168,6 @@ async def probed(address: str, state: Health) -> Probes:
     gRPC closes a new connection when there are too many. Here the oldest is closed instead: a relay accepts the
     connections, and gRPC itself listens on a socket file that only this user can open.
 
-    Returns
-    -------
-    Probes
-        To be stopped with the main port.
-
     Raises
     ------
     ExperimentError

@@ -134,12 +134,10 @@ MEMORY = Memory()
 
 
 class Models:
-    """Connection to a model server, for one event loop.
+    """Connection to a model server at ``host:port``, for one event loop.
 
     Parameters
     ----------
-    address
-        ``host:port``.
     credentials
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     memory
@@ -212,8 +210,6 @@ class Models:
 
         Parameters
         ----------
-        client
-            Id of the client.
         vocabulary
             Messages of the method, by name.
         speak
@@ -311,7 +307,7 @@ class _Conversation:
         self._up = 0
 
     async def hold(self, ask: wire.Ask, precision: str, *, early: bool) -> Answered:
-        """Ask, and answer the server's messages until the last.
+        """Send the request, and answer the server's messages until the last.
 
         Raise WireError if the server sends invalid data, or violates the protocol. Raise grpc.aio.AioRpcError if the
         stream ends with an error.

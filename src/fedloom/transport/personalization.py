@@ -44,7 +44,7 @@ from fedloom.transport.model_stream import (
 )
 from fedloom.transport.server import SERVER_OPTIONS, listening
 from fedloom.transport.stream import PROTOCOL
-from fedloom.transport.tiles import ClientDataError, PendingClient, PreparedRound, ServerHalfError, TileQueue
+from fedloom.transport.tiles import ClientDataError, PendingClient, PreparedRound, ServerAlgorithmError, TileQueue
 from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")
@@ -109,12 +109,10 @@ class Personalization:
     ----------
     load
         Finds the round to serve.
-    limits
-        Resource limits.
     audit
         Audit log of the models handed out, where clients must identify themselves.
     lazy
-        Load nothing until the first request.
+        True to load nothing until the first request.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class Personalization:
     async def begin(self) -> None:
         """Start serving on the running event loop.
 
-        Raise FedloomError if there is nothing to serve, unless the service is lazy.
+        Raise FedloomError if there is nothing to serve and the service is not lazy.
         """
         if self._asked:
             await self._refresh()
@@ -282,7 +280,7 @@ class Personalization:
                 received_at = time.perf_counter()
                 if client.on_answer is not None:
                     client.on_answer(answer)
-        except ServerHalfError as error:
+        except ServerAlgorithmError as error:
             await self._refuse(context, grpc.StatusCode.INTERNAL, str(error))
         finally:
             self._tiles.remove(client)

@@ -69,7 +69,7 @@ async def listening(
     services
         Handlers of each service, by method.
     gate
-        Admits calls; None lets everyone call, and enables reflection.
+        Interceptor that admits calls; None lets everyone call, and enables reflection.
     health_address
         ``host:port`` on which only health is served, in plaintext; None disables it.
 

@@ -42,7 +42,7 @@ class ClientDataError(Exception):
     """No model can be computed from a client's answers; the text gives the reason."""
 
 
-class ServerHalfError(Exception):
+class ServerAlgorithmError(Exception):
     """The server algorithm of the method failed."""
 
 
@@ -100,17 +100,7 @@ class PendingClient:
 
 
 class TileQueue:
-    """Queue of clients that wait for the server algorithm, which serves them in tiles.
-
-    Parameters
-    ----------
-    linger_s
-        Seconds that a client waits for others to share its tile.
-    answer_s
-        Seconds that a client may take to answer.
-    threads
-        Number of torch threads.
-    """
+    """Queue of clients that wait for the server algorithm, which serves them in tiles (see ``ServingLimits``)."""
 
     def __init__(self, linger_s: float, answer_s: float, threads: int) -> None:
         self._linger_s, self._answer_s = linger_s, answer_s
@@ -241,7 +231,7 @@ class _TileRun:
         except Exception as error:
             log.exception("the server algorithm of %s failed", prepared.served.about.algorithm)
             about = f"{type(error).__name__} ({place(error)})"
-            failed = ServerHalfError(f"the server algorithm of {prepared.served.about.algorithm} failed: {about}")
+            failed = ServerAlgorithmError(f"the server algorithm of {prepared.served.about.algorithm} failed: {about}")
             self._deliver(dict.fromkeys(self._here, failed))
         finally:
             self._release()
