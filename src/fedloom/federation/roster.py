@@ -197,14 +197,14 @@ class AvailableClients:
         self._changes = 0
         self._over = False
 
-    def change(self, come: Iterable[Member], gone: Iterable[Member]) -> None:
+    def change(self, joined: Iterable[Member], left: Iterable[Member]) -> None:
         """Remove clients that left and add those that joined; a client may be in both."""
         now = time.monotonic()
         with self._changed:
-            for member in gone:
+            for member in left:
                 self._training -= not self._here.pop(member.id).observer
                 self._gone_at[member.id] = now
-            for member in come:
+            for member in joined:
                 self._here[member.id] = member
                 self._training += not member.observer
                 self._gone_at.pop(member.id, None)

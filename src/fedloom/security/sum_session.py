@@ -26,6 +26,9 @@ SESSION_BYTES = 16
 SMALLEST_DEGREE = 20
 """Number of neighbours up to which small cohorts are complete graphs."""
 
+ADVERSE_FRACTION, SECURITY_BITS, FAILURE = 0.05, 64, 1e-3
+"""Fraction of members that collude, or drop out, and bounds of :func:`default_degree`."""
+
 
 @dataclass(frozen=True)
 class SessionParameters:
@@ -109,33 +112,26 @@ def default_threshold(degree: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def default_degree(
-    members: int, *, colluding: float = 0.05, dropped: float = 0.05, security_bits: float = 64, failure: float = 1e-3
-) -> int:
+def default_degree(members: int) -> int:
     """Return the default number of neighbours: all others if there are at most 20, else by the bounds below.
 
     It is the smallest even k from 20 on such that, with the default threshold t (Bell et al. 2020, section 3; tails of
     the hypergeometric distribution, and the union bound over members),
 
-    - the probability that some member has 2t - k or more colluding neighbours is at most 2^-``security_bits``,
-    - the probability that some member loses more than k - t neighbours is at most ``failure``.
+    - the probability that some member has 2t - k or more colluding neighbours is at most 2^-64,
+    - the probability that some member loses more than k - t neighbours is at most 0.001,
+
+    if 5 % of the members collude with the aggregator, and 5 % drop out by chance.
 
     The aggregator can try many graphs: it decides who counts as absent, and colluding members can choose their keys
     last. An attack with 2²⁴ graphs succeeds with a probability of at most 2⁻⁴⁰.
-
-    Parameters
-    ----------
-    members
-        Number n of members.
-    colluding, dropped
-        Fractions of the members that collude with the aggregator, and that drop out by chance.
     """
-    others = members - 1
+    others, marked = members - 1, math.ceil(ADVERSE_FRACTION * members)
     for degree in range(SMALLEST_DEGREE, others, 2):
         threshold = default_threshold(degree)
-        insecure = _log2_tail(others, math.ceil(colluding * members), degree, 2 * threshold - degree)
-        failing = _log2_tail(others, math.ceil(dropped * members), degree, degree - threshold + 1)
-        if math.log2(members) + insecure <= -security_bits and math.log2(members) + failing <= math.log2(failure):
+        insecure = _log2_tail(others, marked, degree, 2 * threshold - degree)
+        failing = _log2_tail(others, marked, degree, degree - threshold + 1)
+        if math.log2(members) + insecure <= -SECURITY_BITS and math.log2(members) + failing <= math.log2(FAILURE):
             return degree
     return others
 

@@ -368,10 +368,10 @@ class Aggregator:
                     "are closed"
                 )
 
-    def _publish(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
-        self._connected.change(come, gone)
+    def _publish(self, joined: WorkerInfo | None, left: WorkerInfo | None) -> None:
+        self._connected.change(joined, left)
         if self._run.presence is not None:
-            self._run.presence.change(() if come is None else come.members, () if gone is None else gone.members)
+            self._run.presence.change(() if joined is None else joined.members, () if left is None else left.members)
 
     def _tell(self, text: str) -> None:
         """Report the reason why the federation waits, or a problem."""

@@ -29,20 +29,20 @@ class ConnectedWorkers:
         self._ended = False
         self._started_at = time.monotonic()
 
-    def change(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
+    def change(self, joined: WorkerInfo | None, left: WorkerInfo | None) -> None:
         """Remove the worker that left, and add the one that joined."""
         with self._changed:
-            if gone is not None:
-                if isinstance(gone.clients, Clients):
-                    self._served -= gone.clients.mask
-                del self._workers[gone.name]
+            if left is not None:
+                if isinstance(left.clients, Clients):
+                    self._served -= left.clients.mask
+                del self._workers[left.name]
                 if not self._ended:
-                    self._left_at[gone.name] = time.monotonic()
-            if come is not None:
-                if isinstance(come.clients, Clients):
-                    self._served += come.clients.mask
-                self._workers[come.name] = come
-                self._left_at.pop(come.name, None)
+                    self._left_at[left.name] = time.monotonic()
+            if joined is not None:
+                if isinstance(joined.clients, Clients):
+                    self._served += joined.clients.mask
+                self._workers[joined.name] = joined
+                self._left_at.pop(joined.name, None)
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -81,19 +81,19 @@ class ConnectedWorkers:
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
-                left = self.unserved(sorted(clients))
+                missing = self.unserved(sorted(clients))
                 if self._ended:
                     raise QuorumError("the aggregator was stopped while waiting for workers")
-                if not left and len(self._workers) >= workers:
+                if not missing and len(self._workers) >= workers:
                     return
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise self._too_few(left, clients, timeout_s, workers)
+                    raise self._too_few(missing, clients, timeout_s, workers)
                 self._changed.wait(remaining)
 
-    def _too_few(self, left: Sequence[str], clients: Collection[str], timeout_s: float, workers: int) -> QuorumError:
-        if left:
-            what = f"no worker serves {len(left)} of {pluralize(len(clients), 'client')}: {first_of(left, 5)}"
+    def _too_few(self, missing: Sequence[str], clients: Collection[str], timeout_s: float, workers: int) -> QuorumError:
+        if missing:
+            what = f"no worker serves {len(missing)} of {pluralize(len(clients), 'client')}: {first_of(missing, 5)}"
         else:
             what = f"{len(self._workers)} of {pluralize(workers, 'worker')} joined"
         return QuorumError(

@@ -201,8 +201,8 @@ def dialled(address: str, credentials: Credentials | None = None) -> Iterator[Co
 def follow(address: str, *, connect_s: float, credentials: Credentials | None = None) -> Iterator[Activity]:
     """Watch the run of an aggregator to its end.
 
-    The first :class:`Activity` comes at once, and another whenever something has changed, at most a few per second;
-    each evaluation (``measured``) has a separate one. The iterator ends after one whose phase is ``finished`` or
+    The first :class:`Activity` is yielded at once, and another whenever something has changed, at most a few per
+    second; each evaluation (``measured``) has its own. The iterator ends after one whose phase is ``finished`` or
     ``failed``. Closing it stops watching.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Dispatcher of the aggregator: decides which worker is asked for which row.
+"""Dispatcher of the aggregator, which decides which worker is asked for each row.
 
 All of it runs on the event loop's thread and never blocks; the server in ``aggregator.py`` moves the bytes, and
 ``receiver.py`` handles the answers.
@@ -144,7 +144,7 @@ class Dispatcher:
             link.held[key] = dict.fromkeys(conversation.rows.intersection(reported.rows), reported.exchange)
 
     def rename(self, incarnation: str) -> None:
-        """Switch to another incarnation: all streams end, and workers reconnect to learn of it."""
+        """Switch to another incarnation: all streams end, and workers reconnect to get the new Welcome."""
         self.receiver.incarnation = incarnation
         for link in self._links.values():
             link.outbox.close()

@@ -163,7 +163,7 @@ class Exchange:
         self.answered: set[Link] = set()
         self.longest_s = 0.0  # longest time that a link took to answer
         self.usual_s = 0.0  # longest time in the previous exchange of this kind
-        self.finished = threading.Event()  # no thread waits for it any more, and silent clients are recorded
+        self.finished = threading.Event()  # no thread waits for it, and silent clients are recorded
         self.missing: Counter[tuple[Link, int]] = Counter()  # how often a link reported that it lacks a row
         self.unserved: tuple[str, ...] = ()  # clients last reported to have no worker
         self._position = {row: i for i, row in enumerate(call.rows)}
@@ -197,7 +197,7 @@ class Exchange:
         """Return whether an answer for a row is awaited from this stream."""
         return row in self.outstanding and (self.sent.get(row) is link or self.second.get(row) is link)
 
-    def comes_twice(self, row: int) -> bool:
+    def arrives_already(self, row: int) -> bool:
         """Return whether an answer for an awaited row is arriving already."""
         return any((row, link) in self.arriving for link in (self.sent[row], self.second.get(row)) if link is not None)
 

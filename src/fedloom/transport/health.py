@@ -109,7 +109,7 @@ class Health:
             try:
                 await asyncio.wait((reading, ended), timeout=REQUEST_S, return_when=asyncio.FIRST_COMPLETED)
                 if not reading.done():
-                    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come in time")
+                    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
                 data = reading.result()
             finally:
                 reading.cancel()

@@ -155,7 +155,7 @@ class Receiver:
             )
         cls, specs = self._answer_form(exchange, envelope)
         # Rows that are late, or also awaited from another stream, must not use the memory of an answer that may count.
-        apart = {row for row in envelope.rows if row not in rows or exchange.comes_twice(row)}
+        apart = {row for row in envelope.rows if row not in rows or exchange.arrives_already(row)}
         memory = exchange.storage(cls, envelope.rows, apart)
         limit = sum(spec.nbytes for spec in specs)
         return Arrival(link, begin.transfer, exchange, rows, cls, Assembler(begin, specs, limit, memory))

@@ -100,7 +100,7 @@ class WorkerConnection:
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._book = AnswerBook()
-        self._gathering = False  # the loop knows that there are answers to send
+        self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
         self._hello = introduction.hello()
         size = len(self._introduction())
@@ -183,7 +183,7 @@ class WorkerConnection:
         self._loop.call_later(GATHER_S, self._send_ready)
 
     def _send_ready(self) -> None:
-        self._gathering = False  # before they are taken: one that comes meanwhile is sent now or next time
+        self._gathering = False  # before they are taken: an answer that is added meanwhile is sent now or next time
         self._book.send_ready()
 
     def _run(self) -> None:

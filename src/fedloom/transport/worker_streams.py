@@ -73,7 +73,7 @@ class WorkerStreams:
         self.change(run)
 
     def change(self, run: ServedRun) -> None:
-        """Welcome workers to this incarnation of the run from now on.
+        """Switch to this incarnation of the run for workers that join.
 
         Raise ExperimentError if the Welcome does not fit into a frame.
         """
