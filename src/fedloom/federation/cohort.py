@@ -397,20 +397,23 @@ class RoundAttempt:
                 f"A cohort of {pluralize(size, 'client')} is larger than the roster, which has {len(self._roster)}.",
                 found=size,
             )
-        if always and (weights is not None or replace):
+        is_uniform = weights is None and not replace
+        if always and not is_uniform:
             raise ValueError("a cohort with fixed members is drawn uniformly and without replacement")
         private = self.rules.private if self._purpose == TRAIN else None
         if private is not None:
-            draw = private.choice(len(self._roster), size, is_uniform=not (weights is not None or replace or always))
+            draw = private.choice(len(self._roster), size, is_uniform=is_uniform and not always)
             drawn = private.drawn(self._roster, draw, purpose, self.number, self.attempt.attempt)
-            return self.hold([client for client in self._roster if client in drawn], draw)
+            return self.hold(self._in_order(drawn), draw)
         random = generator(self.rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
-        if weights is None and not replace:
-            drawn = self._uniform(size, always, random)
-            return self.hold([client for client in self._roster if client in drawn])
+        if is_uniform:
+            return self.hold(self._in_order(self._uniform(size, always, random)))
         chances = torch.ones(len(self._roster), dtype=torch.float64) if weights is None else weights.double()
         rows = torch.multinomial(chances, size, replacement=replace, generator=random)
         return self.hold([self._roster[i] for i in sorted(rows.tolist())])
+
+    def _in_order(self, drawn: Collection[str]) -> list[str]:
+        return [client for client in self._roster if client in drawn]
 
     def _uniform(self, size: int, always: Sequence[str], random: torch.Generator) -> set[str]:
         """Draw clients uniformly without replacement, group after group; ``always`` are drawn first."""

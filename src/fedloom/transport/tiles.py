@@ -310,11 +310,11 @@ class _TileRun:
                 found[i] = answer.message()
             except WireError as error:
                 wrong[i] = error
-        for cls in {type(message) for message in found.values()}:
-            together = stack(cls, [message for message in found.values() if type(message) is cls])
-            if together is not None and useless_values(together) is not None:  # of some, perhaps
-                reasons = {i: useless_values(message) for i, message in found.items()}
-                wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
+        messages = list(found.values())  # all of one class, the awaited one
+        together = stack(type(messages[0]), messages) if messages else None
+        if together is not None and useless_values(together) is not None:  # at least one is useless
+            reasons = {i: useless_values(message) for i, message in found.items()}
+            wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
         if wrong:
             self._here -= wrong.keys()
             self._deliver(wrong)
