@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ServerAlgorithm
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.validation import TensorSpec, mismatch, non_finite, out_of_range
+from fedloom.federation.validation import non_finite, out_of_range
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
 from fedloom.runs.checkpoint import Checkpoint, check_fits
 
@@ -62,10 +62,6 @@ class ServedRound:
     """First message of every conversation, with one row."""
     answer: type[Message]
     """Class of the answer to the opening; ``Metrics`` if the opening is the whole conversation."""
-
-    def mismatch(self, awaited: type[Message], found: Sequence[TensorSpec]) -> str | None:
-        """Return one line on why an answer with these fields is not the awaited one; None if it is."""
-        return mismatch(awaited, found, {awaited: self.shapes[awaited]}, self.dtype)
 
 
 def useless_values(message: Message) -> str | None:

@@ -60,15 +60,11 @@ class Silence:
     ----------
     clock
         Clock in seconds.
-
-    Attributes
-    ----------
-    waited_s
-        Total seconds of all exchanges in which a client missed the deadline.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waited_s = 0.0
+        """Total seconds of all exchanges in which a client missed the deadline."""
         self._lock = threading.Lock()
         self._silent: set[str] = set()
         self._heard: set[str] = set()  # answered the last request

@@ -100,11 +100,6 @@ class ReloadingFile(Generic[_T]):
     read
         Reads all of them.
 
-    Attributes
-    ----------
-    version
-        Number of changes of the value.
-
     Raises
     ------
     FedloomError
@@ -114,6 +109,7 @@ class ReloadingFile(Generic[_T]):
     def __init__(self, paths: Sequence[Path], read: Callable[[], _T]) -> None:
         self.paths = tuple(paths)
         self.version = 0
+        """Number of changes of the value."""
         self._lock = threading.Lock()  # a slow reader must not replace a newer value with an older one
         self._read = read
         self._value = self._first()

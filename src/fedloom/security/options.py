@@ -226,19 +226,8 @@ class ServerFiles:
 class Protection:
     """Protection of an aggregator: TLS and access control.
 
-    Attributes
-    ----------
-    tls
-        Certificate and CA; None for plaintext.
-    access
-        Access rules; None if peers need no identity.
-
-    Raises
-    ------
-    ExperimentError
-        If a file cannot be read, or options contradict each other.
-    RefusedError
-        If the certificate is not valid now.
+    Raise ExperimentError if a file cannot be read, or options contradict each other. Raise RefusedError if the
+    certificate is not valid now.
     """
 
     def __init__(self, options: ServerOptions | None = None) -> None:
@@ -251,7 +240,9 @@ class Protection:
             raise ExperimentError("identities.yaml needs ca.crt, tokens.json, or both.", key="identities.yaml")
         self._insecure = options.insecure
         self.tls = _tls_files(options)
+        """Certificate and CA; None for plaintext."""
         self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
+        """Access rules; None if peers need no identity."""
 
     def check(self, host: str) -> None:
         """Refuse to listen where other machines could reach an unprotected aggregator; only warn if ``insecure``.

@@ -30,21 +30,15 @@ class AnswerBook:
     """Exchanges and answers of the open conversations, and the outbox that answers leave by.
 
     Belongs to the event loop's thread, except ``ready`` and ``incarnation``.
-
-    Attributes
-    ----------
-    run, incarnation
-        Run and aggregator process that admitted us last; empty before the first.
-    outbox
-        Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again.
-    ready
-        Answers that are ready to be sent: request, row, client, answer.
     """
 
     def __init__(self) -> None:
         self.run = self.incarnation = ""
+        """Run and aggregator process that admitted us last; empty before the first."""
         self.outbox: Outbox | None = None
+        """Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again."""
         self.ready: deque[tuple[WorkerRequest, int, str, Encoded | Lost]] = deque()
+        """Answers that are ready to be sent: request, row, client, answer."""
         self._pages: dict[ConversationKey, _Page] = {}
         self._cutter = Cutter(wire.WorkerPart)
 

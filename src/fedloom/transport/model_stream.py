@@ -74,11 +74,6 @@ class PartReader:
         Reads the next frame; ``grpc.aio.EOF`` at the end of the stream.
     frame
         Class of the frames.
-
-    Attributes
-    ----------
-    size
-        Bytes of the frames read so far.
     """
 
     def __init__(self, read: Callable[[], Awaitable[Any]], frame: type[wire.NewcomerFrame | wire.ModelFrame]) -> None:
@@ -86,6 +81,7 @@ class PartReader:
         self._frame = frame
         self._parts: Iterator[tuple[str, Any]] = iter(())  # parsed one by one: a frame may have very many
         self.size = 0
+        """Bytes of the frames read so far."""
 
     async def part(self, kind: str, transfer: int | None = None) -> Any:
         """Return the next part, which must be of this kind and, if given, of this transfer.

@@ -25,6 +25,7 @@ from fedloom.core.words import pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, FedloomError
 from fedloom.federation.served import ServedRound
+from fedloom.federation.validation import mismatch
 from fedloom.messages import Message, Metrics
 from fedloom.security.audit import Audit, Value
 from fedloom.security.options import Protection
@@ -392,12 +393,13 @@ class Personalization:
         TimeoutError
             If it does not arrive in time.
         """
-        limit = 8 * sum(math.prod(shape) for shape in served.shapes[awaited].values())
+        shapes = {awaited: served.shapes[awaited]}
+        limit = 8 * sum(map(math.prod, shapes[awaited].values()))
         async with asyncio.timeout(self._limits.answer_s):
             received = await reader.message({awaited.__name__: awaited}, limit)
         if received.held:
             raise WireError(Refusal.SHAPE, f"{awaited.__name__} has a tensor without data")
-        if (wrong := served.mismatch(awaited, received.specs)) is not None:
+        if (wrong := mismatch(awaited, received.specs, shapes, served.dtype)) is not None:
             raise ClientDataError(wrong)
         return received
 

@@ -67,15 +67,7 @@ class _Distrust(ConnectionError):
 
 
 class WorkerConnection:
-    """Stream to the aggregator, kept open in its own thread and turned into events.
-
-    Attributes
-    ----------
-    events
-        Events for the session's thread; an error ends the worker.
-    closed
-        Conversations closed by the aggregator, not yet by the session.
-    """
+    """Stream to the aggregator, kept open in its own thread and turned into events."""
 
     def __init__(
         self,
@@ -86,7 +78,9 @@ class WorkerConnection:
         bandwidth: Bandwidth | None,
     ) -> None:
         self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
+        """Events for the session's thread; an error ends the worker."""
         self.closed: set[ConversationKey] = set()
+        """Conversations closed by the aggregator, not yet by the session."""
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
