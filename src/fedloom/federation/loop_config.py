@@ -58,7 +58,7 @@ class AlgorithmPair:
     client: ClientAlgorithm
     plan: EvaluationPlan
     summation: Summation | None = None
-    """Sums of the answers of training whose server uses nothing else; None if there are none."""
+    """Settings of sums, if the server uses only sums of the answers; else None."""
     noisy_steps: Callable[[int, str], Mapping[Release, int]] | None = None
     """Returns the releases of a client's steps, given its number of training examples and the conversation's purpose;
     None without privacy of examples."""
@@ -83,11 +83,11 @@ class RoundConfig:
     releases: Releases | None = None
     """Record of private answers, updated before they are requested."""
     summation: Summation | None = None
-    """Sums of answers whose server uses nothing else; None if every answer is used as it is."""
+    """Settings of sums, if the server uses only sums of the answers; None if it uses each answer."""
     sums_metrics: bool = False
     """True if the clients' metrics are summed securely."""
     noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
-    """Returns the releases of a client's noisy steps in a conversation of a purpose, for privacy of examples."""
+    """Returns the releases of a client's noisy steps in a conversation of this purpose, for privacy of examples."""
     private: PrivateSums | None = None
     """Draws and noise of training, if clients are private."""
 

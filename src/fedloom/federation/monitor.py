@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """State of a federation, with the names and the limit of :class:`Activity`."""
+    """State of a federation; see :class:`Activity` for the arguments."""
 
     def __init__(self, run: str = "", method: str = "", rounds: int | None = None, incarnation: str = "") -> None:
         started = time.time()

@@ -123,7 +123,7 @@ def names_as_bytes(names: Sequence[str]) -> Tensor:
 def names_from_bytes(data: Tensor) -> tuple[str, ...]:
     """Return the client ids of :func:`names_as_bytes`.
 
-    Raise ValueError if the bytes are no JSON list of strings.
+    Raise ValueError if the bytes are not a JSON list of strings.
     """
     names = json.loads(data.numpy().tobytes())
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -95,10 +95,11 @@ class ClientOptions:
     insecure: bool = False
     """True to send a token in plaintext to any host."""
     signing_key: Path | None = None
+    """Our signature key, for secure sums (:mod:`fedloom.security.signing`)."""
     register: Path | None = None
+    """Register of all members' signature keys."""
     identities: Path | None = None
-    """For secure sums (:mod:`fedloom.security.signing`): our signature key, the register of all, and the identity file
-    that says for which clients a certificate speaks."""
+    """Identity file with the clients that each certificate may sign for."""
 
     @classmethod
     def of(

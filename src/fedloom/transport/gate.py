@@ -287,7 +287,7 @@ def _with_request(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Beha
 
 
 def _log_to(write: Callable[_P, None], *line: _P.args, **details: _P.kwargs) -> None:
-    """Write a line about what has happened already to the audit log; a failure to write it is only logged."""
+    """Write a line about a past event to the audit log; a failure to write it is only logged."""
     try:
         write(*line, **details)
     except FedloomError as error:
