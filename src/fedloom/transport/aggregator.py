@@ -38,7 +38,6 @@ from fedloom.transport.control_service import ControlService, ProgressPublisher
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Exchange, WorkerInfo
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError
-from fedloom.transport.gate import AuthInterceptor, watch_certificate
 from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.live_status import LiveStatus
 from fedloom.transport.model_stream import SERVICE as MODELS
@@ -108,8 +107,6 @@ class Aggregator:
         self._run = run
         self._protection = protection or Protection()
         self._audit = audit or Audit()
-        access = self._protection.access
-        self._gate = None if access is None else AuthInterceptor(access, self._audit)
         self._monitor = (notices.monitor if notices is not None else monitor) or Monitor()
         self._notices = notices
         self._control = control
@@ -310,14 +307,11 @@ class Aggregator:
         if self._models is not None:
             await self._models.begin()
         options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
-        at = await listening(address, self._services(), self._protection, self._gate, options, self._health)
+        services, protection = self._services(), self._protection
+        at = await listening(address, services, protection, self._audit, options, self._tell, self._health)
         started.set_result(at.address)
         log.debug("serving on %s", at.address)
         watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
-        if self._gate is not None:
-            watching.append(asyncio.create_task(self._gate.watch()))
-        if (tls := self._protection.tls) is not None:
-            watching.append(asyncio.create_task(watch_certificate(tls, self._tell, self._audit)))
         await self._stopping.wait()
         for task in watching:
             task.cancel()

@@ -31,7 +31,7 @@ from fedloom.security.audit import Audit, Value
 from fedloom.security.options import Protection
 from fedloom.transport.codec import DTYPES
 from fedloom.transport.frames import Refusal, WireError
-from fedloom.transport.gate import PEER, AuthInterceptor, watch_certificate
+from fedloom.transport.gate import PEER
 from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.model_stream import (
     DESCRIBE,
@@ -435,22 +435,16 @@ async def serve_models(
     FedloomError
         If there is nothing to serve.
     """
-    gate = None if protection.access is None else AuthInterceptor(protection.access, audit)
     options = (
         *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_concurrent_streams"),
         ("grpc.max_concurrent_streams", STREAMS),
         ("grpc.max_allowed_incoming_connections", connections()),
     )
     await service.begin()
-    at = await listening(listen, {SERVICE: service.handlers}, protection, gate, options, health)
+    at = await listening(listen, {SERVICE: service.handlers}, protection, audit, options, say, health)
     started(at.address)
-    watching = [] if gate is None else [asyncio.create_task(gate.watch())]
-    if protection.tls is not None:
-        watching.append(asyncio.create_task(watch_certificate(protection.tls, say, audit)))
     try:
         await asyncio.to_thread(stop.wait)
     finally:
-        for task in watching:
-            task.cancel()
         await at.stop(drain_s)
         await service.end()

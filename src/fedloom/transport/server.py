@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,12 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from fedloom.errors import ExperimentError, argument
+from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
 from fedloom.transport.address import split_address
 from fedloom.transport.dial import KEEPALIVE
 from fedloom.transport.frames import FRAME_BYTES
-from fedloom.transport.gate import AuthInterceptor, connection_age, server_credentials
+from fedloom.transport.gate import AuthInterceptor, connection_age, server_credentials, watch_certificate
 from fedloom.transport.health import Health, Probes, probed
 from fedloom.transport.limits import RateLimitFilter
 
@@ -44,10 +46,14 @@ class Listening:
     server: Any
     health: Health
     address: str
-    probes: Probes | None = None
+    probes: Probes | None
+    watching: Sequence[asyncio.Task[None]]
+    """Tasks that reload the files of access and TLS."""
 
     async def stop(self, grace_s: float) -> None:
         """Report not serving, accept no more calls, and end those that are open after ``grace_s`` seconds."""
+        for task in self.watching:
+            task.cancel()
         self.health.shut_down()
         await self.server.stop(grace_s)
         if self.probes is not None:
@@ -58,18 +64,19 @@ async def listening(
     address: str,
     services: Mapping[str, Mapping[str, Any]],
     protection: Protection,
-    gate: AuthInterceptor | None,
+    audit: Audit,
     options: Sequence[tuple[str, Any]],
+    say: Callable[[str], None],
     health_address: str | None = None,
 ) -> Listening:
-    """Serve on ``host:port`` (port 0: any free port).
+    """Serve on ``host:port`` (port 0: any free port); without access rules, everyone may call, and use reflection.
 
     Parameters
     ----------
     services
         Handlers of each service, by method.
-    gate
-        Interceptor that admits calls; None lets everyone call, and enables reflection.
+    say
+        Shows one line to the user, when the certificate is about to expire.
     health_address
         ``host:port`` on which only health is served, in plaintext; None disables it.
 
@@ -81,6 +88,7 @@ async def listening(
     """
     host, port = split_address(address, what="the address to serve on", lowest=0)
     protection.check(host)
+    gate = None if protection.access is None else AuthInterceptor(protection.access, audit)
     age = () if protection.tls is None else connection_age()
     server = grpc.aio.server(options=(*options, *age), interceptors=[] if gate is None else [gate])
     server.add_generic_rpc_handlers(
@@ -110,4 +118,7 @@ async def listening(
     except ExperimentError:
         await server.stop(None)
         raise
-    return Listening(server, state, f"{host}:{bound}", probes)
+    watching = [] if gate is None else [asyncio.create_task(gate.watch())]
+    if protection.tls is not None:
+        watching.append(asyncio.create_task(watch_certificate(protection.tls, say, audit)))
+    return Listening(server, state, f"{host}:{bound}", probes, watching)
