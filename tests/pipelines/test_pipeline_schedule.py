@@ -76,7 +76,7 @@ def schedules(api: KubeflowApi, command: str, *arguments: str) -> Result:
 
 
 def test_a_schedule_runs_what_was_asked_for(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
-    said = done(pipeline("schedule", *NIGHTLY, "--set", "seed=7", "--max-concurrency", "2", "--checkpoint", "best"))
+    said = done(pipeline("submit", *NIGHTLY, "--set", "seed=7", "--max-concurrency", "2", "--checkpoint", "best"))
     (one,) = api.recurring.values()
     assert tells(said, one["recurring_run_id"], "cron 0 0 2 * * *", f"{api.host}/#/recurringrun/details/")
     fields = kfp_recurring.parsed(one["trigger"]["cron_schedule"]["cron"])
@@ -90,7 +90,7 @@ def test_a_schedule_runs_what_was_asked_for(api: KubeflowApi, pipeline: Callable
 
 
 def test_an_interval_and_missed_runs(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
-    done(pipeline("schedule", "--every", "6h", "--catch-up", "--name", "often"))
+    done(pipeline("submit", "--every", "6h", "--catch-up", "--name", "often"))
     (one,) = api.recurring.values()
     assert one["trigger"] == {"periodic_schedule": {"interval_second": str(6 * 3600)}}
     assert (one["display_name"], one["no_catchup"]) == ("often", False)
@@ -101,7 +101,7 @@ def test_kfps_own_client_reads_the_schedules_and_ours_reads_its(
 ) -> None:
     import kfp
 
-    done(pipeline("schedule", *NIGHTLY))
+    done(pipeline("submit", *NIGHTLY))
     client = kfp.Client(host=api.host)
     (found,) = client.list_recurring_runs(experiment_id=client.get_experiment(experiment_name="fedloom").experiment_id
     ).recurring_runs  # fmt: skip
@@ -126,7 +126,7 @@ def test_kfps_own_client_reads_the_schedules_and_ours_reads_its(
 
 
 def test_pause_resume_and_delete(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
-    done(pipeline("schedule", *NIGHTLY))
+    done(pipeline("submit", *NIGHTLY))
     ((run, one),) = api.recurring.items()
     done(schedules(api, "pause", run))
     assert one["status"] == "DISABLED"
@@ -147,7 +147,7 @@ def test_there_may_be_no_schedules(api: KubeflowApi) -> None:
 def test_more_schedules_than_a_page_holds(
     api: KubeflowApi, pipeline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done(pipeline("schedule", *NIGHTLY))
+    done(pipeline("submit", *NIGHTLY))
     (one,) = api.recurring.values()
     for number in range(1, 250):
         api.kept(api.recurring, "recurring_run_id", {**one, "recurring_run_id": f"{number:036x}"})
@@ -167,14 +167,16 @@ def test_a_schedule_that_fails_leaves_nothing(
 ) -> None:
     """Not even one that Kubeflow made without an answer."""
     api.faults = [fault]
-    failed(pipeline("schedule", *NIGHTLY), kind)
+    failed(pipeline("submit", *NIGHTLY), kind)
     assert (api.counts(), api.recurring) == ((0, 0, 0, 0), {})
 
 
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ((), ("cron", "every")),
+        (("--max-concurrency", "2"), ("--max-concurrency", "cron", "every")),
+        (("--catch-up",), ("--catch-up", "cron", "every")),
+        ((*NIGHTLY, "--wait"), ("--wait",)),
         ((*NIGHTLY, "--every", "1h"), ("cron", "every")),
         (("--cron", "61 2 * * *"), ("cron", "minute", "61")),
         (("--every", "often"), ("every", "often", "6h")),
@@ -185,7 +187,7 @@ def test_a_schedule_that_fails_leaves_nothing(
 def test_what_is_wrong_is_told_before_anything_is_asked(
     options: tuple[str, ...], facts: tuple[str, ...], api: KubeflowApi, pipeline: Callable[..., Result]
 ) -> None:
-    failed(pipeline("schedule", *options), ExperimentError, *facts)
+    failed(pipeline("submit", *options), ExperimentError, *facts)
     assert api.asked == []
 
 
@@ -301,7 +303,7 @@ def submitted(api: KubeflowApi, pipeline: Callable[..., Result], label: str, *mo
 def test_the_newest_versions_and_all_in_use_are_kept(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
     first = submitted(api, pipeline, "1")
     next(iter(api.runs.values()))["state"] = "RUNNING"
-    done(pipeline("schedule", *NIGHTLY, "--label", "version=2"))
+    done(pipeline("submit", *NIGHTLY, "--label", "version=2"))
     second = names(api)[-1]
     (schedule,) = api.recurring
     done(schedules(api, "pause", schedule))  # a paused one may be resumed

@@ -1,4 +1,4 @@
-"""``fedloom pipeline``: compile, run locally, submit, wait for and stop Kubeflow pipelines."""
+"""``fedloom pipeline``: compile, run locally, submit, schedule, wait for and stop Kubeflow pipelines."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _local(
     if known != "unseen_clients":
         arguments["backend"] = "local"
     everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
-    local.run_pipeline(known, arguments, out, say=lambda line: typer.echo(line, err=True), everything=everything)
+    local.run_pipeline(known, arguments, out, say=_say, everything=everything)
     for page in sorted(out.glob("*.md")):
         typer.echo(page.read_text(encoding="utf-8"))
     for found in sorted((*out.glob("*.html"), *out.glob("run"), *out.glob("runs"))):
@@ -153,35 +153,74 @@ def _submit(
     backend: Backend = None,
     cluster: Cluster = None,
     pods: Pods = None,
-    run_name: Annotated[str | None, typer.Option("--name", help="Name of the run.", metavar="TEXT")] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--name", help="Name of the run, or of the schedule.", metavar="TEXT")
+    ] = None,
     label: Labels = None,
     no_cache: NoCache = False,
     keep_versions: KeepVersions = None,
     kubeflow: KubeflowOption = None,
+    cron: Annotated[
+        str | None,
+        typer.Option(
+            help="Create a schedule instead, with these times: minute, hour, day of month, month, day of week; or six "
+            "fields with seconds first. The time zone is that of the installation (UTC).",
+            metavar="'M H D M W'",
+        ),
+    ] = None,
+    every: Annotated[
+        str | None,
+        typer.Option(
+            help="Create a schedule instead, with this interval between the starts: 90m, 6h or 1d.",
+            metavar="NUMBER{s|m|h|d}",
+        ),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs of the schedule that may be in progress at the same time; by default 1.",
+            min=1,
+            max=10,
+            metavar="N",
+        ),
+    ] = None,
+    catch_up: Annotated[
+        bool,
+        typer.Option("--catch-up", help="Also start missed runs of the schedule; by default only the latest of them."),
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code gives the outcome.")] = False,
     terminate_on_interrupt: Annotated[
         bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting also stops the run.")
     ] = False,
 ) -> None:
-    """Run a pipeline on Kubeflow. It is uploaded and started, and its link is printed."""
-    from fedloom.kubeflow import compiling, submit
+    """Run a pipeline on Kubeflow, once or by a schedule. It is uploaded and started, and its link is printed."""
+    from fedloom.errors import ExperimentError
+    from fedloom.kubeflow import compiling, schedules, submit
     from fedloom.kubeflow.settings import KubeflowSettings
 
+    timing = schedules.Timing.of(cron, every, at_once=max_concurrency, catch_up=catch_up)
+    if timing is not None and wait:
+        raise ExperimentError("--wait is for a single run, not for a schedule.", key="wait")
     settings = KubeflowSettings.of(kubeflow)
     known = compiling.check_name(name)
     arguments = pipeline_arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
     options = OrderOptions(backend, cluster, pods, run_name, label or (), not no_cache)
-    order = plan_order(known, arguments, settings, options, unique=True)
+    order = plan_order(known, arguments, settings, options, unique=timing is None)
     api = settings.connect()
-    with terminable():
-        started = submit.submit_pipeline(api, order, lambda line: typer.echo(line, err=True))
+    with _terminable():
+        if timing is not None:
+            made = schedules.schedule_pipeline(api, order, timing, _say)
+            typer.echo(f"schedule {made.run}: {made.when}: {made.link}")
+            _remove_versions(api, made.pipeline, keep_versions)
+            return
+        started = submit.submit_pipeline(api, order, _say)
         typer.echo(f"run {started.run}: {started.link}")
-        remove_versions(api, started.pipeline, keep_versions)
+        _remove_versions(api, started.pipeline, keep_versions)
         if wait:
             _await(api, started, terminate=terminate_on_interrupt)
 
 
-def remove_versions(api: Kubeflow, pipeline: str, keep: int | None) -> None:
+def _remove_versions(api: Kubeflow, pipeline: str, keep: int | None) -> None:
     """Remove old versions of a pipeline if requested; only report a failure, because the run has already started."""
     from fedloom.errors import FedloomError
     from fedloom.kubeflow.versions import remove_old_versions
@@ -215,9 +254,6 @@ def _search(
         int | None,
         typer.Option(help="Number of trials; by default the file's, or 20, or all of a grid.", min=1, metavar="N"),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the sampler; by default the file's, or 0.", min=0, metavar="N")
-    ] = None,
     parallel: Annotated[
         int | None, typer.Option(help="Number of parallel trials; by default 3.", min=1, metavar="N")
     ] = None,
@@ -234,7 +270,7 @@ def _search(
     from fedloom.experiment.search_space import read_space
     from fedloom.kubeflow import katib
 
-    asked, settings = read_space(space, trials=trials, seed=seed), ClusterSettings.from_file(cluster)
+    asked, settings = read_space(space, trials=trials), ClusterSettings.from_file(cluster)
     place = katib.Placement(partition, name, parallel)
     found = katib.plan_katib_search(text_of(experiment), set_ or (), asked, settings, place)
     objects = katib.search_objects(found)
@@ -259,12 +295,10 @@ def _wait(
     kubeflow: KubeflowOption = None,
 ) -> None:
     """Wait for a run on Kubeflow; the exit code gives its outcome."""
-    from fedloom.kubeflow.settings import KubeflowSettings
     from fedloom.kubeflow.submit import Started
 
-    api = KubeflowSettings.of(kubeflow).connect()
-    api.check()
-    with terminable():
+    api = connected(kubeflow)
+    with _terminable():
         _await(api, Started(run, api.link(run)), terminate=False)
 
 
@@ -275,10 +309,8 @@ def _stop(
 ) -> None:
     """Stop a run on Kubeflow, its federations and their pods."""
     from fedloom.kubeflow import submit
-    from fedloom.kubeflow.settings import KubeflowSettings
 
-    api = KubeflowSettings.of(kubeflow).connect()
-    api.check()
+    api = connected(kubeflow)
     if submit.stop_run(api, run):
         typer.echo(f"stopping {api.link(run)}")
     else:
@@ -289,12 +321,25 @@ def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
     from fedloom.kubeflow import submit
 
     with submit.stopping(kubeflow, started, terminate=terminate):
-        submit.wait_for_run(kubeflow, started.run, lambda line: typer.echo(line, err=True))
+        submit.wait_for_run(kubeflow, started.run, _say)
     typer.echo("succeeded")
 
 
+def connected(where: str | None) -> Kubeflow:
+    """Return the API of the installation given by ``--kubeflow``, after checking that it responds as one."""
+    from fedloom.kubeflow.settings import KubeflowSettings
+
+    api = KubeflowSettings.of(where).connect()
+    api.check()
+    return api
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 @contextmanager
-def terminable() -> Iterator[None]:
+def _terminable() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that partial work is undone."""
 
     def handle(number: int, frame: Any) -> None:

@@ -26,22 +26,12 @@ TrialCount = Annotated[
         metavar="N",
     ),
 ]
-SamplerSeed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        help="Seed of the sampler; by default the file's, or 0. The experiment's own is --set seed=N.",
-        min=0,
-        metavar="N",
-    ),
-]
 
 
 def search_command(
     experiment: ExperimentFile,
     space: Space,
     trials: TrialCount = None,
-    seed: SamplerSeed = None,
     parallel: Annotated[
         int, typer.Option(help="Number of parallel trials, each with its share of the cores.", min=1, metavar="N")
     ] = 1,
@@ -77,7 +67,7 @@ def search_command(
         report=report,
         track=tuple(track or ()),
     )
-    asked = read_space(space, trials=trials, seed=seed)
+    asked = read_space(space, trials=trials)
     begun = experiments.begun_in(out) if resume else None
 
     def make(changes: Sequence[str]) -> Experiment:

@@ -210,15 +210,13 @@ class SearchPlan:
         return [*self.fixed, *(f"{key}={text}" for key, text in texts.items())]
 
 
-def read_space(
-    where: str | Path | Mapping[str, Any] | SearchSpace, *, trials: int | None = None, seed: int | None = None
-) -> SearchSpace:
+def read_space(where: str | Path | Mapping[str, Any] | SearchSpace, *, trials: int | None = None) -> SearchSpace:
     """Read a search space from a YAML file or a mapping.
 
     Parameters
     ----------
-    trials, seed
-        Values in place of the file's; None: the file's.
+    trials
+        Number of trials in place of the file's; None: the file's.
 
     Raises
     ------
@@ -241,7 +239,7 @@ def read_space(
         raise ExperimentError(
             f"{source} must be a mapping with the key parameters (got {shortened(str(value))}).", key="space"
         )
-    value = {**value, **({} if trials is None else {"trials": trials}), **({} if seed is None else {"seed": seed})}
+    value = {**value, **({} if trials is None else {"trials": trials})}
     try:
         return SearchSpace.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

@@ -129,20 +129,26 @@ class Timing:
     catch_up: bool = False
 
     @classmethod
-    def of(cls, cron: str | None, every: str | None, *, at_once: int, catch_up: bool) -> Timing:
-        """Return the timing given by a cron expression or an interval.
+    def of(cls, cron: str | None, every: str | None, *, at_once: int | None, catch_up: bool) -> Timing | None:
+        """Return the timing given by a cron expression or an interval; None without either.
 
         Raises
         ------
         ExperimentError
-            If both or neither are given, or one is invalid.
+            If both are given, one is invalid, or the other arguments are given without one.
         """
-        if (cron is None) == (every is None):
+        if cron is None and every is None:
+            if at_once is not None or catch_up:
+                given = "catch_up" if at_once is None else "max_concurrency"
+                needed = f"{argument('cron')} or {argument('every')}"
+                raise ExperimentError(f"{argument(given)} needs {needed}.", key=given)
+            return None
+        if cron is not None and every is not None:
             raise ExperimentError(f"Give either {argument('cron')} or {argument('every')}.", key="cron")
         return cls(
             None if cron is None else cron_with_seconds(cron),
             None if every is None else interval_seconds(every),
-            at_once,
+            at_once or 1,
             catch_up,
         )
 
