@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.run import Set
-from fedloom.cli.use import OwnFolders, Which
+from fedloom.cli.options import Checkpoint, Set, refuse_options
+from fedloom.cli.use import OwnFolders
 from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.runner.audit_canaries import CanaryOptions
-
-WIDTH = 80
-"""Width of sentences below tables."""
 
 
 class CanaryKind(StrEnum):
@@ -71,23 +67,21 @@ def audit_command(
         str | None,
         typer.Option(help="With --canaries, the partition to add them to: a folder or URL.", metavar="DIR|URL"),
     ] = None,
-    checkpoint: Which = "last",
+    checkpoint: Checkpoint = "last",
     data: OwnFolders = None,
 ) -> None:
     """Attack a run: membership inference, gradient inversion, canaries. Results go to audit.json and the report."""
     from fedloom.errors import ExperimentError
 
     if canaries is None:
-        of_canaries = {"--norm": norm, "--set": set_, "--out": out, "--partition": partition}
-        if given := [option for option, value in of_canaries.items() if value]:
-            raise ExperimentError(f"{given[0]} needs --canaries.", key=given[0][2:])
+        of_canaries = {"--norm": norm, "--set": set_ or None, "--out": out, "--partition": partition}
+        refuse_options(of_canaries, "needs --canaries.")
         if Path(where).is_file():
             raise ExperimentError(f"{where} is an experiment; give --canaries to audit it.", key="canaries")
         run = _audit_run(where, checkpoint, data, invert=invert, client=client)
     else:
         of_run = {"--invert": invert, "--client": client, "--checkpoint": checkpoint != "last"}
-        if given := [option for option, value in of_run.items() if value]:
-            raise ExperimentError(f"{given[0]} is for a run, and --canaries for an experiment.", key=given[0][2:])
+        refuse_options(of_run, "is for a run, and --canaries for an experiment.")
         from fedloom.runner.audit_canaries import CanaryOptions
 
         run = _audit_experiment(
@@ -128,7 +122,7 @@ def show_audit(run: Path) -> None:
 
 
 def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
-    from fedloom.cli.tables import print_table
+    from fedloom.cli.tables import print_paragraph, print_table
     from fedloom.reporting.words import shown_bound
 
     rows = [
@@ -148,7 +142,7 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
         ("model", "AUC", "highest", "TPR, %", "ε ≥"),
         rows,
     )
-    _say(
+    print_paragraph(
         "Training against test examples of the same clients. AUC: 0.5 is chance; highest: of one client. TPR: at a "
         f"false positive rate of 1 %. ε: with {100 * found['confidence']:g} % confidence at δ = {found['delta']:g}, "
         "if examples are independent."
@@ -156,6 +150,7 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
 
 
 def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
+    from fedloom.cli.tables import print_paragraph
     from fedloom.reporting.words import audit_verdict, shown_bound
 
     guesses = found["guesses_in"] + found["guesses_out"]
@@ -169,11 +164,11 @@ def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) ->
     )
     if (estimate := found.get("normal_estimate")) is not None:
         typer.echo(f"  ε about {shown_bound(estimate['epsilon'])} if the scores are normally distributed")
-    _say(audit_verdict(found, claim))
+    print_paragraph(audit_verdict(found, claim))
 
 
 def _show_inversion(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
-    from fedloom.cli.tables import print_table
+    from fedloom.cli.tables import print_paragraph, print_table
     from fedloom.reporting.words import inversion_note
 
     rows = [
@@ -193,8 +188,4 @@ def _show_inversion(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -
         rows,
         texts=(0, 3),
     )
-    _say(inversion_note(found))
-
-
-def _say(text: str) -> None:
-    typer.echo(textwrap.fill(text, WIDTH))
+    print_paragraph(inversion_note(found))

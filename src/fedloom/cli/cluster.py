@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli.options import Set
+
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
     from fedloom.federation.activity import Activity
@@ -31,9 +33,7 @@ def _submit(
     cluster: Annotated[
         Path, typer.Option(help="YAML file: image, Secret and the other settings (docs/cluster.md).", metavar="FILE")
     ],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
-    ] = None,
+    set_: Set = None,
     partition: Annotated[
         str | None, typer.Option(help="Use this local partition instead of creating one.", metavar="DIR")
     ] = None,
@@ -49,10 +49,10 @@ def _submit(
     """Start a federation. If it exists already, with the same experiment and run id, attach to it."""
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
-    from fedloom.cluster.settings import ClusterSettings, TaskConfig
+    from fedloom.cluster.settings import ClusterSettings, TaskConfig, settings_from_file
     from fedloom.runner import assemble
 
-    settings = ClusterSettings.from_file(cluster)
+    settings = settings_from_file(ClusterSettings, cluster)
     if namespace is not None:
         settings = settings.model_copy(update={"namespace": namespace})
     e = experiments.load_experiment(experiment, set_ or ())
@@ -148,12 +148,13 @@ def _kserve(
     ] = None,
 ) -> None:
     """Write the objects with which KServe serves a run's models."""
-    from fedloom.cluster.kserve import kserve_objects, kserve_yaml
-    from fedloom.cluster.settings import ClusterSettings
+    from fedloom.cluster.kserve import kserve_objects
+    from fedloom.cluster.manifests import as_documents
+    from fedloom.cluster.settings import ClusterSettings, settings_from_file
     from fedloom.storage.folder import write_atomically
 
-    settings = ClusterSettings() if cluster is None else ClusterSettings.from_file(cluster)
-    text = kserve_yaml(kserve_objects(uri, name, settings, form))
+    settings = ClusterSettings() if cluster is None else settings_from_file(ClusterSettings, cluster)
+    text = as_documents(kserve_objects(uri, name, settings, form))
     if out is None:
         typer.echo(text, nl=False)
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.api.progress import show_progress
+from fedloom.cli.options import ExperimentFile, Json, Set
 
 if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
@@ -62,12 +63,14 @@ def description(source: Dataset, official: RawDataset) -> str:
 
 def list_command(
     root: Annotated[Path | None, ROOT] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the data sets. Shows their size on this machine, if fetched, and their licences."""
     import json
 
+    from rich.console import Console
     from rich.filesize import decimal
+    from rich.table import Table
 
     from fedloom.data import datasets
     from fedloom.data.folders import data_root
@@ -101,31 +104,18 @@ def list_command(
         else:
             here = "damaged" if source.folder(home).exists() else "not fetched"
         rows.append((name, source.title, here, source.licence))
-    typer.echo(_table(("name", "title", "size", "licence"), rows))
+    table = Table("name", "title", "size", "licence", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns[:3]:
+        column.no_wrap = True
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False).print(table)
     typer.echo(f"\nData sets are in {home / 'datasets'}; to fetch one: fedloom data fetch NAME")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table with columns as wide as their widest cell; the last wraps at the terminal's width, or 80."""
-    import shutil
-    import textwrap
-
-    widths = [max(map(len, column)) + 2 for column in zip(head, *rows, strict=True)][:-1]
-    margin = sum(widths)
-    room = max(shutil.get_terminal_size().columns - margin, 20)
-    lines = []
-    for row in (head, *rows):
-        cells = "".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True))
-        first, *more = textwrap.wrap(row[-1], room)
-        lines += [cells + first, *(" " * margin + line for line in more)]
-    return "\n".join(lines)
-
-
 def partition_command(
-    experiment: Annotated[str, typer.Argument(help="The experiment file, or its URL.")],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
-    ] = None,
+    experiment: ExperimentFile,
+    set_: Set = None,
     out: Annotated[
         str | None,
         typer.Option(

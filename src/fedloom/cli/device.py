@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli.options import Json
+
 
 class Device(StrEnum):
     """Device to check."""
@@ -18,7 +20,7 @@ class Device(StrEnum):
 def device_command(
     device: Annotated[Device, typer.Argument(help="Device to check, as in runtime.device.")] = Device.CUDA,
     clients: Annotated[int, typer.Option(help="Clients that train together.", min=1, metavar="N")] = 16,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check that a device computes what a CPU computes, and the same bits twice; show its speed and memory."""
     import dataclasses

@@ -1,14 +1,14 @@
-"""Termination of a process with its parent, whose death closes the process's standard input."""
+"""End of standard input, which a child process gets when its parent dies."""
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
+from collections.abc import Callable
 
 
-def terminate_at_eof() -> None:
-    """Send this process SIGTERM once its standard input ends.
+def at_eof(act: Callable[[], None]) -> None:
+    """Call a function, in a thread of its own, once standard input ends.
 
     It reads the file descriptor and not ``sys.stdin``: if the process ended while a thread held that object's lock, it
     would abort and lose its exit code.
@@ -17,6 +17,6 @@ def terminate_at_eof() -> None:
     def look() -> None:
         while os.read(0, 4096):
             continue
-        os.kill(os.getpid(), signal.SIGTERM)
+        act()
 
     threading.Thread(target=look, name="until-eof", daemon=True).start()

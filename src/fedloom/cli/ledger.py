@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedloom.cli.options import Json
 from fedloom.core.words import pluralize, rounded_up
 
 if TYPE_CHECKING:
     from fedloom.runner.ledger import LedgerContent
-
-WIDTH = 80
-"""Width of sentences below the table."""
 
 
 def ledger_command(
@@ -39,7 +36,7 @@ def ledger_command(
     budget: Annotated[
         float | None, typer.Option(help="Also show how much of this ε is left.", min=0, metavar="E")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the total ε that a ledger's trainings and requests have spent on one training example."""
     import json
@@ -80,7 +77,7 @@ def _as_json(found: LedgerContent, budget: float | None) -> dict[str, Any]:
 
 
 def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
-    from fedloom.cli.tables import print_table
+    from fedloom.cli.tables import print_paragraph, print_table
     from fedloom.runner.ledger import TRAINING_VERSION
 
     rows = []
@@ -96,7 +93,7 @@ def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
         left = f"; {rest:.3g} of {budget:g} left" if rest >= 0 else f"; the budget, {budget:g}, is exceeded"
     typer.echo(f"\nin total ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}{left}\n")
     for sentence in _sentences(found, is_basic=total.is_basic):
-        typer.echo(textwrap.fill(sentence, WIDTH))
+        print_paragraph(sentence)
 
 
 def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from fedloom.api.progress import show_progress
+from fedloom.cli.options import Set
 
 if TYPE_CHECKING:
     from fedloom.data.requirements import Own
@@ -30,9 +31,7 @@ def pack_command(
             help="The experiment file; its `data.own` states the requirements on a client's data.", metavar="FILE"
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
-    ] = None,
+    set_: Set = None,
     label: Annotated[str, typer.Option(help="For a table: the column with the labels.", metavar="COLUMN")] = "label",
     split: Annotated[
         str | None,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.pipeline_arguments import OrderOptions, pipeline_arguments, plan_order, text_of
+from fedloom.cli.options import Set, Space, TrialCount
+from fedloom.cli.pipeline_arguments import pipeline_arguments, plan_order, text_of
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.api import Kubeflow
@@ -24,9 +25,6 @@ Name = Annotated[
     str, typer.Argument(help="personalized_federation, compare_methods or unseen_clients.", metavar="NAME")
 ]
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
-]
 Methods = Annotated[
     list[str] | None,
     typer.Option(
@@ -93,10 +91,11 @@ def _compile(
     no_cache: NoCache = False,
 ) -> None:
     """Compile a pipeline to YAML. The file can be uploaded by hand, or archived."""
+    from fedloom.cluster.settings import settings_from_file
     from fedloom.kubeflow import compiling
     from fedloom.kubeflow.pods import PipelineChanges, PodSettings
 
-    found = PodSettings() if pods is None else PodSettings.from_file(pods)
+    found = PodSettings() if pods is None else settings_from_file(PodSettings, pods)
     changes = PipelineChanges.of(found, {}, cached=not no_cache, locations=())
     names = [compiling.check_name(name)] if name else list(compiling.NAMES)
     if image is not None:
@@ -204,8 +203,18 @@ def _submit(
     settings = KubeflowSettings.of(kubeflow)
     known = compiling.check_name(name)
     arguments = pipeline_arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
-    options = OrderOptions(backend, cluster, pods, run_name, label or (), not no_cache)
-    order = plan_order(known, arguments, settings, options, unique=timing is None)
+    order = plan_order(
+        known,
+        arguments,
+        settings,
+        backend=backend,
+        cluster=cluster,
+        pods=pods,
+        run_name=run_name,
+        labels=label or (),
+        cached=not no_cache,
+        unique=timing is None,
+    )
     api = settings.connect()
     with _terminable():
         if timing is not None:
@@ -236,9 +245,7 @@ def _remove_versions(api: Kubeflow, pipeline: str, keep: int | None) -> None:
 @app.command("search")
 def _search(
     experiment: ExperimentFile,
-    space: Annotated[
-        Path, typer.Option(help="YAML file: the keys to search, and how (docs/search.md).", metavar="SPACE.yaml")
-    ],
+    space: Space,
     cluster: Annotated[
         Path, typer.Option(help="YAML file: settings of the trials' pods (docs/cluster.md).", metavar="FILE")
     ],
@@ -250,10 +257,7 @@ def _search(
         ),
     ],
     set_: Set = None,
-    trials: Annotated[
-        int | None,
-        typer.Option(help="Number of trials; by default the file's, or 20, or all of a grid.", min=1, metavar="N"),
-    ] = None,
+    trials: TrialCount = None,
     parallel: Annotated[
         int | None, typer.Option(help="Number of parallel trials; by default 3.", min=1, metavar="N")
     ] = None,
@@ -266,15 +270,16 @@ def _search(
     submit: Annotated[bool, typer.Option("--submit", help="Create the search on the cluster of $KUBECONFIG.")] = False,
 ) -> None:
     """Write a search as an Experiment of Katib. A trial is a Job; the space is that of `fedloom search`."""
-    from fedloom.cluster.settings import ClusterSettings
+    from fedloom.cluster.manifests import as_documents
+    from fedloom.cluster.settings import ClusterSettings, settings_from_file
     from fedloom.experiment.search_space import read_space
     from fedloom.kubeflow import katib
 
-    asked, settings = read_space(space, trials=trials), ClusterSettings.from_file(cluster)
+    asked, settings = read_space(space, trials=trials), settings_from_file(ClusterSettings, cluster)
     place = katib.Placement(partition, name, parallel)
     found = katib.plan_katib_search(text_of(experiment), set_ or (), asked, settings, place)
     objects = katib.search_objects(found)
-    text = katib.as_documents(objects)
+    text = as_documents(objects)
     if out is not None:
         out.write_text(text, encoding="utf-8")
     if submit:

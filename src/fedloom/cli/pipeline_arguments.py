@@ -1,13 +1,14 @@
-"""Arguments of ``fedloom pipeline submit``, ``schedule`` and ``local``: the pipeline's parameters, and its pods."""
+"""Arguments of ``fedloom pipeline submit`` and ``local``: the pipeline's parameters, and its pods."""
 
 from __future__ import annotations
 
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fedloom.cli.options import refuse_options
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
@@ -15,34 +16,18 @@ if TYPE_CHECKING:
     from fedloom.kubeflow.submit import Order
 
 
-@dataclass(frozen=True)
-class OrderOptions:
-    """Options of ``submit`` and ``schedule`` about a run and its pods.
-
-    Attributes
-    ----------
-    backend
-        ``kubernetes`` or ``local``; None for the pipeline's default.
-    cluster, pods
-        Files with the settings of the client pods, and of the tasks' pods.
-    name
-        Name of the run.
-    labels
-        Labels of all pods, as ``key=value``.
-    cached
-        False to run every task, even if Kubeflow has its result.
-    """
-
-    backend: str | None
-    cluster: Path | None
-    pods: Path | None
-    name: str | None
-    labels: Sequence[str]
-    cached: bool
-
-
 def plan_order(
-    name: str, arguments: dict[str, Any], settings: KubeflowSettings, options: OrderOptions, *, unique: bool
+    name: str,
+    arguments: dict[str, Any],
+    settings: KubeflowSettings,
+    *,
+    backend: str | None,
+    cluster: Path | None,
+    pods: Path | None,
+    run_name: str | None,
+    labels: Sequence[str],
+    cached: bool,
+    unique: bool,
 ) -> Order:
     """Check a run's settings, and return its order; nothing is sent.
 
@@ -50,21 +35,29 @@ def plan_order(
     ----------
     name, arguments
         Name of the pipeline, and its parameters so far.
-    unique
-        Make the default name unique.
+    backend
+        ``kubernetes`` or ``local``; None for the pipeline's default.
+    cluster, pods
+        Files with the settings of the client pods, and of the tasks' pods.
+    run_name
+        Name of the run; None for the experiment's, with random digits if it must be ``unique``.
+    labels
+        Labels of all pods, as ``key=value``.
+    cached
+        False to run every task, even if Kubeflow has its result.
 
     Raises
     ------
     ExperimentError
         If the run would be refused.
     """
+    from fedloom.cluster.settings import settings_from_file
     from fedloom.kubeflow import compiling
     from fedloom.kubeflow.pods import PipelineChanges, PodSettings
     from fedloom.kubeflow.submit import Order
 
-    labels = _labels(options.labels)
-    pods = PodSettings() if options.pods is None else PodSettings.from_file(options.pods)
-    arguments = arguments | _where(name, options.backend, options.cluster, settings.storage_secret, labels)
+    found = _labels(labels)
+    arguments = arguments | _where(name, backend, cluster, settings.storage_secret, found)
     if "cluster" in arguments:
         arguments["cluster"] = settings.store.for_client_pods(arguments["cluster"])
     if arguments.get("serve") and settings.serve_secret is not None:
@@ -73,16 +66,15 @@ def plan_order(
         compiling.use_image(settings.image)
     experiments = _checked(name, arguments)
     locations = [arguments.get("source"), *(e.storage for e in experiments)]
-    changes = PipelineChanges.of(pods, labels, cached=options.cached, locations=locations)
-    default = f"{experiments[0].name}-{uuid.uuid4().hex[:8]}" if unique else experiments[0].name
+    of_pods = PodSettings() if pods is None else settings_from_file(PodSettings, pods)
     return Order(
         name,
         arguments,
-        options.name or default,
+        run_name or (f"{experiments[0].name}-{uuid.uuid4().hex[:8]}" if unique else experiments[0].name),
         settings.experiment,
         settings.service_account,
         settings.pipeline_root,
-        changes,
+        PipelineChanges.of(of_pods, found, cached=cached, locations=locations),
         settings.store,
     )
 
@@ -126,19 +118,12 @@ def pipeline_arguments(
     from fedloom.experiment import seeds_of
 
     text = text_of(experiment)
-    of_one = {
-        "--method": ("compare_methods", methods),
-        "--seeds": ("compare_methods", seeds),
-        "--model": ("unseen_clients", model),
-        "--serve": ("unseen_clients", serve),
-    }
-    for option, (owner, value) in of_one.items():
-        if value is not None and name != owner:
-            raise ExperimentError(f"{option} is for {owner} (got {name}).", key=option[2:])
-    if checkpoint is not None and name == "compare_methods":
-        raise ExperimentError(
-            f"--checkpoint is for personalized_federation and unseen_clients (got {name}).", key="checkpoint"
-        )
+    if name == "compare_methods":
+        refuse_options({"--checkpoint": checkpoint}, f"is for personalized_federation and unseen_clients (got {name}).")
+    else:
+        refuse_options({"--method": methods, "--seeds": seeds}, f"is for compare_methods (got {name}).")
+    if name != "unseen_clients":
+        refuse_options({"--model": model, "--serve": serve}, f"is for unseen_clients (got {name}).")
     if name == "unseen_clients" and model is None:
         raise ExperimentError(
             "unseen_clients needs --model: a run's folder, or the URI of a model artifact.", key="model"
@@ -177,7 +162,7 @@ def _where(
     ExperimentError
         If an option or a setting in the file is invalid.
     """
-    from fedloom.cluster.settings import ClusterSettings
+    from fedloom.cluster.settings import ClusterSettings, settings_from_file
     from fedloom.errors import ExperimentError
 
     if name == "unseen_clients" and (backend is not None or cluster is not None):
@@ -193,7 +178,7 @@ def _where(
         )
     given: dict[str, Any] = {"backend": backend, "storage_secret": storage_secret}
     if cluster is not None:
-        settings = ClusterSettings.from_file(cluster)
+        settings = settings_from_file(ClusterSettings, cluster)
         found = settings.model_dump(mode="json", exclude_unset=True)
         given["cluster"] = json.dumps(found | ({"labels": {**settings.labels, **labels}} if labels else {}))
     return {key: value for key, value in given.items() if value is not None}

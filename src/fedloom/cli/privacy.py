@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.run import ExperimentFile, Set
+from fedloom.cli.options import ExperimentFile, Json, Set
 from fedloom.core.words import rounded_up
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def privacy_command(
             help="Ledger of a client that would take part: also show its total with this training.", metavar="FILE"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show what the privacy of a training costs: its ε, the noise that an ε needs, and its effect. Trains nothing."""
     import json

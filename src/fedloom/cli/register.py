@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli.options import Checkpoint
+
 
 def register_command(
     run: Annotated[str, typer.Argument(help="Folder of the finished run, or its URL.", metavar="RUN|URL")],
@@ -21,9 +23,7 @@ def register_command(
     version: Annotated[
         str | None, typer.Option(help="Name of the version; by default the round and the checkpoint's digest.")
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Checkpoint to register: last, best or a round.", metavar="last|best|N")
-    ] = "last",
+    checkpoint: Checkpoint = "last",
     uri: Annotated[
         str | None,
         typer.Option(

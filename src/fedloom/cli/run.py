@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.credentials import AuditLog, Health, InsecureServer, Metrics, ServerCredentials
+from fedloom.cli.options import AuditLog, ExperimentFile, Health, InsecureServer, Metrics, ServerCredentials, Set
 from fedloom.core.garbage import collection_paused
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
     from fedloom.runner.options import RunOptions
 
-ExperimentFile = Annotated[
-    str, typer.Argument(help="The experiment file, or its URL in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
-]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
-]
 Out = Annotated[
     Path | None, typer.Option(help="The run's folder; by default runs/NAME-ALGORITHM-seedN.", metavar="DIR")
 ]
@@ -68,8 +64,6 @@ Report = Annotated[
         help="Write the report at the end, which takes two seconds; `fedloom report` writes it later.",
     ),
 ]
-
-
 Track = Annotated[
     list[str] | None,
     typer.Option(
@@ -127,9 +121,9 @@ def run_command(
         track=tuple(track or ()),
     )
     if processes.ends_with_parent():
-        from fedloom.cli.eof import terminate_at_eof
+        from fedloom.cli.eof import at_eof
 
-        terminate_at_eof()
+        at_eof(lambda: os.kill(os.getpid(), signal.SIGTERM))
     if seeds is None and not grid:
         if parallel > 1:
             raise ExperimentError("--parallel needs --seeds or --grid.", key="parallel")

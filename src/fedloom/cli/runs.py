@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli.options import Json
 from fedloom.tasks.names import ACCURACY, metric_title
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def runs(
     folder: Annotated[
         Path, typer.Argument(help="Folder that holds runs, at any depth.", metavar="[DIR]", show_default=True)
     ] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each run.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List runs. Shows progress, method, data set, and the mean test result over clients."""
     import dataclasses

@@ -7,25 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.run import ExperimentFile, Observe, OwnFolders, Partition, Publish, Report, Set, Track, Workers
+from fedloom.cli.options import ExperimentFile, Set, Space, TrialCount
+from fedloom.cli.run import Observe, OwnFolders, Partition, Publish, Report, Track, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fedloom.experiment import Experiment
     from fedloom.runner.search import SearchResult
-
-Space = Annotated[
-    Path, typer.Option(help="YAML file: the keys to search, and how (docs/search.md).", metavar="SPACE.yaml")
-]
-TrialCount = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of trials; by default the file's, or 20, or with sampler grid all combinations.",
-        min=1,
-        metavar="N",
-    ),
-]
 
 
 def search_command(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.credentials import AuditLog, Health, InsecureServer, Metrics, ServerCredentials
+from fedloom.cli.options import AuditLog, Checkpoint, Health, InsecureServer, Metrics, ServerCredentials
 from fedloom.core.words import pluralize
 
 
@@ -18,7 +18,7 @@ def serve_command(
     follow: Annotated[
         bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as it has a checkpoint.")
     ] = False,
-    checkpoint: Annotated[str, typer.Option(help="last, best or a round.", metavar="last|best|N")] = "last",
+    checkpoint: Checkpoint = "last",
     rest: Annotated[
         str | None,
         typer.Option(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.credentials import ClientCredentials, InsecureClient
+from fedloom.cli.options import ClientCredentials, InsecureClient, Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +43,6 @@ Where = Annotated[
     ),
 ]
 Address = Annotated[str, typer.Argument(help="The aggregator's HOST:PORT.", metavar="ADDRESS")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)

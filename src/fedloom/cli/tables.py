@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -12,36 +13,30 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
-from fedloom.tasks.headline import headline_of, values_of
-from fedloom.tasks.names import ACCURACY, Headline
+from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
+from fedloom.tasks.names import ACCURACY
 
 FIRST_COLUMN = 16
 """Minimum width of the first column, in characters; longer cells wrap if there is not enough room."""
 
 
+PARAGRAPH_WIDTH = 80
+
+
 def print_results(summary: dict[str, Any]) -> None:
     """Print the final results of a run; the title names the headline metric, unless it is accuracy."""
-    headline, rows = headline_of(summary), []
-    for label, group in (("seen", "seen"), ("unseen", "unseen"), ("global model", "global")):
-        row = summary[group]
-        if row is not None:
-            rows.append((label, str(row["clients"]), *_values(row, headline), f"{row['loss_mean']:.4f}"))
+    headline = headline_of(summary)
     title = f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}"
     print_table(
         title if headline == ACCURACY else f"{title} · test {headline.title}",
-        ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"),
-        rows,
+        RESULT_HEADINGS,
+        result_rows(summary, headline.exact),
     )
 
 
-def _values(row: Mapping[str, Any], headline: Headline) -> tuple[str, ...]:
-    """Return four cells for a group's headline metric, with dashes for unknown values."""
-    found = values_of(row, headline)
-    mean, std, decile, worst, pooled = (
-        "–" if value is None else headline.exact(value)
-        for value in (found.mean, found.std, found.worst_decile, found.worst, found.pooled)
-    )
-    return (mean if found.std is None else f"{mean} ± {std}", decile, worst, pooled)
+def print_paragraph(text: str) -> None:
+    """Print sentences in lines of at most 80 characters."""
+    print(textwrap.fill(text, PARAGRAPH_WIDTH))
 
 
 def print_table(

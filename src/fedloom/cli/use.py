@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.credentials import ClientCredentials, InsecureClient
+from fedloom.cli.options import Checkpoint, ClientCredentials, InsecureClient, refuse_options
 from fedloom.core.words import pluralize, rounded_up
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
-Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
 Other = Annotated[
     str | None,
     typer.Option(
@@ -34,7 +32,7 @@ OwnFolders = Annotated[
 
 def evaluate_command(
     run: Run,
-    checkpoint: Which = "last",
+    checkpoint: Checkpoint = "last",
     partition: Other = None,
     data: OwnFolders = None,
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
@@ -95,7 +93,7 @@ def personalize_command(
             metavar="FILE|DIR",
         ),
     ],
-    checkpoint: Which = "last",
+    checkpoint: Checkpoint = "last",
     partition: Other = None,
     data: Annotated[
         list[Path] | None,
@@ -167,24 +165,15 @@ def personalize_command(
             f"--format must be one of {', '.join(formats)} (got {form}).", key="format", found=form, allowed=formats
         )
     if out.suffix[1:] not in formats:
-        of_one = {
-            "--precision": precision != "float32",
-            "--epsilon": epsilon is not None,
-            "--delta": delta is not None,
-            "--clip": clip is not None,
-            "--ledger": ledger is not None,
-            "--budget": budget is not None,
-        }
-        if given := [option for option, is_given in of_one.items() if is_given]:
-            raise ExperimentError(f"{given[0]} is for one model; give a file as --out (got {out}).", key=given[0][2:])
+        of_privacy = {"--epsilon": epsilon, "--delta": delta, "--clip": clip, "--ledger": ledger, "--budget": budget}
+        of_one = {"--precision": precision != "float32", **of_privacy}
+        refuse_options(of_one, f"is for one model; give a file as --out (got {out}).")
         _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form or formats[0])
         return
     of_all = {"--partition": partition, "--clients": clients, "--format": form}
-    if given := [option for option, value in of_all.items() if value is not None]:
-        raise ExperimentError(
-            f"{given[0]} is for a folder of models, and --out is one model, {out}; give --data DIR, one packed client.",
-            key=given[0][2:],
-        )
+    refuse_options(
+        of_all, f"is for a folder of models, and --out is one model, {out}; give --data DIR, one packed client."
+    )
     if data is None or len(data) != 1:
         raise ExperimentError(f"--out is one file, {out}: give one packed client with --data.", key="data", found=data)
     import fedloom
@@ -312,7 +301,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
     from rich.text import Text
 
-    from fedloom.cli.tables import print_table
+    from fedloom.cli.tables import print_paragraph, print_table
     from fedloom.reporting import compare_tables as tables
     from fedloom.reporting.compare import compare_runs
     from fedloom.reporting.compare_findings import caution, findings, sentence
@@ -330,7 +319,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
         rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
         print_table(title, tables.headings(comparison), rows)
     if sys.stdout.isatty() and len(comparison.rows) > 1:
-        typer.echo(textwrap.fill(tables.marks_note(comparison), 80))
+        print_paragraph(tables.marks_note(comparison))
     if comparison.chosen:
         typer.echo()
         title = f"Best on validation ({comparison.headline.heading})"
@@ -342,6 +331,6 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     typer.echo()
     for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
         if text:
-            typer.echo(textwrap.fill(text, 80))
+            print_paragraph(text)
     if out is not None:
         write_comparison(comparison, out)

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.credentials import ClientCredentials, InsecureClient
+from fedloom.cli.eof import at_eof
+from fedloom.cli.options import ClientCredentials, InsecureClient
 from fedloom.core.garbage import collection_paused
 
 
@@ -149,21 +150,15 @@ def worker(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     if owned:
-        threading.Thread(target=_leave_at_eof, args=(stop,), daemon=True).start()
+        at_eof(lambda: _leave(stop))
     with nullcontext() if log is None else logged_to(log):
         over = serving.serve(stop)
     if not over and not owned:  # an evicted pod has not done its work, and another must
         raise InterruptedRun("stopped before the end of the run; another worker may take over")
 
 
-def _leave_at_eof(stop: threading.Event) -> None:
-    """Stop when standard input ends, which happens whenever the parent process dies.
-
-    It reads the file descriptor and not ``sys.stdin``: if the process ended while a thread held that object's lock, it
-    would abort and lose its exit code.
-    """
-    while os.read(0, 4096):
-        continue
+def _leave(stop: threading.Event) -> None:
+    """Stop serving, and end the process within seconds; for a worker whose parent has died."""
     stop.set()
     # A long training step may be in progress, and nobody waits for its result.
     timer = threading.Timer(3.0, os._exit, (0,))

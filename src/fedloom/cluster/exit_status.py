@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.cluster.manifests import AGGREGATOR, COMPONENT, FINAL, WORKER
+from fedloom.cluster.manifests import AGGREGATOR, COMPONENT, FINAL, WORKER, get_label, phase_of
 from fedloom.core.processes import ChildReport
 from fedloom.errors import FAILURES, ExitCode, FedloomError, QuorumError, WorkerLostError
 
@@ -66,7 +66,7 @@ def end_of(job: Mapping[str, Any]) -> End | None:
 
 def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
     """Return the failed containers of a component, in the order in which they ended; pods without one come first."""
-    own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
+    own = [pod for pod in pods if get_label(pod, COMPONENT) == component]
     found = [
         (str(ended.get("finishedAt") or ""), _exit(pod, ended))
         for pod in own
@@ -76,7 +76,7 @@ def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
     rejected = [
         _exit(pod, {"exitCode": 0, "message": pod["status"].get("message")})
         for pod in own
-        if (pod.get("status") or {}).get("phase") == "Failed" and not pod["status"].get("containerStatuses")
+        if phase_of(pod) == "Failed" and not pod["status"].get("containerStatuses")
     ]
     return rejected + [failed for _, failed in sorted(found, key=lambda pair: pair[0])]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fedloom.cluster.api import Api
 from fedloom.cluster.exit_status import aggregator_failure, end_of, exits
 from fedloom.cluster.launcher import aggregator_pod, delete
 from fedloom.cluster.manifests import (
     AGGREGATOR,
-    ATTEMPT,
     COMPONENT,
     INSTANCE,
     MANAGED_BY,
@@ -21,7 +19,10 @@ from fedloom.cluster.manifests import (
     TASK,
     WORKER,
     Manifest,
+    attempt_number,
+    get_label,
     label,
+    phase_of,
 )
 from fedloom.cluster.pod_diagnosis import diagnose, diagnose_events
 from fedloom.cluster.progress_client import launchers_credentials
@@ -76,12 +77,12 @@ class Status:
 def federations(api: Api, selector: str = OURS) -> list[Status]:
     """Return the status of each federation in the namespace, oldest first."""
     jobs, pods = api.select("Job", selector)[0], api.select("Pod", selector)[0]
-    roots = [job for job in jobs if _label(job, COMPONENT) == AGGREGATOR]
+    roots = [job for job in jobs if get_label(job, COMPONENT) == AGGREGATOR]
     found = []
     for root in sorted(roots, key=lambda job: str(job["metadata"].get("creationTimestamp"))):
-        name = _label(root, INSTANCE)
-        workers = [job for job in jobs if _label(job, INSTANCE) == name and _label(job, COMPONENT) == WORKER]
-        found.append(_status(api, root, workers, [pod for pod in pods if _label(pod, INSTANCE) == name]))
+        name = get_label(root, INSTANCE)
+        workers = [job for job in jobs if get_label(job, INSTANCE) == name and get_label(job, COMPONENT) == WORKER]
+        found.append(_status(api, root, workers, [pod for pod in pods if get_label(pod, INSTANCE) == name]))
     return found
 
 
@@ -142,7 +143,7 @@ def federation_logs(api: Api, status: Status, *, worker: int | None = None, foll
                 f"federation {status.name} has no pod of its {which}", hint=f"logs at its end: {status.run}/logs/"
             )
         pod = pods[-1]
-        if (pod.get("status") or {}).get("phase", "Pending") != "Pending" or not followed:
+        if phase_of(pod) != "Pending" or not followed:
             break
         time.sleep(ANNOUNCEMENT_INTERVAL_S)
     name = pod["metadata"]["name"]
@@ -168,14 +169,14 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
         detail = "" if end.complete else str(aggregator_failure(end, exits(pods, AGGREGATOR)))
     elif aggregator_pod(pods) is None:
         state, detail = "starting", _waiting(api, [root, *pods])
-    running = [pod for pod in pods if _label(pod, COMPONENT) == WORKER and pod["status"].get("phase") == "Running"]
+    running = [pod for pod in pods if get_label(pod, COMPONENT) == WORKER and phase_of(pod) == "Running"]
     return Status(
-        name=_label(root, INSTANCE),
-        run_id=_label(root, RUN_ID),
-        task=_label(root, TASK),
+        name=get_label(root, INSTANCE),
+        run_id=get_label(root, RUN_ID),
+        task=get_label(root, TASK),
         state=state,
         detail=detail,
-        attempt=int((root["metadata"].get("annotations") or {}).get(ATTEMPT, "1")),
+        attempt=attempt_number(root),
         created=str(root["metadata"].get("creationTimestamp", "")),
         workers=sum(int(job["spec"].get("completions") or 1) for job in workers),
         workers_running=len(running),
@@ -192,7 +193,3 @@ def _waiting(api: Api, things: Sequence[Manifest]) -> str:
         if seen is not None and seen.reason:
             return f"{thing['metadata']['name']}: {seen.reason}: {seen.message}"
     return ""
-
-
-def _label(found: Mapping[str, Any], key: str) -> str:
-    return str((found["metadata"].get("labels") or {}).get(key, ""))

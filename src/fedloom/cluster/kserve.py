@@ -18,6 +18,7 @@ from fedloom.cluster.manifests import (
     STARTUP_S,
     WORKER_GRACE_S,
     Manifest,
+    check_short_name,
     container_spec,
     pod_spec,
     resources,
@@ -25,7 +26,6 @@ from fedloom.cluster.manifests import (
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.core.words import shortened
 from fedloom.errors import ExperimentError, argument
-from fedloom.experiment.yaml_reader import as_yaml_document
 
 CONTAINER = "kserve-container"
 """Name of the container that KServe merges with the model, and mounts the storage into."""
@@ -36,9 +36,6 @@ MOUNTED = "/mnt/models"
 REST_PORT, GRPC_PORT = 8080, 7734
 SCHEMES = ("s3", "gs", "pvc", "https", "http", "hdfs", "webhdfs", "hf", "oci", "file")
 """Schemes of the storage URIs that KServe takes."""
-
-LONGEST_NAME = 40
-"""Maximum length of a name, to which KServe appends."""
 
 STANDARD = {"serving.kserve.io/deploymentMode": "Standard"}
 """Annotation for a Deployment and a Service; Knative allows a pod one port."""
@@ -79,13 +76,7 @@ def kserve_objects(uri: str, name: str, settings: ClusterSettings, model_format:
             found=model_format,
             allowed=allowed,
         )
-    if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
-        raise ExperimentError(
-            f"{argument('name')} must be at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter "
-            f"to a letter or digit (got {shortened(name)}).",
-            key="name",
-            found=name,
-        )
+    check_short_name(name)
     if not re.fullmatch(rf"({'|'.join(SCHEMES)})://\S+", uri):
         raise ExperimentError(
             f"The storage URI must be one that KServe reads, such as s3://BUCKET/PREFIX or pvc://CLAIM/PATH "
@@ -111,11 +102,6 @@ def kserve_objects(uri: str, name: str, settings: ClusterSettings, model_format:
     serving: Manifest = {"apiVersion": "serving.kserve.io/v1alpha1", "kind": "ServingRuntime"}
     serving |= {"metadata": _metadata(name, settings), "spec": runtime}
     return [serving, _service(uri, name, settings, "fedloom", name, pod)]
-
-
-def kserve_yaml(objects: list[Manifest]) -> str:
-    """Return objects as the documents of one YAML text."""
-    return "---\n".join(as_yaml_document(one, blocks=True) for one in objects)
 
 
 def _pod(settings: ClusterSettings) -> Manifest:

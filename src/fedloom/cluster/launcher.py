@@ -17,7 +17,6 @@ from fedloom.cluster.api import FORWARDING, Api, Kind
 from fedloom.cluster.exit_status import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.manifests import (
     AGGREGATOR,
-    ATTEMPT,
     COMPONENT,
     DIGEST,
     FINAL,
@@ -26,8 +25,11 @@ from fedloom.cluster.manifests import (
     FederationSpec,
     Manifest,
     aggregator_job,
+    attempt_number,
     completed,
+    get_label,
     owner,
+    phase_of,
     service,
     worker_job,
 )
@@ -153,7 +155,7 @@ class Launcher:
             failure = aggregator_failure(end, exits(self._pods(), AGGREGATOR))
             if failure.exit_code in FINAL:
                 raise failure
-            attempt = int((root["metadata"].get("annotations") or {}).get(ATTEMPT, "1")) + 1
+            attempt = attempt_number(root) + 1
             self._say(f"restarting the failed federation, attempt {attempt}; it failed because: {failure}")
             self.remove(wait=True)
         owners = [owner(root)]
@@ -165,8 +167,8 @@ class Launcher:
     def save_logs(self, folder: Path) -> None:
         """Write the logs of the aggregator's pods, and of failed workers, to a folder, one file each."""
         for pod in self._pods() if self._own else ():
-            component = (pod["metadata"].get("labels") or {}).get(COMPONENT, "")
-            if component == AGGREGATOR or (pod.get("status") or {}).get("phase") == "Failed":
+            component = get_label(pod, COMPONENT)
+            if component == AGGREGATOR or phase_of(pod) == "Failed":
                 log = self._api.log(pod["metadata"]["name"], component)
                 if log:
                     folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +277,7 @@ class Launcher:
         for component, job in ((AGGREGATOR, aggregator), (WORKER, workers)):
             if end_of(job):
                 continue
-            own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
+            own = [pod for pod in pods if get_label(pod, COMPONENT) == component]
             quiet, error = self._monitors[component].check(job, own, time.monotonic())
             settled = settled and quiet
             # After the rounds have started, a worker that cannot run counts as lost: the quorum decides.
@@ -309,9 +311,9 @@ class Launcher:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""
         phases: dict[str, list[str]] = {AGGREGATOR: [], WORKER: []}
         for pod in pods:
-            component = (pod["metadata"].get("labels") or {}).get(COMPONENT)
+            component = get_label(pod, COMPONENT)
             if component in phases and not pod["metadata"].get("deletionTimestamp"):
-                phases[component].append((pod.get("status") or {}).get("phase", "Pending"))
+                phases[component].append(phase_of(pod))
         (*_, aggregator) = ("not created", *phases[AGGREGATOR])
         line = f"aggregator: {aggregator.lower()}, workers running: {phases[WORKER].count('Running')} "
         line += f"of {self._federation.workers}"
@@ -354,8 +356,8 @@ def aggregator_pod(pods: Sequence[Manifest]) -> str | None:
     running = [
         pod["metadata"]
         for pod in pods
-        if (pod["metadata"].get("labels") or {}).get(COMPONENT) == AGGREGATOR
-        and (pod.get("status") or {}).get("phase") == "Running"
+        if get_label(pod, COMPONENT) == AGGREGATOR
+        and phase_of(pod) == "Running"
         and not pod["metadata"].get("deletionTimestamp")
     ]
     newest = max(running, key=lambda found: str(found.get("creationTimestamp")), default=None)

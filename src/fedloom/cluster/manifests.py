@@ -16,7 +16,9 @@ from typing import Any, TypeAlias
 
 from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
 from fedloom.core.processes import TELL_PARENT
-from fedloom.errors import ExitCode
+from fedloom.core.words import shortened
+from fedloom.errors import ExitCode, ExperimentError, argument
+from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.security.options import TOKEN
 
 Manifest: TypeAlias = dict[str, Any]
@@ -42,6 +44,9 @@ STARTUP_S = 600
 """Seconds that an aggregator may take to serve: image pull, imports, and fetching its last checkpoint."""
 
 
+LONGEST_NAME = 40
+"""Maximum length of a name to which Katib or KServe appends."""
+
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 """Default topology spread constraint of workers. It has no zone: a node without the label of one constraint is ignored
 by all of them (Kubernetes, pkg/scheduler/framework/plugins/podtopologyspread/scoring.go), and many have no zone."""
@@ -62,6 +67,18 @@ def label(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def check_short_name(name: str) -> str:
+    """Return the name of objects to which Katib or KServe appends; raise ExperimentError if it is not valid."""
+    if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
+        raise ExperimentError(
+            f"{argument('name')} must be at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter "
+            f"to a letter or digit (got {shortened(name)}).",
+            key="name",
+            found=name,
+        )
+    return name
 
 
 @dataclass(frozen=True)
@@ -170,8 +187,8 @@ def aggregator_job(federation: FederationSpec) -> Manifest:
         "parallelism": 1,
         "backoffLimit": s.retries,
         **_patience(s),
-        "podFailurePolicy": _failures("FailJob", AGGREGATOR),
-        "template": _template(f, AGGREGATOR, pod),
+        "podFailurePolicy": failure_policy("FailJob", AGGREGATOR),
+        "template": pod_template(s, f.labels(AGGREGATOR), pod),
     }
     return _job(f, AGGREGATOR, spec)
 
@@ -212,10 +229,15 @@ def worker_job(federation: FederationSpec) -> Manifest:
         "backoffLimitPerIndex": s.retries,
         "maxFailedIndexes": min(s.max_failed_workers, f.workers),
         **_patience(s),
-        "podFailurePolicy": _failures("FailIndex", WORKER),
-        "template": _template(f, WORKER, pod),
+        "podFailurePolicy": failure_policy("FailIndex", WORKER),
+        "template": pod_template(s, f.labels(WORKER), pod),
     }
     return _job(f, WORKER, spec)
+
+
+def as_documents(objects: Sequence[Manifest]) -> str:
+    """Return objects as a YAML file for ``kubectl apply -f``."""
+    return "---\n".join(as_yaml_document(json.loads(json.dumps(one)), blocks=True) for one in objects)
 
 
 def completed(
@@ -228,23 +250,37 @@ def completed(
     return {**manifest, "metadata": {**metadata, "annotations": annotations, **owned}}
 
 
-def owner(found: Mapping[str, Any], *, api_version: str = "batch/v1", kind: str = "Job") -> Manifest:
-    """Return an owner reference to an existing object."""
-    metadata = found["metadata"]
-    # blockOwnerDeletion would require rights on the owner's finalizers.
-    reference = {"apiVersion": api_version, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
-    return {**reference, "controller": False, "blockOwnerDeletion": False}
+def owner(job: Mapping[str, Any]) -> Manifest:
+    """Return an owner reference to an existing Job."""
+    return _reference({"apiVersion": "batch/v1", "kind": "Job", **job["metadata"]})
 
 
 def owners_of_pod(pod: Mapping[str, Any]) -> list[Manifest]:
     """Return a reference to the controller of a pod, such as a pipeline's workflow; empty if there is none."""
     references = pod["metadata"].get("ownerReferences") or []
     controlling = [reference for reference in references if reference.get("controller")] or references
-    keys = ("apiVersion", "kind", "name", "uid")
-    return [
-        {**{key: reference[key] for key in keys}, "controller": False, "blockOwnerDeletion": False}
-        for reference in controlling[:1]
-    ]
+    return [_reference(reference) for reference in controlling[:1]]
+
+
+def _reference(owning: Mapping[str, Any]) -> Manifest:
+    known = {key: owning[key] for key in ("apiVersion", "kind", "name", "uid")}
+    # blockOwnerDeletion would require rights on the owner's finalizers.
+    return {**known, "controller": False, "blockOwnerDeletion": False}
+
+
+def get_label(found: Mapping[str, Any], key: str) -> str:
+    """Return a label of an object; empty if it has none of that name."""
+    return str((found["metadata"].get("labels") or {}).get(key, ""))
+
+
+def attempt_number(aggregator: Mapping[str, Any]) -> int:
+    """Return the number of a federation's attempt, from 1, given the aggregator's Job."""
+    return int((aggregator["metadata"].get("annotations") or {}).get(ATTEMPT, "1"))
+
+
+def phase_of(pod: Mapping[str, Any]) -> str:
+    """Return the phase of a pod, such as ``Running``."""
+    return str((pod.get("status") or {}).get("phase", "Pending"))
 
 
 def resources(
@@ -294,27 +330,21 @@ def _patience(settings: ClusterSettings) -> Manifest:
     }
 
 
-def _failures(action: str, component: str) -> Manifest:
-    exits = {"containerName": component, "operator": "In", "values": [*UNRETRIED]}
+def failure_policy(action: str, container: str, codes: Sequence[int] = UNRETRIED) -> Manifest:
+    """Return a Job's policy that takes an action at these exit codes of a container, and counts no disruption."""
+    exits = {"containerName": container, "operator": "In", "values": [*codes]}
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     return {"rules": [{"action": action, "onExitCodes": exits}, {"action": "Ignore", "onPodConditions": disruption}]}
 
 
-def _template(federation: FederationSpec, component: str, pod: Manifest) -> Manifest:
-    injected = sidecar(federation.settings)
-    metadata = {
-        "labels": {**federation.labels(component), **injected},
-        "annotations": {**federation.settings.annotations, **injected},
-    }
-    return {"metadata": metadata, "spec": pod}
+def pod_template(settings: ClusterSettings, labels: Mapping[str, str], pod: Manifest) -> Manifest:
+    """Return a Job's template of a pod, which gets a sidecar of Istio only if the settings request it.
 
-
-def sidecar(settings: ClusterSettings) -> dict[str, str]:
-    """Return the label, formerly an annotation, that tells Istio to add a sidecar or not: not, unless requested.
-
-    A sidecar that is no native one keeps a Job from ending, and breaks calls before it is ready.
+    A sidecar that is not a native one keeps a Job from ending, and breaks calls before it is ready.
     """
-    return {INJECT: settings.labels.get(INJECT, "false")}
+    injected = {INJECT: settings.labels.get(INJECT, "false")}  # a label; an annotation for older releases of Istio
+    metadata = {"labels": {**labels, **injected}, "annotations": {**settings.annotations, **injected}}
+    return {"metadata": metadata, "spec": pod}
 
 
 def pod_spec(

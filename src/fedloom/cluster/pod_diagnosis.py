@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from fedloom.cluster.exit_status import count_indexes
+from fedloom.cluster.manifests import phase_of
 from fedloom.cluster.refusals import diagnose_refusal
 from fedloom.errors import ExperimentError, FedloomError, QuorumError
 
@@ -74,7 +75,7 @@ def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
         None if it runs, has run, or is being removed.
     """
     status = pod.get("status") or {}
-    if status.get("phase", "Pending") != "Pending" or pod["metadata"].get("deletionTimestamp"):
+    if phase_of(pod) != "Pending" or pod["metadata"].get("deletionTimestamp"):
         return None
     for container in status.get("containerStatuses") or ():
         waiting = container.get("state", {}).get("waiting") or {}
@@ -103,7 +104,7 @@ def count_missing(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> 
     spec, status = job.get("spec") or {}, job.get("status") or {}
     if spec.get("suspend"):
         return 0
-    live = sum((pod.get("status") or {}).get("phase", "Pending") not in ("Succeeded", "Failed") for pod in pods)
+    live = sum(phase_of(pod) not in ("Succeeded", "Failed") for pod in pods)
     given_up = count_indexes(str(status.get("failedIndexes") or ""))
     return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
 

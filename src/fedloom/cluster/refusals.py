@@ -31,20 +31,12 @@ def diagnose_refusal(said: str) -> tuple[type[FedloomError], str] | None:
         return RefusedError, f"set {_settings(found['needed'])}, as required by quota {found['quota']}"
     if found := EXCEEDED.search(said):
         asked = _asked(found["requested"] or "", said)
-        return (
-            RefusedError,
-            f"request less ({asked}), or have the quota raised: kubectl describe quota {found['quota']}",
-        )
+        hint = f"request less ({asked}), or have the quota raised: kubectl describe quota {found['quota']}"
+        return RefusedError, hint
     if found := WEBHOOK.search(said):
-        return (
-            RefusedError,
-            f"change the cluster setting named above, or ask the operator of {found['name']}",
-        )
+        return RefusedError, f"change the cluster setting named above, or ask the operator of {found['name']}"
     if "violates PodSecurity" in said:
-        return (
-            RefusedError,
-            "change the cluster setting named above, or cluster.namespace",
-        )
+        return RefusedError, "change the cluster setting named above, or cluster.namespace"
     if "no PriorityClass with name" in said:
         return ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"
     if "error looking up service account" in said:

@@ -228,17 +228,6 @@ class ClusterSettings(Settings):
         """
         return _read(cls, text or "{}", source)
 
-    @classmethod
-    def from_file(cls, path: Path) -> ClusterSettings:
-        """Read settings from a YAML file.
-
-        Raises
-        ------
-        ExperimentError
-            If the file cannot be read or is not YAML, or a setting is invalid.
-        """
-        return settings_from_file(cls, path)
-
     def with_claims(self, *urls: str | None) -> Self:
         """Return settings whose pods mount the PersistentVolumeClaims of these locations (``pvc://CLAIM/PATH``)."""
         mounted = {mount.get("mountPath") for mount in self.volume_mounts}
@@ -278,6 +267,16 @@ class TaskConfig(Settings):
 
 
 _S = TypeVar("_S", bound=Settings)
+
+
+def completed_from(settings: _S, variables: Mapping[str, str], environment: Mapping[str, str]) -> _S:
+    """Return settings whose missing values are those of environment variables, given the variable of each key."""
+    missing = {
+        key: environment[name]
+        for key, name in variables.items()
+        if getattr(settings, key) is None and environment.get(name)
+    }
+    return settings.model_copy(update=missing)
 
 
 def settings_from_file(settings: type[_S], path: Path) -> _S:

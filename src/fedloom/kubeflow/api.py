@@ -85,7 +85,8 @@ class Kubeflow:
             redirect=False,  # to a login page, or with another method
         )
         client = kfp_server_api.ApiClient(configuration)
-        self._models, self._client = kfp_server_api, client
+        self.models: Any = kfp_server_api  # the generated client's classes, for the bodies of requests
+        self._client = client
         self._health = kfp_server_api.HealthzServiceApi(client)
         self._pipelines = kfp_server_api.PipelineServiceApi(client)
         self._uploads = kfp_server_api.PipelineUploadServiceApi(client)
@@ -109,7 +110,7 @@ class Kubeflow:
             health, _, headers = self._send(
                 self._health.healthz_service_get_healthz_with_http_info, _request_timeout=TIMEOUT_S
             )
-        except self._models.ApiException as error:
+        except self.models.ApiException as error:
             if error.status == 404:
                 raise ExperimentError(self._not_kubeflow("has no such page")) from error
             if _is_xml(error.body):
@@ -142,17 +143,13 @@ class Kubeflow:
 
     def pipeline(self, name: str) -> str | None:
         """Return the id of a pipeline, given its name; None if there is none."""
-        found = self._ask(
-            f"look for the pipeline {name}",
-            self._pipelines.pipeline_service_list_pipelines,
-            filter=_named(name),
-            **self._in_namespace(),
-        )
-        return next((one.pipeline_id for one in found.pipelines or ()), None)
+        find = self._pipelines.pipeline_service_list_pipelines
+        found = self._named("pipeline", name, find, **self.in_namespace()).pipelines
+        return found[0].pipeline_id if found else None
 
     def make_pipeline(self, name: str, description: str) -> str:
         """Create a pipeline without versions, and return its id."""
-        body = self._models.V2beta1Pipeline(display_name=name, description=description, **self._in_namespace())
+        body = self.models.V2beta1Pipeline(display_name=name, description=description, **self.in_namespace())
         made = self._ask(f"create the pipeline {name}", self._pipelines.pipeline_service_create_pipeline, body)
         return str(made.pipeline_id)
 
@@ -162,13 +159,9 @@ class Kubeflow:
 
     def version(self, pipeline: str, name: str) -> str | None:
         """Return the id of a version of a pipeline, given its name; None if there is none."""
-        found = self._ask(
-            f"look for the version {name}",
-            self._pipelines.pipeline_service_list_pipeline_versions,
-            pipeline,
-            filter=_named(name),
-        )
-        return next((one.pipeline_version_id for one in found.pipeline_versions or ()), None)
+        find = self._pipelines.pipeline_service_list_pipeline_versions
+        found = self._named("version", name, find, pipeline).pipeline_versions
+        return found[0].pipeline_version_id if found else None
 
     def upload(self, pipeline: str, name: str, file: Path, description: str) -> str:
         """Upload a version of a pipeline, and return its id."""
@@ -193,17 +186,13 @@ class Kubeflow:
 
     def experiment(self, name: str) -> str | None:
         """Return the id of a Kubeflow experiment (a folder of runs), given its name; None if there is none."""
-        found = self._ask(
-            f"look for the experiment {name}",
-            self._experiments.experiment_service_list_experiments,
-            filter=_named(name),
-            **self._in_namespace(),
-        )
-        return next((one.experiment_id for one in found.experiments or ()), None)
+        find = self._experiments.experiment_service_list_experiments
+        found = self._named("experiment", name, find, **self.in_namespace()).experiments
+        return found[0].experiment_id if found else None
 
     def make_experiment(self, name: str) -> str:
         """Create a Kubeflow experiment, and return its id."""
-        body = self._models.V2beta1Experiment(display_name=name, **self._in_namespace())
+        body = self.models.V2beta1Experiment(display_name=name, **self.in_namespace())
         made = self._ask(f"create the experiment {name}", self._experiments.experiment_service_create_experiment, body)
         return str(made.experiment_id)
 
@@ -223,26 +212,21 @@ class Kubeflow:
         description: str,
     ) -> str:
         """Start a run, and return its id."""
-        body = self._models.V2beta1Run(
+        body = self.models.V2beta1Run(
             display_name=name,
             description=description,
             experiment_id=experiment,
-            pipeline_version_reference=self._models.V2beta1PipelineVersionReference(pipeline, version),
-            runtime_config=self._models.V2beta1RuntimeConfig(parameters=arguments, pipeline_root=root),
+            pipeline_version_reference=self.models.V2beta1PipelineVersionReference(pipeline, version),
+            runtime_config=self.models.V2beta1RuntimeConfig(parameters=arguments, pipeline_root=root),
             service_account=service_account,
         )
         return str(self._ask(f"start the run {name}", self._runs.run_service_create_run, body).run_id)
 
     def runs(self, name: str, experiment: str, description: str) -> list[str]:
         """Return the ids of the runs with a name and a description in a Kubeflow experiment."""
-        found = self._ask(
-            f"look for the run {name}",
-            self._runs.run_service_list_runs,
-            filter=_named(name),
-            experiment_id=experiment,
-            **self._in_namespace(),
-        )
-        return [one.run_id for one in found.runs or () if one.description == description]
+        find = self._runs.run_service_list_runs
+        found = self._named("run", name, find, experiment_id=experiment, **self.in_namespace()).runs
+        return [one.run_id for one in found or () if one.description == description]
 
     def run(self, run: str) -> Any:
         """Return a run, with ``state``, ``error`` and ``run_details.task_details``."""
@@ -299,14 +283,9 @@ class Kubeflow:
                 _preload_content=False,
                 _request_timeout=TIMEOUT_S,
             )
-        except (self._models.ApiException, HTTPError):
+        except (self.models.ApiException, HTTPError):
             return False
         return answer.status == 200 and "html" in str(answer.headers.get("Content-Type"))
-
-    @property
-    def models(self) -> Any:
-        """Classes of the generated client, for the bodies of requests."""
-        return self._models
 
     def request(self, what: str, service: str, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of one of the generated services.
@@ -316,7 +295,7 @@ class Kubeflow:
         what
             Description for messages: "not allowed to WHAT".
         """
-        return self._ask(what, getattr(getattr(self._models, service)(self._client), method), *arguments, **named)
+        return self._ask(what, getattr(getattr(self.models, service)(self._client), method), *arguments, **named)
 
     def pages(self, what: str, service: str, method: str, items: str, *arguments: Any, **named: Any) -> Iterator[Any]:
         """Yield the items of every page of a list."""
@@ -329,17 +308,19 @@ class Kubeflow:
 
     def in_namespace(self) -> dict[str, str]:
         """Return the argument ``namespace`` of a list, if there is any."""
-        return self._in_namespace()
-
-    def _in_namespace(self) -> dict[str, str]:
         return {} if self.namespace is None else {"namespace": self.namespace}
+
+    def _named(self, kind: str, name: str, find: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Return a list of the objects of a kind that have this name."""
+        by_name = {"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]}
+        return self._ask(f"look for the {kind} {name}", find, *arguments, filter=json.dumps(by_name), **named)
 
     def _ask(self, what: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         from urllib3.exceptions import HTTPError
 
         try:
             found = self._send(call, *arguments, _request_timeout=TIMEOUT_S, **named)
-        except self._models.ApiException as error:
+        except self.models.ApiException as error:
             raise self._failure(what, error) from error
         except HTTPError as error:
             raise self._unreachable(error) from error
@@ -356,7 +337,7 @@ class Kubeflow:
         self._client.cookie = None if cookie is None else cookie.value
         try:
             return call(*arguments, **named)
-        except self._models.ApiException as error:
+        except self.models.ApiException as error:
             if not asks_for_login(error) or credential is None or not credential.renew():
                 raise
         self._client.cookie = None if cookie is None else cookie.value
@@ -384,7 +365,3 @@ class Kubeflow:
 def _is_xml(body: Any) -> bool:
     """Return True if a response is XML, as object stores send."""
     return body_text(body).lstrip().startswith("<?xml")
-
-
-def _named(name: str) -> str:
-    return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})

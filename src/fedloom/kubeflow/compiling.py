@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 import fedloom
 from fedloom.errors import ExperimentError
@@ -70,6 +75,17 @@ def compile_to(name: str, path: Path) -> None:
     from kfp.compiler import Compiler
 
     Compiler().compile(load_pipeline(name), str(path))
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield the documents of a compiled pipeline, its specification and that of its platform, and write them back."""
+    text = path.read_text(encoding="utf-8")
+    head = re.match(r"(#.*\n)*", text)
+    spec, platform = yaml.safe_load_all(text)
+    yield spec, platform
+    documents = yaml.dump_all([spec, platform], sort_keys=True)
+    path.write_text((head[0] if head else "") + documents, encoding="utf-8")
 
 
 def version_of(path: Path) -> str:

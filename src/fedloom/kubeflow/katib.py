@@ -8,7 +8,6 @@ The sources of Katib define what it expects: ``pkg/apis/controller/experiments/v
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import shlex
@@ -21,14 +20,17 @@ from fedloom.cluster.federate import check_cluster_settings, storage_environment
 from fedloom.cluster.manifests import (
     CHECKPOINT_GRACE_S,
     INSTANCE,
+    LONGEST_NAME,
     MANAGED_BY,
     NAME,
     UNRETRIED,
     Manifest,
+    check_short_name,
     container_spec,
+    failure_policy,
     pod_spec,
+    pod_template,
     resources,
-    sidecar,
 )
 from fedloom.cluster.settings import AggregatorPod, ClusterSettings, TaskConfig
 from fedloom.core.words import shortened
@@ -49,9 +51,6 @@ CONTAINER = "trial"
 
 MOUNTED = "/etc/fedloom"
 """Folder of a trial's pod with the experiment file."""
-
-LONGEST_NAME = 40
-"""Maximum length of an Experiment's name in Katib, which appends to it for each trial."""
 
 PARALLEL = 3
 """Default number of parallel trials, as Katib's."""
@@ -112,14 +111,7 @@ class KatibSearch:
         Raise ExperimentError if the given name is not valid.
         """
         if self.place.name is not None:
-            if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.place.name):
-                raise ExperimentError(
-                    f"{argument('name')} must be at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a "
-                    f"letter to a letter or digit (got {shortened(self.place.name)}).",
-                    key="name",
-                    found=self.place.name,
-                )
-            return self.place.name
+            return check_short_name(self.place.name)
         parts = [self.base.resolved_yaml(), self.plan.space.model_dump_json(), self.place.partition]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
         plain = re.sub(r"[^a-z0-9]+", "-", self.base.name.lower()).strip("-")
@@ -364,9 +356,6 @@ def _job(search: KatibSearch, named: Mapping[str, str]) -> Manifest:
     where = AggregatorPod(tolerations=s.tolerations, node_selector=s.node_selector)
     pod = pod_spec(s, container, CHECKPOINT_GRACE_S, where, s.affinity)
     pod["volumes"] += [{"name": "experiment", "configMap": {"name": search.title}}]
-    injected = sidecar(s)
-    exits = {"containerName": CONTAINER, "operator": "In", "values": sorted({*UNRETRIED, int(ExitCode.QUORUM)})}
-    disruption = [{"type": "DisruptionTarget", "status": "True"}]
     annotations = {"annotations": {**s.annotations}} if s.annotations else {}
     queue = {} if s.queue_name is None else {"kueue.x-k8s.io/queue-name": s.queue_name}
     return {
@@ -377,16 +366,8 @@ def _job(search: KatibSearch, named: Mapping[str, str]) -> Manifest:
             "backoffLimit": s.retries,
             "activeDeadlineSeconds": math.ceil(s.deadline_s),
             "podReplacementPolicy": "Failed",
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": exits},
-                    {"action": "Ignore", "onPodConditions": disruption},
-                ]
-            },
-            "template": {
-                "metadata": {"labels": {**search.labels, **injected}, "annotations": {**s.annotations, **injected}},
-                "spec": pod,
-            },
+            "podFailurePolicy": failure_policy("FailJob", CONTAINER, sorted({*UNRETRIED, int(ExitCode.QUORUM)})),
+            "template": pod_template(s, search.labels, pod),
         },
     }
 
@@ -406,10 +387,3 @@ def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
 
 def _settings(values: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"name": name, "value": str(value)} for name, value in values.items()]
-
-
-def as_documents(objects: Sequence[Manifest]) -> str:
-    """Return objects as a YAML file for ``kubectl apply -f``."""
-    from fedloom.experiment.yaml_reader import as_yaml_document
-
-    return "---\n".join(as_yaml_document(json.loads(json.dumps(one)), blocks=True) for one in objects)

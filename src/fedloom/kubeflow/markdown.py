@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.tasks.headline import headline_of, values_of
+from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
 from fedloom.tasks.names import Headline
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare import RunComparison
-
-DASH = "–"
-GROUPS = {"seen": "seen", "unseen": "unseen", "global model": "global"}
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -28,30 +25,15 @@ def _cell(text: str) -> str:
 def results(statistics: Mapping[str, Any]) -> str:
     """Return the results of an evaluation by group: ``seen``, ``unseen`` and ``global`` as in ``summary.json``."""
     headline = headline_of(statistics)
-    rows = [
-        (label, str(int(row["clients"])), *_values(row, headline), f"{row['loss_mean']:.4f}")
-        for label, group in GROUPS.items()
-        if (row := statistics[group]) is not None
-    ]
     head = (
         f"**{statistics['name']}** · {statistics['algorithm']} · seed {statistics['seed']} · "
         f"after round {statistics['round']}\n\nTest {_titled(headline)}, mean ± standard deviation over clients.\n\n"
     )
-    return head + table(("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"), rows)
+    return head + table(RESULT_HEADINGS, result_rows(statistics, headline.shown))
 
 
 def _titled(headline: Headline) -> str:
     return f"{headline.title} in percent" if headline.percent else headline.title
-
-
-def _values(row: Mapping[str, Any], headline: Headline) -> tuple[str, ...]:
-    """Return four cells for a group's headline metric, with dashes for unknown values."""
-    found = values_of(row, headline)
-    mean, std, decile, worst, pooled = (
-        DASH if value is None else headline.shown(value)
-        for value in (found.mean, found.std, found.worst_decile, found.worst, found.pooled)
-    )
-    return (mean if found.std is None else f"{mean} ± {std}", decile, worst, pooled)
 
 
 def comparison(found: RunComparison) -> str:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import AfterValidator, Field
 
-from fedloom.cluster.settings import Gpu, KubernetesObject, Quantities, Words, settings_from_file
+from fedloom.cluster.settings import Gpu, KubernetesObject, Quantities, Words
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.validation_errors import abbreviated, closest
+from fedloom.kubeflow.compiling import edited
 from fedloom.storage.claim import ClaimPlace, claims_of
 
 EXECUTOR = "exec-"
@@ -117,17 +117,6 @@ class PodSettings(Settings):
         "those of `storage` and `--source`.",
     )
 
-    @classmethod
-    def from_file(cls, path: Path) -> PodSettings:
-        """Read settings from a YAML file.
-
-        Raises
-        ------
-        ExperimentError
-            If the file cannot be read or is not YAML, or a setting is invalid.
-        """
-        return settings_from_file(cls, path)
-
 
 @dataclass(frozen=True)
 class PipelineChanges:
@@ -168,24 +157,20 @@ class PipelineChanges:
         """
         if self == PipelineChanges():
             return
-        text = path.read_text(encoding="utf-8")
-        head = re.match(r"(#.*\n)*", text)
-        spec, platform = yaml.safe_load_all(text)
-        if not self.cached:
-            for task in _tasks(spec):
-                task["cachingOptions"] = {}
-        executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-        for name, pod in self._pods(spec):
-            _set_resources(spec["deploymentSpec"]["executors"][EXECUTOR + name]["container"], pod)
-            _set_platform(executors.setdefault(EXECUTOR + name, {}), pod)
-            if _changes_place(pod):  # on the task's own pod; otherwise Kubeflow hands it to the component
-                spec["components"][f"comp-{name}"].pop("taskConfigPassthroughs", None)
-        for config in executors.values():
-            if "secretAsEnv" in config and self.claims:
-                config["pvcMount"] = [_mount(place) for place in self.claims]
-        _check(executors)
-        documents = yaml.dump_all([spec, platform], sort_keys=True)
-        path.write_text((head[0] if head else "") + documents, encoding="utf-8")
+        with edited(path) as (spec, platform):
+            if not self.cached:
+                for task in _tasks(spec):
+                    task["cachingOptions"] = {}
+            executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+            for name, pod in self._pods(spec):
+                _set_resources(spec["deploymentSpec"]["executors"][EXECUTOR + name]["container"], pod)
+                _set_platform(executors.setdefault(EXECUTOR + name, {}), pod)
+                if _changes_place(pod):  # on the task's own pod; otherwise Kubeflow hands it to the component
+                    spec["components"][f"comp-{name}"].pop("taskConfigPassthroughs", None)
+            for config in executors.values():
+                if "secretAsEnv" in config and self.claims:
+                    config["pvcMount"] = [_mount(place) for place in self.claims]
+            _check(executors)
 
     def _pods(self, spec: Mapping[str, Any]) -> Iterator[tuple[str, TaskPod]]:
         executors = spec["deploymentSpec"]["executors"]

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 import fedloom
-from fedloom.cluster.settings import settings_from_file
+from fedloom.cluster.settings import completed_from, settings_from_file
 from fedloom.core.settings import Settings
 from fedloom.data.problem import TrainedPrivately
 from fedloom.errors import DataError, ExperimentError, argument
@@ -57,12 +57,7 @@ class RegistrySettings(Settings):
             If the file cannot be read, or a setting is invalid.
         """
         found = cls(url=where) if where is None or "://" in where else settings_from_file(cls, Path(where))
-        missing = {
-            key: environment[name]
-            for key, name in VARIABLES.items()
-            if getattr(found, key) is None and environment.get(name)
-        }
-        return found.model_copy(update=missing)
+        return completed_from(found, VARIABLES, environment)
 
     def connect(self) -> ModelRegistry:
         """Return the registry.

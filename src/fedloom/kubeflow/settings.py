@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
-from fedloom.cluster.settings import settings_from_file
+from fedloom.cluster.settings import completed_from, settings_from_file
 from fedloom.core.settings import Settings
 from fedloom.kubeflow.api import Kubeflow
 from fedloom.kubeflow.authentication import access
@@ -80,13 +79,7 @@ class KubeflowSettings(Settings):
         else:
             found = settings_from_file(cls, Path(where))
         identified = found.token or found.token_command or found.cookie or found.in_cluster
-        known = VARIABLES if identified else VARIABLES | LOGIN_VARIABLES
-        missing: dict[str, Any] = {
-            key: environment[name]
-            for key, name in known.items()
-            if getattr(found, key) is None and environment.get(name)
-        }
-        return found.model_copy(update=missing)
+        return completed_from(found, VARIABLES if identified else VARIABLES | LOGIN_VARIABLES, environment)
 
     @property
     def store(self) -> StoreSecret:

@@ -8,15 +8,13 @@ Kubeflow fixes the keys that a task reads when a pipeline is compiled, so they a
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fedloom.core.words import parsed_json
+from fedloom.kubeflow.compiling import edited
 
 ACCESS_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Variables that every pod with access to the store needs."""
@@ -43,22 +41,18 @@ class StoreSecret:
         """Change the tasks with access to the store in a compiled pipeline; by default the file is not touched."""
         if self == StoreSecret():
             return
-        text = path.read_text(encoding="utf-8")
-        head = re.match(r"(#.*\n)*", text)
-        spec, platform = yaml.safe_load_all(text)
-        for name, config in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].items():
-            for secret in config.get("secretAsEnv", ()):
-                known = {one["envVar"]: one["secretKey"] for one in secret["keyToEnv"]}
-                if ACCESS_KEYS[0] not in known:
-                    continue
-                known |= self.keys
-                if self.endpoint is not None:
-                    known.pop(_ENDPOINT, None)
-                    container = spec["deploymentSpec"]["executors"][name]["container"]
-                    container["env"] = [*container.get("env", ()), {"name": _ENDPOINT, "value": self.endpoint}]
-                secret["keyToEnv"] = [{"secretKey": key, "envVar": variable} for variable, key in known.items()]
-        documents = yaml.dump_all([spec, platform], sort_keys=True)
-        path.write_text((head[0] if head else "") + documents, encoding="utf-8")
+        with edited(path) as (spec, platform):
+            for name, config in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].items():
+                for secret in config.get("secretAsEnv", ()):
+                    known = {one["envVar"]: one["secretKey"] for one in secret["keyToEnv"]}
+                    if ACCESS_KEYS[0] not in known:
+                        continue
+                    known |= self.keys
+                    if self.endpoint is not None:
+                        known.pop(_ENDPOINT, None)
+                        container = spec["deploymentSpec"]["executors"][name]["container"]
+                        container["env"] = [*container.get("env", ()), {"name": _ENDPOINT, "value": self.endpoint}]
+                    secret["keyToEnv"] = [{"secretKey": key, "envVar": variable} for variable, key in known.items()]
 
     def for_client_pods(self, cluster: str) -> str:
         """Return cluster settings as JSON, with these keys and this endpoint where they give none."""

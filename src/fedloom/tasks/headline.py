@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline
@@ -53,6 +53,33 @@ def metrics_of(group: Mapping[str, Any]) -> dict[str, MetricValues]:
     if MODEL_LOSS.name not in found and group.get("loss_mean") is not None:
         found[MODEL_LOSS.name] = MetricValues(group["loss_mean"])
     return found
+
+
+RESULT_HEADINGS = ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss")
+"""Headings of the table of results."""
+
+
+def result_rows(results: Mapping[str, Any], shown: Callable[[float], str]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of results: a group of clients each, with dashes for unknown values.
+
+    Parameters
+    ----------
+    shown
+        Returns a value of the headline metric as text.
+    """
+    headline, rows = headline_of(results), []
+    for name in GROUPS:
+        if (group := results[name]) is None:
+            continue
+        found = values_of(group, headline)
+        mean, std, *rest = (
+            "–" if value is None else shown(value)
+            for value in (found.mean, found.std, found.worst_decile, found.worst, found.pooled)
+        )
+        label = "global model" if name == "global" else name
+        middle = mean if found.std is None else f"{mean} ± {std}"
+        rows.append((label, str(int(group["clients"])), middle, *rest, f"{group['loss_mean']:.4f}"))
+    return rows
 
 
 def validation_value(line: Mapping[str, Any]) -> float | None:

@@ -1,12 +1,33 @@
-"""Options for connections, shared by several commands (docs/security.md). None takes a secret."""
+"""Arguments and options that several commands have. Those for connections (docs/security.md) take no secret."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+ExperimentFile = Annotated[
+    str, typer.Argument(help="The experiment file, or its URL in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
+]
+Space = Annotated[
+    Path, typer.Option(help="YAML file: the keys to search, and how (docs/search.md).", metavar="SPACE.yaml")
+]
+TrialCount = Annotated[
+    int | None,
+    typer.Option(
+        "--trials",
+        help="Number of trials; by default the file's, or 20, or with sampler grid all combinations.",
+        min=1,
+        metavar="N",
+    ),
+]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ClientCredentials = Annotated[
     Path | None,
     typer.Option(
@@ -52,3 +73,12 @@ Metrics = Annotated[
     str | None,
     typer.Option(help="Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
 ]
+
+
+def refuse_options(values: Mapping[str, object], reason: str) -> None:
+    """Raise ExperimentError for the first option whose value is neither None nor False; the message begins with it."""
+    from fedloom.errors import ExperimentError
+
+    for option, value in values.items():
+        if value is not None and value is not False:
+            raise ExperimentError(f"{option} {reason}", key=option.removeprefix("--"))
