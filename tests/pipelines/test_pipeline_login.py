@@ -219,7 +219,7 @@ def test_a_refused_token_tells_what_it_is_and_not_its_text(
     ended = jwt(lasts_s=-60.0, aud=["https://kubernetes.default.svc"])
     api.gateway, api.tokens = gateway, {jwt(): 10}
     said = failed(submit(token=ended), RefusedError)
-    assert tells(said, "system:serviceaccount:team-a:default-editor", "https://kubernetes.default.svc", "ended at")
+    assert tells(said, "system:serviceaccount:team-a:default-editor", "https://kubernetes.default.svc", "expired at")
     assert tells(said, "kubectl create token")
     assert not any(part in said for part in ended.split("."))
 

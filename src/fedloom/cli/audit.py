@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,13 +14,6 @@ from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.runner.audit_canaries import CanaryOptions
-
-
-class CanaryKind(StrEnum):
-    """Kind of canaries."""
-
-    CLIENTS = "clients"
-    EXAMPLES = "examples"
 
 
 def audit_command(
@@ -45,7 +37,9 @@ def audit_command(
             metavar="M",
         ),
     ] = None,
-    of: Annotated[CanaryKind, typer.Option(help="With --canaries, what a canary is.")] = CanaryKind.CLIENTS,
+    of: Annotated[
+        Literal["clients", "examples"], typer.Option(help="With --canaries, the kind of canaries.")
+    ] = "clients",
     norm: Annotated[
         float | None,
         typer.Option(
@@ -84,9 +78,7 @@ def audit_command(
         refuse_options(of_run, "is for a run, and --canaries for an experiment.")
         from fedloom.runner.audit_canaries import CanaryOptions
 
-        run = _audit_experiment(
-            where, set_, CanaryOptions(canaries, of.value, out, partition, norm, data=tuple(data or ()))
-        )
+        run = _audit_experiment(where, set_, CanaryOptions(canaries, of, out, partition, norm, data=tuple(data or ())))
     show_audit(run)
 
 

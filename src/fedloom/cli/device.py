@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from fedloom.cli.options import Json
 
 
-class Device(StrEnum):
-    """Device to check."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
 def device_command(
-    device: Annotated[Device, typer.Argument(help="Device to check, as in runtime.device.")] = Device.CUDA,
+    device: Annotated[Literal["cuda", "cpu"], typer.Argument(help="Device to check, as in runtime.device.")] = "cuda",
     clients: Annotated[int, typer.Option(help="Clients that train together.", min=1, metavar="N")] = 16,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +25,7 @@ def device_command(
     from fedloom.runner.assemble import use_device
     from fedloom.runner.device import check_device
 
-    found = use_device(device.value, 1)
+    found = use_device(device, 1)
     name = torch.cuda.get_device_name() if found.type == "cuda" else "CPU"
     rows = check_device(found, clients)
     if as_json:
@@ -58,5 +50,5 @@ def device_command(
             f"{name} does not compute what a CPU computes, or not the same bits twice: {', '.join(wrong)}",
             hint="use another device, driver or torch; results from this one would be wrong",
             key="runtime.device",
-            found=device.value,
+            found=device,
         )

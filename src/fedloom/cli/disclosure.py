@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 SUMMED = (
-    "Secure aggregation: the aggregator receives what is known in sums only as integers under random masks, and can "
-    "read the sum over three clients or more. With them go public keys, signatures, encrypted shares of random secrets "
-    "and checksums (docs/secure-sums.md). Other clients of a sum learn this client's id and public key."
+    "Secure aggregation: the aggregator receives the quantities marked `in sums only` as integers under random masks, "
+    "and can read only their sum over three clients or more. It also receives public keys, signatures, encrypted "
+    "shares of random secrets, and checksums (docs/secure-sums.md). Other clients of a sum learn this client's id and "
+    "public key."
 )
 """Sentences about answers that are only summed."""
 
@@ -43,8 +44,8 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
             check_only_sums(e.federation.secure_aggregation)
         trained, measured = of_experiment(e, clients)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
-    for told in announcements(clients, class_counts=options.class_counts):
-        typer.echo(f"  {json.dumps(told)}")
+    for announcement in announcements(clients, class_counts=options.class_counts):
+        typer.echo(f"  {json.dumps(announcement)}")
     if is_measured(e, clients):
         secure = e is not None and e.federation.secure_aggregation is not None
         _show("\nOnce, if normalization is measured, for training clients", moment_tensors(only_summed=secure))
@@ -62,8 +63,8 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
         if e.federation.privacy is not None:
             typer.echo(f"\n{_noise(e.federation.privacy)}")
     typer.echo(
-        "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. Nothing was "
-        "sent now."
+        "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. This command "
+        "has sent nothing."
     )
 
 

@@ -1,4 +1,4 @@
-"""End of standard input, which a child process gets when its parent dies."""
+"""End of standard input, by which a child process notices the death of its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedloom ledger``: what a client's trainings and requests have cost its examples together."""
+"""``fedloom ledger``: total privacy cost of a client's trainings and requests."""
 
 from __future__ import annotations
 
@@ -97,23 +97,25 @@ def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
 
 
 def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
-    said = [
+    sentences = [
         "The total is for replacing one training example by another, toward whoever sees the descriptors and the "
         "trained models."
     ]
     if any(line["neighbouring"] == "add-or-remove-one" for line in found.trainings):
-        said.append(
+        sentences.append(
             "Replacing an example reveals more than adding or removing one, for which a training with Poisson samples "
             "states its ε."
         )
     if any(line["unit"] == "clients" for line in found.trainings):
-        said.append("A training that protects a whole client also protects each of its examples, and is counted so.")
+        sentences.append(
+            "A training that protects a whole client also protects each of its examples, and is counted so."
+        )
     if found.trainings:
-        said.append("The aggregator of a training may learn more than readers do: see the run's claim.")
+        sentences.append("The aggregator of a training may learn more than readers do: see the run's claim.")
     if is_basic:
         claims = sum(line["releases"] is None for line in found.trainings)
-        said.append(
+        sentences.append(
             f"The mechanism of {pluralize(claims, 'training')} is not known, so its ε and δ were added (basic "
             "composition), after conversion to replacing one. Count it from the run's folder for a smaller total."
         )
-    return said
+    return sentences

@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from enum import StrEnum
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -96,13 +95,6 @@ app.add_typer(token.app, name="token")
 app.add_typer(certificates.app, name="certificates")
 
 
-class LogFormat(StrEnum):
-    """Format of the log."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"fedloom {fedloom.__version__}")
@@ -117,11 +109,11 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     log_format: Annotated[
-        LogFormat,
+        Literal["text", "json"],
         typer.Option(
             envvar="FEDLOOM_LOG_FORMAT", help="Format of the log; json: one object per line, without progress bars."
         ),
-    ] = LogFormat.TEXT,
+    ] = "text",
     tracing: Annotated[
         bool,
         typer.Option(
@@ -136,7 +128,7 @@ def options(
     context.with_resource(arguments_as_options())
     # The root logger stays at WARNING: other libraries' details would drown ours.
     shown = logging.StreamHandler()
-    as_json = log_format is LogFormat.JSON
+    as_json = log_format == "json"
     shown.setFormatter(JsonLines() if as_json else _Printable("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
@@ -186,7 +178,7 @@ class _Printable(logging.Formatter):
 
 
 class _Terminated(BaseException):
-    """SIGTERM received before a command handles it; not an Exception, which an import in progress would swallow."""
+    """SIGTERM received before a command handles it; not an Exception, which an import in progress could catch."""
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

@@ -153,7 +153,8 @@ def _submit(
     cluster: Cluster = None,
     pods: Pods = None,
     run_name: Annotated[
-        str | None, typer.Option("--name", help="Name of the run, or of the schedule.", metavar="TEXT")
+        str | None,
+        typer.Option("--name", help="Name of the run or schedule; by default the experiment's.", metavar="TEXT"),
     ] = None,
     label: Labels = None,
     no_cache: NoCache = False,

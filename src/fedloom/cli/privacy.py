@@ -1,4 +1,4 @@
-"""``fedloom privacy``: what the privacy of a training costs, before it runs."""
+"""``fedloom privacy``: cost of the privacy of a training, before it runs."""
 
 from __future__ import annotations
 

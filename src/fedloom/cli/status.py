@@ -145,9 +145,9 @@ def _stop(
 ) -> None:
     """Stop after the current round. To continue later, start the aggregator with `--resume`."""
     with _dialled(address, credentials, insecure) as asked:
-        told = asked.stop(now=now)
-    when = "now" if now or told.doing is None else f"after round {told.doing}"
-    _say(f"{told.run} stops {when}; continue by restarting its aggregator with --resume")
+        status = asked.stop(now=now)
+    when = "now" if now or status.doing is None else f"after round {status.doing}"
+    _say(f"{status.run} stops {when}; continue by restarting its aggregator with --resume")
 
 
 # ---- sources
@@ -164,7 +164,7 @@ def _dialled(address: str, credentials: Path | None, insecure: bool) -> Iterator
 
 @contextmanager
 def _open_source(where: str | None, credentials: Path | None, insecure: bool) -> Iterator[_Source]:
-    """Yield the source for an argument: a store if it is a URL, an aggregator if ``HOST:PORT``, otherwise a folder."""
+    """Yield the source that an argument names: a store by its URL, an aggregator as ``HOST:PORT``, or a folder."""
     from fedloom.storage import is_url
 
     if where is not None and is_url(where):

@@ -96,7 +96,7 @@ def worker(
         typer.Option(
             "--only-sums",
             help="Refuse an aggregator whose experiment has no secure aggregation with signed keys, or a weaker one "
-            "than by default, so that no update of these clients is ever known alone.",
+            "than by default, so that nobody sees the update of a single client.",
             envvar="FEDLOOM_ONLY_SUMS",
         ),
     ] = False,

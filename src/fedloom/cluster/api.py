@@ -216,7 +216,7 @@ class Api:
             }
             try:
                 answer = self._call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
-            except (_Absent, _Forbidden):  # rights cannot be queried; then the first refused request will tell
+            except (_Absent, _Forbidden):  # rights cannot be queried; then the first request that needs one fails
                 return []
             if not answer.get("status", {}).get("allowed", False):
                 missing.append(f"{verb} {name}")
@@ -284,24 +284,24 @@ class Api:
         return response
 
     def _failure(self, error: Any, doing: str) -> FedloomError:
-        said, where = _message(error), f"Kubernetes, namespace {self.namespace}"
+        message, where = _message(error), f"Kubernetes, namespace {self.namespace}"
         if error.status == 404:
-            return _Absent(f"{where}: {said}", hint=f"kubectl create namespace {self.namespace}")
+            return _Absent(f"{where}: {message}", hint=f"kubectl create namespace {self.namespace}")
         if error.status == 409:
-            return _Conflict(f"{where}: {said}")
+            return _Conflict(f"{where}: {message}")
         if error.status == 401:
             return RefusedError(
-                f"the Kubernetes API at {self.server} does not accept these credentials: {said}",
+                f"the Kubernetes API at {self.server} does not accept these credentials: {message}",
                 hint="log in again, or set KUBECONFIG to a valid kubeconfig",
             )
-        if refused := diagnose_refusal(said):
+        if refused := diagnose_refusal(message):
             kind, hint = refused
-            return kind(f"{where}: {said}", hint=hint)
+            return kind(f"{where}: {message}", hint=hint)
         if error.status == 403:
-            return _Forbidden(f"{where}: {said}", hint=rights_hint(self.namespace))
+            return _Forbidden(f"{where}: {message}", hint=rights_hint(self.namespace))
         if error.status in (400, 422):
-            return _Invalid(f"{where}: {said}", hint="change the cluster setting named above")
-        return RefusedError(f"{where}: {doing}: {error.status} {said}")
+            return _Invalid(f"{where}: {message}", hint="change the cluster setting named above")
+        return RefusedError(f"{where}: {doing}: {error.status} {message}")
 
 
 class _Absent(ExperimentError):
@@ -364,10 +364,10 @@ def _message(error: Any) -> str:
     """Return the API server's message, without the surrounding structure."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
-        said = parsed_json(body).get("message")
+        found = parsed_json(body).get("message")
     except (ValueError, AttributeError):
-        said = body.strip()[:200]
-    return str(said or error.reason)
+        found = body.strip()[:200]
+    return str(found or error.reason)
 
 
 def _innermost(error: BaseException) -> str:

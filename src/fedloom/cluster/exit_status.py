@@ -38,11 +38,11 @@ class Exit:
     @property
     def summary(self) -> str:
         """Message of the error that the process reported, else the last line that it printed."""
-        told = ChildReport(self.message)
-        if told.failure is not None:
-            return told.failure.message
-        said = told.bug or "\n".join(told.notices) or self.message
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        reports = ChildReport(self.message)
+        if reports.failure is not None:
+            return reports.failure.message
+        text = reports.bug or "\n".join(reports.notices) or self.message
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         return lines[-1] if lines else "it left no message"
 
     def explain(self, component: str) -> tuple[str, str | None]:
@@ -114,7 +114,7 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
     Parameters
     ----------
     job
-        The workers' Job; a worker that ended successfully was told that the run is over.
+        The workers' Job; a worker ends successfully once it knows that the run is over.
     end
         Outcome of the Job.
     failed

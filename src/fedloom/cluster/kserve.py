@@ -61,7 +61,7 @@ def kserve_objects(uri: str, name: str, settings: ClusterSettings, model_format:
     settings
         Image, and settings of the pods as of an aggregator.
     model_format
-        One of :data:`FORMATS`.
+        A key of :data:`FORMATS`.
 
     Raises
     ------

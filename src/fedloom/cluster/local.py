@@ -21,7 +21,7 @@ if sys.platform == "linux":
         sys.exit(128 + signal.SIGTERM)
 runpy.run_module("fedloom", run_name="__main__", alter_sys=True)
 """
-"""``python -m fedloom`` that ends when the launcher is killed, which could not stop it then.
+"""``python -m fedloom`` that ends when the launcher is killed, because a killed launcher cannot stop it.
 
 The new process sets this up itself: a ``preexec_fn`` may crash in a process with threads.
 """
@@ -50,7 +50,7 @@ def run_locally(
     out
         The run's folder. An existing run of the same experiment is resumed.
     publish
-        URL at which the run is published as it grows, and from which a run of which only that is left is resumed.
+        URL at which the run is published as it grows; a run that exists only there is resumed from it.
     deadline_s
         Maximum duration of the run.
     say
@@ -68,7 +68,7 @@ def run_locally(
     late = threading.Event()
     last = ""
     temporary = tempfile.TemporaryDirectory(prefix="fedloom-run-")
-    told = Path(temporary.name) / "told.jsonl"
+    reports = Path(temporary.name) / "reports.jsonl"
     # New session: Ctrl-C reaches only this process, which passes it on once, so that the current round can finish.
     with (
         temporary,
@@ -79,7 +79,7 @@ def run_locally(
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             start_new_session=True,
-            env=environment(os.environ, told),
+            env=environment(os.environ, reports),
         ) as process,
     ):
 
@@ -97,7 +97,7 @@ def run_locally(
                 say(line.rstrip("\n"))
                 last = line if line.strip() else last
             code = process.wait()
-            failure = _failure(code, ChildReport(told), last, late=late.is_set(), deadline_s=deadline_s)
+            failure = _failure(code, ChildReport(reports), last, late=late.is_set(), deadline_s=deadline_s)
         except BaseException:
             _end(process)
             raise
@@ -115,7 +115,9 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _failure(code: int, told: ChildReport, last: str, *, late: bool, deadline_s: float | None) -> FedloomError | None:
+def _failure(
+    code: int, reports: ChildReport, last: str, *, late: bool, deadline_s: float | None
+) -> FedloomError | None:
     if code == 0:
         return None
     if late:
@@ -123,8 +125,8 @@ def _failure(code: int, told: ChildReport, last: str, *, late: bool, deadline_s:
             f"the federation exceeded its limit of {deadline_s:g} s (cluster.deadline_s)",
             hint="run it again with the same folder to continue from its last checkpoint",
         )
-    if told.failure is not None:
-        return told.failure
+    if reports.failure is not None:
+        return reports.failure
     if code < 0:
         return InterruptedRun(f"fedloom run was ended by signal {-code}", hint="run it again to continue")
-    return WorkerLostError(f"fedloom run {told.ended(code, last)}", hint="run it again to continue")
+    return WorkerLostError(f"fedloom run {reports.ended(code, last)}", hint="run it again to continue")

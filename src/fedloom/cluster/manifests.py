@@ -36,7 +36,7 @@ AGGREGATOR, WORKER = "aggregator", "worker"
 FINAL = (int(ExitCode.EXPERIMENT), int(ExitCode.DATA), int(ExitCode.REFUSED))
 """Exit codes that another attempt would only repeat."""
 UNRETRIED = (*FINAL, int(ExitCode.ABANDONED))
-"""Exit codes after which Kubernetes does not restart; for the last one, the other side is gone."""
+"""Exit codes after which Kubernetes does not restart a pod; after the last one, the other side is gone."""
 
 CHECKPOINT_GRACE_S = 60
 WORKER_GRACE_S = 15
@@ -58,7 +58,7 @@ def identity(run_id: str, task: str) -> str:
 
 
 def run_path(name: str, run_id: str, task: str) -> str:
-    """Return where below the storage the run of an experiment of this name is published."""
+    """Return the path below the storage at which the run of an experiment of this name is published."""
     return f"runs/{name}-{identity(run_id, task)}"
 
 
@@ -208,8 +208,8 @@ def worker_job(federation: FederationSpec) -> Manifest:
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
     image, needs = s.worker_image or s.image, resources(s.worker, gpu, task.resources)
     container = container_spec(s, f.storage_environment, WORKER, image, command, needs)
-    told = {entry["name"] for entry in task.env or ()}
-    container["env"] = [entry for entry in container["env"] if entry["name"] not in told] + [*(task.env or ())]
+    of_task = {entry["name"] for entry in task.env or ()}
+    container["env"] = [entry for entry in container["env"] if entry["name"] not in of_task] + [*(task.env or ())]
     container["volumeMounts"] += [*(task.volume_mounts or ())]
     where = AggregatorPod(
         tolerations=(*s.tolerations, *(task.tolerations or ())),

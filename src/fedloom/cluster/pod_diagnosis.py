@@ -93,9 +93,9 @@ def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
 
 def diagnose_events(events: Iterable[Mapping[str, Any]]) -> Diagnosis | None:
     """Return the diagnosis in the last of some events, if that keeps a pod from existing or starting."""
-    told = [event for event in events if event.get("type", "Warning") == "Warning"]
-    if told and told[-1].get("reason") in EVENTS:
-        return Diagnosis(Verdict.FAIL, told[-1]["reason"], str(told[-1].get("message", "")))
+    warnings = [event for event in events if event.get("type", "Warning") == "Warning"]
+    if warnings and warnings[-1].get("reason") in EVENTS:
+        return Diagnosis(Verdict.FAIL, warnings[-1]["reason"], str(warnings[-1].get("message", "")))
     return None
 
 
@@ -200,7 +200,7 @@ class PodMonitor:
             self._say(f"{who} waits: {seen.reason}: {seen.message}")
 
     def _report_stuck(self, pods: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Report pods that stay in deletion: on a lost node only an operator can say that they are gone."""
+        """Report pods that stay in deletion: on a lost node, only an operator can confirm that they are gone."""
         for pod in pods:
             who, node = pod["metadata"]["name"], (pod.get("spec") or {}).get("nodeName")
             if not pod["metadata"].get("deletionTimestamp") or node is None:

@@ -89,7 +89,7 @@ class ProgressClient:
             self._stopping.set()
 
     def _follow(self) -> None:
-        refused = ""  # why, as far as that has been said
+        refused = ""  # last reported reason
         while not self._stopping.is_set():
             try:
                 for now in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):

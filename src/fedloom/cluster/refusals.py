@@ -14,12 +14,12 @@ UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
 """Missing right, which is not a refusal of the request's content."""
 
 
-def diagnose_refusal(said: str) -> tuple[type[FedloomError], str] | None:
+def diagnose_refusal(message: str) -> tuple[type[FedloomError], str] | None:
     """Return the error class for a refusal by an admission controller, and the remedy.
 
     Parameters
     ----------
-    said
+    message
         The API server's message, from its response or from an event.
 
     Returns
@@ -27,23 +27,23 @@ def diagnose_refusal(said: str) -> tuple[type[FedloomError], str] | None:
     tuple or None
         Error class and hint; None if the message is not such a refusal.
     """
-    if found := UNSPECIFIED.search(said):
+    if found := UNSPECIFIED.search(message):
         return RefusedError, f"set {_settings(found['needed'])}, as required by quota {found['quota']}"
-    if found := EXCEEDED.search(said):
-        asked = _asked(found["requested"] or "", said)
+    if found := EXCEEDED.search(message):
+        asked = _asked(found["requested"] or "", message)
         hint = f"request less ({asked}), or have the quota raised: kubectl describe quota {found['quota']}"
         return RefusedError, hint
-    if found := WEBHOOK.search(said):
+    if found := WEBHOOK.search(message):
         return RefusedError, f"change the cluster setting named above, or ask the operator of {found['name']}"
-    if "violates PodSecurity" in said:
+    if "violates PodSecurity" in message:
         return RefusedError, "change the cluster setting named above, or cluster.namespace"
-    if "no PriorityClass with name" in said:
+    if "no PriorityClass with name" in message:
         return ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"
-    if "error looking up service account" in said:
+    if "error looking up service account" in message:
         return ExperimentError, "change cluster.service_account: kubectl get serviceaccounts"
-    if " per Container " in said or " per Pod " in said or "limit to request ratio" in said:
-        return RefusedError, f"change {_asked('', said)}: kubectl describe limitrange"
-    if "is forbidden" in said and not UNAUTHORIZED.search(said):
+    if " per Container " in message or " per Pod " in message or "limit to request ratio" in message:
+        return RefusedError, f"change {_asked('', message)}: kubectl describe limitrange"
+    if "is forbidden" in message and not UNAUTHORIZED.search(message):
         return RefusedError, "change the cluster setting named above (docs/cluster.md)"
     return None
 
@@ -58,9 +58,9 @@ def _settings(needed: str) -> str:
     )
 
 
-def _asked(requested: str, said: str) -> str:
+def _asked(requested: str, message: str) -> str:
     """Return the settings behind the requested resources; all possible ones if unknown."""
-    component = next((name for name in ("aggregator", "worker") if f"-{name}-" in said), None)
+    component = next((name for name in ("aggregator", "worker") if f"-{name}-" in message), None)
     components = [component] if component else ["aggregator", "worker"]
     named = []
     for resource in re.findall(r"(?:^|,)([a-z0-9./-]+)=", requested):

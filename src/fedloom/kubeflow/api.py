@@ -253,7 +253,7 @@ class Kubeflow:
             )
             for piece in answer.stream(LOG_BYTES):
                 end = (end + piece)[-LOG_BYTES:]
-        except (FedloomError, HTTPError) as error:  # a run's failure is told all the same
+        except (FedloomError, HTTPError) as error:  # the run's failure is reported without it
             log.debug("cannot read the log of %s: %s", pod, error)
         return end.decode(errors="replace")
 
@@ -352,14 +352,14 @@ class Kubeflow:
     def _failure(self, what: str, error: Any) -> FedloomError:
         if (denial := explain_denial(what, self._place, error, self._access.credential)) is not None:
             return denial
-        status, said, where = error.status, message_of(error.body or error.reason), self._place
+        status, message, where = error.status, message_of(error.body or error.reason), self._place
         if status == 404:
-            return Gone(f"{where}: cannot {what}: {said}")
+            return Gone(f"{where}: cannot {what}: {message}")
         if status == 409:
-            return Conflict(f"{where}: cannot {what}: {said}")
+            return Conflict(f"{where}: cannot {what}: {message}")
         if 400 <= status < 500 and status != 429:
-            return ExperimentError(f"{where}: cannot {what}: {said}")
-        return StorageError(f"{where}: cannot {what}: status {status}: {said}", hint="retry later")
+            return ExperimentError(f"{where}: cannot {what}: {message}")
+        return StorageError(f"{where}: cannot {what}: status {status}: {message}", hint="retry later")
 
 
 def _is_xml(body: Any) -> bool:

@@ -2,7 +2,7 @@
 
 A multi-user Kubeflow identifies a request in one of two ways (kubeflow/manifests, ``common/oauth2-proxy``): by a JWT in
 ``Authorization``, which a service account or the identity provider issues, or by the cookie of a session behind
-oauth2-proxy. Both end while a run is waited for.
+oauth2-proxy. Both can expire while a command waits for a run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMAND_S = 60.0
 """Seconds that a command for a token may take."""
 
 SPARE_S = 60.0
-"""Seconds before its end at which a token is replaced."""
+"""Seconds before its expiry at which a token is replaced."""
 
 DENIED = re.compile(
     r"User '(?P<user>[^']*)' is not authorized .*?ResourceAttributes\{Namespace:(?P<namespace>[^,]*),"
@@ -48,23 +48,23 @@ DENIED = re.compile(
 
 
 class Credential:
-    """Secret that is sent with each request, and read again as it is replaced.
+    """Secret that is sent with each request, and read again when it has been replaced.
 
     ``kfp.Client(credentials=...)`` accepts it, too: it has the hook of kfp's ``TokenCredentialsBase``.
 
     Parameters
     ----------
     read
-        Returns the present secret.
+        Returns the current secret.
     name
         Its kind in messages: token or cookie.
     kept
-        Keep what was read until it nears its end, instead of reading it for each request.
+        Keep the secret until shortly before it expires, instead of reading it for each request.
 
     Raises
     ------
     RefusedError
-        If it cannot be read at the beginning.
+        If it cannot be read at first.
     """
 
     def __init__(self, read: Callable[[], str], name: str = "token", *, kept: bool = False) -> None:
@@ -74,12 +74,12 @@ class Credential:
 
     @property
     def value(self) -> str:
-        """Present secret.
+        """Current secret.
 
         Raises
         ------
         StorageError
-            If it has ended, and another cannot be read at present.
+            If it has expired, and a new one cannot be read.
         """
         ends = expiry_of(self._value)
         if self._kept and (ends is None or ends - time.time() > SPARE_S):
@@ -89,7 +89,7 @@ class Credential:
         except StorageError as error:
             if not self._kept or ends is None or ends <= time.time():
                 raise
-            log.warning("the present %s ends soon: %s", self.name, error)
+            log.warning("the %s expires soon: %s", self.name, error)
         return self._value
 
     def renew(self) -> bool:
@@ -98,7 +98,7 @@ class Credential:
         Raises
         ------
         StorageError
-            If it cannot be read at present.
+            If it cannot be read.
         """
         before, self._value = self._value, self._read_again()
         return self._value != before
@@ -107,16 +107,18 @@ class Credential:
         try:
             return self._read()
         except RefusedError as error:  # it could be read before: the network or the file may return
-            raise StorageError(f"no new {self.name} can be had: {error.message}", hint=error.hint) from error
+            raise StorageError(f"a new {self.name} cannot be read: {error.message}", hint=error.hint) from error
 
     def describe(self) -> str:
-        """Return the owner, audience and end that a JWT tells; empty for other secrets."""
+        """Return the owner, audience and expiry that a JWT states; empty for other secrets."""
         claims = _claims(self._value)
-        said = [f"of {claims['sub']}"] if "sub" in claims else []
-        said += [f"for {_listed(claims['aud'])}"] if "aud" in claims else []
+        parts = [f"of {claims['sub']}"] if "sub" in claims else []
+        parts += [f"for {_listed(claims['aud'])}"] if "aud" in claims else []
         if (ends := expiry_of(self._value)) is not None:
-            said.append(f"{'ended' if ends <= time.time() else 'ends'} at {datetime.fromtimestamp(ends, UTC):%FT%TZ}")
-        return f" (a token {', '.join(said)})" if said else ""
+            parts.append(
+                f"{'expired' if ends <= time.time() else 'expires'} at {datetime.fromtimestamp(ends, UTC):%FT%TZ}"
+            )
+        return f" (a token {', '.join(parts)})" if parts else ""
 
     def refresh_api_key_hook(self, configuration: Any) -> None:
         """Set the token of a request; the generated client calls this before each."""
@@ -146,7 +148,7 @@ class ApiAccess:
 
     @property
     def credential(self) -> Credential | None:
-        """The one that requests are sent with; None if there is none."""
+        """Credential of requests; None if there is none."""
         return self.token or self.cookie
 
 
@@ -168,7 +170,8 @@ def access(
     token
         Bearer token; ``@FILE`` reads it from a file before each request, as tokens expire.
     token_command
-        Command that prints a bearer token, without a shell; it runs again when the token nears its end or is refused.
+        Command that prints a bearer token, run without a shell; it runs again shortly before the token expires, and
+        when it is refused.
     cookie
         Text of the header ``Cookie``, or ``@FILE``.
     in_cluster
@@ -219,7 +222,7 @@ def _given(secret: str) -> str:
 def _text(path: Path, hint: str | None = None) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
-    except UnicodeDecodeError as error:  # whose text would show the secret
+    except UnicodeDecodeError as error:  # its text would show the secret
         raise RefusedError(f"{path} has no token: byte {error.start} is not ASCII", hint=hint) from None
     except OSError as error:
         raise RefusedError(f"{path} has no token: {error}", hint=hint) from error
@@ -253,13 +256,13 @@ def _printed(command: str) -> str:
     except OSError as error:
         raise RefusedError(f"token_command cannot run: {error}", hint="give a program of $PATH, or a path") from error
     if done.returncode:
-        said = " ".join(done.stderr.decode(errors="replace").split())[-300:]
-        raise RefusedError(f"token_command ended with {done.returncode}: {said}", hint="run it by hand")
+        message = " ".join(done.stderr.decode(errors="replace").split())[-300:]
+        raise RefusedError(f"token_command ended with {done.returncode}: {message}", hint="run it by hand")
     return _token(done.stdout.decode(errors="replace").strip(), "the output of token_command")
 
 
 def expiry_of(token: str) -> float | None:
-    """Return the time at which a JWT ends, in seconds of the epoch; None if it does not tell. It is not verified."""
+    """Return the time at which a JWT expires, in seconds of the epoch; None if it states none. It is not verified."""
     ends = _claims(token).get("exp")
     return float(ends) if isinstance(ends, int | float) and abs(ends) < 1e11 else None
 
@@ -289,7 +292,7 @@ class Place:
 
 
 def explain_denial(what: str, place: Place, error: Any, credential: Credential | None) -> FedloomError | None:
-    """Return why a gateway or the API did not admit a request; None if it did.
+    """Return the error if a gateway or the API denied a request; None for other errors.
 
     Parameters
     ----------
@@ -304,51 +307,51 @@ def explain_denial(what: str, place: Place, error: Any, credential: Credential |
     """
     page = "html" in str((error.headers or {}).get("Content-Type"))
     body = body_text(error.body or error.reason or "")
-    said = "a login page" if page else message_of(body)
+    answer = "a login page" if page else message_of(body)
     if 300 <= error.status < 400:
         target = urlsplit(urljoin(f"{place.host}/", str((error.headers or {}).get("Location") or "")))
         root, api, _ = target.path.partition("/apis/")
         if api:  # only the scheme, the host or the prefix differs
             moved = target._replace(path=root, query="", fragment="").geturl()
             return ExperimentError(f"{place.host} redirects to {moved}; give that URL.", key="kubeflow.host")
-        said = f"a redirect to {target._replace(query='', fragment='').geturl()}"
+        answer = f"a redirect to {target._replace(query='', fragment='').geturl()}"
     elif error.status == 403 and not page:
-        return _forbidden(what, place, body, said, credential)
+        return _forbidden(what, place, body, answer, credential)
     elif error.status not in (401, 403):
         return None
-    return login_required(place, said.replace("{}", "") or f"status {error.status}", credential)
+    return login_required(place, answer.replace("{}", "") or f"status {error.status}", credential)
 
 
 def asks_for_login(error: Any) -> bool:
-    """Return True if a response of the generated client says that the credential is missing, unknown or has ended."""
+    """Return True if a response of the generated client says that the credential is missing, unknown or expired."""
     page = "html" in str((error.headers or {}).get("Content-Type"))
     return error.status == 401 or 300 <= error.status < 400 or (error.status == 403 and page)
 
 
-def login_required(place: Place, said: str, credential: Credential | None) -> RefusedError:
-    """Return the error for a request that was not admitted for want of a valid credential.
+def login_required(place: Place, answer: str, credential: Credential | None) -> RefusedError:
+    """Return the error for a request without a valid credential.
 
     Parameters
     ----------
     place
         Where it was sent.
-    said
-        The answer.
+    answer
+        Its answer.
     credential
         Sent with it; None if there is none.
     """
     sent, hint = "requests without a token or cookie are", _how_to_log_in(place.namespace)
     if credential is not None:
         sent = f"the {credential.name} is"
-        said += credential.describe()
+        answer += credential.describe()
     if credential is not None and credential.name == "cookie":
         hint = "log in again with a browser, and copy its cookie oauth2_proxy_kubeflow to the file that cookie names"
-    if "issuer is not configured" in said:
+    if "issuer is not configured" in answer:
         hint = (
             "this gateway does not trust the service accounts of the cluster (overlay m2m-dex-only of "
             "kubeflow/manifests); give a cookie, or use: kubectl port-forward -n kubeflow svc/ml-pipeline 8888"
         )
-    return RefusedError(f"{place}: {sent} not accepted: {said}", hint=hint)
+    return RefusedError(f"{place}: {sent} not accepted: {answer}", hint=hint)
 
 
 def _how_to_log_in(namespace: str | None) -> str:
@@ -359,21 +362,21 @@ def _how_to_log_in(namespace: str | None) -> str:
     )
 
 
-def _forbidden(what: str, place: Place, body: str, said: str, credential: Credential | None) -> RefusedError:
+def _forbidden(what: str, place: Place, body: str, answer: str, credential: Credential | None) -> RefusedError:
     if (found := DENIED.search(body)) is not None:
         right = f"{found['verb']} {found['resource']} in namespace {found['namespace'] or '(none)'}"
-        said = f"{found['user']} is not authorized to {right}"
+        answer = f"{found['user']} is not authorized to {right}"
         hint = (
             f"check namespace in the file of {argument('kubeflow')}; contributors of a profile have the right, and "
             "accounts with a RoleBinding to the ClusterRole kubeflow-edit there"
         )
-        return RefusedError(f"{place}: not allowed to {what}: {said}", hint=hint)
+        return RefusedError(f"{place}: not allowed to {what}: {answer}", hint=hint)
     hint = "check the namespace and your rights"
-    if said == "RBAC: access denied":  # Envoy's answer: a policy of the mesh, before the API was asked
+    if answer == "RBAC: access denied":  # Envoy's answer: a policy of the mesh, before the API was asked
         hint = "an AuthorizationPolicy refuses the request; " + (
             "give the URL of the gateway" if credential is not None else _how_to_log_in(place.namespace)
         )
-    return RefusedError(f"{place}: not allowed to {what}: {said}", hint=hint)
+    return RefusedError(f"{place}: not allowed to {what}: {answer}", hint=hint)
 
 
 def body_text(body: Any) -> str:

@@ -229,7 +229,7 @@ def known_headline(e: Experiment) -> Headline:
     Raises
     ------
     ExperimentError
-        If only the data tell the task.
+        If the task cannot be determined without the data.
     """
     if e.task is not None:
         return e.task.headline

@@ -32,9 +32,9 @@ STOP_GRACE_S = 40.0
 """Seconds for stopped processes to exit cleanly; a federation first writes a checkpoint."""
 
 LOG = "pipeline.log"
-RECORDS = "told.jsonl"
+RECORDS = "reports.jsonl"
 COLOURS = re.compile(r"\x1b\[\d+m")
-TOLD = re.compile(
+PROGRESS = re.compile(
     rf"(Executing task '[^']+'|Task '[^']+' finished with status \w+|{re.escape(steps.MARK)}.*|error: .*)$"
 )
 """Pattern of the runner's output lines that are progress; the others only go to the log."""
@@ -84,8 +84,8 @@ def run_pipeline(
             for line in _lines(process):
                 line = made.sub(str(out), line)
                 file.write(line)
-                if everything or (told := TOLD.search(COLOURS.sub("", line))):
-                    say(line.rstrip("\n") if everything else told[1].removeprefix(steps.MARK))  # type: ignore[index]
+                if everything or (shown := PROGRESS.search(COLOURS.sub("", line))):
+                    say(line.rstrip("\n") if everything else shown[1].removeprefix(steps.MARK))  # type: ignore[index]
             code = process.wait()
             _ended(process.pid, STOP_GRACE_S)
         failure = _failure(ChildReport(Path(folder) / RECORDS), code, log)
@@ -154,10 +154,10 @@ def _ended(group: int, grace_s: float) -> None:
     _signal(group, signal.SIGKILL)
 
 
-def _failure(told: ChildReport, code: int, log: Path) -> FedloomError | None:
+def _failure(reports: ChildReport, code: int, log: Path) -> FedloomError | None:
     """Return the failure of a pipeline: that of the first task that reported one, or of the pipeline itself."""
-    if code == 0 or told.failure is not None:
-        return told.failure
+    if code == 0 or reports.failure is not None:
+        return reports.failure
     raise RuntimeError(f"a task failed unexpectedly:\n{log.read_text(encoding='utf-8')[-4000:]}")
 
 

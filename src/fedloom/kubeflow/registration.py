@@ -31,7 +31,7 @@ FORMAT, FORMAT_VERSION = "fedloom", "1"
 """Model format of a run's folder, in the registry and for KServe."""
 
 DIGEST = "checkpoint_digest"
-"""Property by which two registrations are told apart."""
+"""Property that distinguishes two registrations."""
 
 NAME = re.compile(r"\S(?:.{0,126}\S)?")
 """Pattern of the names of models and versions."""
@@ -209,8 +209,8 @@ def _checkpoint(folder: RunFolder, checkpoint: str) -> tuple[int, str]:
 def _privacy(private: TrainedPrivately | None) -> dict[str, Any]:
     if private is None:
         return {"privacy": "not differentially private"}
-    told = {"privacy": str(private), "privacy_protects": private.unit, "privacy_neighbours": private.neighbouring}
-    return told | {"privacy_noise": private.noise, "epsilon": private.epsilon, "delta": private.delta}
+    claim = {"privacy": str(private), "privacy_protects": private.unit, "privacy_neighbours": private.neighbouring}
+    return claim | {"privacy_noise": private.noise, "epsilon": private.epsilon, "delta": private.delta}
 
 
 def _metrics(folder: RunFolder, round: int) -> dict[str, float]:
@@ -243,9 +243,9 @@ def _source(lineage: Lineage | None) -> dict[str, str]:
     """Return the fields of a ModelArtifact that name the pipeline run, as its schema describes them."""
     if lineage is None:
         return {}
-    told = {"modelSourceGroup": lineage.namespace, "modelSourceName": lineage.name}
+    named = {"modelSourceGroup": lineage.namespace, "modelSourceName": lineage.name}
     source = {"modelSourceKind": "pipelines", "modelSourceClass": "pipelinerun", "modelSourceId": lineage.run_id}
-    return source | {key: value for key, value in told.items() if value}
+    return source | {key: value for key, value in named.items() if value}
 
 
 def _id(found: Mapping[str, Any], name: str) -> str:

@@ -173,19 +173,19 @@ class ModelRegistry:
     def _failure(self, what: str, error: urllib.error.HTTPError) -> FedloomError:
         status = error.code
         try:
-            said = _object(error.read(ANSWER_BYTES)) or {}
+            reply = _object(error.read(ANSWER_BYTES)) or {}
         except (OSError, http.client.HTTPException):
-            said = {}
-        message = " ".join(str(said.get("message") or error.reason or "").split())[:500]
-        told = f"{self.url}: {what}: {message} (status {status})"
-        if status == 404 and not {"code", "message"} <= set(said):
-            return ExperimentError(f"{told}; this is not a model registry.", hint=self._needed, key="registry")
+            reply = {}
+        message = " ".join(str(reply.get("message") or error.reason or "").split())[:500]
+        failure = f"{self.url}: {what}: {message} (status {status})"
+        if status == 404 and not {"code", "message"} <= set(reply):
+            return ExperimentError(f"{failure}; this is not a model registry.", hint=self._needed, key="registry")
         if status == 401 or 300 <= status < 400:  # a redirect to a login page
             needed = "the token is not accepted" if self._token is not None else "it requires a token"
-            return RefusedError(f"{told}; {needed}", hint="give a valid one in the file of the registry's settings")
+            return RefusedError(f"{failure}; {needed}", hint="give a valid one in the file of the registry's settings")
         if 400 <= status < 500 and status != 429:
-            return _KINDS.get(status, ExperimentError)(told)
-        return StorageError(told, hint="retry later")
+            return _KINDS.get(status, ExperimentError)(failure)
+        return StorageError(failure, hint="retry later")
 
 
 _KINDS: Mapping[int, type[FedloomError]] = {403: RefusedError, 404: _NotFound, 409: _Conflict}

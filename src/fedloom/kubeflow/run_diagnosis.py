@@ -1,4 +1,4 @@
-"""Reasons for which pods of a Kubeflow run do not start or end early, which the Kubeflow API does not report."""
+"""Reasons why pods of a Kubeflow run do not start or end early, which the Kubeflow API does not report."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def diagnostic_command(namespace: str, run: str) -> str:
 
 
 def cluster_reasons(namespace: str, run: str) -> list[str]:
-    """Return why pods of a run do not start, were not created or ended early, as its Workflow tells it.
+    """Return why pods of a run do not start, were not created or ended early, according to its Workflow.
 
-    Credentials are those of ``fedloom cluster``.
+    It uses the credentials of ``fedloom cluster``.
 
     Parameters
     ----------
@@ -46,9 +46,9 @@ def cluster_reasons(namespace: str, run: str) -> list[str]:
         log.debug("cannot read the workflow of run %s: %s", run, error)
         return []
     nodes = [node for workflow in workflows for node in ((workflow.get("status") or {}).get("nodes") or {}).values()]
-    told = [
+    reasons = [
         f"{node.get('displayName') or node.get('id')}: {' '.join(node['message'].split())}"[:LENGTH]
         for node in nodes
         if node.get("type") == "Pod" and node.get("phase") in UNFINISHED and node.get("message")
     ]
-    return list(dict.fromkeys(told))[:REASONS]
+    return list(dict.fromkeys(reasons))[:REASONS]

@@ -32,8 +32,8 @@ class KubeflowSettings(Settings):
     )
     token_command: str | None = Field(
         default=None,
-        description="Command that prints a bearer token, without a shell; it runs again when the token nears its end "
-        "or is refused.",
+        description="Command that prints a bearer token, run without a shell; it runs again shortly before the token "
+        "expires, and when it is refused.",
     )
     cookie: str | None = Field(
         default=None,

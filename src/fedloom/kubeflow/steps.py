@@ -33,7 +33,7 @@ FAILURE_MARK = "fedloom failure | "
 """Prefix of the line of JSON that a failing task prints; `fedloom pipeline wait` reads it in the task's log."""
 
 MARK = "fedloom | "
-"""Prefix of lines of progress, to tell them from the output of Kubeflow's executor."""
+"""Prefix of lines of progress, which distinguishes them from the output of Kubeflow's executor."""
 
 CREDENTIALS = Path("/etc/fedloom/serve")
 """Mount path of the Secret for access to a model server (:mod:`fedloom.kubeflow.task_settings`)."""
@@ -53,7 +53,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
     """Wrap a task so that a known error ends it with one message and its exit code, without a traceback."""
 
     @functools.wraps(body)
-    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         listen_to_parent()  # of `fedloom pipeline local`
         try:
             return body(*args, **kwargs)
@@ -69,7 +69,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
         tell_failure(failure)
         raise SystemExit(int(failure.exit_code))
 
-    return told
+    return wrapped
 
 
 @step
@@ -99,8 +99,8 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
     root
         Folder for data sets of this machine; empty for the default.
     source
-        Location of the official files, or of those that the user created: a folder or ``s3://bucket/prefix``; empty for
-        where the data set is published.
+        Folder or ``s3://bucket/prefix`` with the official files, or with those that the user created; empty to download
+        them from the data set's publisher.
 
     Returns
     -------
@@ -380,7 +380,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
 
 @step
 def cleanup_task(backend: str, run_id: str, cluster: str) -> None:
-    """Remove the objects that a pipeline run's federations left on the cluster, however the run ended."""
+    """Remove the objects that a pipeline run's federations left on the cluster."""
     if backend == "kubernetes":
         from fedloom.cluster.federate import cleanup as remove
         from fedloom.cluster.settings import ClusterSettings

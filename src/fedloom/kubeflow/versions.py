@@ -20,7 +20,7 @@ def remove_old_versions(kubeflow: Kubeflow, pipeline: str, keep: int) -> list[st
     pipeline
         Id of the pipeline.
     keep
-        Versions to keep. More remain if runs in progress or schedules use them, and all that others uploaded.
+        Versions to keep. Those that runs in progress or schedules use also remain, and those that others uploaded.
 
     Raises
     ------
