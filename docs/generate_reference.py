@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import typer.main
 
@@ -67,7 +66,7 @@ def _table(params: list[Any], above: str = "") -> list[str]:
         elif is_flag or param.default in (None, "", ()):
             default = ""
         else:
-            default = f"`{getattr(param.default, 'value', param.default)}`"
+            default = f"`{param.default}`"
         notes = [param.help or ""]
         if param.envvar:
             notes.append(f"Environment: `{param.envvar}`.")
@@ -80,8 +79,8 @@ def _metavar(param: Any) -> str:
     if param.metavar:
         return str(param.metavar)
     kind = param.type_descriptor.annotation
-    if inspect.isclass(kind) and issubclass(kind, Enum):
-        return "|".join(str(choice.value) for choice in kind)
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
     if param.param_type_name == "argument":
         return str(param.name).upper() if param.required else f"[{str(param.name).upper()}]"
     kinds = get_args(kind) or (kind,)

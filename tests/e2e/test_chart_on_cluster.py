@@ -91,7 +91,7 @@ def published_round(place: Place, name: str) -> int:
     return int(json.loads(run.read(records[-1]))["round"]) if records else -1
 
 
-def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tmp_path: Path) -> None:
+def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case, tmp_path: Path) -> None:
     """The aggregator crashes in a round; its node is drained; the run is that of one process; it stays; it goes on."""
     given = values(place, case, tmp_path)
     with release(place, tmp_path, "inside") as fed:
@@ -150,7 +150,7 @@ def packed(folder: Path) -> list[Path]:
     return found
 
 
-def test_members_elsewhere_under_certificates_that_change_and_a_model_for_a_newcomer(
+def test_external_members_survive_new_certificates_and_a_new_client_gets_a_model(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Members dial in from outside; the aggregator is drained, its certificate rotated, its experiment changed."""

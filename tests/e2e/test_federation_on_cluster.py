@@ -88,7 +88,7 @@ def test_lost_client_pods_find_their_clients_states_again(place: Place, case: Ca
     place.assert_all_gone("client")
 
 
-def test_a_killed_aggregator_pod_goes_on_from_its_checkpoint(place: Place, case: Case, tmp_path: Path) -> None:
+def test_a_killed_aggregator_pod_resumes_from_its_checkpoint(place: Place, case: Case, tmp_path: Path) -> None:
     launcher = place.launch("aggregator", case.experiment, case.fingerprint)
     (before,) = under_way(place, "aggregator", case, "aggregator")
     place.crash(before)
@@ -99,7 +99,7 @@ def test_a_killed_aggregator_pod_goes_on_from_its_checkpoint(place: Place, case:
     place.assert_all_gone("aggregator")
 
 
-def test_a_launcher_adopts_what_a_killed_one_began(place: Place, case: Case, tmp_path: Path) -> None:
+def test_a_launcher_adopts_the_federation_of_a_killed_one(place: Place, case: Case, tmp_path: Path) -> None:
     first = place.launch("launcher", case.experiment, case.fingerprint)
     until(lambda: place.pods("launcher", "worker"), "the federation has begun", place.patience_s)
     before = names(place, "launcher", "aggregator") | names(place, "launcher", "worker")

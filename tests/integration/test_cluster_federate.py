@@ -236,7 +236,7 @@ def test_a_worker_that_does_not_see_its_gpu_ends_the_federation_with_the_reason(
     assert sum("-worker-" in line and "ended with code 2" in line for line in place.said) == 1
 
 
-def test_a_store_that_cannot_be_used_is_said_before_anything_is_created(
+def test_an_unusable_store_is_reported_before_anything_is_created(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = place.storage
@@ -311,7 +311,7 @@ def test_a_launcher_that_cannot_show_that_it_is_there_is_refused_orphans_that_en
     assert place.nothing_was_created()
 
 
-def test_a_run_without_a_report_says_how_to_make_one(place: Place) -> None:
+def test_a_run_without_a_report_gives_the_command_to_create_one(place: Place) -> None:
     """Cover an aggregator that runs the worker's image, which has no matplotlib."""
     run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('run', 'federate')}")
     run.write("experiment.yaml", place.experiment().resolved_yaml().encode())
@@ -341,7 +341,7 @@ def test_a_failure_leaves_logs_and_no_objects(place: Place) -> None:
 
 
 @pytest.mark.parametrize("delete", [False, True])
-def test_a_launcher_that_is_asked_to_stop_leaves_what_can_be_adopted_unless_told(place: Place, delete: bool) -> None:
+def test_a_stopped_launcher_leaves_an_adoptable_federation_by_default(place: Place, delete: bool) -> None:
     place.program("exec sleep 60")
 
     def stop() -> None:
@@ -443,7 +443,9 @@ def test_a_log_is_followed_to_its_end(place: Place, settings_file: Path) -> None
     until(lambda: federations.find_federation(api, "mine").state == "finished", "its end")
 
 
-def test_status_says_why_a_federation_does_not_start_or_has_failed(place: Place, settings_file: Path) -> None:
+def test_status_gives_the_reason_if_a_federation_does_not_start_or_has_failed(
+    place: Place, settings_file: Path
+) -> None:
     submit = ["submit", place.file, "--set", f"storage={place.storage}", "--partition", place.partition]
     place.program(f"{failing(ExperimentError, 'the reason')}; exit 2")
     command(*submit, "--cluster", settings_file, "--run-id", "bad")
@@ -531,7 +533,7 @@ def test_a_local_deadline(here: Place) -> None:
     assert children(os.getpid()) == [] or not any(_is_run(pid) for pid in children(os.getpid()))
 
 
-def test_a_local_run_that_is_asked_to_stop_takes_its_process_along(here: Place) -> None:
+def test_stopping_a_local_run_stops_its_process(here: Place) -> None:
     began: list[int] = []
 
     def stop() -> None:

@@ -189,7 +189,7 @@ def test_another_specification_is_refused_and_left_alone(world: World) -> None:
     assert [job["metadata"]["uid"] for job in world.cluster.objects("jobs")] == uids
 
 
-def test_services_and_workers_of_an_attempt_that_somebody_deleted_are_made_anew(world: World) -> None:
+def test_deleted_services_and_workers_of_an_attempt_are_created_again(world: World) -> None:
     world.launcher().ensure()
     first = world.job("worker")["metadata"]["uid"]
     Api().delete("Job", f"{world.federation().name}-aggregator")
@@ -201,7 +201,7 @@ def test_services_and_workers_of_an_attempt_that_somebody_deleted_are_made_anew(
         assert [reference["uid"] for reference in owned["metadata"]["ownerReferences"]] == [root]
 
 
-def test_a_history_that_is_forgotten_is_read_anew(world: World) -> None:
+def test_an_expired_history_is_read_again(world: World) -> None:
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
     world.cluster.fail("watch", "jobs", 410, "Expired", "too old resource version: 1 (9)")  # before it begins
     ended = in_background(world.launcher().run)
@@ -288,7 +288,7 @@ def test_endings_of_an_aggregator(world: World, code: int, kind: type[FedloomErr
     assert any("the reason" in line for line in world.said)
 
 
-def test_an_aggregator_that_is_evicted_is_replaced_whatever_the_retries(world: World) -> None:
+def test_an_evicted_aggregator_is_replaced_regardless_of_retries(world: World) -> None:
     world.program(aggregator=f"test -e {world.folder}/2 && exit 0; touch {world.folder}/2; exec sleep 60")
     ended = in_background(world.launcher().run)
     until((world.folder / "2").exists, "a first aggregator")
@@ -418,7 +418,7 @@ def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, insid
     assert any(line.startswith("after round 4") for line in world.said)
 
 
-def test_without_the_right_to_forward_a_port_there_is_no_progress_and_that_is_said(
+def test_missing_progress_is_reported_without_the_right_to_forward_a_port(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = [rule for rule in RULES if "pods/portforward" not in rule["resources"]]
@@ -603,7 +603,7 @@ def test_a_namespace_that_is_not_there(world: World) -> None:
         Launcher(elsewhere, Api("nowhere"), world.said.append).run()
 
 
-def test_an_api_that_stumbles_is_asked_again(world: World) -> None:
+def test_requests_to_an_unavailable_api_are_repeated(world: World) -> None:
     for verb, resource in (("create", "jobs"), ("create", "services"), ("list", "jobs"), ("list", "pods")):
         world.cluster.fail(verb, resource, 503, "ServiceUnavailable", "apiserver is shutting down")
     world.cluster.fail("watch", "jobs", 500, "InternalError", "etcdserver: leader changed")
@@ -672,7 +672,7 @@ def test_a_workflow_takes_its_federation_along(world: World, monkeypatch: pytest
     until(world.nothing_left, "garbage collection")
 
 
-def test_cleanup_deletes_what_is_of_a_run_and_nothing_else(world: World) -> None:
+def test_cleanup_deletes_only_the_objects_of_a_run(world: World) -> None:
     world.program(aggregator="exec sleep 60")
     world.launcher(world.federation("run-1")).ensure()
     world.launcher(world.federation("run-2")).ensure()

@@ -25,7 +25,7 @@ def job() -> dict[str, Any]:
     return made
 
 
-def test_the_job_is_valid_and_asks_for_its_gpu_as_a_limit() -> None:
+def test_the_job_is_valid_and_requests_its_gpu_as_a_limit() -> None:
     kubernetes_schemas.check(job())
     (container,) = job()["spec"]["template"]["spec"]["containers"]
     assert container["image"] == IMAGE
@@ -41,7 +41,7 @@ def test_the_job_is_valid_and_asks_for_its_gpu_as_a_limit() -> None:
         pytest.param("cuda", 2, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")),
     ],
 )
-def test_the_job_ends_with_what_it_found(device: str, code: int, tmp_path: Path) -> None:
+def test_the_job_ends_with_the_outcome_of_the_check(device: str, code: int, tmp_path: Path) -> None:
     """A node that promises a GPU it does not have: the Job fails at once, with the reason in the pod's status."""
     manifest = job()
     (container,) = manifest["spec"]["template"]["spec"]["containers"]

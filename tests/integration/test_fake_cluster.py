@@ -113,7 +113,7 @@ def refused(code: int, call: Callable[[], object]) -> str:
     return str(error.value.body)
 
 
-def test_a_container_gets_what_its_manifest_says(cluster: Cluster) -> None:
+def test_containers_follow_their_manifest(cluster: Cluster) -> None:
     cluster.fake.add_secret("login", {"KEY": "hush"})
     cluster.job(
         "job", 'echo "$KEY $WHO $0 $1 $(cat)"; echo kept > "$0/file"; ls "$HOME"; echo "$TMPDIR"',
@@ -364,7 +364,7 @@ def test_refusals(cluster: Cluster, tmp_path: Path) -> None:
     assert "Unauthorized" in refused(401, lambda: stranger.status("job"))
 
 
-def test_quotas_are_looked_at_before_names_and_charged_for_what_is_refused(cluster: Cluster) -> None:
+def test_quotas_are_checked_before_names_and_charged_for_refused_requests(cluster: Cluster) -> None:
     cluster.fake.add_quota("few", **{"count/jobs.batch": "3", "limits.memory": "1Gi"})
     limits = {"resources": {"limits": {"memory": "512Mi"}}}
     cluster.job("a", SLEEP, **limits)

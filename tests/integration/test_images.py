@@ -201,7 +201,7 @@ def port() -> int:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_is_what_its_file_says(engine: Engine, images: dict[str, str], target: str) -> None:
+def test_images_match_the_dockerfile(engine: Engine, images: dict[str, str], target: str) -> None:
     config = json.loads(engine("image", "inspect", images[target]))[0]["Config"]
     assert config["User"] == f"{USER}:{USER}"
     assert (config.get("Entrypoint") or []) == ([] if target == "components" else ["fedloom"])
@@ -214,9 +214,7 @@ def test_an_image_is_what_its_file_says(engine: Engine, images: dict[str, str], 
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_image_holds_what_it_needs_and_nothing_that_built_it(
-    engine: Engine, images: dict[str, str], target: str
-) -> None:
+def test_images_have_their_packages_and_no_build_tools(engine: Engine, images: dict[str, str], target: str) -> None:
     """Bytecode is there, because none can be written; no installer, no sources, no other kind's packages."""
     said = engine("run", "--rm", "--pull", "never", *LIKE_A_POD, "--entrypoint", "python", images[target], "-c", LOOK)
     found = json.loads(said)
@@ -260,7 +258,7 @@ def test_a_federation_of_containers(engine: Engine, images: dict[str, str], plac
     assert b"<svg" in pods.read("report.html")
 
 
-def test_a_worker_goes_when_it_is_told(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
+def test_a_worker_stops_on_request(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
     """Handle signals as the first process of a container, which gets only those that it handles."""
     command = ("worker", "--aggregator", f"127.0.0.1:{port}", "--partition", place.partition, "--reconnect", "300")
     with engine.started(images["worker"], *command, environment=place.environment) as container:

@@ -112,7 +112,7 @@ def test_the_objects_are_of_kserves_schema_and_the_pod_is_restricted(settings: C
     assert "never-mounted" not in json.dumps(objects)
 
 
-def test_the_schema_refuses_what_kubernetes_would_drop() -> None:
+def test_the_schema_rejects_keys_that_kubernetes_would_drop() -> None:
     for path, key in (
         (("spec",), "protocols"),
         (("spec", "containers", 0), "argumente"),
@@ -149,7 +149,7 @@ def test_exported_models_are_for_a_stock_runtime() -> None:
         ("image", {"settings": ClusterSettings()}),
     ],
 )
-def test_what_kserve_would_refuse_is_refused_at_once(key: str, changes: dict[str, Any]) -> None:
+def test_values_that_kserve_would_refuse_are_refused(key: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ExperimentError) as refused:
         kserve_objects(**{"uri": "s3://bucket/run", "name": "x", "settings": SETTINGS, **changes})
     assert refused.value.key == key
@@ -284,7 +284,7 @@ def test_the_container_serves_a_mounted_run_over_rest_and_grpc(run: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_killed_container_starts_again_and_one_without_models_says_why(run: Path, tmp_path: Path) -> None:
+def test_a_killed_container_restarts_and_one_without_models_gives_the_reason(run: Path, tmp_path: Path) -> None:
     with running(run, tmp_path / "first") as container:
         before = container.infer("client-0000")
         container.process.kill()
@@ -304,7 +304,7 @@ def test_a_killed_container_starts_again_and_one_without_models_says_why(run: Pa
     assert str(bare / "models") in json.dumps(failure)
 
 
-def test_saved_models_of_the_run_are_what_the_hint_says(run: Path, tmp_path: Path) -> None:
+def test_the_command_of_the_hint_saves_the_models_of_the_run(run: Path, tmp_path: Path) -> None:
     with refusing(ExperimentError, "models"):
         save_models(run, run / "models", suffix=".pt2")  # a new folder
     made = CliRunner().invoke(app, ["personalize", str(run), "--out", str(tmp_path / "models"), "--format", "pt2"])

@@ -80,7 +80,7 @@ def made(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
         return chain(tmp_path_factory.mktemp("chain"), tree, ["federation.rounds=2"])
 
 
-def test_every_component_is_thin_documented_and_asks_for_no_package() -> None:
+def test_every_component_is_thin_documented_and_installs_no_package() -> None:
     steps = "cleanup compare evaluate export federate fetch grid partition plan register report"
     assert steps.split() == NAMES
     for name in NAMES:
@@ -107,7 +107,7 @@ def test_plan_fills_in_defaults_and_takes_overrides(made: Chain) -> None:
     assert again.experiment != made.plan.experiment
 
 
-def test_plan_tells_every_mistake_and_exits_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lists_every_error_and_exits_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         body("plan")("name: x\nsed: 1\ndata: {dataset: nothing}\n", [])
     assert ended.value.code == 2
@@ -216,7 +216,7 @@ def test_federate(made: Chain) -> None:
         ),
     ],
 )
-def test_federate_with_what_cannot_run(
+def test_federate_rejects_impossible_settings(
     made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, str], expected: str
 ) -> None:
     model, metrics = artifact(dsl.Model, tmp_path / "model"), artifact(dsl.Metrics, tmp_path / "metrics")
@@ -239,7 +239,7 @@ def evaluated(folder: Path, model: Any, shards: Any, checkpoint: str = "last") -
 
 
 @pytest.mark.slow
-def test_tasks_that_need_no_torch_do_without_it(made: Chain, tmp_path: Path) -> None:
+def test_tasks_that_need_no_torch_do_not_import_it(made: Chain, tmp_path: Path) -> None:
     """It takes seconds to import, in every task."""
     found = evaluated(tmp_path, made.model, made.shards)
     script = f"""

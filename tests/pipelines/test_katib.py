@@ -205,7 +205,7 @@ def test_overrides_reach_the_trial_as_they_were_given() -> None:
     assert "runs/vowel-a" in heard.split("\0")
 
 
-def test_lines_are_what_the_collector_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_reads_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headline = {"headline": {"name": "rmse", "higher_is_better": False, "percent": False}}
     values = [0.5, 1e-7, 123456789.0, 3e22, 1.0]
     lines = [
@@ -236,7 +236,7 @@ def test_lines_are_what_the_collector_reads(tmp_path: Path, monkeypatch: pytest.
     assert "0.77" not in written
 
 
-def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
+def test_the_command_writes_objects_for_kubectl(tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(json.dumps({"parameters": SPACE}))
     (tmp_path / "cluster.yaml").write_text("image: fedloom:0.1.0\nstorage_secret: store\n")
     words = ["pipeline", "search", str(FILE), "--space", str(tmp_path / "space.yaml")]

@@ -202,7 +202,7 @@ def test_kfps_own_client_takes_our_credentials(api: KubeflowApi, issuer: Callabl
 
 
 @pytest.mark.parametrize("gateway", [None, Gateway(), Gateway(redirects=True)])
-def test_a_request_without_a_login_is_told_how_to_get_one(
+def test_a_request_without_a_login_explains_how_to_log_in(
     api: KubeflowApi, submit: Callable[..., Result], gateway: Gateway | None
 ) -> None:
     api.gateway, api.token = gateway, "known"
@@ -213,7 +213,7 @@ def test_a_request_without_a_login_is_told_how_to_get_one(
 
 
 @pytest.mark.parametrize("gateway", [None, Gateway()])
-def test_a_refused_token_tells_what_it_is_and_not_its_text(
+def test_a_refused_token_is_described_without_its_text(
     api: KubeflowApi, submit: Callable[..., Result], gateway: Gateway | None
 ) -> None:
     ended = jwt(lasts_s=-60.0, aud=["https://kubernetes.default.svc"])
@@ -332,7 +332,7 @@ def test_a_command_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
         access("http://x", token_command=shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(60)"]))
 
 
-def test_a_file_that_is_not_text_is_not_shown(tmp_path: Path) -> None:
+def test_the_content_of_binary_files_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes("geheim-ü".encode("latin-1"))
     with pytest.raises(RefusedError) as refused:
         access("http://x", f"@{tmp_path / 'token'}")

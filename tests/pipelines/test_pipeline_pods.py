@@ -90,7 +90,7 @@ def test_without_settings_the_pipeline_is_the_same_to_the_byte(name: str, tmp_pa
     assert (tmp_path / "by_kfp.yaml").read_bytes() == expected
 
 
-def test_settings_become_what_kfps_own_functions_make(compiled: Callable[..., Any]) -> None:
+def test_settings_have_the_effect_of_kfps_own_functions(compiled: Callable[..., Any]) -> None:
     spec, executors = compiled({"tasks": {"report": EVERYTHING}})
     container = configured.pipeline_spec.deployment_spec["executors"]["exec-report"]["container"]
     theirs = {key: value for key, value in dict(container["resources"]).items() if key.startswith("resource")}
@@ -104,7 +104,7 @@ def test_settings_become_what_kfps_own_functions_make(compiled: Callable[..., An
     )
 
 
-def test_settings_of_all_tasks_are_those_of_each_with_its_own_in_front(compiled: Callable[..., Any]) -> None:
+def test_settings_of_a_task_take_precedence_over_those_of_all(compiled: Callable[..., Any]) -> None:
     everywhere = {"labels": {"team": "a", "x": "1"}, "tolerations": [{"key": "b"}], "requests": {"cpu": "1"}}
     own = {"labels": {"team": "c"}, "tolerations": [{"key": "d"}], "limits": {"memory": "8Gi"}}
     spec, executors = compiled({"all": everywhere, "tasks": {"evaluate": own}})
@@ -178,7 +178,7 @@ def test_invalid_settings_are_refused_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_task_of_another_pipeline_is_told(tmp_path: Path) -> None:
+def test_a_task_of_another_pipeline_is_reported(tmp_path: Path) -> None:
     result = command(tmp_path, {"tasks": {"federate": {"gpu": {"count": 1}}}}, "unseen_clients")
     assert tells(str(result.exception), "unseen-clients", "federate", "evaluate")
 

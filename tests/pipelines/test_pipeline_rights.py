@@ -36,7 +36,7 @@ def shipped(name: str) -> list[dict[str, Any]]:
     return [rule for document in documents if document["kind"] == "Role" for rule in document["rules"]]
 
 
-def test_what_the_stock_accounts_lack_is_what_we_ask_for() -> None:
+def test_stock_accounts_lack_only_the_rights_that_we_name() -> None:
     """The launcher of a pipeline runs in the cluster, and forwards no port."""
     needed = {*NEEDED, EVENTS}
     lacking = {

@@ -75,7 +75,7 @@ def schedules(api: KubeflowApi, command: str, *arguments: str) -> Result:
 # --- recurring runs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_runs_what_was_asked_for(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
+def test_a_schedule_has_the_requested_parameters(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
     said = done(pipeline("submit", *NIGHTLY, "--set", "seed=7", "--max-concurrency", "2", "--checkpoint", "best"))
     (one,) = api.recurring.values()
     assert tells(said, one["recurring_run_id"], "cron 0 0 2 * * *", f"{api.host}/#/recurringrun/details/")
@@ -184,7 +184,7 @@ def test_a_schedule_that_fails_leaves_nothing(
         ((*NIGHTLY, "--label", "team"), ("--label", "KEY=VALUE")),
     ],
 )
-def test_what_is_wrong_is_told_before_anything_is_asked(
+def test_errors_are_reported_before_any_request(
     options: tuple[str, ...], facts: tuple[str, ...], api: KubeflowApi, pipeline: Callable[..., Result]
 ) -> None:
     failed(pipeline("submit", *options), ExperimentError, *facts)
@@ -268,9 +268,7 @@ def test_the_claim_of_the_storage_is_mounted(api: KubeflowApi, pipeline: Callabl
     assert [one["mountPath"] for one in mounts] == ["/mnt/claims/datasets", "/mnt/claims/shared"]
 
 
-def test_two_runs_of_one_name_are_told_apart_when_one_is_withdrawn(
-    api: KubeflowApi, pipeline: Callable[..., Result]
-) -> None:
+def test_withdrawing_a_run_keeps_another_of_the_same_name(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
     done(pipeline("submit", "--name", "same"))
     api.faults = [Fault("POST /runs", drop="after")]
     failed(pipeline("submit", "--name", "same"), StorageError)

@@ -97,7 +97,7 @@ def failed(result: Result, kind: type[FedloomError]) -> str:
     return str(result.exception)
 
 
-def test_a_run_is_started_with_what_was_asked_for(
+def test_a_run_starts_with_the_requested_parameters(
     api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
 ) -> None:
     kubeflow = described(host=api.host, storage_secret="keys")
@@ -138,9 +138,7 @@ def test_every_pipeline_can_be_submitted(
     assert {"backend", "cluster"}.isdisjoint(unseen)
 
 
-def test_the_api_speaks_as_kfps_own_client_hears_it(
-    api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_the_stand_in_answers_kfps_own_client(api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path) -> None:
     """Read the stand-in's replies by Kubeflow's own client: otherwise our tests would prove nothing."""
     import kfp
 
@@ -270,7 +268,7 @@ def test_cluster_settings_that_are_wrong(
     assert api.asked == []
 
 
-def test_an_answer_that_was_lost_is_asked_for_again(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_request_whose_answer_was_lost_is_repeated(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.faults = [Fault("GET /pipelines", status=503, times=2), Fault("GET /experiments", drop="before", times=1)]
     assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 1)
@@ -305,7 +303,7 @@ def test_earlier_objects_stay(api: KubeflowApi, fedloom: Callable[..., Result]) 
     assert api.counts() == (1, 1, 1, 1)
 
 
-def test_two_who_submit_at_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_two_simultaneous_submissions(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     """The other's pipeline appears between our look and our request."""
     look, made = api.list_pipelines, []
 
@@ -363,7 +361,7 @@ def test_an_interrupted_submit_leaves_nothing(api: KubeflowApi, files: tuple[Pat
     assert api.counts() == (0, 0, 0, 0), said
 
 
-def test_waiting_tells_how_it_goes(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_waiting_reports_progress(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     """The author's tasks and further attempts, of the 30 nodes that the workflow has; none of its own."""
     api.script = [
         ("PENDING", []),
@@ -445,13 +443,15 @@ def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pyte
     assert str(found) == "federate: the token is not known\n  ask for another"
 
 
-def test_a_run_that_is_stopped_meanwhile_is_told_as_stopped(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_run_that_is_stopped_while_waiting_is_reported_as_stopped(
+    api: KubeflowApi, fedloom: Callable[..., Result]
+) -> None:
     """Kubeflow ends it as FAILED, after CANCELING."""
     api.script = [("RUNNING", []), ("CANCELING", []), ("FAILED", [("federate", "FAILED", "")])]
     assert "was stopped" in failed(fedloom("--kubeflow", api.host, "--wait"), InterruptedRun)
 
 
-def test_a_pod_that_does_not_start_is_told_once(
+def test_a_pod_that_does_not_start_is_reported_once(
     api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(submitting, "PENDING_S", 0.0)
@@ -461,7 +461,7 @@ def test_a_pod_that_does_not_start_is_told_once(
 
 
 @pytest.mark.cluster
-def test_the_workflow_tells_why_pods_do_not_start_or_were_never_created(
+def test_the_workflow_explains_why_pods_do_not_start_or_were_not_created(
     api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes as Argo writes them (workflow_types.go), for whoever may list Workflows."""
@@ -507,7 +507,7 @@ def test_an_address_without_a_user_interface_gets_no_link(api: KubeflowApi, fedl
     assert next(iter(api.runs)) in output
 
 
-def test_other_services_are_told_from_kubeflow(fedloom: Callable[..., Result], s3_server: S3Server) -> None:
+def test_other_services_are_recognized(fedloom: Callable[..., Result], s3_server: S3Server) -> None:
     assert "object store" in failed(fedloom("--kubeflow", s3_server.endpoint), ExperimentError)
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -62,7 +62,7 @@ def test_the_run_is_that_of_fedloom_run(personalized: Path, small_run: tuple[Pat
         assert (run / name).read_bytes() == (bare / name).read_bytes(), name
 
 
-def test_the_artifacts_and_what_they_say_of_themselves(personalized: Path, small_run: tuple[Path, Path]) -> None:
+def test_artifacts_and_their_metadata(personalized: Path, small_run: tuple[Path, Path]) -> None:
     manifest, found = read_manifest(personalized / "partition" / "shards"), summary(small_run[1])
     shards = metadata(personalized, "partition", "shards")
     assert (shards["fingerprint"], shards["clients"], shards["unseen_clients"]) == (manifest.fingerprint, 20, 2)
@@ -159,7 +159,7 @@ federate_task(text, Path(shards), Path(out), backend="local", cluster="", storag
 """
 
 
-def test_a_task_whose_pod_was_killed_goes_on_from_its_store(
+def test_a_task_whose_pod_was_killed_continues_from_its_store(
     small_run: tuple[Path, Path], personalized: Path, tmp_path: Path
 ) -> None:
     """A pod's folder is lost with it; the rounds of the attempt before are in the store, where no other run is."""
@@ -209,7 +209,7 @@ def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> No
     assert "PeFLL" in (out / "compare.html").read_text()
 
 
-def test_a_mistake_is_told_before_anything_is_done(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_are_reported_before_anything_is_done(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
     said = fedloom(*arguments, "--set", "federation.rouns=3", "--set", "data.partition.clients=0", code=2)

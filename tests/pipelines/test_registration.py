@@ -81,7 +81,7 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_version_says_what_the_run_found_and_where_it_comes_from(run: Path, registry: StandIn) -> None:
+def test_a_version_has_the_results_and_the_origin_of_the_run(run: Path, registry: StandIn) -> None:
     lineage = Lineage("7d1f", "team-a", "nightly")
     found = register_run(connected(registry), str(run), uri=URI, lineage=lineage)
     summary = json.loads((run / "summary.json").read_text())
@@ -146,7 +146,7 @@ def test_registration_that_was_cut_off_is_completed(run: Path, registry: StandIn
         assert [len(kept) for kept in registry.objects.values()] == [1, 1, 1]
 
 
-def test_names_that_the_registry_confuses_are_told_apart(run: Path, registry: StandIn) -> None:
+def test_names_that_the_registry_confuses_are_distinguished(run: Path, registry: StandIn) -> None:
     api = connected(registry)
     for name in ("reg11", "regx1", "reg%"):
         assert register_run(api, str(run), model=name).model == name
@@ -222,7 +222,7 @@ def test_a_refusal_has_the_exit_code_of_its_class(
     "answer",
     ["[]", "<html>", "{", "\xff", "{}", '{"id": 7}', '{"name": "reg_1"}', '{"items": [3], "name": "reg_1", "id": "1"}'],
 )
-def test_answers_that_are_not_a_registrys_are_told(run: Path, answer: str) -> None:
+def test_answers_of_another_service_are_reported(run: Path, answer: str) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -241,7 +241,7 @@ def test_answers_that_are_not_a_registrys_are_told(run: Path, answer: str) -> No
         server.shutdown()
 
 
-def test_an_address_that_is_not_a_registrys_is_told(run: Path, registry: StandIn) -> None:
+def test_an_address_of_another_service_is_reported(run: Path, registry: StandIn) -> None:
     with refusing(ExperimentError, "404"):
         register_run(ModelRegistry(f"{registry.url}/elsewhere"), str(run))
     with socket.socket() as taken:
@@ -338,7 +338,7 @@ def test_the_component_compiles_without_packages_to_install(tmp_path: Path) -> N
     assert "pip install" not in str(spec["deploymentSpec"])
 
 
-def test_the_stand_in_refuses_what_the_published_schema_and_the_registry_refuse(registry: StandIn) -> None:
+def test_the_stand_in_is_as_strict_as_the_schema_and_the_registry(registry: StandIn) -> None:
     """Send what FedLoom never sends."""
 
     def sent(path: str, body: dict[str, Any]) -> int:

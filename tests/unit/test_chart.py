@@ -65,7 +65,7 @@ def of_kind(text: str, kind: str) -> list[dict[str, Any]]:
 # ---- what needs no Helm
 
 
-def test_the_readme_is_made_from_the_values_as_they_are() -> None:
+def test_the_readme_is_up_to_date_with_the_values() -> None:
     assert generator().readme() == (CHART / "README.md").read_text(), "make docs"
 
 
@@ -97,7 +97,7 @@ def test_chart_and_project_have_one_version() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_scenario_is_what_was_looked_at(scenario: str) -> None:
+def test_scenarios_match_their_golden_files(scenario: str) -> None:
     """The golden files: ``FEDLOOM_GOLDEN=1`` writes them anew, to be read before they are committed."""
     text = helm.rendered(scenario)
     golden = GOLDEN / f"{scenario}.yaml"
@@ -252,7 +252,7 @@ def test_constraints_of_ones_own_count_the_pods_of_their_component(tmp_path: Pat
     assert spread(text, "fed-fedloom-worker") is spread(text, "fed-fedloom-serve") is None
 
 
-def test_workers_with_a_gpu_are_placed_by_what_its_node_tells(tmp_path: Path) -> None:
+def test_workers_with_a_gpu_are_placed_by_node_labels(tmp_path: Path) -> None:
     base = yaml.safe_load((CHART / "ci" / "silos-values.yaml").read_text())
     base["workers"]["resources"]["limits"] = {"memory": "16Gi", "nvidia.com/mig-1g.10gb": 1}
     own = {
@@ -363,7 +363,7 @@ def test_network_policies_name_only_pods_that_there_are(scenario: str) -> None:
         assert set(named) <= components, policy["metadata"]["name"]
 
 
-def test_pods_reach_what_they_need_by_hand() -> None:
+def test_policies_allow_the_listed_connections() -> None:
     """Check the allowed connections of each component of ``silos``, port by port."""
     found = {policy["metadata"]["name"]: policy for policy in of_kind(helm.rendered("silos"), "NetworkPolicy")}
     store, monitoring = {"ipBlock": {"cidr": "198.51.100.7/32"}}, "kubernetes.io/metadata.name"
@@ -476,7 +476,7 @@ def test_certificates_have_every_name_under_which_members_dial(tmp_path: Path) -
     assert len(names) == len(set(names))
 
 
-def test_labels_of_ones_own_are_said_once(tmp_path: Path) -> None:
+def test_own_labels_appear_once(tmp_path: Path) -> None:
     """Let the more specific of two values for a label win: kubectl refuses YAML with a key twice."""
 
     class Strict(yaml.SafeLoader):
@@ -511,7 +511,7 @@ A, B = "sha256:" + 64 * "a", "sha256:" + 64 * "b"
         ({"tag": "1.2.3"}, {"digest": B, "tag": "9.9.9"}, ":1.2.3", f"fedloom/aggregator@{B}"),
     ],
 )
-def test_workers_have_the_aggregators_image_but_for_what_is_their_own(
+def test_workers_have_the_aggregators_image_unless_they_set_their_own(
     common: dict[str, str], own: dict[str, str], aggregator: str, worker: str, tmp_path: Path
 ) -> None:
     base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
@@ -648,7 +648,7 @@ def test_the_experiment_in_the_config_map_is_the_one_that_was_given(scenario: st
     )
 
 
-def test_the_page_of_several_clusters_installs_as_it_says(tmp_path: Path) -> None:
+def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> None:
     """Its hub lets in the members that it names, under the name to which its member connects."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     hub, member = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S))
@@ -668,7 +668,7 @@ def test_the_page_of_several_clusters_installs_as_it_says(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("tool", ["argocd", "flux"])
-def test_an_example_of_gitops_names_what_is_there_and_installs(tool: str, tmp_path: Path) -> None:
+def test_gitops_examples_name_existing_files_and_install(tool: str, tmp_path: Path) -> None:
     """Not applied by the tools themselves: their values pass the schema and render, and their names agree."""
     text = (ROOT / "docs" / "examples" / "gitops" / f"{tool}.yaml").read_text()
     objects = {item["kind"]: item for item in yaml.safe_load_all(text)}
@@ -951,7 +951,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def test_all_mistakes_are_said_at_once() -> None:
+def test_all_errors_are_listed() -> None:
     done = helm.run("template", "fed", CHART, "--set", "tls.mode=none")
     for key in ("experiment:", "tls.mode:", "tls.mutual:", "networkPolicy.peers:"):
         assert key in done.stderr
@@ -980,7 +980,7 @@ def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
     assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_the_notes_lead_to_the_store_that_the_chart_brings() -> None:
+def test_the_notes_give_the_address_of_the_charts_store() -> None:
     """The command that publishes a partition needs a way to it, and its claim stays when the release goes."""
     trial = ("--set", "workers.partition.prepare=false")
     notes = notes_of("trial", *trial)
@@ -1071,7 +1071,7 @@ SHOWN = "--credentials DIR"
         ("silos", {}, None, SHOWN),
     ],
 )
-def test_the_notes_tell_commands_that_can_connect(
+def test_the_notes_give_commands_that_can_connect(
     scenario: str, given: dict[str, str], worker: str | None, personalize: str | None
 ) -> None:
     notes = notes_of(scenario, *settings(given))

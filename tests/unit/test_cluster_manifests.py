@@ -96,7 +96,7 @@ def test_manifests_are_valid(federation: FederationSpec) -> None:
     kubernetes_schemas.check(*objects(federation))
 
 
-def test_the_role_is_valid_and_allows_what_a_launcher_needs_and_events_and_no_more() -> None:
+def test_the_role_is_valid_and_allows_only_what_a_launcher_needs_and_events() -> None:
     for file in ("rbac-pipeline-runner.yaml", "rbac.yaml"):
         role, binding = yaml.safe_load_all((ROOT / "components/federate" / file).read_text())
         kubernetes_schemas.check(role, binding)
@@ -201,7 +201,7 @@ def test_pods_mount_the_claims_of_their_storage() -> None:
     assert PLAIN.settings.with_claims("s3://bucket") is PLAIN.settings
 
 
-def test_trackers_are_told_to_the_aggregator_alone() -> None:
+def test_only_the_aggregator_gets_trackers() -> None:
     own = {"env": {"FEDLOOM_TRACK": "wandb", "HOME": "/elsewhere"}, "env_secrets": ("tracker",)}
     settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "aggregator": own})
     federation = dataclasses.replace(PLAIN, settings=settings)
@@ -247,7 +247,7 @@ def test_a_block_of_clients_for_each_worker() -> None:
     assert worker_job(PLAIN)["spec"]["completions"] == 2
 
 
-def test_gpus_and_what_the_task_says_are_for_the_workers() -> None:
+def test_gpus_and_settings_of_the_task_apply_to_workers() -> None:
     aggregator, workers = aggregator_job(FULL), worker_job(FULL)
     assert container(workers)["resources"] == {
         "requests": {"cpu": "2"},
@@ -289,7 +289,7 @@ def test_gpus_and_what_the_task_says_are_for_the_workers() -> None:
         ),
     ],
 )  # fmt: skip
-def test_workers_are_spread_as_told_and_a_constraint_counts_them_alone(
+def test_workers_are_spread_as_configured_and_a_constraint_counts_only_them(
     told: list[dict[str, Any]] | None, made: Any
 ) -> None:
     spread = None if told is None else tuple(told)
@@ -360,7 +360,7 @@ def test_names_come_from_run_and_task() -> None:
     assert len(strange) <= 63
 
 
-def test_the_owner_is_what_controls_the_launchers_pod() -> None:
+def test_the_owner_is_the_controller_of_the_launchers_pod() -> None:
     workflow = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "9", "controller": True}
     other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "c", "uid": "8"}
     (found,) = owners_of_pod({"metadata": {"ownerReferences": [other, workflow]}})

@@ -82,7 +82,7 @@ def test_classes(found: dict[str, Any], verdict: Verdict) -> None:
     assert seen.verdict is verdict
 
 
-def test_an_image_that_cannot_be_pulled_fails_within_a_minute_whatever_it_is_called_in_between() -> None:
+def test_an_image_that_cannot_be_pulled_fails_within_a_minute_for_any_reason() -> None:
     watched = Watched()
     for now, reason in ((0.0, "ErrImagePull"), (5.0, "ImagePullBackOff"), (10.0, "ErrImagePull")):
         assert watched.check(now, waiting(reason, "i:1: not found")) == (False, None)
@@ -101,7 +101,7 @@ def test_an_image_that_comes_late_is_forgiven() -> None:
     assert watched.check(20.0, waiting("ErrImagePull")) == (False, None)  # another clock
 
 
-def test_a_missing_secret_says_how_to_make_it() -> None:
+def test_a_missing_secret_gives_the_command_to_create_it() -> None:
     watched = Watched()
     watched.check(0.0, waiting("CreateContainerConfigError", 'secret "store" not found'))
     _, error = watched.check(16.0, waiting("CreateContainerConfigError", 'secret "store" not found'))
@@ -174,7 +174,7 @@ def test_pods_that_are_lacking(of: dict[str, Any], phases: list[str], expected: 
     assert count_missing(of, [pod(phase=phase) for phase in phases]) == expected
 
 
-def test_a_pod_that_does_not_leave_its_node_is_told_once_with_what_frees_it() -> None:
+def test_a_stuck_pod_is_reported_once_with_the_command_that_frees_it() -> None:
     """A lost node: the API server keeps its pods, and their Job replaces none of them."""
     watched, leaving = Watched(), pod("w", phase="Running")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -13,7 +13,7 @@ from fedloom.cluster.settings import ClusterSettings, TaskConfig, check_image, i
 from fedloom.errors import ExperimentError
 
 
-def test_nothing_said_is_the_defaults() -> None:
+def test_empty_settings_are_the_defaults() -> None:
     settings = ClusterSettings.from_json("")
     assert settings == ClusterSettings() == ClusterSettings.from_json("{}")
     assert (settings.workers, settings.retries, settings.max_failed_workers) == (2, 2, 0)
@@ -60,12 +60,12 @@ def test_images_that_may_change_are_refused(image: str) -> None:
         ('{"labels": {"fedloom.dev/run-id": "x"}}', ["labels: ", "fedloom.dev/run-id"]),
     ],
 )  # fmt: skip
-def test_a_mistake_names_the_key_and_what_is_allowed(text: str, said: list[str]) -> None:
+def test_errors_name_the_key_and_the_allowed_values(text: str, said: list[str]) -> None:
     with refusing(ExperimentError, *said):
         ClusterSettings.from_json(text)
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_errors_are_reported_together() -> None:
     with refusing(ExperimentError, "workers: ", "image: ", "retries: "):
         ClusterSettings.from_json('{"workers": 0, "image": "x", "retries": -1}')
 

@@ -40,7 +40,9 @@ def test_a_device_fails_by_its_values_or_by_other_bits_the_second_time() -> None
 
 
 @pytest.mark.slow
-def test_the_command_compares_each_model_in_each_type_and_says_so_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_compares_each_model_in_each_type_and_exits_with_the_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done = runner.invoke(app, ["device", "cpu", "--clients", "2", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

@@ -130,7 +130,7 @@ def test_tests_that_pages_name_exist() -> None:
         for page in DOCS.rglob("*.md")
         for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?[`\[]", page.read_text(encoding="utf-8"))
     }
-    assert ("tests/e2e/test_federation_on_cluster.py", "test_a_launcher_adopts_what_a_killed_one_began") in named
+    assert ("tests/e2e/test_federation_on_cluster.py", "test_a_launcher_adopts_the_federation_of_a_killed_one") in named
     for path in sorted({path for path, _ in named}):
         tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
         there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -150,7 +150,7 @@ def test_every_image_has_a_numeric_user_and_labels(name: str) -> None:
     assert {"HOME=/work", "PYTHONUNBUFFERED=1", "PYTHONDONTWRITEBYTECODE=1"} <= set(environment.split())
 
 
-def test_the_aggregator_says_where_it_listens() -> None:
+def test_the_aggregator_reports_its_address() -> None:
     assert stages()[1]["aggregator"].last("EXPOSE") == str(PORT)
 
 
@@ -263,7 +263,7 @@ def test_only_libraries_are_stripped(tmp_path: Path) -> None:
         assert path.read_bytes() == content
 
 
-def test_slim_removes_what_is_not_read(tmp_path: Path) -> None:
+def test_slim_removes_files_that_are_not_read(tmp_path: Path) -> None:
     gone = ["torch/include/a.h", "torch/bin/test_jit", "torch/share/x", "numpy/linalg/tests/test_a.py", "numpy/a.pyi"]
     stay = ["torch/bin/torch_shm_manager", "torch/testing/_internal/logging_tensor.py", "numpy/testing/__init__.py"]
     for name in (*gone, *stay):

@@ -71,7 +71,7 @@ def pod_labels(manifest: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def test_what_a_profile_admits_and_what_our_policy_adds() -> None:
+def test_admissions_of_a_profile_and_of_our_policy() -> None:
     """The launcher has no sidecar (kubeflow/pipelines, `v2_template.go`), so that nobody knows its namespace."""
     aggregator, _, workers = (pod_labels(m) if "template" in m["spec"] else {} for m in objects(PLAIN))
     stock, ours = [PROFILE[1]], [OURS[0]]
@@ -102,7 +102,7 @@ def test_the_network_policy_admits_workers_and_tasks_to_the_aggregator_alone() -
 
 
 @pytest.mark.parametrize("asked", [None, "true"])
-def test_pods_have_a_sidecar_only_if_it_is_asked_for(asked: str | None) -> None:
+def test_pods_have_a_sidecar_only_if_requested(asked: str | None) -> None:
     labels = {} if asked is None else {INJECT: asked}
     settings = PLAIN.settings.model_copy(update={"labels": labels})
     federation = FederationSpec(**{**vars(PLAIN), "settings": settings})
@@ -112,7 +112,7 @@ def test_pods_have_a_sidecar_only_if_it_is_asked_for(asked: str | None) -> None:
             assert {metadata[key][INJECT] for key in ("labels", "annotations")} == {asked or "false"}
 
 
-def test_the_ports_of_services_tell_the_mesh_their_protocol() -> None:
+def test_ports_of_services_declare_their_protocol() -> None:
     """Istio's `ConvertProtocol` and `Parse` (pkg/config/kube/conversion.go, pkg/config/protocol/instance.go).
 
     TLS that is not the mesh's own must not be declared as gRPC, which a sidecar would try to read.

@@ -33,7 +33,7 @@ def audit_command(
     canaries: Annotated[
         int | None,
         typer.Option(
-            help="Run the experiment with this many canaries, each in or out by a fair coin, and guess the coins.",
+            help="Run the experiment with this many canaries, each included by a fair coin flip, and guess which are.",
             metavar="M",
         ),
     ] = None,
