@@ -16,6 +16,7 @@ from fedloom.cli.options import Set
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
     from fedloom.federation.activity import Activity
+    from fedloom.runs.retention import StoredFolder
 
 app = typer.Typer(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -178,13 +179,7 @@ def _clean(
 ) -> None:
     """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
-    from fedloom.runs.retention import (
-        expired,
-        remove_folders,
-        stored_partitions,
-        stored_runs,
-        unused,
-    )
+    from fedloom.runs.retention import expired, remove_folders, stored_partitions, stored_runs, unused
     from fedloom.storage import open_store
 
     if keep is None and older_than is None:
@@ -193,23 +188,21 @@ def _clean(
     store.check(writing=not dry_run)
     age, done = seconds(older_than), "would remove" if dry_run else "removed"
     runs, now = stored_runs(store), time.time()
-    for run in (old := expired(runs, now, keep=keep, older_than_s=age)):
+
+    def remove(one: StoredFolder, about: str) -> None:
         if not dry_run:
-            remove_folders(store, [run])
-        what = "finished" if run.finished else "unfinished"
-        typer.echo(f"{done} {run.name}: {what}, {_when(run.modified)}, {run.size / 1e6:.1f} MB")
+            remove_folders(store, [one])
+        typer.echo(f"{done} {about}, {_when(one.modified)}, {one.size / 1e6:.1f} MB")
+
+    for run in (old := expired(runs, now, keep=keep, older_than_s=age)):
+        remove(run, f"{run.name}: {'finished' if run.finished else 'unfinished'}")
     typer.echo(f"{len(old)} of {len(runs)} runs, {sum(run.size for run in old) / 1e6:.1f} MB")
     if age is None:
         return
     partitions = stored_partitions(store)
     gone, silent = unused(store, partitions, [run for run in runs if run not in old], now, older_than_s=age)
     for partition in gone:
-        if not dry_run:
-            remove_folders(store, [partition])
-        typer.echo(
-            f"{done} partition {partition.name}: used by no run, {_when(partition.modified)}, "
-            f"{partition.size / 1e6:.1f} MB"
-        )
+        remove(partition, f"partition {partition.name}: used by no run")
     if silent:
         names = ", ".join(run.name for run in silent)
         typer.echo(f"partitions are kept, because these runs have not published yet which ones they need: {names}")

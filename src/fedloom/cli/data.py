@@ -9,6 +9,7 @@ import typer
 
 from fedloom.api.progress import show_progress
 from fedloom.cli.options import ExperimentFile, Json, Set
+from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
@@ -57,7 +58,7 @@ def description(source: Dataset, official: RawDataset) -> str:
         among = "divided among" if owners.divided else "of"
         whose = f"{among} {len(owners.names):,} owners, {owners.names[0]} to {owners.names[-1]}"
     examples = f"{len(official.train):,} train and {len(official.test):,} test examples of {shape} {source.kind}"
-    classes = "1 class" if source.classes == 1 else f"{source.classes} classes"
+    classes = pluralize(source.classes, "class", "classes")
     return f"{source.title}: {examples}, {classes}; {whose}\nlicence: {source.licence}"
 
 
@@ -78,15 +79,11 @@ def list_command(
     home = data_root(root)
     sizes = {name: datasets.size_on_disk(source, home) for name, source in datasets.DATASETS.items()}
     if as_json:
+        keys = ("title", "kind", "input_shape", "classes", "licence", "synthetic")
         about = [
             {
                 "name": name,
-                "title": source.title,
-                "kind": source.kind,
-                "input_shape": source.input_shape,
-                "classes": source.classes,
-                "licence": source.licence,
-                "synthetic": source.synthetic,
+                **{key: getattr(source, key) for key in keys},
                 "bytes": sizes[name],
                 "folder": None if sizes[name] is None else str(source.folder(home)),
             }
@@ -94,7 +91,9 @@ def list_command(
         ]
         typer.echo(json.dumps(about, indent=2))
         return
-    rows: list[tuple[str, ...]] = []
+    table = Table("name", "title", "size", "licence", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for name, source in datasets.DATASETS.items():
         size = sizes[name]
         if size is not None:
@@ -103,12 +102,7 @@ def list_command(
             here = "no files"
         else:
             here = "damaged" if source.folder(home).exists() else "not fetched"
-        rows.append((name, source.title, here, source.licence))
-    table = Table("name", "title", "size", "licence", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in table.columns[:3]:
-        column.no_wrap = True
-    for row in rows:
-        table.add_row(*row)
+        table.add_row(name, source.title, here, source.licence)
     Console(highlight=False, markup=False).print(table)
     typer.echo(f"\nData sets are in {home / 'datasets'}; to fetch one: fedloom data fetch NAME")
 

@@ -227,7 +227,7 @@ def _submit(
         typer.echo(f"run {started.run}: {started.link}")
         _remove_versions(api, started.pipeline, keep_versions)
         if wait:
-            _await(api, started, terminate=terminate_on_interrupt)
+            _await(api, started.run, terminate=terminate_on_interrupt)
 
 
 def _remove_versions(api: Kubeflow, pipeline: str, keep: int | None) -> None:
@@ -301,11 +301,9 @@ def _wait(
     kubeflow: KubeflowOption = None,
 ) -> None:
     """Wait for a run on Kubeflow; the exit code gives its outcome."""
-    from fedloom.kubeflow.submit import Started
-
     api = connected(kubeflow)
     with _terminable():
-        _await(api, Started(run, api.link(run)), terminate=False)
+        _await(api, run, terminate=False)
 
 
 @app.command("stop")
@@ -323,11 +321,11 @@ def _stop(
         typer.echo(f"has already ended: {api.link(run)}")
 
 
-def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
+def _await(kubeflow: Kubeflow, run: str, *, terminate: bool) -> None:
     from fedloom.kubeflow import submit
 
-    with submit.stopping(kubeflow, started, terminate=terminate):
-        submit.wait_for_run(kubeflow, started.run, _say)
+    with submit.stopping(kubeflow, run, terminate=terminate):
+        submit.wait_for_run(kubeflow, run, _say)
     typer.echo("succeeded")
 
 

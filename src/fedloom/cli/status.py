@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from fedloom.errors import AbandonedError
     from fedloom.federation.activity import Activity, RosterClient
     from fedloom.transport.control import ControlClient
 
@@ -215,16 +216,49 @@ def _show(now: Activity, *, as_json: bool) -> None:
             typer.echo(line.plain)
 
 
-def _follow_lines(source: _Source, now: Activity, *, as_json: bool) -> None:
+def _states(
+    source: _Source, now: Activity, lost: Callable[[float, AbandonedError], None] = lambda silent_s, error: None
+) -> Iterator[Activity]:
+    """Yield a federation's states, from ``now`` on, until it is over or its aggregator has exited after stopping.
+
+    Parameters
+    ----------
+    lost
+        Called while there is no answer, with its duration in seconds and the error.
+
+    Raises
+    ------
+    AbandonedError
+        If there is no answer for ``LOST_S`` seconds.
+    """
+    from fedloom.errors import AbandonedError
+
+    yield now
+    lost_at: float | None = None
+    while not _is_over(now):
+        time.sleep(source.every_s)
+        try:
+            now, lost_at = source.activity(), None
+        except AbandonedError as error:
+            if now.phase == "stopping":
+                return
+            lost_at = lost_at or time.monotonic()
+            if time.monotonic() - lost_at >= LOST_S:
+                raise
+            lost(time.monotonic() - lost_at, error)
+        else:
+            yield now
+
+
+def _follow_lines(source: _Source, first: Activity, *, as_json: bool) -> None:
     """Show the status when it has changed: as one JSON object per line, or in full at ``LINES_EVERY_S`` intervals."""
     import json
     from dataclasses import asdict
 
     shown: Activity | None = None
     shown_at = -LINES_EVERY_S
-    while True:
-        over = _is_over(now)
-        due = as_json or over or time.monotonic() - shown_at >= LINES_EVERY_S
+    for now in _states(source, first):
+        due = as_json or _is_over(now) or time.monotonic() - shown_at >= LINES_EVERY_S
         if due and (shown is None or _differs(now, shown)):
             if as_json:
                 typer.echo(json.dumps(asdict(now)))
@@ -234,69 +268,33 @@ def _follow_lines(source: _Source, now: Activity, *, as_json: bool) -> None:
                 _show(now, as_json=False)
             sys.stdout.flush()
             shown, shown_at = now, time.monotonic()
-        if over:
-            return
-        time.sleep(source.every_s)
-        if (next_one := _asked_again(source, now)) is None:
-            return
-        now = next_one
 
 
-def _asked_again(source: _Source, last: Activity) -> Activity | None:
-    """Ask again, with retries; return None if the aggregator has exited after stopping.
-
-    Raises
-    ------
-    AbandonedError
-        If there is no answer for ``LOST_S`` seconds.
-    """
-    from fedloom.errors import AbandonedError
-
-    until = time.monotonic() + LOST_S
-    while True:
-        try:
-            return source.activity()
-        except AbandonedError:
-            if last.phase == "stopping":
-                return None
-            if time.monotonic() >= until:
-                raise
-            time.sleep(source.every_s)
-
-
-def _follow_live(source: _Source, now: Activity) -> None:
-    """Show the status on a terminal and update it; tell if lines are left out for lack of space."""
+def _follow_live(source: _Source, latest: Activity) -> None:
+    """Show the status on a terminal and update it; the last line says so if lines are left out for lack of space."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     from fedloom.cli.status_text import duration, status_lines
-    from fedloom.errors import AbandonedError
 
     console = Console(highlight=False)
-    lost_at: float | None = None
 
     def shown(note: str = "") -> Group:
-        lines = [*status_lines(now, console), *([Text(note, "bold")] if note else [])]
+        lines = [*status_lines(latest, console), *([Text(note, "bold")] if note else [])]
         return Group(*_fitting(lines, console))
 
     try:
         with Live(shown(), console=console, auto_refresh=False, transient=True) as live:
-            while not _is_over(now):
-                time.sleep(source.every_s)
-                try:
-                    now, lost_at = source.activity(), None
-                    live.update(shown(), refresh=True)
-                except AbandonedError as error:
-                    if now.phase == "stopping":
-                        return
-                    lost_at = lost_at or time.monotonic()
-                    if time.monotonic() - lost_at >= LOST_S:
-                        raise
-                    gone = duration(time.monotonic() - lost_at)
-                    live.update(shown(f"no answer for {gone}: {error.message}"), refresh=True)
+
+            def lost(silent_s: float, error: AbandonedError) -> None:
+                live.update(shown(f"no answer for {duration(silent_s)}: {error.message}"), refresh=True)
+
+            for now in _states(source, latest, lost):
+                latest = now
+                live.update(shown(), refresh=True)
     finally:
-        _show(now, as_json=False)  # leave the last status in full, also after Ctrl-C
+        _show(latest, as_json=False)  # leave the last status in full, also after Ctrl-C
 
 
 def _fitting(lines: list[Text], console: Console) -> list[Text]:

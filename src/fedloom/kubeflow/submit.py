@@ -105,11 +105,11 @@ class Uploaded(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Started run: its id, the URL of its page, and the id of its pipeline; empty if it is not known."""
+    """Started run: its id, the URL of its page, and the id of its pipeline."""
 
     run: str
     link: str
-    pipeline: str = ""
+    pipeline: str
 
 
 def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
@@ -126,27 +126,23 @@ def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
         On Ctrl-C.
     """
     try:
-        return _submitted(kubeflow, order, say)
+        with ExitStack() as made:
+            found = upload_pipeline(kubeflow, order, made, say)
+            mark = submission_mark()
+            on_failure(made, say, lambda: _withdraw(kubeflow, order.name, found.experiment, mark))
+            run = kubeflow.start(
+                order.name,
+                found.experiment,
+                found.pipeline,
+                found.version,
+                dict(order.arguments),
+                order.service_account,
+                order.root,
+                mark,
+            )
+            made.pop_all()
     except KeyboardInterrupt as error:
         raise InterruptedRun("interrupted before the run was started; everything created was removed") from error
-
-
-def _submitted(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
-    with ExitStack() as made:
-        found = upload_pipeline(kubeflow, order, made, say)
-        mark = submission_mark()
-        on_failure(made, say, lambda: _withdraw(kubeflow, order.name, found.experiment, mark))
-        run = kubeflow.start(
-            order.name,
-            found.experiment,
-            found.pipeline,
-            found.version,
-            dict(order.arguments),
-            order.service_account,
-            order.root,
-            mark,
-        )
-        made.pop_all()
     return Started(run, kubeflow.link(run), found.pipeline)
 
 
@@ -402,7 +398,7 @@ def stop_run(kubeflow: Kubeflow, run: str) -> bool:
 
 
 @contextmanager
-def stopping(kubeflow: Kubeflow, started: Started, *, terminate: bool) -> Iterator[None]:
+def stopping(kubeflow: Kubeflow, run: str, *, terminate: bool) -> Iterator[None]:
     """Stop the run or leave it running on Ctrl-C or SIGTERM in the block, and report which.
 
     Raises
@@ -414,9 +410,9 @@ def stopping(kubeflow: Kubeflow, started: Started, *, terminate: bool) -> Iterat
         yield
     except KeyboardInterrupt as error:
         if terminate:
-            stop_run(kubeflow, started.run)
-            raise InterruptedRun(f"stopped the run: {started.link}") from error
+            stop_run(kubeflow, run)
+            raise InterruptedRun(f"stopped the run: {kubeflow.link(run)}") from error
         raise InterruptedRun(
-            f"the run continues: {started.link}",
-            hint=f"fedloom pipeline wait {started.run} waits for it, fedloom pipeline stop {started.run} stops it",
+            f"the run continues: {kubeflow.link(run)}",
+            hint=f"fedloom pipeline wait {run} waits for it, fedloom pipeline stop {run} stops it",
         ) from error
