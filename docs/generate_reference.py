@@ -66,7 +66,7 @@ def _table(params: list[Any], above: str = "") -> list[str]:
         elif is_flag or param.default in (None, "", ()):
             default = ""
         else:
-            default = f"`{param.default}`"
+            default = f"`{param.show_default if isinstance(param.show_default, str) else param.default}`"
         notes = [param.help or ""]
         if param.envvar:
             notes.append(f"Environment: `{param.envvar}`.")

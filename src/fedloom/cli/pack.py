@@ -97,7 +97,8 @@ def pack_command(
     resize: Annotated[bool, typer.Option("--resize", help="Resize images of another size.")] = False,
     test_fraction: Annotated[float, typer.Option(help="Fraction of the examples for testing.", metavar="F")] = 0.2,
     validation_fraction: Annotated[
-        float, typer.Option(help="Fraction of the remaining examples for validation.", metavar="F")
+        float,
+        typer.Option(help="Fraction of the remaining examples for validation.", metavar="F", show_default="1/6"),
     ] = 1 / 6,
     seed: Annotated[int, typer.Option(help="Seed of the random split.", min=0)] = 1,
 ) -> None:
