@@ -266,6 +266,13 @@ def test_an_aggregator_that_is_gone_is_asked_for_a_while(monkeypatch: pytest.Mon
         raise AbandonedError("nobody")
 
     source = shown._Source(gone, list, every_s=0.001)
-    assert shown._asked_again(source, activity(phase="stopping")) is None
+    stopping = activity(phase="stopping")
+    assert list(shown._states(source, stopping)) == [stopping]
+    silences: list[float] = []
+    states = shown._states(source, activity(), lambda silent_s, error: silences.append(silent_s))
+    assert next(states).phase != "stopping"
     with pytest.raises(AbandonedError):
-        shown._asked_again(source, activity())
+        next(states)
+    assert silences
+    assert sorted(silences) == silences
+    assert silences[-1] < 0.02

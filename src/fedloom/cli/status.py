@@ -243,9 +243,10 @@ def _states(
             if now.phase == "stopping":
                 return
             lost_at = lost_at or time.monotonic()
-            if time.monotonic() - lost_at >= LOST_S:
+            silent_s = time.monotonic() - lost_at
+            if silent_s >= LOST_S:
                 raise
-            lost(time.monotonic() - lost_at, error)
+            lost(silent_s, error)
         else:
             yield now
 
