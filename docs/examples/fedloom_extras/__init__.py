@@ -1,1 +1,1 @@
-"""A method, a data source and a model of one's own, in a package beside FedLoom (docs/extending.md)."""
+"""Example package that adds methods, a data source, a task and a model to FedLoom (docs/extending.md)."""

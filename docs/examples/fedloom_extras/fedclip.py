@@ -1,4 +1,4 @@
-"""FedClip: FedAvg whose clients clip every gradient, element by element. It is an example, of no paper."""
+"""FedClip: FedAvg whose clients clip every gradient, element by element. An example, not from a paper."""
 
 from __future__ import annotations
 

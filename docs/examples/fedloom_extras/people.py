@@ -1,4 +1,4 @@
-"""Measurements of people, in a CSV file of one's own: the columns ``person`` and ``label``, then nine features."""
+"""Measurements of people, in a CSV file: the columns ``person`` and ``label``, then nine features."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES = 9
 
 
 def read(contents: Mapping[str, bytes]) -> RawDataset:
-    """Return the rows as examples, owned by persons. The first half of each person's rows is for training."""
+    """Return the rows as examples of their persons. The first half of each person's rows is for training."""
     inputs, labels, owners, first = [], [], [], []
     table = list(csv.DictReader(io.StringIO(contents["people.csv"].decode())))
     rows = Counter(row["person"] for row in table)
@@ -42,7 +42,7 @@ def read(contents: Mapping[str, bytes]) -> RawDataset:
 
 
 def names(folder: Path) -> tuple[str, ...]:
-    """The files in a folder that belong to this source."""
+    """Return the files of a folder that belong to this source."""
     return ("people.csv",) if (folder / "people.csv").exists() else ()
 
 

@@ -33,11 +33,11 @@ class QuantileMetrics(MetricSums):
         return torch.stack([covered.new_tensor(len(y)), pinball(predicted, y.flatten(), self.level).sum(), covered])
 
     def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
-        """Return the mean pinball loss in the target's own unit, and the part of the targets that is covered."""
+        """Return the mean pinball loss in the target's unit, and the fraction of covered targets."""
         return {"pinball": ratio(sums[:, 1], sums[:, 0]) * self.std, "coverage": ratio(sums[:, 2], sums[:, 0])}
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
-        """Return why a client of so many examples cannot have these sums; None if it can."""
+        """Return the reason if these sums are impossible for a client with so many examples; else None."""
         n, loss, covered = sums.tolist()
         if n in (0, examples) and are_whole(sums[2]) and covered <= n and loss >= 0:
             return None
@@ -53,7 +53,7 @@ class Quantile(PredictionTask):
     headline = QuantileMetrics.metrics[0]
 
     def setting_fault(self, outputs: int) -> str | None:
-        """Return why the settings do not fit K outputs; None if they do."""
+        """Return the reason if the settings do not fit K outputs; else None."""
         return None if outputs == 1 else f"task.name: quantile predicts one number, but there are {outputs}"
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
