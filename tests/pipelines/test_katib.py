@@ -22,7 +22,7 @@ from fedloom.cli.main import app
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.errors import ExperimentError
 from fedloom.experiment.search_space import Parameter, read_space
-from fedloom.kubeflow.katib import KatibSearch, Placement, known_headline, plan_katib_search, search_objects
+from fedloom.kubeflow.katib import KatibSearch, known_headline, plan_katib_search, search_objects
 from fedloom.runner.katib_lines import METRICS_PATH, katib_lines, objective_name
 from fedloom.runner.trials import Schedule, Trials
 from fedloom.runs.files import RunFiles
@@ -52,7 +52,6 @@ SPACE: dict[str, Any] = {
 GRID = {key: SPACE[key] for key in [*SPACE][1:]} | {"algorithm.local.lr": {"min": 0.1, "max": 0.5, "step": 0.1}}
 DRAWN = {key: values for key, values in SPACE.items() if "step" not in values}
 PARTITION = "s3://bucket/fedloom/partitions/vowel"
-ANYWHERE = Placement(PARTITION)
 PRIVATE = ("algorithm.weighting=uniform", "federation.privacy={clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-3}")
 
 
@@ -60,11 +59,13 @@ def planned(
     parameters: Mapping[str, Any] = SPACE,
     *changes: str,
     cluster: ClusterSettings = PLAIN,
-    place: Placement = ANYWHERE,
+    partition: str = PARTITION,
+    name: str | None = None,
+    parallel: int | None = None,
     **settings: Any,
 ) -> KatibSearch:
     space = read_space({"parameters": dict(parameters), **settings})
-    return plan_katib_search(FILE.read_text(), (*STORED, *changes), space, cluster, place)
+    return plan_katib_search(FILE.read_text(), (*STORED, *changes), space, cluster, partition, name, parallel)
 
 
 def made(search: KatibSearch) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,10 +144,10 @@ def test_names_of_searches() -> None:
     assert planned(SPACE, f"name=Long_{'x' * 90}").title.startswith("long-xxx")
     assert len(planned(SPACE, f"name=Long_{'x' * 90}").title) == 40
     assert planned(SPACE, "name=7up").title.startswith("search-7up-")
-    assert planned(place=Placement(PARTITION, "mine-1")).title == "mine-1"
+    assert planned(name="mine-1").title == "mine-1"
     for wrong in ("Mine", "1a", "a-", "a" * 41, "a_b"):
         with refusing(ExperimentError, "name", wrong[:10]):
-            search_objects(planned(place=Placement(PARTITION, wrong)))
+            search_objects(planned(name=wrong))
 
 
 @pytest.mark.parametrize(("sampler", "parameters"), [("grid", GRID), ("random", DRAWN)])
@@ -173,17 +174,15 @@ def test_searches_that_katib_cannot_do_are_refused() -> None:
     with refusing(ExperimentError, "81", "150", "20"):
         search_objects(planned(momentum, early_stopping="hyperband"))
     with refusing(ExperimentError, "81", "parallel"):
-        search_objects(
-            planned(momentum, early_stopping="hyperband", trials=100, place=Placement(PARTITION, parallel=80))
-        )
+        search_objects(planned(momentum, early_stopping="hyperband", trials=100, parallel=80))
     search = planned()
     quoted = dataclasses.replace(search.plan, parameters=(Parameter("a.b", choices=('"tab\\t"',)),))
     with refusing(ExperimentError, "parameters.a.b"):
         search_objects(dataclasses.replace(search, plan=quoted))
     with refusing(ExperimentError, "partition", "s3://"):
-        planned(place=Placement("/data/partition"))
+        planned(partition="/data/partition")
     with refusing(ExperimentError, "storage"):
-        plan_katib_search(FILE.read_text(), (), read_space({"parameters": SPACE}), PLAIN, ANYWHERE)
+        plan_katib_search(FILE.read_text(), (), read_space({"parameters": SPACE}), PLAIN, PARTITION)
     with refusing(ExperimentError, "cluster.image"):
         planned(cluster=ClusterSettings(storage_secret="store"))
     with refusing(ExperimentError, "data.root=${trialSpec.Name}"):
@@ -244,7 +243,7 @@ def test_the_command_writes_objects_for_kubectl(tmp_path: Path) -> None:
     words += ["--trials", "6", "--parallel", "2", "--partition", PARTITION]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
-    search = planned(trials=6, place=Placement(PARTITION, None, 2))
+    search = planned(trials=6, parallel=2)
     assert list(yaml.safe_load_all(shown.output)) == search_objects(search)
     out = tmp_path / "search.yaml"
     written = CliRunner().invoke(app, [*words, "--out", str(out)])

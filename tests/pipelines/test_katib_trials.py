@@ -26,7 +26,7 @@ from fedloom.cluster.api import Api
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.errors import ExperimentError
 from fedloom.experiment.search_space import read_space
-from fedloom.kubeflow.katib import Placement, plan_katib_search, search_objects, submit_search
+from fedloom.kubeflow.katib import plan_katib_search, search_objects, submit_search
 from fedloom.storage import open_store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,8 +57,8 @@ def objects(storage: str, parameters: Mapping[str, Any], **settings: Any) -> lis
     cluster = ClusterSettings(image="fedloom:1", storage_secret="store")
     space = read_space({"parameters": dict(parameters), **settings})
     changes = (f"storage={storage}", *SMALL)
-    place = Placement(f"{storage}/partitions/vowel", "vowel")
-    return search_objects(plan_katib_search(FILE.read_text(), changes, space, cluster, place))
+    partition = f"{storage}/partitions/vowel"
+    return search_objects(plan_katib_search(FILE.read_text(), changes, space, cluster, partition, "vowel"))
 
 
 class Container:

@@ -27,7 +27,7 @@ from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageE
 from fedloom.kubeflow import authentication
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow
-from fedloom.kubeflow.authentication import Credential, access, expiry_of
+from fedloom.kubeflow.authentication import Credential, api_credential, expiry_of
 from fedloom.kubeflow.settings import KubeflowSettings
 
 pytestmark = pytest.mark.xdist_group("components")
@@ -89,7 +89,7 @@ def failed(result: Result, kind: type[FedloomError]) -> str:
 
 
 def client(api: KubeflowApi, **login: Any) -> Kubeflow:
-    return Kubeflow(access(api.host, **login), PROFILE)
+    return Kubeflow(api.host, PROFILE, api_credential(**login))
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_kfps_own_client_takes_our_credentials(api: KubeflowApi, issuer: Callabl
 
     tokens = [jwt(number) for number in range(3)]
     api.tokens = dict.fromkeys(tokens, 50)
-    credential = access(api.host, token_command=issuer(tokens)).token
+    credential = api_credential(token_command=issuer(tokens))
     found = kfp.Client(host=api.host, namespace=PROFILE, credentials=credential)
     assert found.list_experiments(namespace=PROFILE).experiments == []
     assert 0 < api.tokens[tokens[0]] < 50
@@ -329,13 +329,13 @@ def test_logins_that_cannot_be_used(
 def test_a_command_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "COMMAND_S", 0.2)
     with pytest.raises(RefusedError):
-        access("http://x", token_command=shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(60)"]))
+        api_credential(token_command=shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(60)"]))
 
 
 def test_the_content_of_binary_files_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes("geheim-ü".encode("latin-1"))
     with pytest.raises(RefusedError) as refused:
-        access("http://x", f"@{tmp_path / 'token'}")
+        api_credential(f"@{tmp_path / 'token'}")
     assert "geheim" not in f"{refused.value}{refused.value.__cause__}"
 
 

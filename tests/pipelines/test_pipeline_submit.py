@@ -36,7 +36,7 @@ from fedloom.errors import (
 )
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow
-from fedloom.kubeflow.authentication import access
+from fedloom.kubeflow.authentication import api_credential
 from fedloom.kubeflow.steps import FAILURE_MARK, step
 
 pytestmark = pytest.mark.xdist_group("components")
@@ -207,7 +207,7 @@ def test_a_token_that_changes_while_a_run_is_waited_for(api: KubeflowApi, tmp_pa
     token.write_text("first")
     api.token = "first"
     api.runs["r"] = {"run_id": "r", "state": "RUNNING", "looks": 0}
-    kubeflow = Kubeflow(access(api.host, f"@{token}", in_cluster=False), None)
+    kubeflow = Kubeflow(api.host, credential=api_credential(f"@{token}"))
     kubeflow.check()
     kubeflow.pipeline("x")  # the API's health asks for no token
     token.write_text("second")

@@ -252,7 +252,7 @@ def test_an_address_of_another_service_is_reported(run: Path, registry: StandIn)
         with refusing(ExperimentError, url):
             ModelRegistry(url)
     with refusing(ExperimentError, "nothing.pem"):
-        ModelRegistry("https://x", ca_file=Path("nothing.pem"))
+        ModelRegistry("https://x", ca_file="nothing.pem")
     assert ModelRegistry(f"{registry.url}/api/model_registry/v1alpha3/").url == registry.url
 
 

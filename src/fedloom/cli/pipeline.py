@@ -220,7 +220,7 @@ def _submit(
     with _terminable():
         if timing is not None:
             made = schedules.schedule_pipeline(api, order, timing, _say)
-            typer.echo(f"schedule {made.run}: {made.when}: {made.link}")
+            typer.echo(f"schedule {made.run}: {timing}: {made.link}")
             _remove_versions(api, made.pipeline, keep_versions)
             return
         started = submit.submit_pipeline(api, order, _say)
@@ -277,8 +277,7 @@ def _search(
     from fedloom.kubeflow import katib
 
     asked, settings = read_space(space, trials=trials), settings_from_file(ClusterSettings, cluster)
-    place = katib.Placement(partition, name, parallel)
-    found = katib.plan_katib_search(text_of(experiment), set_ or (), asked, settings, place)
+    found = katib.plan_katib_search(text_of(experiment), set_ or (), asked, settings, partition, name, parallel)
     objects = katib.search_objects(found)
     text = as_documents(objects)
     if out is not None:

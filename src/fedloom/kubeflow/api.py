@@ -11,7 +11,8 @@ from typing import Any
 
 from fedloom.errors import ExperimentError, FedloomError, StorageError, argument
 from fedloom.kubeflow.authentication import (
-    ApiAccess,
+    COOKIE,
+    Credential,
     Place,
     asks_for_login,
     body_text,
@@ -50,8 +51,14 @@ class Kubeflow:
 
     Parameters
     ----------
+    host
+        URL of the API, such as ``https://kubeflow.example/pipeline``.
     namespace
         Profile of the user; None on a single-user installation.
+    credential
+        Bearer token or cookie; None if none is needed.
+    ca_file
+        Certificates to trust; None for the default ones.
 
     Raises
     ------
@@ -59,7 +66,9 @@ class Kubeflow:
         If kfp is not installed.
     """
 
-    def __init__(self, access: ApiAccess, namespace: str | None) -> None:
+    def __init__(
+        self, host: str, namespace: str | None = None, credential: Credential | None = None, ca_file: str | None = None
+    ) -> None:
         try:
             import kfp_server_api
         except ModuleNotFoundError as error:
@@ -70,12 +79,14 @@ class Kubeflow:
         from urllib3 import Retry
 
         configuration = kfp_server_api.Configuration()
-        configuration.host = access.host
-        configuration.ssl_ca_cert = None if access.ca_file is None else str(access.ca_file)
-        if access.token is not None:
+        configuration.host = host
+        configuration.ssl_ca_cert = ca_file
+        is_cookie = credential is not None and credential.name == COOKIE
+        self._credential, self._cookie = credential, credential if is_cookie else None
+        if credential is not None and not is_cookie:
             configuration.api_key["authorization"] = ""  # the hook, which is called before each request, fills it in
             configuration.api_key_prefix["authorization"] = "Bearer"
-            configuration.refresh_api_key_hook = access.token.refresh_api_key_hook
+            configuration.refresh_api_key_hook = credential.refresh_api_key_hook
         configuration.retries = Retry(
             total=3,
             backoff_factor=0.5,
@@ -92,8 +103,8 @@ class Kubeflow:
         self._uploads = kfp_server_api.PipelineUploadServiceApi(client)
         self._experiments = kfp_server_api.ExperimentServiceApi(client)
         self._runs = kfp_server_api.RunServiceApi(client)
-        self._access, self._place = access, Place(access.host, namespace)
-        self.host = access.host
+        self._place = Place(host, namespace)
+        self.host = host
         self.namespace = namespace
 
     def check(self) -> None:
@@ -325,7 +336,7 @@ class Kubeflow:
         except HTTPError as error:
             raise self._unreachable(error) from error
         if "html" in str(self._client.last_response.getheader("Content-Type")):  # read as an object without values
-            raise login_required(self._place, "a login page", self._access.credential)
+            raise login_required(self._place, "a login page", self._credential)
         return found
 
     def _send(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -333,7 +344,7 @@ class Kubeflow:
 
         A refused request was not carried out, whatever its method.
         """
-        credential, cookie = self._access.credential, self._access.cookie
+        credential, cookie = self._credential, self._cookie
         self._client.cookie = None if cookie is None else cookie.value
         try:
             return call(*arguments, **named)
@@ -350,7 +361,7 @@ class Kubeflow:
         return StorageError(f"{self.host} cannot be reached: {why}", hint="check the URL and the network")
 
     def _failure(self, what: str, error: Any) -> FedloomError:
-        if (denial := explain_denial(what, self._place, error, self._access.credential)) is not None:
+        if (denial := explain_denial(what, self._place, error, self._credential)) is not None:
             return denial
         status, message, where = error.status, message_of(error.body or error.reason), self._place
         if status == 404:

@@ -37,6 +37,9 @@ AUDIENCE = "pipelines.kubeflow.org"
 COMMAND_S = 60.0
 """Seconds that a command for a token may take."""
 
+COOKIE = "cookie"
+"""Name of credentials that are sent in the header ``Cookie``; others are bearer tokens."""
+
 SPARE_S = 60.0
 """Seconds before its expiry at which a token is replaced."""
 
@@ -125,71 +128,14 @@ class Credential:
         configuration.api_key["authorization"] = self.value
 
 
-@dataclass(frozen=True)
-class ApiAccess:
-    """URL and credentials of the API.
-
-    Attributes
-    ----------
-    host
-        Its URL, such as ``https://kubeflow.example/pipeline``.
-    token
-        Bearer token; None if there is none.
-    cookie
-        Text of the header ``Cookie``; None if there is none.
-    ca_file
-        Certificates to trust; None for the default ones.
-    """
-
-    host: str
-    token: Credential | None = None
-    cookie: Credential | None = None
-    ca_file: Path | None = None
-
-    @property
-    def credential(self) -> Credential | None:
-        """Credential of requests; None if there is none."""
-        return self.token or self.cookie
-
-
-def access(
-    host: str | None,
-    token: str | None = None,
-    *,
-    token_command: str | None = None,
-    cookie: str | None = None,
-    in_cluster: bool = False,
-    ca_file: Path | None = None,
-) -> ApiAccess:
-    """Return the URL and credentials of the API.
-
-    Parameters
-    ----------
-    host
-        Its URL; None is only allowed in the cluster.
-    token
-        Bearer token; ``@FILE`` reads it from a file before each request, as tokens expire.
-    token_command
-        Command that prints a bearer token, run without a shell; it runs again shortly before the token expires, and
-        when it is refused.
-    cookie
-        Text of the header ``Cookie``, or ``@FILE``.
-    in_cluster
-        Use the token that Kubeflow mounted into this pod, and by default the API's Service.
+def api_host(host: str | None, *, in_cluster: bool) -> str:
+    """Return the URL of the API, in a pod by default that of its Service.
 
     Raises
     ------
     ExperimentError
-        If the URL is malformed or missing, or two ways to authenticate are given.
-    RefusedError
-        If the token or the cookie cannot be read.
+        If the URL is malformed or missing.
     """
-    ways = {"token": token, "token_command": token_command, "cookie": cookie, "in_cluster": in_cluster or None}
-    given = [name for name, value in ways.items() if value]
-    if len(given) > 1:
-        raise ExperimentError(
-            f"{argument('kubeflow')} has {' and '.join(given)}; give one of them.", key=f"kubeflow.{given[0]}"
-        )
     host = host or (IN_CLUSTER_HOST if in_cluster else None)
     if host is None:
         raise ExperimentError(
@@ -201,21 +147,42 @@ def access(
             f"{argument('kubeflow')} must be a URL such as https://kubeflow.example/pipeline (got {host}).",
             key="kubeflow.host",
         )
+    return host.rstrip("/")
+
+
+def api_credential(
+    token: str | None = None, *, token_command: str | None = None, cookie: str | None = None, in_cluster: bool = False
+) -> Credential | None:
+    """Return the credential for the API; None if no way to authenticate is given.
+
+    The parameters are those of :class:`~fedloom.kubeflow.settings.KubeflowSettings`.
+
+    Raises
+    ------
+    ExperimentError
+        If two ways are given.
+    RefusedError
+        If the token or the cookie cannot be read.
+    """
+    ways = {"token": token, "token_command": token_command, "cookie": cookie, "in_cluster": in_cluster or None}
+    given = [name for name, value in ways.items() if value]
+    if len(given) > 1:
+        raise ExperimentError(
+            f"{argument('kubeflow')} has {' and '.join(given)}; give one of them.", key=f"kubeflow.{given[0]}"
+        )
     if in_cluster:
         mounted = Path(os.environ.get("KF_PIPELINES_SA_TOKEN_PATH") or TOKEN_FILE)
         hint = "label the pod so that Kubeflow mounts it (PodDefault access-ml-pipeline)"
-        bearer = Credential(lambda: _token(_text(mounted, hint), str(mounted)))
-    elif token_command:
-        bearer = Credential(lambda: _printed(token_command), kept=True)
-    elif token:
-        bearer = Credential(lambda: _token(_given(token), "token"))
-    else:
-        sent = Credential(lambda: _cookie(_given(cookie)), "cookie") if cookie else None
-        return ApiAccess(host.rstrip("/"), None, sent, ca_file)
-    return ApiAccess(host.rstrip("/"), bearer, None, ca_file)
+        return Credential(lambda: _token(_text(mounted, hint), str(mounted)))
+    if token_command:
+        return Credential(lambda: _printed(token_command), kept=True)
+    if token:
+        return Credential(lambda: _token(secret_text(token), "token"))
+    return Credential(lambda: _cookie(secret_text(cookie)), COOKIE) if cookie else None
 
 
-def _given(secret: str) -> str:
+def secret_text(secret: str) -> str:
+    """Return a secret, from its file if it is ``@FILE``; raise RefusedError if that cannot be read."""
     return _text(Path(secret[1:])) if secret.startswith("@") else secret.strip()
 
 
@@ -344,7 +311,7 @@ def login_required(place: Place, answer: str, credential: Credential | None) -> 
     if credential is not None:
         sent = f"the {credential.name} is"
         answer += credential.describe()
-    if credential is not None and credential.name == "cookie":
+    if credential is not None and credential.name == COOKIE:
         hint = "log in again with a browser, and copy its cookie oauth2_proxy_kubeflow to the file that cookie names"
     if "issuer is not configured" in answer:
         hint = (

@@ -61,25 +61,6 @@ FAILED = 'status.conditions.#(type=="Failed")#|#(status=="True")#'
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Options of a search on Katib.
-
-    Attributes
-    ----------
-    partition
-        URL of the partition that all trials use (``fedloom partition --out``).
-    name
-        Name of the objects; None: from the experiment's name and a digest.
-    parallel
-        Number of parallel trials; None: 3, and with Hyperband as many as it needs.
-    """
-
-    partition: str
-    name: str | None = None
-    parallel: int | None = None
-
-
-@dataclass(frozen=True)
 class KatibSearch:
     """Input for the objects of a search on Katib.
 
@@ -93,8 +74,12 @@ class KatibSearch:
         The experiment file, and ``key=value`` for every trial.
     cluster
         Settings of the trials' pods: ``image`` or ``worker_image``, ``worker``, ``gpu``, ``storage_secret`` and others.
-    place
-        Options.
+    partition
+        URL of the partition that all trials use (``fedloom partition --out``).
+    name
+        Name of the objects; None: from the experiment's name and a digest.
+    parallel
+        Number of parallel trials; None: 3, and with Hyperband as many as it needs.
     """
 
     plan: SearchPlan
@@ -102,7 +87,9 @@ class KatibSearch:
     text: str
     overrides: tuple[str, ...]
     cluster: ClusterSettings
-    place: Placement
+    partition: str
+    name: str | None
+    parallel: int | None
 
     @property
     def title(self) -> str:
@@ -110,9 +97,9 @@ class KatibSearch:
 
         Raise ExperimentError if the given name is not valid.
         """
-        if self.place.name is not None:
-            return check_short_name(self.place.name)
-        parts = [self.base.resolved_yaml(), self.plan.space.model_dump_json(), self.place.partition]
+        if self.name is not None:
+            return check_short_name(self.name)
+        parts = [self.base.resolved_yaml(), self.plan.space.model_dump_json(), self.partition]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
         plain = re.sub(r"[^a-z0-9]+", "-", self.base.name.lower()).strip("-")
         plain = plain if plain[:1].isalpha() else f"search-{plain}"
@@ -136,14 +123,20 @@ class KatibSearch:
 
 
 def plan_katib_search(
-    text: str, overrides: Sequence[str], space: SearchSpace, cluster: ClusterSettings, place: Placement
+    text: str,
+    overrides: Sequence[str],
+    space: SearchSpace,
+    cluster: ClusterSettings,
+    partition: str,
+    name: str | None = None,
+    parallel: int | None = None,
 ) -> KatibSearch:
     """Check a search for Katib, and return the input for its objects.
 
     Parameters
     ----------
-    text, overrides
-        The experiment file, and ``key=value`` for every trial.
+    text, overrides, partition, name, parallel
+        As in :class:`KatibSearch`.
 
     Raises
     ------
@@ -166,14 +159,14 @@ def plan_katib_search(
                 found=override,
             )
     check_cluster_settings(base, cluster, TaskConfig())
-    if not is_url(place.partition):
+    if not is_url(partition):
         raise ExperimentError(
-            f"{argument('partition')} must be a URL that pods can read, s3://BUCKET/PREFIX (got {place.partition}).",
+            f"{argument('partition')} must be a URL that pods can read, s3://BUCKET/PREFIX (got {partition}).",
             key="partition",
-            found=place.partition,
+            found=partition,
         )
-    cluster = cluster.with_claims(base.storage, place.partition)
-    return KatibSearch(plan, base, text, tuple(overrides), cluster, place)
+    cluster = cluster.with_claims(base.storage, partition)
+    return KatibSearch(plan, base, text, tuple(overrides), cluster, partition, name, parallel)
 
 
 def search_objects(search: KatibSearch) -> list[Manifest]:
@@ -285,18 +278,18 @@ def _parallel(search: KatibSearch) -> int:
     """Return the number of parallel trials; Katib's Hyperband needs a whole bracket of them at once."""
     trials = search.plan.trials
     if not search.is_hyperband:
-        return min(search.place.parallel or PARALLEL, trials)
+        return min(search.parallel or PARALLEL, trials)
     rounds = search.base.federation.rounds or 1
     needed = REDUCTION ** int(math.log(rounds) / math.log(REDUCTION))
-    if (search.place.parallel is not None and search.place.parallel < needed) or trials < needed:
+    if (search.parallel is not None and search.parallel < needed) or trials < needed:
         raise ExperimentError(
             f"Katib's Hyperband over {rounds} rounds needs {needed} parallel trials (got "
-            f"{argument('parallel')} {search.place.parallel or needed} and {trials} trials); raise both, lower "
+            f"{argument('parallel')} {search.parallel or needed} and {trials} trials); raise both, lower "
             "federation.rounds, or set early_stopping to median.",
             key="parallel",
-            found=search.place.parallel,
+            found=search.parallel,
         )
-    return search.place.parallel or needed
+    return search.parallel or needed
 
 
 def _parameters(search: KatibSearch) -> list[Manifest]:
@@ -377,7 +370,7 @@ def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
     words = ["fedloom", "run", f"{MOUNTED}/experiment.yaml"]
     for override in (*search.overrides, *search.plan.fixed):
         words += ["--set", override]
-    words += ["--partition", search.place.partition]
+    words += ["--partition", search.partition]
     quoted = shlex.join([*words, "--track", "katib", "--no-report", "--resume"])
     quoted = quoted.replace("$", "$$")  # Kubernetes makes one of two, and would expand $(NAME)
     for name, key in named.items():

@@ -69,7 +69,7 @@ class RegistrySettings(Settings):
         """
         if self.url is None:
             raise ExperimentError(f"Give the URL of the model registry as {argument('registry')}.", key="registry")
-        return ModelRegistry(self.url, self.token, None if self.ca_file is None else Path(self.ca_file))
+        return ModelRegistry(self.url, self.token, self.ca_file)
 
 
 @dataclass(frozen=True)

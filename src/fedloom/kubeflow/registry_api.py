@@ -14,12 +14,12 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, StorageError, argument
+from fedloom.kubeflow.authentication import secret_text
 
 API = "/api/model_registry/v1alpha3"
 TIMEOUT_S = 30.0
@@ -69,7 +69,7 @@ class ModelRegistry:
         If the URL or the file of certificates is invalid.
     """
 
-    def __init__(self, url: str, token: str | None = None, ca_file: Path | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, ca_file: str | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
             raise ExperimentError(
@@ -80,7 +80,7 @@ class ModelRegistry:
         self.url = url.rstrip("/").removesuffix(API)
         self._token = token
         try:
-            context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
+            context = ssl.create_default_context(cafile=ca_file)
         except OSError as error:  # ssl.SSLError is one
             raise ExperimentError(
                 f"{ca_file} is not a readable file of certificates: {error}", key="ca_file"
@@ -194,13 +194,7 @@ _KINDS: Mapping[int, type[FedloomError]] = {403: RefusedError, 404: _NotFound, 4
 
 def _bearer(token: str) -> str:
     """Return a bearer token, read from its file if it begins with ``@``; raise RefusedError if it is none."""
-    found, where = token, "the token"
-    if token.startswith("@"):
-        where = token[1:]
-        try:
-            found = Path(where).read_text(encoding="ascii").strip()
-        except (OSError, ValueError) as error:
-            raise RefusedError(f"{where} has no token: {error}") from error
+    found, where = secret_text(token), token[1:] if token.startswith("@") else "the token"
     if not re.fullmatch(r"[!-~]+", found):
         raise RefusedError(f"{where} is not a bearer token: it must have visible ASCII characters only.")
     return found

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import ExperimentError, InterruptedRun, argument
 from fedloom.kubeflow.api import Kubeflow
-from fedloom.kubeflow.submit import Order, Say, on_failure, submission_mark, upload_pipeline
+from fedloom.kubeflow.submit import Order, Say, Started, on_failure, submission_mark, upload_pipeline
 from fedloom.kubeflow.versions import recurring_runs
 
 SERVICE = "RecurringRunServiceApi"
@@ -128,6 +128,10 @@ class Timing:
     at_once: int = 1
     catch_up: bool = False
 
+    def __str__(self) -> str:
+        """Return the cron expression, or the interval."""
+        return f"every {self.every_s} s" if self.cron is None else f"cron {self.cron}"
+
     @classmethod
     def of(cls, cron: str | None, every: str | None, *, at_once: int | None, catch_up: bool) -> Timing | None:
         """Return the timing given by a cron expression or an interval; None without either.
@@ -172,16 +176,7 @@ class RecurringRun(NamedTuple):
     when: str
 
 
-class Scheduled(NamedTuple):
-    """Created recurring run: its id, its times, the URL of its page, and the id of its pipeline."""
-
-    run: str
-    when: str
-    link: str
-    pipeline: str
-
-
-def schedule_pipeline(kubeflow: Kubeflow, order: Order, timing: Timing, say: Say) -> Scheduled:
+def schedule_pipeline(kubeflow: Kubeflow, order: Order, timing: Timing, say: Say) -> Started:
     """Upload a pipeline's version if it does not exist, and create a recurring run of it.
 
     If anything fails or is interrupted, everything created is removed again.
@@ -221,9 +216,8 @@ def schedule_pipeline(kubeflow: Kubeflow, order: Order, timing: Timing, say: Say
             made.pop_all()
     except KeyboardInterrupt as error:
         raise InterruptedRun("interrupted before the schedule was created; everything created was removed") from error
-    return Scheduled(
-        run.recurring_run_id, _when(trigger), kubeflow.link(run.recurring_run_id, page="recurringrun"), found.pipeline
-    )
+    link = kubeflow.link(run.recurring_run_id, page="recurringrun")
+    return Started(run.recurring_run_id, link, found.pipeline)
 
 
 def _withdraw(kubeflow: Kubeflow, experiment: str, mark: str) -> None:

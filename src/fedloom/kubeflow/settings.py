@@ -11,7 +11,7 @@ from pydantic import Field
 from fedloom.cluster.settings import completed_from, settings_from_file
 from fedloom.core.settings import Settings
 from fedloom.kubeflow.api import Kubeflow
-from fedloom.kubeflow.authentication import access
+from fedloom.kubeflow.authentication import api_credential, api_host
 from fedloom.kubeflow.store_secret import StoreSecret
 
 VARIABLES = {"host": "KF_PIPELINES_ENDPOINT", "ca_file": "SSL_CERT_FILE"}
@@ -96,12 +96,8 @@ class KubeflowSettings(Settings):
         RefusedError
             If the token or the cookie cannot be read.
         """
-        found = access(
-            self.host,
-            self.token,
-            token_command=self.token_command,
-            cookie=self.cookie,
-            in_cluster=self.in_cluster,
-            ca_file=None if self.ca_file is None else Path(self.ca_file),
+        host = api_host(self.host, in_cluster=self.in_cluster)
+        credential = api_credential(
+            self.token, token_command=self.token_command, cookie=self.cookie, in_cluster=self.in_cluster
         )
-        return Kubeflow(found, self.namespace)
+        return Kubeflow(host, self.namespace, credential, self.ca_file)

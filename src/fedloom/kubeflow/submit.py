@@ -105,7 +105,7 @@ class Uploaded(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Started run: its id, the URL of its page, and the id of its pipeline."""
+    """Started run, or created schedule: its id, the URL of its page, and the id of its pipeline."""
 
     run: str
     link: str
