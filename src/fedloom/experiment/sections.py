@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     ConfigDict,
     Discriminator,
     Field,
     JsonValue,
-    PlainSerializer,
-    PlainValidator,
     Tag,
-    ValidationError,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
-from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
 from fedloom.data.assignment import PartitionSettings
@@ -37,6 +31,7 @@ from fedloom.data.own import OWN
 from fedloom.data.requirements import Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
+from fedloom.experiment.algorithm_section import AlgorithmSection
 from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
@@ -366,47 +361,6 @@ class WorkerSettings(Section):
     runtime: WorkerRuntime = WorkerRuntime()
 
 
-class AlgorithmChoice(Section):
-    """Name of a method, and its settings."""
-
-    name: str
-    settings: Settings
-
-
-def _named(value: Any, allowed: Sequence[str]) -> str:
-    """Return the ``name`` key of a section, checked.
-
-    Raises
-    ------
-    ValidationError
-        If it is absent or not among those allowed; pydantic merges it into the errors of the whole file.
-    """
-    if not isinstance(value, dict):
-        raise PydanticCustomError("mapping", "a mapping with a name")
-    if value.get("name") in allowed:
-        return str(value["name"])
-    kind = PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(allowed)})
-    detail = InitErrorDetails(type=kind if "name" in value else "missing", loc=("name",), input=value.get("name"))
-    raise ValidationError.from_exception_data("name", [detail])
-
-
-def _strictly(settings: type[BaseModel], value: Mapping[str, Any]) -> Any:
-    # Through JSON, where strict validation still accepts a list for a tuple.
-    return settings.model_validate_json(json.dumps(value), strict=True)
-
-
-def _choose_algorithm(value: Any) -> AlgorithmChoice:
-    if isinstance(value, AlgorithmChoice):
-        return value
-    name = _named(value, available())
-    keys = {key: item for key, item in value.items() if key != "name"}
-    return AlgorithmChoice(name=name, settings=_strictly(find_algorithm(name).settings, keys))
-
-
-def _dump_algorithm(choice: AlgorithmChoice) -> dict[str, Any]:
-    return {"name": choice.name, **choice.settings.model_dump(mode="json")}
-
-
 class Experiment(Section):
     """Complete configuration of a run."""
 
@@ -425,9 +379,7 @@ class Experiment(Section):
         default=None, description="Prediction task, and settings of its loss. Null: as the data say, with defaults."
     )
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
-    algorithm: Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)] = Field(
-        description="The method, and its settings."
-    )
+    algorithm: AlgorithmSection = Field(description="The method, and its settings.")
     federation: Federation = Field(description="The rounds.")
     evaluation: Evaluation = Field(default=Evaluation(), description="Schedule and settings of evaluation.")
     runtime: Runtime = Field(default=Runtime(), description="Processes, threads and device on this machine.")
