@@ -383,7 +383,7 @@ def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machin
     script(
         tmp_path / "bin" / "apt-get",
         f"""
-        for option in "$@"; do case "$option" in Dir::State::Lists=*) lists=${{option#*=}};; esac; done
+        for option in "$@"; do case "$option" in *Dir::State::Lists=*) lists=${{option#*=}};; esac; done
         case "$*" in
           *update) touch "$lists/updated" ;;
           *"download dataset-tiny")

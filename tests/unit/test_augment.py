@@ -286,7 +286,7 @@ STANDARD = v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scal
         (describe_transforms(STANDARD), ("ToDtype", "uint8", "standardized")),
         (["Normalize"], ("Normalize", "standardized")),
         ([{"RandomApply": {"transforms": ["ToDtype"]}}], ("ToDtype",)),
-        (["MixUp"], ("MixUp", "one image")),
+        (["MixUp"], ("MixUp",)),
         ([{"CenterCrop": {"size": 8}}], ([1, 8, 8], [1, 16, 16])),
         (["RandomFlip"], ("RandomFlip",)),
         (["functional"], ("functional",)),

@@ -20,7 +20,7 @@ from fedloom.errors import DataError, FedloomError, RefusedError
 from fedloom.experiment import from_shared_json
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PrivacyGuarantee
-from fedloom.runner.worker import _told
+from fedloom.runner.worker import _described
 from fedloom.runs import tensor_file
 from fedloom.runs.folder import RunFolder
 from fedloom.security.identities import read_identities
@@ -67,7 +67,7 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
         personalization.Described(problem=json.dumps(PROBLEM), experiment=text)
     ),
     "its problem": lambda text, _: _found(personalization.Described(problem=text, experiment="{}")),
-    "what an aggregator tells": lambda text, _: _told(text),
+    "what an aggregator tells": lambda text, _: _described(text),
     "shared experiment": lambda text, _: from_shared_json(text),
     "manifest": lambda text, _: Manifest.from_json(text),
     "card": _card,
@@ -118,7 +118,7 @@ def test_half_a_character_is_refused_in_words_that_can_be_shown(text: str) -> No
     with pytest.raises(ValueError, match="surrogates"):
         parsed_json(text, DEEPEST)
     with pytest.raises(RefusedError) as caught:
-        _told(text)
+        _described(text)
     assert str(caught.value).encode()
 
 
