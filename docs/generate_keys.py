@@ -132,7 +132,7 @@ def _sums_table() -> Iterator[str]:
         )
         conditions = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
         methods.setdefault(row, []).append(f"{name} (`{conditions}`)" if conditions else name)
-    yield "| methods | known in sums only | known as it is | not sent |"
+    yield "| methods | visible only in sums | visible individually | not sent |"
     yield "|---|---|---|---|"
     for row, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1])):
         yield f"| {' | '.join((', '.join(names), *row))} |"
@@ -188,7 +188,7 @@ def _privacy_table() -> Iterator[str]:
 def methods_page(text: str) -> str:
     """Return the page of methods, its table of tasks made anew."""
     tasks = get_args(TaskName)
-    rows = [f"| method | {' | '.join(task.replace('_', ' ') for task in tasks)} | the model must have | why not |"]
+    rows = [f"| method | {' | '.join(t.replace('_', ' ') for t in tasks)} | the model must have | reason if not |"]
     rows.append("|---" * (len(tasks) + 3) + "|")
     for name in available():
         method = find_algorithm(name)
@@ -199,7 +199,7 @@ def methods_page(text: str) -> str:
 
 def _examples() -> Iterator[str]:
     """Yield a table of the methods that protect single examples, and the reasons of the others."""
-    yield "| method | protects examples | why not |"
+    yield "| method | protects examples | reason if not |"
     yield "|---|---|---|"
     for name in available():
         method = find_algorithm(name)
