@@ -142,9 +142,9 @@ def _over_tls(fault: Fault) -> Fault:
     return Fault(f"{fault.name}-tls", "tls", told, fault.promise, partial(fault.trial, secure=True), goal=3)
 
 
-SAME = "the same bits; memory, descriptors and log stay"
-REPLAYED = "refused or lost by name; the bits of the journal's replay"
-FINITE = "refused, or a finite state; resumable"
+SAME = "results are bit-identical; memory, descriptors and log stay bounded"
+REPLAYED = "refused, or the client is recorded as lost; the replay of the journal is bit-identical"
+FINITE = "refused, or the state stays finite; the run can be resumed"
 PLAIN = (
     _fault("wrong-class", "answers of the wrong class", REPLAYED, peers.wrong_class),
     _fault(
@@ -158,13 +158,13 @@ PLAIN = (
     _fault("ends", "megabytes of End for no transfer", SAME, peers.ends),
     _fault("missing", "megabytes of Missing for no row", SAME, peers.missing),
     _fault("heartbeats", "megabytes of Heartbeat", SAME, peers.heartbeats),
-    _fault("unread", "refusals that nobody reads", SAME, peers.unread),
+    _fault("unread", "refusals that the peer does not read", SAME, peers.unread),
     _fault("hello", "unbounded fields of a Hello", SAME, peers.endless_hello),
     _fault("invented", "thirty Hellos with 110,000 invented clients", SAME, peers.invented),
     _fault("stolen", "a Hello with a worker's name", SAME, peers.stolen),
-    _fault("idle", "1,100 connections that say nothing", SAME, peers.idle),
+    _fault("idle", "1,100 connections without a message", SAME, peers.idle),
     _fault("unfinished", "fifty unfinished messages of 4 MiB on a connection", SAME, peers.unfinished),
     _fault("protocols", "HTTP/1.1, TLS, noise, another version", SAME, peers.other_protocols),
-    _fault("calm", "nothing, to compare with", SAME, Attack.over),
+    _fault("calm", "no attack, for comparison", SAME, Attack.over),
 )  # fmt: skip
 FAULTS = (*PLAIN, *map(_over_tls, PLAIN))

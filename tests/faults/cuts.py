@@ -67,19 +67,19 @@ def flip(place: Place, random: Random, secure: bool = False) -> Tried:
     return through(place, random, Weather(flip_every=random.uniform(5e4, 3e5), faults=40), secure=secure)
 
 
-PROMISE = "the same bits, nobody lost"
+PROMISE = "results are bit-identical; no client is lost"
 FAULTS = (
     Fault("cut", "connections", "a connection is cut at any byte (PeFLL)", PROMISE, cut, goal=60, short=1),
     Fault("half-open", "connections", "one direction of a connection is closed", PROMISE, half_open, goal=10),
-    Fault("slow", "connections", "a connection is slow and narrow", PROMISE, slow, goal=5),
-    Fault("flip", "connections", "a bit is flipped on the way", PROMISE, flip, goal=20, short=1),
+    Fault("slow", "connections", "a connection is slow and has little bandwidth", PROMISE, slow, goal=5),
+    Fault("flip", "connections", "a bit is flipped in transit", PROMISE, flip, goal=20, short=1),
     *(
         Fault(f"{name}-tls", "tls", f"{fault}, over mutual TLS", PROMISE, partial(trial, secure=True), goal=goal)
         for name, fault, trial, goal in (
             ("cut", "a connection is cut at any byte (PeFLL)", cut, 40),
             ("half-open", "one direction of a connection is closed", half_open, 8),
-            ("slow", "a connection is slow and narrow", slow, 4),
-            ("flip", "a bit is flipped on the way", flip, 8),
+            ("slow", "a connection is slow and has little bandwidth", slow, 4),
+            ("flip", "a bit is flipped in transit", flip, 8),
         )
     ),
 )

@@ -140,12 +140,12 @@ FAULTS = (
     Fault("file-size", "disks", "a file cannot grow", f"ends with 6; {PROMISE}", may_not_grow, goal=10, short=1),
     Fault("full-disk", "disks", "the disk is full", f"ends with 6; {PROMISE}", full, goal=10, short=1),
     Fault(
-        "damaged-tensors", "disks", "a bit of a checkpoint or of a client's state is flipped, or its end is missing",
+        "damaged-tensors", "disks", "a bit of a checkpoint or of a client's state is flipped, or its end is cut off",
         "refused whenever it is read", checkpoints_and_states, goal=20, short=1,
     ),
     Fault(
         "damaged-run", "disks", "a bit of any file of a run is flipped",
-        "resumed, it ends with a code that says so, or goes on; never a traceback, never a hang",
+        "a resume continues, or exits with a code for the damage, without a traceback or a hang",
         files_of_a_run, goal=15,
     ),
 )  # fmt: skip

@@ -98,7 +98,7 @@ def _per_round(start: Sample, end: Sample) -> dict[str, float]:
 
 FAULTS = (
     Fault(
-        "endurance", "endurance", "very many rounds, published; then killed and resumed",
+        "endurance", "endurance", "very many rounds of a published run, which is then killed and resumed",
         "memory, descriptors and time per round are flat", endure, goal=1, needs_store=True,
     ),
 )  # fmt: skip

@@ -166,10 +166,11 @@ def flips(place: Place, random: Random) -> Tried:
 
 FAULTS = (
     Fault(
-        "frames", "garbage", "mutated frames", "refused with a status; nobody else is touched", frames, goal=50, short=1
+        "frames", "garbage", "mutated frames", "refused with a status; other peers are not affected",
+        frames, goal=50, short=1,
     ),
     Fault(
-        "damage", "garbage", "one bit of an answer flipped", "refused and asked for again, never used",
+        "damage", "garbage", "one bit of an answer flipped", "refused and requested again, never used",
         flips, goal=20, short=1,
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from fedloom.security.tokens import add_token
 from fedloom.storage import open_store
 
 TRAINED = tuple(method for method in METHODS if find_algorithm(method.partition(":")[0]).trains)
-PROMISE = "resumed, it ends with the same bits; no durable round is made again"
+PROMISE = "after a resume, results are bit-identical; no durable round is repeated"
 
 
 class Kept:
@@ -290,7 +290,8 @@ def stopped_past_the_deadline(place: Place, random: Random, secure: bool = False
 FAULTS = (
     Fault("kill-run", "kills", "a run in one process is killed", PROMISE, in_process, goal=40, short=1),
     Fault(
-        "kill-published", "kills", "the same, published in a store and resumed from there, also in an empty folder",
+        "kill-published", "kills",
+        "a published run in one process is killed, and resumed from the store, also in an empty folder",
         PROMISE, lambda place, random: in_process(place, random, published=True), goal=20, needs_store=True,
     ),
     Fault(
@@ -298,20 +299,23 @@ FAULTS = (
         federation, goal=15, short=1,
     ),
     Fault(
-        "kill-federation-tls", "tls", "the same over mutual TLS, while certificates are renewed", PROMISE,
+        "kill-federation-tls", "tls",
+        "aggregator and workers are killed or stopped over mutual TLS, while certificates are renewed", PROMISE,
         lambda place, random: federation(place, random, secure=True), goal=10, short=1,
     ),
     Fault(
-        "kill-federation-published", "kills", "the same with a store", PROMISE,
+        "kill-federation-published", "kills",
+        "aggregator and workers of a published run are killed or stopped", PROMISE,
         lambda place, random: federation(place, random, published=True), goal=12, needs_store=True,
     ),
     Fault(
-        "kill-workers", "kills", "a run or workers of its own are killed or stopped", PROMISE,
+        "kill-workers", "kills", "a run or its worker processes are killed or stopped", PROMISE,
         with_workers, goal=20, short=1,
     ),
     Fault(
         "stop", "kills", "a worker is stopped past the deadline",
-        "its clients are lost in the journal, whose replay is equal to the bit", stopped_past_the_deadline, goal=8,
+        "its clients are recorded as lost; the replay of the journal is bit-identical",
+        stopped_past_the_deadline, goal=8,
     ),
     Fault(
         "kill-federation-published-tls", "tls", "aggregator and workers are killed over mutual TLS, with a store",
@@ -320,7 +324,7 @@ FAULTS = (
     ),
     Fault(
         "stop-tls", "tls", "a worker is stopped past the deadline, over mutual TLS",
-        "its clients are lost in the journal, whose replay is equal to the bit",
+        "its clients are recorded as lost; the replay of the journal is bit-identical",
         partial(stopped_past_the_deadline, secure=True), goal=4,
     ),
 )  # fmt: skip

@@ -256,6 +256,7 @@ def books(place: Place, random: Random) -> Tried:
 FAULTS = (
     Fault(
         "books", "garbage", "workers join, leave, answer late and twice, in any order",
-        "each row is settled once, with its own answer; awaited from one who is there", books, goal=20, short=1,
+        "each row is settled once, with its own answer, and awaited from a connected worker only",
+        books, goal=20, short=1,
     ),
 )  # fmt: skip

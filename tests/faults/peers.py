@@ -316,7 +316,7 @@ def stolen(attack: Attack) -> None:
 
 
 def idle(attack: Attack) -> None:
-    """1,100 connections that say nothing."""
+    """1,100 connections without a message."""
     with ExitStack() as stack:
         for _ in range(1_100):
             with suppress(OSError):

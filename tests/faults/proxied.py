@@ -96,7 +96,7 @@ FAULTS = tuple(
     Fault(
         f"proxy-{name}-{'ended' if how == 'ended there' else 'passed'}",
         "proxies",
-        f"TLS {how} by nginx or Envoy: {fault}",
+        f"TLS {'terminated' if how == 'ended there' else 'passed through'} by nginx or Envoy: {fault}",
         PROMISE,
         partial(trial, how=how),
         goal=goal,
@@ -104,10 +104,10 @@ FAULTS = tuple(
     )
     for name, fault, trial, goal in (
         ("restart", "the proxy is killed or reloaded in the middle of rounds", restart, 8),
-        ("cut", "the line to it is cut at any byte", cut, 8),
-        ("half-open", "one direction of the line to it is closed", half_open, 4),
-        ("slow", "the line to it is slow and narrow", slow, 3),
-        ("flip", "a bit is flipped on the line to it", flip, 4),
+        ("cut", "the connection to it is cut at any byte", cut, 8),
+        ("half-open", "one direction of the connection to it is closed", half_open, 4),
+        ("slow", "the connection to it is slow and has little bandwidth", slow, 3),
+        ("flip", "a bit is flipped on the connection to it", flip, 4),
     )
     for how in ("ended there", "passed on")
 )
