@@ -19,14 +19,15 @@ API_PAGE = Path(__file__).parent / "api.md"
 CLI_HEAD = """\
 # Command line
 
-Made from the code by `make docs`. Every command also answers `--help`; what its exit code means is in
-[exit-codes.md](exit-codes.md).
+Look up the commands and their options. `fedloom COMMAND --help` shows the same texts.
+[exit-codes.md](exit-codes.md) explains the exit codes. This page is generated from the code by `make docs`.
 """
 
 API_HEAD = """\
 # Python API
 
-Made from the code's docstrings by `make docs`. These names are in the package `fedloom` itself.
+Look up the functions and classes of the package `fedloom`; [the guide](python.md) shows how to use them.
+This page is generated from the docstrings by `make docs`.
 """
 
 HEADINGS = ("Parameters", "Attributes", "Returns", "Yields", "Raises", "Examples", "Notes", "Warns")
