@@ -2,7 +2,7 @@
 
 ``run`` runs an experiment and returns it as a :class:`Run`. ``sweep`` runs many, and ``search`` finds settings that are
 best on validation data. ``load`` opens a finished run, ``compare`` compares several, ``audit`` attacks one,
-``privacy_cost`` tells what the privacy of a training costs, ``personalize`` gets a model for a client outside the run,
+``privacy_cost`` computes the privacy cost of a training, ``personalize`` gets a model for a client outside the run,
 and ``fetch`` downloads a data set (docs/python.md). Heavy dependencies are imported on first use.
 """
 

@@ -10,7 +10,7 @@ class                  exit  raised when
 ``QuorumError``        5     a round failed in all its attempts
 ``StorageError``       6     artifacts cannot be written or read
 ``WorkerLostError``    7     a process was lost more often than restarts allow; resumable
-``AbandonedError``     8     the peer is gone
+``AbandonedError``     8     the peer is lost
 ``InterruptedRun``     130   the user or the system asked the run to stop; resumable
 =====================  ====  ===================================================================
 
@@ -182,7 +182,7 @@ class WorkerLostError(FedloomError):
 
 
 class AbandonedError(FedloomError):
-    """Loss of the peer: a worker's aggregator is gone, or an aggregator has no watchers."""
+    """Loss of the peer: a worker has lost its aggregator, or an aggregator has no watchers."""
 
     exit_code = ExitCode.ABANDONED
 

@@ -8,7 +8,7 @@ of :class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``
         steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
 
 The transport encodes any such class without further declarations. A message that clients send declares the shape of
-its rows, in numbers and in names that the server algorithm knows (``ServerAlgorithm.sizes``).
+its rows, in numbers and in names that the server algorithm defines (``ServerAlgorithm.sizes``).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -
 class Message:
     """Base of all messages; subclasses become frozen dataclasses automatically.
 
-    Tensors are dense, on the CPU when they travel, and never modified in place.
+    Tensors are dense, on the CPU when they are sent, and never modified in place.
     """
 
     def __init_subclass__(cls) -> None:

@@ -35,8 +35,8 @@ def audit(
 ) -> Run:
     """Attack a finished run, or run an experiment with canaries and guess which of them took part.
 
-    Without ``canaries``, membership inference tells training from test examples by the losses of the run's models.
-    Everything happens in this process, on the run's own data (docs/audit.md).
+    Without ``canaries``, membership inference distinguishes training from test examples by the losses of the run's
+    models. Everything happens in this process, on the run's own data (docs/audit.md).
 
     Parameters
     ----------

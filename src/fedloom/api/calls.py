@@ -366,8 +366,8 @@ def privacy_cost(
     examples
         For privacy of examples: training examples of the smallest client; None: from the partition.
     epsilon, noise_multiplier, rounds
-        Values instead of the experiment's. Two of the three give the third: ``epsilon`` with ``noise_multiplier`` the
-        rounds that fit, ``epsilon`` the noise, ``noise_multiplier`` the ε.
+        Values that replace the experiment's. ``epsilon`` and ``noise_multiplier`` together give the number of rounds;
+        ``epsilon`` alone gives the noise multiplier, and ``noise_multiplier`` alone the ε.
     ledger
         Ledger of a client that would take part, whose total with this training is computed, too.
 
@@ -408,9 +408,9 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
     from fedloom.data import datasets
 
     source = datasets.find_dataset(name)
-    with show_progress(bytes_counted=True) as tell:
+    with show_progress(bytes_counted=True) as report:
         return datasets.fetch_dataset(
-            source, root, on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total)
+            source, root, on_progress=lambda now: report(f"{name}: {now.doing}", now.done, now.total)
         )
 
 

@@ -83,13 +83,13 @@ class Federated:
             ``[n, K]``; masks ``[n, height, width]``, or of volumes ``[n, depth, height, width]``; or the next tokens,
             or labels of tokens, of the shape of ``x``.
         classes
-            Names of the classes, in the order of the labels; None: the values that occur. Of other tasks: names of the
+            Names of the classes, in the order of the labels; None: the values that occur. For other tasks: names of the
             labels, numbers, or classes of a pixel.
         task
-            ``classification``, ``multilabel``, ``regression``, ``segmentation`` or ``next_token``; None: as the arrays
-            suggest (docs/data.md); the log ``fedloom.data`` says which.
+            ``classification``, ``multilabel``, ``regression``, ``segmentation`` or ``next_token``; None: inferred from
+            the arrays (docs/data.md), and reported in the log ``fedloom.data``.
         outputs
-            Least number of classes of a pixel, or of tokens, where the data may lack some.
+            Minimum number of classes of a pixel, or of tokens, where the data may lack some.
         channel_axis
             Axis of an input along which features are standardized: ``first``, or ``last`` for ``[time, channels]``.
         root
@@ -101,8 +101,8 @@ class Federated:
         Raises
         ------
         DataError
-            If arrays differ in length, shape or kind, a label is unknown, or a number is not finite; names the client,
-            the array, and what it must be.
+            If arrays differ in length, shape or kind, a label is unknown, or a number is not finite; the message names
+            the client, the array, and what it must be.
         """
         if not isinstance(clients, Mapping) or not clients:
             found = "empty" if not clients else f"a {type(clients).__name__}"
@@ -208,7 +208,7 @@ class Federated:
         ------
         DataError
             If a column is missing, duplicated or not numeric, a value is missing, or labels are neither integers nor
-            names; names the column and the row.
+            names; the message names the column and the row.
         """
         from fedloom.data.local import of_frame
 

@@ -36,7 +36,7 @@ def pandas(what: str) -> Any:
 
 
 def frame_from_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
-    """Return a DataFrame with an object per row; nested objects become columns with dotted names, null ones none."""
+    """Return a DataFrame with an object per row; nested objects become dotted columns, without null values."""
     rows = [
         {key: value for key, value in row.items() if value is not None or "." not in key}
         for row in map(dotted_keys, lines)

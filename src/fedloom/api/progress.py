@@ -47,7 +47,7 @@ def show_progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
     task = bar.add_task("", total=None)
     doing = ""
 
-    def tell(what: str, done: float, total: float | None) -> None:
+    def report(what: str, done: float, total: float | None) -> None:
         nonlocal doing
         if what != doing:
             doing = what
@@ -57,7 +57,7 @@ def show_progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
             page.show(bar)
 
     with bar if page is None else nullcontext():
-        yield tell
+        yield report
     if page is not None and doing:
         page.show(bar, now=True)
 
@@ -66,10 +66,10 @@ def _lines(console: Console) -> Tell:
     """Return a callback that prints one line per step."""
     doing = ""
 
-    def tell(what: str, done: float, total: float | None) -> None:
+    def report(what: str, done: float, total: float | None) -> None:
         nonlocal doing
         if what != doing:
             doing = what
             console.print(what, markup=False, highlight=False, soft_wrap=True)
 
-    return tell
+    return report

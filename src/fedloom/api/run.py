@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Run, read from its files on each access, also while it is in progress.
+    """Run whose files are read on each access, even while it is in progress.
 
     Parameters
     ----------

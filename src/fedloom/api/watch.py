@@ -176,7 +176,7 @@ class Watch(RunObserver):
         """Show the headline metric of an evaluation."""
         what, parts = _validation(line) if self._choosing else _test(line)
         if absent := line["left_out"]["absent"]:
-            parts.append(f"{pluralize(absent, 'client')} without an answer (journal.jsonl says why)")
+            parts.append(f"{pluralize(absent, 'client')} without an answer (reasons: journal.jsonl)")
         where = f" (time: {self.phases()})" if self._phases else ""
         text = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
         if self._page is None:

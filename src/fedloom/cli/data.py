@@ -33,14 +33,14 @@ def fetch_command(
     from fedloom.data import datasets
 
     source = datasets.find_dataset(name)
-    with show_progress(bytes_counted=True) as tell:
+    with show_progress(bytes_counted=True) as report:
         folder = datasets.fetch_dataset(
             source,
             root,
             copy_from=copy_from,
-            on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total),
+            on_progress=lambda now: report(f"{name}: {now.doing}", now.done, now.total),
         )
-        tell(f"{name}: reading", 0, None)
+        report(f"{name}: reading", 0, None)
         official = datasets.load_dataset(source, root)
     typer.echo(f"{name} is in {folder}")
     typer.echo(description(source, official))

@@ -1,4 +1,4 @@
-"""End of standard input, by which a child process notices the death of its parent."""
+"""End of standard input, by which a child process detects the end of its parent."""
 
 from __future__ import annotations
 

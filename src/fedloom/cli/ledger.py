@@ -98,7 +98,7 @@ def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
 
 def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
     sentences = [
-        "The total is for replacing one training example by another, toward whoever sees the descriptors and the "
+        "The total is for replacing one training example by another, toward anyone who sees the descriptors and the "
         "trained models."
     ]
     if any(line["neighbouring"] == "add-or-remove-one" for line in found.trainings):
@@ -108,7 +108,7 @@ def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
         )
     if any(line["unit"] == "clients" for line in found.trainings):
         sentences.append(
-            "A training that protects a whole client also protects each of its examples, and is counted so."
+            "A training that protects a whole client also protects each of its examples, and is counted as such."
         )
     if found.trainings:
         sentences.append("The aggregator of a training may learn more than readers do: see the run's claim.")

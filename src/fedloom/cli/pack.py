@@ -134,8 +134,8 @@ def pack_command(
         integers=integers == "all" or _columns(integers),
         text=_text(own, text, tokenizer, length, padding=padding, truncation=truncation, mask=mask),
     )
-    with show_progress() as tell:
-        packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), tell)
+    with show_progress() as report:
+        packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), report)
     card = packed.card
     shape = " x ".join(map(str, card.input_shape))
     classes = f"{len(card.classes)} classes" if card.labelled else "no labels"

@@ -193,7 +193,7 @@ def _submit(
         bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting also stops the run.")
     ] = False,
 ) -> None:
-    """Run a pipeline on Kubeflow; with --cron or --every, run it again and again by a schedule."""
+    """Run a pipeline on Kubeflow; with --cron or --every, create a schedule that runs it repeatedly."""
     from fedloom.errors import ExperimentError
     from fedloom.kubeflow import compiling, schedules, submit
     from fedloom.kubeflow.settings import KubeflowSettings

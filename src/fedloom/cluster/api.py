@@ -49,7 +49,7 @@ PASSING = (429, 500, 502, 503, 504)
 
 
 class Unreachable(WorkerLostError):
-    """No response from the API server; whatever runs on the cluster keeps running."""
+    """No response from the API server; everything on the cluster keeps running."""
 
 
 class Api:
@@ -111,7 +111,7 @@ class Api:
         return [*(found.get("items") or ())], str(found.get("metadata", {}).get("resourceVersion", ""))
 
     def delete(self, kind: Kind, name: str, uid: str | None = None) -> None:
-        """Delete an object and, first, what it owns; deletion may continue after this returns.
+        """Delete an object after the objects that it owns; deletion may continue after this returns.
 
         Parameters
         ----------
@@ -127,11 +127,11 @@ class Api:
             return
 
     def log(self, pod: str, container: str, lines: int = 10_000) -> str:
-        """Return the end of a container's log; empty if there is none, or none any more."""
+        """Return the end of a container's log; empty if it does not exist, or no longer exists."""
         query = [("container", container), ("tailLines", str(lines))]
         try:
             return str(self._call("GET", self._path("Pod", pod) + "/log", query=query, text=True))
-        except (_Absent, _Invalid, RefusedError):  # not started, or its node is gone: a missing log is no failure
+        except (_Absent, _Invalid, RefusedError):  # not started, or its node is lost: a missing log is not an error
             return ""
 
     def follow_log(self, pod: str, container: str) -> Iterator[str]:
@@ -178,7 +178,7 @@ class Api:
         return create_websocket(configuration, url, {"authorization": token} if token else {})
 
     def wait_for_change(self, kind: Kind, labels: str, version: str, wait_s: float) -> None:
-        """Return when a selected object has changed since a version, or after a timeout, without saying which."""
+        """Wait until a selected object has changed since a version, or until a timeout."""
         from kubernetes.watch.watch import iter_resp_lines
         from urllib3.exceptions import HTTPError
 

@@ -114,7 +114,7 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
     Parameters
     ----------
     job
-        The workers' Job; a worker ends successfully once it knows that the run is over.
+        The workers' Job; a worker ends successfully once it is notified that the run is over.
     end
         Outcome of the Job.
     failed

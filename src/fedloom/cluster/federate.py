@@ -448,7 +448,7 @@ def _collect(run: Store, out: Path, say: Say) -> None:
     for name in sorted(names, key=lambda name: name == SUMMARY):
         run.download(name, out / name)
     say(f"the run is in {out}")
-    if "report.html" not in names:  # its pod reported this, but its log will soon be gone
+    if "report.html" not in names:  # its pod reported this, but its log will soon be deleted
         say(f"it has no report, because the aggregator's image cannot create one; create it here: fedloom report {out}")
 
 

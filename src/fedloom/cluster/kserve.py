@@ -1,4 +1,4 @@
-"""Objects of KServe that serve a run's models: a ServingRuntime that is ``fedloom serve``, and an InferenceService.
+"""Objects of KServe that serve a run's models: a ServingRuntime for ``fedloom serve``, and an InferenceService.
 
 Sources, of github.com/kserve/kserve, release 0.19.0: ``config/crd/full`` (fields), ``pkg/apis/serving/v1beta1``
 (names), ``pkg/controller/v1beta1/inferenceservice`` (ports of the Service, placeholders, URIs, and conditions on a

@@ -175,7 +175,7 @@ class Launcher:
                     (folder / f"{pod['metadata']['name']}.log").write_text(log)
 
     def remove(self, *, wait: bool = False) -> None:
-        """Delete the objects that this launcher created or adopted; with ``wait``, return when they are gone.
+        """Delete the objects that this launcher created or adopted; with ``wait``, return when they no longer exist.
 
         Raises
         ------

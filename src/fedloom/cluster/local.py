@@ -21,7 +21,7 @@ if sys.platform == "linux":
         sys.exit(128 + signal.SIGTERM)
 runpy.run_module("fedloom", run_name="__main__", alter_sys=True)
 """
-"""``python -m fedloom`` that ends when the launcher is killed, because a killed launcher cannot stop it.
+"""Code for ``python -m fedloom`` in a process that ends when the launcher is killed.
 
 The new process sets this up itself: a ``preexec_fn`` may crash in a process with threads.
 """

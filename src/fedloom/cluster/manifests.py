@@ -36,7 +36,7 @@ AGGREGATOR, WORKER = "aggregator", "worker"
 FINAL = (int(ExitCode.EXPERIMENT), int(ExitCode.DATA), int(ExitCode.REFUSED))
 """Exit codes that another attempt would only repeat."""
 UNRETRIED = (*FINAL, int(ExitCode.ABANDONED))
-"""Exit codes after which Kubernetes does not restart a pod; after the last one, the other side is gone."""
+"""Exit codes after which Kubernetes does not restart a pod; the last one means that the peer is lost."""
 
 CHECKPOINT_GRACE_S = 60
 WORKER_GRACE_S = 15
@@ -331,7 +331,7 @@ def _patience(settings: ClusterSettings) -> Manifest:
 
 
 def failure_policy(action: str, container: str, codes: Sequence[int] = UNRETRIED) -> Manifest:
-    """Return a Job's policy that takes an action at these exit codes of a container, and counts no disruption."""
+    """Return a Job's policy that takes an action at these exit codes of a container, and ignores disruptions."""
     exits = {"containerName": container, "operator": "In", "values": [*codes]}
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     return {"rules": [{"action": action, "onExitCodes": exits}, {"action": "Ignore", "onPodConditions": disruption}]}
@@ -350,7 +350,7 @@ def pod_template(settings: ClusterSettings, labels: Mapping[str, str], pod: Mani
 def pod_spec(
     settings: ClusterSettings, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
 ) -> Manifest:
-    """Return the ``spec`` of a pod with one container, which has no rights and no token."""
+    """Return the ``spec`` of a pod with one container, without privileges or a service account token."""
     optional = {
         "serviceAccountName": settings.service_account,
         "priorityClassName": settings.priority_class,

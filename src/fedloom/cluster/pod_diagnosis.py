@@ -184,7 +184,7 @@ class PodMonitor:
             pending_s = now - self._pending.setdefault(who, now)
             if seen.verdict is Verdict.START and pending_s >= self._quiet_s:
                 seen = diagnose_events(self._events(who)) or seen
-            self._tell(who, seen)
+            self._report(who, seen)
             if seen.verdict is not Verdict.FAIL:
                 self._failing.pop(who, None)
                 if pending_s >= self._pending_timeout_s:
@@ -194,7 +194,7 @@ class PodMonitor:
                 errors.append(seen.error(who, failing_s))
         return not found, next(iter(errors), None)
 
-    def _tell(self, who: str, seen: Diagnosis) -> None:
+    def _report(self, who: str, seen: Diagnosis) -> None:
         if seen.verdict is not Verdict.START and (who, seen.reason) not in self._said:
             self._said.add((who, seen.reason))
             self._say(f"{who} waits: {seen.reason}: {seen.message}")

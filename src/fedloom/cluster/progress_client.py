@@ -96,7 +96,7 @@ class ProgressClient:
                     if self._stopping.is_set():
                         return
                     self._heard_at, self._doubted, refused = time.monotonic(), False, ""
-                    self.latest = self._tell(now)
+                    self.latest = self._report(now)
                 if self.latest is not None and self.latest.phase == "finished":
                     return
             except ExperimentError as error:  # of the environment, which stays as it is
@@ -117,7 +117,7 @@ class ProgressClient:
             return ""
         return f"\nthe aggregator ends without a watcher after {self._orphan_after_s:g} s (cluster.orphan_after_s)"
 
-    def _tell(self, now: Activity) -> Activity:
+    def _report(self, now: Activity) -> Activity:
         """Report changes; return the new state."""
         before = self.latest
         if before is None:

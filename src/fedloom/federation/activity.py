@@ -84,7 +84,7 @@ class ConnectedWorker:
 
 @dataclass(frozen=True)
 class Group:
-    """Measurements of a group of clients on test examples; None where there is none.
+    """Measurements of a group of clients on test examples; None for values that were not measured.
 
     ``mean``, ``worst_decile`` and ``pooled`` are of the headline metric (:attr:`LastEvaluation.headline`).
     """

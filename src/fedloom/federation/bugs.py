@@ -3,7 +3,7 @@
 A client is lost through its own errors: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used),
 and numbers that overflow or are singular. A client is also lost if the client algorithm calls
 ``ClientGroup.fail_client`` for it. Any other exception is a bug. In process it is raised at once where it occurs; a
-worker logs its traceback and tells the aggregator its class and line.
+worker logs its traceback and reports its class and line to the aggregator.
 """
 
 from __future__ import annotations

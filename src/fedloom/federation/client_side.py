@@ -437,7 +437,7 @@ def _moment(key: ConversationKey) -> tuple[int, bool, int]:
 
 def _ended() -> Conversation:
     return None
-    yield  # makes this a generator that has ended
+    yield  # makes this function a generator that yields nothing
 
 
 def _lost(error: Exception) -> Lost:

@@ -53,7 +53,7 @@ def clipped_values(values: Values, names: tuple[str, ...], rule: ClippedSum) -> 
 
 
 def bit_of(is_below: bool, rule: ClippedSum) -> Values:
-    """Return the coordinate that tells whether an update was clipped, ``[1]``; empty with constant clipping."""
+    """Return the coordinate that indicates whether an update was clipped, ``[1]``; empty with constant clipping."""
     return {} if rule.count_noise is None else {BIT: np.array([rule.bit_weight * (is_below - 0.5)])}
 
 

@@ -378,8 +378,8 @@ class RoundAttempt:
     ) -> RemoteCohort:
         """Draw a cohort from the roster.
 
-        In an open federation a uniform draw prefers clients that answer, and is smaller where the others would take
-        their place (:meth:`fedloom.federation.silence.Silence.groups`).
+        In an open federation a uniform draw prefers clients that answer, and is smaller rather than filled up with
+        others (:meth:`fedloom.federation.silence.Silence.groups`).
 
         ``purpose`` keys the generator, so that two draws of one round differ. ``weights``, ``[roster]``, are
         probabilities up to a factor, uniform by default; with ``replace`` a client may be drawn more than once. Clients

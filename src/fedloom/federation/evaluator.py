@@ -79,7 +79,7 @@ class Evaluator:
         self.journal = Journal(folder)
         self.monitor.counting(lambda client: self.journal.last_round(client))
         self.round = 0
-        self._know()
+        self._index_roster()
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
         self.personalization_payload = (0, 0)
         self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost -> why
@@ -116,7 +116,7 @@ class Evaluator:
         """Manifest of the current roster."""
         return self.roster.manifest
 
-    def _know(self) -> None:
+    def _index_roster(self) -> None:
         """Look up the sizes of the roster's clients."""
         self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
         self._trains = {entry.id for entry in self.manifest.clients if entry.seen}

@@ -79,7 +79,7 @@ class Loop(Evaluator):
             return
         if change != Change():
             attempt.joined, attempt.left = change.as_lines()
-            self._know()
+            self._index_roster()
             _log.info(
                 "%d joined and %d left; %s in the roster",
                 len(change.joined), len(change.left), pluralize(len(self.manifest.clients), "client"),
@@ -129,7 +129,7 @@ class Loop(Evaluator):
         self._evaluated = found.evaluated
         self.journal = found.journal
         self.roster.restore(self.journal.members)
-        self._know()
+        self._index_roster()
         found.rewind(self.folder)
         self.monitor.resume(self.round, found.last, self.checkpoints.written_at(self.round))
 
@@ -209,10 +209,10 @@ class Loop(Evaluator):
             here = set(self.roster.here())
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
-            if self._private is None:  # draws that count as private depend on nothing that clients do
+            if self._private is None:  # private draws must not depend on the clients' behaviour
                 groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
         if self._private is not None and self._private.is_poisson:
-            rules = replace(rules, min_replies=0)  # even an empty cohort is one of the draws that are accounted for
+            rules = replace(rules, min_replies=0)  # the accountant counts every draw, even that of an empty cohort
         return RoundAttempt(attempt, TRAIN, roster, self._sizes, self.transport, rules, self._helper, planned, groups)
 
     def _train_round(self) -> None:

@@ -57,7 +57,7 @@ def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int
 
 
 def from_digits(totals: NDArray[np.float64], scale: int) -> list[Fraction] | None:
-    """Return the numbers whose digits, or sums of digits, these are, ``[n, digits]``; None if a digit is not whole."""
+    """Return the numbers with these digits or sums of digits, ``[n, digits]``; None if a digit is not whole."""
     if not np.array_equal(totals, np.rint(totals)):
         return None
     return [

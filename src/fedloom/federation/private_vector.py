@@ -23,7 +23,7 @@ TAIL = 14.0
 below 10⁻⁴³ per coordinate."""
 
 FINEST = 2.0**40
-"""Largest standard deviation of a client's noise in steps: more precision hides nothing better."""
+"""Largest standard deviation of a client's noise in steps; finer steps do not improve privacy."""
 
 
 @dataclass(frozen=True)

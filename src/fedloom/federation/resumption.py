@@ -71,7 +71,7 @@ class Resumption:
 
 
 def _check_followed(folder: RunFolder, journal: Journal) -> None:
-    """Check the digests of all lines in the other line files, and that unknown line to the journal is missing.
+    """Check the digests of all lines in the other line files, and that the lines known to the journal exist.
 
     Raise DataError if a line is damaged, or lines that existed when the journal was written are missing.
     """

@@ -1,7 +1,7 @@
 """Limit on the sums of the same answers that a member helps to reveal over different sets of clients.
 
 When a round is repeated, because an attempt failed or the aggregator was restarted, clients give the same answers. If
-two sums are over sets that differ by one client, their difference is that client's answer. A member cannot know whether
+two sums are over sets that differ by one client, their difference is that client's answer. A member cannot verify that
 a failure is real, so it limits what repeated rounds can reveal. A record on disk preserves the limit across restarts.
 """
 

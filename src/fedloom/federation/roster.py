@@ -277,7 +277,7 @@ class OpenRoster(_ChangingRoster):
         self._presence = presence
         self._min_clients = min_clients
         self._min_replies = min_replies
-        self._waits_until: tuple[int, float] = (0, 0.0)  # a round, and until when it waits for clients that take part
+        self._waits_until: tuple[int, float] = (0, 0.0)  # round, and the end of its wait for other clients
         self._absent_after_s = heartbeat_timeout_s
         self._stop = stop
         self._say = say
@@ -299,7 +299,7 @@ class OpenRoster(_ChangingRoster):
         changes = self._wait_for_clients(round, evaluating, hold)
         now = time.monotonic()
         if changes == self._settled and now < self._next_leaves:
-            return Change()  # makes the cost independent of the number of clients
+            return Change()  # keeps the cost independent of the number of clients
         here, gone_at = self._presence.now()
         leaves = {
             name: gone_at.get(name, self._begun) + self._absent_after_s for name in self._members if name not in here

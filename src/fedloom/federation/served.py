@@ -125,7 +125,7 @@ class Tile:
 
     ``answers`` are those to the opening, one row each. ``write`` sends each client its row of a message, given the
     class of the awaited answer (None after the last message). ``read`` waits for the answers to it; None for a client
-    that is gone.
+    that has disconnected.
     """
 
     def __init__(

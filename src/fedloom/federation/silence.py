@@ -1,7 +1,8 @@
 """Silent and refusing clients, and the consequences for draws and evaluations.
 
-A silent client missed a deadline without any sign of life since: its worker rejoins, or sends anything about a request,
-even too late. A refusing client answered a request of a round, without taking part in it.
+A silent client missed a deadline and has shown no sign of life since. Signs of life are that its worker rejoins, or
+sends anything about a request, even too late. A refusing client answered a request of a round, without taking part in
+it.
 """
 
 from __future__ import annotations

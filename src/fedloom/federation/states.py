@@ -1,7 +1,7 @@
 """Client state: data that a client keeps between rounds, stored with the workers and never with the aggregator.
 
 A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
-aggregator knows only the names. It tells each client which version to start from: that of the last round that counted
+aggregator stores only the names. It sends each client the version to start from, that of the last round that counted
 it, so that a client lost in the middle of a round continues from its earlier state. A conversation repeated after a
 crash of the aggregator keeps a separate version, named by the aggregator's new ``life``, so a worker that has not
 noticed the crash does no harm.

@@ -1,7 +1,7 @@
 """Messages of a secure sum, between the answer of a method's clients and its sum (:mod:`fedloom.security.secure_sum`).
 
-They travel like any others, in the conversation of the method: after the message that the clients answer, they make
-five more exchanges.
+They are sent like any other messages, in the conversation of the method: five more exchanges follow the message that
+the clients answer.
 """
 
 from __future__ import annotations

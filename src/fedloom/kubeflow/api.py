@@ -244,7 +244,7 @@ class Kubeflow:
         return self._ask(f"look at the run {run}", self._runs.run_service_get_run, run)
 
     def log(self, run: str, pod: str) -> str:
-        """Return the log of a run's pod, even after the pod is gone; empty if it cannot be read.
+        """Return the log of a run's pod, even after the pod is deleted; empty if it cannot be read.
 
         The endpoint is not in the generated client: Kubeflow streams logs outside of its gRPC gateway.
         """

@@ -193,7 +193,7 @@ _KINDS: Mapping[int, type[FedloomError]] = {403: RefusedError, 404: _NotFound, 4
 
 
 def _bearer(token: str) -> str:
-    """Return a bearer token, read from its file if it begins with ``@``; raise RefusedError if it is none."""
+    """Return a bearer token, read from its file if it begins with ``@``; raise RefusedError if it is invalid."""
     found, where = secret_text(token), token[1:] if token.startswith("@") else "the token"
     if not re.fullmatch(r"[!-~]+", found):
         raise RefusedError(f"{where} is not a bearer token: it must have visible ASCII characters only.")
@@ -201,7 +201,7 @@ def _bearer(token: str) -> str:
 
 
 def _object(content: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of an answer; None if it is none."""
+    """Return the JSON object of an answer; None for any other content."""
     try:
         found = parsed_json(content.decode("utf-8"))
     except ValueError:

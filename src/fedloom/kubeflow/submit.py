@@ -55,7 +55,7 @@ ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
 EXECUTOR_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
 """Templates of the pods that run components; a pod is named after its workflow, template and node.
 
-For pods with labels or annotations of their own, ``metadata-ANNOTATIONS-LABELS-`` comes before (numbers of them).
+The names of pods with annotations or labels begin with ``metadata-ANNOTATIONS-LABELS-``, the numbers of each.
 """
 
 UPLOADED = "Uploaded by fedloom."
@@ -309,7 +309,7 @@ class _Progress:
 
 
 def _author_tasks(nodes: Sequence[Any]) -> Iterator[tuple[Any, str, int | None]]:
-    """Yield the nodes of the author's tasks, with the author's name and the attempt, None for all attempts together."""
+    """Yield the nodes of the author's tasks, with the author's name and the attempt (None: of all)."""
     # Ids of nodes are the workflow's name and a number; the workflow is a node, too.
     ids = [child.pod_name for node in nodes for child in node.child_tasks or () if child.pod_name]
     workflows = {one.rpartition("-")[0] for one in ids}

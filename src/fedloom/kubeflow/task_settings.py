@@ -31,10 +31,10 @@ def sized(task: Any, seconds: int, *, cpu: str = "500m", memory: str = "1Gi") ->
 
 
 def with_storage(task: Any, secret: Any) -> Any:
-    """Give a task the credentials of a store, from a Secret that may be missing if no store is used."""
+    """Add the credentials of a store to a task, from a Secret that may be missing if no store is used."""
     return kubernetes.use_secret_as_env(task, secret, CREDENTIALS, optional=True)
 
 
 def with_server(task: Any, secret: Any) -> Any:
-    """Give a task the credentials for a model server, from a Secret that may be missing if none is used."""
+    """Add the credentials for a model server to a task, from a Secret that may be missing if no server is used."""
     return kubernetes.use_secret_as_volume(task, secret, "/etc/fedloom/serve", optional=True)

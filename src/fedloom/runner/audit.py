@@ -29,7 +29,7 @@ CONFIDENCE = 0.95
 """Confidence of lower bounds."""
 
 DELTA = 1e-5
-"""δ of bounds for a run without a claim of its own."""
+"""δ of bounds for a run that claims none."""
 
 
 def audit_run(
@@ -94,7 +94,7 @@ def claimed_delta(folder: RunFolder) -> float:
 def _membership(parts: RunContext, evaluator: Evaluator, dataset: FederatedDataset, delta: float) -> dict[str, Any]:
     """Return the results of membership inference for each predictor, on seen and on unseen clients.
 
-    The global model has seen none of the latter's examples; a personal model has, if personalization trains it.
+    The global model was not trained on unseen clients' examples; their personal models were, if personalization trains.
     """
     found: dict[str, dict[str, MemberScores]] = {name: {} for name in evaluator.predictors}
     size = parts.experiment.evaluation.batch_size

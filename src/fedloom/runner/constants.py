@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom.runner.assemble import RunContext
 
 START = "initialization"
-"""Name under which figures of θ₀ stand among the digests."""
+"""Key of the figures of θ₀ in the mapping of digests."""
 
 PARTS, TOLERANCE = 8, 1e-3
 """Number of sums of θ₀, and the allowed difference of a figure, as a fraction of the root mean square."""

@@ -53,7 +53,7 @@ class ServingSettings:
     grace_s
         Seconds to wait for watchers at the end.
     drain, resumed
-        Whether to wait for external workers that lost their connection, and whether the run is a resumed one.
+        True to wait for external workers that lost their connection, and True for a resumed run.
     health, metrics
         ``host:port`` for health probes, and for Prometheus.
     """
@@ -81,10 +81,10 @@ def serving(
     models: Personalization | None = None,
     stay: Callable[[], None] | None = None,
 ) -> Iterator[Serving]:
-    """Run an aggregator until the block has ended and watchers and workers have learned how the run ended.
+    """Run an aggregator until the block has ended and watchers and workers have been notified of the outcome.
 
-    For an interrupted run, watchers see the connection break, since the run has not ended. Workers learn that the run
-    is over only after the block has ended well. If it fails, even after the last round, a restarted aggregator
+    For an interrupted run, watchers see the connection break, since the run has not ended. Workers are notified that
+    the run is over only after the block has succeeded. If it fails, even after the last round, a restarted aggregator
     retries, and it needs the workers to evaluate once more.
 
     Parameters

@@ -22,7 +22,7 @@ EPSILON = "epsilon"
 
 
 def objective_name(headline: Headline) -> str:
-    """Return the name by which Katib knows the headline metric on validation examples."""
+    """Return the name under which Katib receives the headline metric on validation examples."""
     return re.sub(r"[^A-Za-z0-9_-]", "_", f"validation_{headline.name}")
 
 

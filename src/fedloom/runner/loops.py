@@ -38,9 +38,9 @@ def loop(
 ) -> Loop:
     """Return the round loop of an experiment; it writes descriptors to ``descriptors.json`` in the run's folder.
 
-    The ``roster`` is by default the manifest's clients throughout. A replay stops at the round ``upto`` (None: as the
-    experiment says), and evaluates it if ``measure_last``. For a published run, ``keep_release`` stores a client's
-    private release before it is sent.
+    By default, the ``roster`` is the fixed set of the manifest's clients. A replay stops at the round ``upto`` (None:
+    as the experiment says), and evaluates it if ``measure_last``. For a published run, ``keep_release`` stores a
+    client's private release before it is sent.
     """
     roster = FixedRoster(parts.manifest) if roster is None else roster
     promised = parts.algorithm.privacy(parts.settings)

@@ -24,7 +24,7 @@ class RunObserver:
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
         """Handle the start of an aggregator at an address, ``host:port``, to which workers connect.
 
-        They serve the partition in this folder or at this URL, and need that of the ``states``, unless it is None.
+        They serve the partition in this folder or at this URL, and keep client states at ``states``, unless it is None.
         """
 
     def resumed(self, round: int) -> None:

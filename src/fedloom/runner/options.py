@@ -26,7 +26,8 @@ class RunOptions:
     audit
         Path of the audit log; None: ``logs/audit.jsonl`` in the run's folder.
     wait_s
-        Seconds until external workers must serve every client; the run's own workers are waited for while they live.
+        Seconds until external workers must serve every client; the run's own workers are waited for as long as they
+        run.
     orphan_after_s
         Seconds without a watcher after which the run stops; None: never.
     health

@@ -146,7 +146,7 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
     if lost:
         raise DataError(lost[client.id])
     if not made:
-        raise QuorumError(f"{parts.algorithm.name} gave client {client.id} no model")
+        raise QuorumError(f"{parts.algorithm.name} has made no model for client {client.id}")
     answered = Answered(parts.experiment.name, found.round, found.digest, "float32", 0, 0, False)
     return client.model(made[0], answered, guarantee)
 

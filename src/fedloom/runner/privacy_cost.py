@@ -347,7 +347,7 @@ def _draw(found: PrivacyCost) -> str:
             f"training examples draws mini-batches of {found.batch}. ε is for such a client."
         )
     if found.sampling == "all":
-        return f"All of {pluralize(found.clients, 'client')} take part in every round, so sampling protects nobody."
+        return f"All of {pluralize(found.clients, 'client')} take part in every round, so sampling adds no privacy."
     draw = "independently" if found.sampling == "poisson" else "without replacement"
     replaced = "" if found.sampling == "poisson" else " ε is then for replacing a client, not for adding one."
     return f"In each round {found.cohort:,} of {found.clients:,} clients take part, drawn {draw}.{replaced}"
@@ -371,5 +371,5 @@ def _noise(found: PrivacyCost) -> str:
         agreed = f"over all {pluralize(rounds, 'round')}, {over_all:.2g} times that of what agrees"
         return f"{about}; {agreed}. It swamps the signal, and {outlook}; {fix}"
     if ratio > SEVERE[found.unit]:
-        return f"{about}: it slows training much, and averages out over many rounds only; for less, {fix}"
+        return f"{about}: it slows training considerably, and averages out only over many rounds; to reduce it, {fix}"
     return f"{about}: training can be expected to work."

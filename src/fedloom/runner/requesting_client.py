@@ -164,7 +164,7 @@ class RequestingClient:
 
 
 def check_predictor(name: str, known: Sequence[str]) -> None:
-    """Raise ExperimentError if a method gives its clients no predictor of this name."""
+    """Raise ExperimentError if a method has no predictor of this name."""
     if name not in known:
         raise ExperimentError(
             f"{argument('predictor')} must be one of {', '.join(known)} (got {name!r}).",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -> Extra:
     """Return a function that adds a method's own records to a line of ``metrics.jsonl``.
 
-    The ``roster`` knows the class proportions of the evaluated clients. With ``keep``, the function also writes
+    The ``roster`` has the class proportions of the evaluated clients. With ``keep``, the function also writes
     ``descriptors.json`` and ``uncertainty.json``.
     """
     mask = e.evaluation.label_mask

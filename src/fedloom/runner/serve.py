@@ -47,7 +47,7 @@ class ModelServerSettings(Settings):
         description="Seconds that a client waits for others, so that models are computed in one batch.",
     )
     queue: int = Field(
-        default=1024, ge=1, description="Clients that may wait for their model; further ones are told when to retry."
+        default=1024, ge=1, description="Clients that may wait for their model; others are refused and retry later."
     )
     conversations: int = Field(default=4096, ge=1, description="Maximum number of open conversations.")
     deadline_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to answer.")

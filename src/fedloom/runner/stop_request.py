@@ -105,7 +105,7 @@ class StopRequest:
                     self.ask(
                         AbandonedError(
                             f"the run has had no watcher for {after_s:g} s ({argument('orphan_after')})",
-                            hint=f"the launcher is gone; start it again, and continue with {argument('resume')}",
+                            hint=f"the launcher has stopped; start it again, and continue with {argument('resume')}",
                         )
                     )
                     return

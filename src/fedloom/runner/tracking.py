@@ -38,7 +38,7 @@ def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
     for name in names:
         if name not in known:
             raise ExperimentError(
-                f"tracking names {name!r}, which is not installed; name some of {', '.join(known)}.",
+                f"tracking names {name!r}, which is not installed; choose from {', '.join(known)}.",
                 key="tracking",
                 found=name,
                 allowed=list(known),
@@ -101,7 +101,7 @@ class TrackerObserver(RunObserver):
     def resumed(self, round: int) -> None:
         """Notify the observer and the trackers."""
         self._observer.resumed(round)
-        self._tell(lambda tracker: tracker.resumed(round))
+        self._notify(lambda tracker: tracker.resumed(round))
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
         """Notify everyone."""
@@ -122,16 +122,16 @@ class TrackerObserver(RunObserver):
     def ended(self) -> None:
         """Notify the observer and the started trackers."""
         self._waiting.clear()
-        self._tell(lambda tracker: tracker.ended())
+        self._notify(lambda tracker: tracker.ended())
         self._observer.ended()
 
     def _forward(self, call: Callable[[Observer], None]) -> None:
         call(self._observer)
-        self._tell(call)
+        self._notify(call)
         for watcher in self._watchers:
             call(watcher)
 
-    def _tell(self, call: Callable[[RunObserver], None]) -> None:
+    def _notify(self, call: Callable[[RunObserver], None]) -> None:
         for name, make in list(self._waiting.items()):
             del self._waiting[name]
             self._safely(name, partial(self._begin, name, make))

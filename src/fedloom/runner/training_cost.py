@@ -105,7 +105,7 @@ def _check(claim: Any, where: str) -> None:
     elif claim.get("epsilon") is None:
         why = "claims no ε"
     else:
-        why = "took its noise from the experiment's seed, as a simulation does, which protects nobody"
+        why = "took its noise from the experiment's seed, as a simulation does, so it protects nobody"
     raise ExperimentError(
         f"The training of {where} {why}, so a client that took part has no finite total ε.", key="training", found=where
     )

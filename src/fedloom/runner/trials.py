@@ -58,7 +58,7 @@ class Trial:
     measured
         Score by evaluated round: the headline metric on validation data, or minus it if lower is better.
     behind
-        Whether early stopping asked to stop it at its last evaluation.
+        True if early stopping ended it at its last evaluation.
     state
         ``done`` after its last round, ``stopped`` early, or ``failed``.
     score
@@ -188,12 +188,12 @@ class Trials:
             if last == 0:
                 _check_same(line.object, about, self._files)
             else:
-                self._tell(line.object)
+                self._replay(line.object)
             last = line.end
         if last == 0:
             self._files.append(LOG, about)
 
-    def _tell(self, line: Mapping[str, Any]) -> None:
+    def _replay(self, line: Mapping[str, Any]) -> None:
         match line:
             case {"event": "asked", "parameters": dict() as texts}:
                 if (found := self._ask().texts) != texts:
@@ -206,7 +206,7 @@ class Trials:
             case {"event": "ended", "trial": int(number), "state": "done" | "stopped" | "failed" as state}:
                 self._end(self.all[number - 1], state, line.get("score"), line.get("epsilon"), line.get("error"))
             case _:
-                raise DataError(f"{self._files.path / LOG} has a line that this version does not know: {line}")
+                raise DataError(f"{self._files.path / LOG} has a line that this version cannot read: {line}")
 
 
 def distribution(parameter: Parameter) -> BaseDistribution:

@@ -60,13 +60,14 @@ class WorkerOptions:
         Folder or URL of the clients' states, for methods that keep any. Clients with their own data keep the record of
         revealed secure sums in it, if it is a folder.
     class_counts
-        Tell the aggregator how many training examples of each class the packed clients have.
+        Report to the aggregator how many training examples of each class the packed clients have.
     verify
         Check shards before serving: those of a folder, or of clients that no other worker serves.
     trust
         Credentials for the aggregator; None: plaintext without authentication.
     only_sums
-        Refuse an experiment in which answers of clients can be known alone, or with fewer neighbours than by default.
+        Refuse an experiment in which the aggregator could learn single clients' answers, or that has fewer neighbours
+        than by default.
     """
 
     partition: str | None

@@ -138,8 +138,8 @@ def added(total: int | None, more: int | None) -> int | None:
 class Journal:
     """Journal of a run, appended to as rounds end.
 
-    Attempts are kept only in the file. Memory holds only the parts that the loop needs of them, which does not grow
-    with rounds.
+    Attempts are kept only in the file. Only what the loop needs of them is kept in memory; its size does not grow with
+    the number of rounds.
 
     Attributes
     ----------

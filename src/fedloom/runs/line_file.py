@@ -116,8 +116,8 @@ class LineFile:
     def backwards(self, beginning: str = "") -> Iterator[Placed]:
         """Yield the lines like :meth:`forwards`, from the last to the first.
 
-        The first line comes as fast from a long file as from a short one. Lines without the ``beginning`` are skipped,
-        and their digests are not checked.
+        The time to the first line does not depend on the length of the file. Lines without the ``beginning`` are
+        skipped, and their digests are not checked.
         """
         expected, start = self._ending(), beginning.encode()
         try:

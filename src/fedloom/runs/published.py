@@ -163,7 +163,7 @@ class PublishedRun:
             for name, blobs in record.files.items():
                 parts_of(name)  # it is used as a path to write to, so it must lie in the run's folder
                 if not blobs or not all(_BLOB.fullmatch(blob) for blob in blobs):
-                    raise ValueError(f"the blobs of {name} are {blobs}")
+                    raise ValueError(f"invalid blobs of {name}: {blobs}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{where} is not a record of a published run ({error})") from error
         return record

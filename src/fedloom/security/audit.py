@@ -18,7 +18,8 @@ Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "c
 """Kind of an event.
 
 In order: a peer joined; left; was refused; was disconnected by a revocation; an access file changed; an operator
-paused, resumed or stopped the federation; a peer was given a client's model; a client's model predicted for a peer.
+paused, resumed or stopped the federation; a client's model was sent to a peer; a client's model was used for a
+prediction that a peer requested.
 """
 
 REPEATED_S = 10.0

@@ -105,8 +105,8 @@ def to_integers(values: NDArray[np.floating[Any]], bound: float, clients: int, b
 def from_integers(total: Integers, bound: float, clients: int, bits: int) -> NDArray[np.float64]:
     """Return a sum of encoded values as floating-point numbers, shape [d].
 
-    ``bound``, ``clients`` and ``bits`` are those of :func:`to_integers`; ``clients`` counts all that could be in the
-    sum, not those that were.
+    ``bound``, ``clients`` and ``bits`` are those of :func:`to_integers`; ``clients`` counts all clients that could be
+    in the sum, not only those that are.
     """
     signed = np.asarray(total, integer_type(bits)).view("<i4" if bits == 32 else "<i8")
     return signed.astype(np.float64) / scale(bound, clients, bits)

@@ -5,7 +5,7 @@ Any t shares give the secret, and t - 1 shares are independent of it (Shamir, Ho
 the ACM 22(11), 1979). Shares are a Reed-Solomon code word: of m shares, up to (m - t) / 2 wrong ones are found and
 corrected (Gao, A new algorithm for decoding Reed-Solomon codes, 2003).
 
-Python's integers do not take constant time: whoever can time a member's computations may learn about its secrets.
+Arithmetic on Python's integers does not take constant time: timing a member's computations may reveal its secrets.
 """
 
 from __future__ import annotations

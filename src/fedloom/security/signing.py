@@ -12,7 +12,7 @@ scheme                   member has                                the others ha
 
 A token is a secret between a member and the aggregator, and proves nothing to other members. Members with tokens
 therefore each make a signature key, and agree on the register without the aggregator: by mail, on paper, or in a
-repository that they all review. Whoever distributes the register, or can sign certificates, can insert keys of its own.
+repository that they all review. Anyone who distributes the register, or can sign certificates, can insert other keys.
 If that is the operator of the aggregator, signatures protect against others who break into the aggregator, but not
 against the operator.
 """

@@ -69,7 +69,7 @@ class PairSecrets:
 
 
 def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v: int) -> PairSecrets:
-    """Return the secrets that row u, whose private key this is, shares with row v.
+    """Return the secrets that row u, the owner of the private key, shares with row v.
 
     Raise RefusedError if the public key is not valid.
     """

@@ -119,7 +119,7 @@ class Aggregator:
         self._most = connections()
         self._traffic = ByteCount()
         self._connected = ConnectedWorkers(run.clients)
-        self._dispatcher = Dispatcher(run, self._publish, self._tell)
+        self._dispatcher = Dispatcher(run, self._publish, self._report)
         admission = Admission(run, self._connected.index, self._dispatcher)
         self._streams = WorkerStreams(run, admission, self._dispatcher, self._traffic, self._connected.learned)
         is_open = run.presence is not None
@@ -162,13 +162,13 @@ class Aggregator:
         Parameters
         ----------
         finished
-            Tell the workers, including those that connect later, that the run is over, so that they exit instead of
+            Notify the workers, including those that connect later, that the run is over, so that they exit instead of
             reconnecting.
         """
         self._post(self._dismiss, finished)
 
     def drain(self, resumed: bool) -> None:
-        """Wait, after :meth:`shutdown_workers`, for workers that have yet to learn that the run is over.
+        """Wait, after :meth:`shutdown_workers`, for workers that have not been notified of the end of the run yet.
 
         A worker that has lost its connection reconnects within ``LINGER_S``. The wait ends that long after the last
         disconnect of a worker that has not returned. After a resume, workers of the previous aggregator process may
@@ -182,7 +182,7 @@ class Aggregator:
         self._connected.drain(resumed)
 
     def stop(self, finished: bool = False) -> None:
-        """Dismiss the workers, end all streams and free the port. Idempotent."""
+        """Shut down the workers, end all streams and free the port. Idempotent."""
         if self._thread is None or self._stopping is None:
             return
         self.shutdown_workers(finished)
@@ -308,7 +308,7 @@ class Aggregator:
             await self._models.begin()
         options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
         services, protection = self._services(), self._protection
-        at = await listening(address, services, protection, self._audit, options, self._tell, self._health)
+        at = await listening(address, services, protection, self._audit, options, self._report, self._health)
         started.set_result(at.address)
         log.debug("serving on %s", at.address)
         watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
@@ -357,7 +357,7 @@ class Aggregator:
             await asyncio.sleep(CONNECTIONS_EVERY_S)
             was, full = full, _sockets() - others >= self._most
             if full and not was:
-                self._tell(
+                self._report(
                     f"{self._most} connections are open, which is the limit: further workers cannot join until some "
                     "are closed"
                 )
@@ -367,7 +367,7 @@ class Aggregator:
         if self._run.presence is not None:
             self._run.presence.change(() if joined is None else joined.members, () if left is None else left.members)
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         """Report the reason why the federation waits, or a problem."""
         self._monitor.say(text)
         self._announce(text)

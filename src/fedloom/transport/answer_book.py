@@ -34,7 +34,7 @@ class AnswerBook:
 
     def __init__(self) -> None:
         self.run = self.incarnation = ""
-        """Run and aggregator process that admitted us last; empty before the first."""
+        """Run and aggregator process that admitted this worker last; empty before the first admission."""
         self.outbox: Outbox | None = None
         """Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again."""
         self.ready: deque[tuple[WorkerRequest, int, str, Encoded | Lost]] = deque()

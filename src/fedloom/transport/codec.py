@@ -40,7 +40,7 @@ if sys.byteorder != "little":  # raw bytes are sent as they are in memory
 
 CHUNK_BYTES = FRAME_BYTES - 1024
 SMALL_BYTES = 64 << 10  # received into plain memory: torch takes longer to make a small tensor than to copy it
-HUGE_BYTES = 4 << 20  # two huge pages: smaller buffers have few pages to save
+HUGE_BYTES = 4 << 20  # two huge pages; smaller buffers gain little from them
 
 DTYPES: Mapping[torch.dtype, wire.DataType] = {
     torch.float32: wire.DATA_TYPE_FLOAT32,
@@ -313,7 +313,7 @@ class Assembler:
             raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
 
     def forget(self, piece: int) -> None:
-        """Store the rest of a row in other memory: that of its piece may now hold another answer."""
+        """Store the rest of a row in separate memory, because its piece may now hold another answer."""
         for pieces in self._storage:
             pieces[piece] = memory(len(pieces[piece]))
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]

@@ -52,7 +52,7 @@ class ConnectedWorkers:
             self._changed.notify_all()
 
     def learned(self, name: str) -> None:
-        """Record that a worker has been told that the run is over, if it joins after the shutdown."""
+        """Record that a worker that joined after the shutdown has been notified of the end of the run."""
         with self._changed:
             if self._ended:
                 self._left_at.pop(name, None)
@@ -102,7 +102,7 @@ class ConnectedWorkers:
         )
 
     def drain(self, resumed: bool) -> None:
-        """Wait for workers that have yet to learn that the run is over (see ``Aggregator.drain``)."""
+        """Wait for workers that have not been notified of the end of the run yet (see ``Aggregator.drain``)."""
         with self._changed:
             while True:
                 last = max(self._left_at.values(), default=-math.inf)

@@ -53,7 +53,7 @@ def to_wire(activity: Activity) -> wire.Activity:
 def from_wire(message: wire.Activity) -> Activity:
     """Parse a snapshot.
 
-    Raise RefusedError if it has values, such as phases, that only another version knows.
+    Raise RefusedError if it has values, such as phases, that this version does not support.
     """
     found = _as_dict(message)
     found |= {name: printable(found[name], keep="\n") for name in ("run", "message")}
@@ -65,7 +65,7 @@ def from_wire(message: wire.Activity) -> Activity:
         key = ".".join(map(str, wrong["loc"]))
         raise RefusedError(
             f"the aggregator's status has the {key} {shortened(str(wrong['input']))}, which this version of fedloom "
-            "does not know",
+            "does not support",
             hint="install the same version of fedloom on both sides",
         ) from None
 

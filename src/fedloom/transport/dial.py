@@ -10,7 +10,7 @@ import grpc
 from fedloom.security.options import ClientCredentials
 from fedloom.transport.failures import BROKEN
 
-# Finds within time + timeout that the other side has vanished without closing its connection.
+# Detects within time + timeout that the other side has disappeared without closing its connection.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -20,11 +20,11 @@ KEEPALIVE = (
 )
 CHANNEL_OPTIONS = (
     *KEEPALIVE,
-    ("grpc.use_local_subchannel_pool", 1),  # each attempt connects anew: our backoff applies, not a shared one
+    ("grpc.use_local_subchannel_pool", 1),  # a new connection for each attempt: our backoff applies
     ("grpc.enable_http_proxy", 0),
 )
 LIMITED = (
-    ("grpc.http2.bdp_probe", 0),  # would admit more data at a time the slower the line is
+    ("grpc.http2.bdp_probe", 0),  # would enlarge the flow-control window on a slow line
     ("grpc.http2.lookahead_bytes", 1 << 16),
 )
 """Options of a bandwidth-limited channel: unread data stay with the sender."""
@@ -65,7 +65,7 @@ def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, deta
 
 
 def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return the likely reason why a plaintext connection was closed before any data arrived; None if it was not."""
+    """Return the likely reason why a plaintext connection closed before any data arrived; None for other failures."""
     text = (details or "").lower()
     closed = "socket closed" in text or "connection reset" in text
     if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in text:
@@ -74,11 +74,11 @@ def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | 
 
 
 def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return the likely reason why the server closed a TLS connection without an error; None if it did not."""
+    """Return the likely reason why the server closed a TLS connection without an error; None for other failures."""
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
         return None
     if shown.pair is None:
         return "it closed the connection: it may require a certificate (tls.crt in the credentials)"
     own = shown.pair.certificate
     ends = f"{own.ends:%Y-%m-%d %H:%M:%S} UTC"
-    return f"it closed the connection: it may reject {own}, valid until {ends}, because of another CA or its clock"
+    return f"it closed the connection: it may reject {own}, valid until {ends}; check its CA and its clock"

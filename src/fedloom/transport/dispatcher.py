@@ -29,7 +29,7 @@ from fedloom.transport.wire import federation_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
-ALLOWED_PER_ROW = 4  # refused or late parts: a late reply is two parts, and may have been requested again
+ALLOWED_PER_ROW = 4  # refused or late parts; a late reply has two parts, and may have been requested twice
 UNREAD_LANES = 256
 STOPPED = "the aggregator stopped"
 
@@ -85,7 +85,7 @@ class Dispatcher:
     def taken(self, name: str, incarnation: str, owner: str | None) -> bool:
         """Return whether a worker name belongs to another identity, or without identities to another process.
 
-        Keepalive detects processes that are gone.
+        Keepalive detects processes that have disappeared.
         """
         link = self._links.get(name)
         if link is None or self._stopping:
@@ -106,7 +106,7 @@ class Dispatcher:
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
         """Add the stream of a worker that has joined; it replaces an older stream of that worker and gets waiting rows.
 
-        ``held`` are exchanges of earlier streams that the worker reports to have.
+        ``held`` are the exchanges of earlier streams that the worker reports as received.
         """
         if self._stopping:
             self._end(link)
@@ -275,7 +275,7 @@ class Dispatcher:
         exchange = conversation.current
         assert exchange is not None
         if len(exchange.sent) == len(exchange.outstanding) and not exchange.unserved:
-            return  # a joining worker costs nothing then
+            return  # keeps the cost of a joining worker low
         shares, free = self._held(conversation, exchange)
         if free:
             self._deal(exchange, free, shares)

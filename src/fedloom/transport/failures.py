@@ -1,4 +1,4 @@
-"""Readable descriptions of connection failures: gRPC's own mention subchannels, address families and frame types."""
+"""Readable descriptions of connection failures; gRPC's own mention subchannels, address families and frame types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSALS = tuple(_HINTS)
 FINAL = "fedloom-final"
 """Metadata key of ``UNAUTHENTICATED`` if a token is revoked or has expired.
 
-Without it the credential is unknown, perhaps because the aggregator's files change after the peer's, or before.
+Without this key, the credential is unknown to the aggregator, perhaps because only one side has new files yet.
 """
 
 _DESCRIPTIONS = (

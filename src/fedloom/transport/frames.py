@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from isal.isal_zlib import crc32  # zlib's value at several times its speed, which a round of 100 models needs
+from isal.isal_zlib import crc32  # same values as zlib, several times faster; matters for 100 models a round
 
 from fedloom.core.words import printable
 from fedloom.transport.wire import federation_pb2 as wire
@@ -235,4 +235,4 @@ def first_part(frame: type[F], data: bytes, is_old: Callable[[Any], bool]) -> An
 
 
 def _garbage(frame: type[Any], data: bytes) -> WireError:
-    return WireError(Refusal.GARBAGE, f"{len(data)} bytes that are no {frame.__name__}")
+    return WireError(Refusal.GARBAGE, f"{len(data)} bytes that are not a valid {frame.__name__}")

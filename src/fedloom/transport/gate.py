@@ -71,7 +71,7 @@ WATCHING, SHARED_WATCHING = 16, 256
 """Calls that an identity may hold open to watch or control a run. Many peers may use the shared token."""
 
 HEALTH = f"/{health.SERVICE_NAME}/"
-"""Calls open to everyone: probes have no identity, and learn nothing else."""
+"""Calls open to everyone: probes have no identity, and get no other information."""
 
 _End = tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
@@ -136,7 +136,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._audit = audit
         self._peers: set[Peer] = set()
         self._budgets: dict[str, TokenBucket] = {}  # by the name of each identity that has been admitted
-        self._versions = access.refresh()  # of the files, when streams were last reviewed
+        self._versions = access.refresh()  # versions of the files when streams were last checked
         self._reading: asyncio.Task[dict[Path, int]] | None = None
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
@@ -174,7 +174,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._review(peer, now)
 
     async def _read(self) -> None:
-        """Reload files in a thread, one at a time: a long table takes a second, during which streams continue."""
+        """Reload files in a thread, one at a time; streams continue while a long identity file is read."""
         if self._reading is None:
             self._reading = asyncio.create_task(asyncio.to_thread(self._access.refresh))
             self._reading.add_done_callback(self._have_read)
@@ -263,7 +263,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _final(denied: Denied) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that tells a peer whether reconnecting with the same files can succeed."""
+    """Return the metadata that states whether reconnecting with the same files can succeed."""
     return ((FINAL, "1"),) if denied.final else ()
 
 

@@ -34,7 +34,7 @@ PRECISIONS: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": t
 
 
 def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[bytes]:
-    """Return the frames of one message, after the given parts."""
+    """Return the frames of one message, preceded by the parts in ``head``."""
     return list(pack_parts((*head, *cutter.parts(transfers.Envelope(), encoded))))
 
 
@@ -51,7 +51,7 @@ class Received:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors as they were sent, made on first use, because torch would block the event loop.
+        """Tensors as they were sent; created on first use, outside the event loop, which torch would block.
 
         Raise WireError if a bool is neither 0 nor 1.
         """

@@ -48,11 +48,11 @@ REMEMBERED_BYTES = 256 << 20
 """Maximum size of the broadcasts cached for later models."""
 
 RETRY_INTERVAL_S = 0.5
-"""Delay before retrying an unavailable server that names no delay."""
+"""Delay before retrying an unavailable server that does not state one."""
 
 RETRYABLE = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 ENDED = "Internal error from Core"
-"""Message that grpc.aio reports for a frame on a stream refused meanwhile: a connection carries few streams."""
+"""Message of grpc.aio for writing to a stream that was refused because the connection has too many streams."""
 
 _SAME_VERSION = "install the same version of fedloom, and of the method, on both sides"
 
@@ -73,7 +73,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Answered:
-    """Conversation that has produced a model, with the run, round, digest and precision that the server names."""
+    """Conversation that has produced a model, with the run, round, digest and precision that the server reports."""
 
     run: str
     round: int
@@ -215,14 +215,14 @@ class Models:
         speak
             The client algorithm; called in a thread.
         round
-            Accept only this round; None accepts whichever is served.
+            Accept only this round; None accepts any round.
         early
             Answer the previous opening before it is known whether the server sends the same one.
 
         Raises
         ------
         DataError
-            If the round is not served, or no model follows from the client's answers.
+            If the round is not served, or no model can be computed from the client's answers.
         RefusedError
             If the server does not admit us.
         QuorumError
@@ -265,7 +265,7 @@ class Models:
             raise failure from error
 
     def _failure(self, error: grpc.aio.AioRpcError, *, says_when: bool) -> FedloomError:
-        """Return the error of a failed call; ``says_when`` if the server has named the time of the next attempt."""
+        """Return the error of a failed call; ``says_when`` if the server has stated the time of the next attempt."""
         code, details = error.code(), error.details()
         found = self._shown, code, details
         text = printable(details or "", 500) or code.name

@@ -98,7 +98,7 @@ class Outbox:
     async def drain(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write frames of at most 1 MiB as parts arrive, until closed."""
         while True:
-            self._wake.clear()  # before, because more may be put while the last frame is written
+            self._wake.clear()  # before writing: parts may be put while the last frame is written
             for frame in pack_parts(iter(self._next, ())):
                 await write(frame)
             if self._closing and not self._lanes:

@@ -32,7 +32,7 @@ from fedloom.transport.wire import personalization_pb2 as wire
 log = logging.getLogger("fedloom.transport.personalization")
 
 PAUSE_LINGERS = 10
-"""Maximum pause between tiles that are not full, in lingers."""
+"""Maximum pause between tiles that are not full, as a multiple of ``ServingLimits.linger_s``."""
 
 WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
@@ -62,7 +62,7 @@ class PreparedRound:
 
     @property
     def name(self) -> wire.ServedRound:
-        """The round, in the form that answers name it."""
+        """Round in the wire format of answers."""
         return wire.ServedRound(run=self.served.about.run, round=self.served.round, digest=self.served.digest)
 
 
@@ -89,7 +89,7 @@ class PendingClient:
     since: float = 0.0
     outgoing: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
     waits: bool = False  # its tile has not started
-    gone: bool = False
+    disconnected: bool = False
     on_answer: Callable[[Received | None], None] | None = None
     """Passes the client's answer to the tile that waits for it."""
 
@@ -132,7 +132,7 @@ class TileQueue:
 
     def remove(self, client: PendingClient) -> None:
         """Forget a client, whose conversation has ended."""
-        client.gone = True
+        client.disconnected = True
         if client.waits:
             self._queue.remove(client)
             self._pump()
@@ -157,13 +157,13 @@ class TileQueue:
         if len(self._queue) < first.prepared.together and linger_s > 0:
             self._timer = asyncio.get_running_loop().call_later(linger_s, self._pump)
             return
-        seats: list[PendingClient] = []
-        while self._queue and len(seats) < first.prepared.together and self._queue[0].prepared is first.prepared:
-            seats.append(self._queue.popleft())
-            seats[-1].waits = False
+        clients: list[PendingClient] = []
+        while self._queue and len(clients) < first.prepared.together and self._queue[0].prepared is first.prepared:
+            clients.append(self._queue.popleft())
+            clients[-1].waits = False
         self._busy += 1
         self._tiles += 1
-        work = _TileRun(seats, self._answer_s, asyncio.get_running_loop(), self._computing, self._released)
+        work = _TileRun(clients, self._answer_s, asyncio.get_running_loop(), self._computing, self._released)
         self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
 
     def _due(self) -> float:
@@ -202,29 +202,31 @@ class _TileRun:
 
     def __init__(
         self,
-        seats: Sequence[PendingClient],
+        clients: Sequence[PendingClient],
         answer_s: float,
         loop: asyncio.AbstractEventLoop,
         computing: threading.Lock,
         released: Callable[[float, float], None],
     ) -> None:
         self._loop = loop
-        self._seats = seats
+        self._clients = clients
         self._answer_s = answer_s
         self._computing = computing
         self._released: Callable[[float, float], None] | None = released
         self._answers: queue.SimpleQueue[tuple[int, Received | None]] = queue.SimpleQueue()
-        self._here = set(range(len(seats)))
+        self._here = set(range(len(clients)))
         self._started = self._cpu_started = 0.0
 
     def run(self) -> None:
         """Run the server algorithm's side of the conversation."""
         self._computing.acquire()
         self._started, self._cpu_started = time.perf_counter(), time.thread_time()
-        prepared = self._seats[0].prepared
+        prepared = self._clients[0].prepared
         try:
-            answers = self._usable({i: seat.answer for i, seat in enumerate(self._seats) if seat.answer is not None})
-            tile = Tile([seat.client for seat in self._seats], answers, self._send, self._receive)
+            answers = self._usable(
+                {i: pending.answer for i, pending in enumerate(self._clients) if pending.answer is not None}
+            )
+            tile = Tile([pending.client for pending in self._clients], answers, self._send, self._receive)
             prepared.served.server.personalize(tile)
         except NobodyLeft:
             pass
@@ -252,18 +254,18 @@ class _TileRun:
     def _send(self, message: Message, awaited: type[Message] | None) -> None:
         messages: dict[int, NextMessage | Exception] = {}
         if awaited is not None:
-            self._seats[0].prepared.together = TILE
+            self._clients[0].prepared.together = TILE
         suspect = non_finite(message) is not None
         rows = {
-            precision: split_rows(encode(message, precision, digests=True), len(self._seats))
-            for precision in {self._seats[i].precision for i in self._here}
+            precision: split_rows(encode(message, precision, digests=True), len(self._clients))
+            for precision in {self._clients[i].precision for i in self._here}
         }
         for i in sorted(self._here):
             if suspect and non_finite(message.select([i])) is not None:
                 messages[i] = ClientDataError("the model computed from the client's answers is not finite")
                 self._here.discard(i)
             else:
-                messages[i] = NextMessage(rows[self._seats[i].precision][i], awaited)
+                messages[i] = NextMessage(rows[self._clients[i].precision][i], awaited)
         self._deliver(messages)
 
     def _deliver(self, messages: Mapping[int, NextMessage | Exception]) -> None:
@@ -271,15 +273,15 @@ class _TileRun:
 
         def deliver() -> None:
             for i, message in messages.items():
-                seat = self._seats[i]
+                pending = self._clients[i]
                 if isinstance(message, NextMessage) and message.awaited is not None:
-                    if seat.gone:
+                    if pending.disconnected:
                         self._answers.put((i, None))
                         continue
-                    seat.on_answer = lambda answer, i=i: self._answers.put((i, answer))
+                    pending.on_answer = lambda answer, i=i: self._answers.put((i, answer))
                 else:
-                    seat.on_answer = None
-                seat.outgoing.put_nowait(message)
+                    pending.on_answer = None
+                pending.outgoing.put_nowait(message)
 
         self.post(deliver)
 
@@ -302,7 +304,7 @@ class _TileRun:
         return self._usable(found)
 
     def _usable(self, received: Mapping[int, Received]) -> Sequence[Message | None]:
-        """Return the answers with usable values by seat; the other clients get the reason why theirs are not usable."""
+        """Return the usable answers in the order of the tile, else None; send the other clients the reason."""
         found: dict[int, Message] = {}
         wrong: dict[int, Exception] = {}
         for i, answer in received.items():
@@ -318,4 +320,4 @@ class _TileRun:
         if wrong:
             self._here -= wrong.keys()
             self._deliver(wrong)
-        return [found.get(i) if i in self._here else None for i in range(len(self._seats))]
+        return [found.get(i) if i in self._here else None for i in range(len(self._clients))]

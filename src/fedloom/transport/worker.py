@@ -78,7 +78,7 @@ def serve(
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
-        Seconds to keep trying to reach an aggregator that is gone; infinity means forever.
+        Seconds to keep trying to reach a lost aggregator; infinity means forever.
     credentials
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
@@ -95,7 +95,7 @@ def serve(
     DataError
         If we may serve a client that the run does not have.
     AbandonedError
-        If the aggregator is gone for ``reconnect_s`` seconds.
+        If the aggregator cannot be reached for ``reconnect_s`` seconds.
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """

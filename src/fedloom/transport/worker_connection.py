@@ -37,7 +37,7 @@ log = logging.getLogger("fedloom.transport.worker")
 WELCOME_TIMEOUT_S = 30.0  # from connecting to the Welcome
 FIRST_BACKOFF_S = 0.1
 FIRST_NOTICE_S = 5.0  # when to log that we are still trying to connect; the interval doubles each time
-CERTAIN = 3  # consecutive failed verifications that count as final: bits flip in handshakes, too
+CERTAIN = 3  # consecutive failed verifications that count as final: a transmission error can break a handshake, too
 CHANGED_S = 1.0  # how often certificate and token files are checked for changes
 GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
 
@@ -283,7 +283,7 @@ class WorkerConnection:
             raise _Distrust(str(error), error, certain=True) from None
 
     async def _changed(self) -> None:
-        """Return when our credentials have changed, which requires a new channel; conversations continue on it."""
+        """Return once our credentials have changed; conversations continue on a new channel."""
         while await asyncio.to_thread(lambda: self._credentials.current) == self._shown:
             await asyncio.sleep(CHANGED_S)
         log.info("reconnecting with the current content of the files")
@@ -403,7 +403,7 @@ def _is_cut_short(error: Exception) -> bool:
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        log.debug("gRPC says: %s %s", error.code().name, error.details())
+        log.debug("gRPC reports: %s %s", error.code().name, error.details())
         return connection_failure(error.code(), error.details())
     if isinstance(error, TimeoutError):
         return "it does not answer"
