@@ -131,7 +131,7 @@ def label(rating: float) -> int:
 
 
 def clients(found: Mapping[str, Sequence[tuple[str, int]]]) -> Iterator[tuple[str, str, str]]:
-    """Yield client, text and label: every client has one source, and labels of its own Dirichlet distribution."""
+    """Yield client, text and label; each client has one source, and labels from its own Dirichlet distribution."""
     random = np.random.default_rng(0)
     for source in SOURCES:
         pools = [[text for text, k in found[source] if k == wanted] for wanted in range(len(LABELS))]

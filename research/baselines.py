@@ -1,9 +1,9 @@
 """Baselines for the papers' methods: the same number of settings per method, one chosen on validation and tested.
 
-    .venv/bin/python research/baselines.py robust          papers/002, Experiment 1: two ways of dealing classes
+    .venv/bin/python research/baselines.py robust          papers/002, Experiment 1: two ways of distributing classes
     .venv/bin/python research/baselines.py adapt           papers/002, Experiment 2, both data sets
     .venv/bin/python research/baselines.py adapt-whole     Fashion-MNIST with the paper's network and all images
-    .venv/bin/python research/baselines.py table-1         papers/003, Table 1; --tests takes some of it
+    .venv/bin/python research/baselines.py table-1         papers/003, Table 1; --tests selects parts of it
     .venv/bin/python research/baselines.py vowel           eighteen methods, speakers as clients
     .venv/bin/python research/baselines.py vowel-later     four more, which docs/results/baselines.md does not show
     .venv/bin/python research/baselines.py qmnist          the rows of papers/001, writers of digits as clients
@@ -388,7 +388,7 @@ def chosen(runs: Runs, folder: str, method: Method) -> Setting:
     """
     there = [(setting, line) for setting, line in tried(runs, folder, method) if line is not None]
     if not there:
-        raise SystemExit(f"{folder}: found no finished run of the search; run it without --searched")
+        raise SystemExit(f"{folder} has no finished run of the search; run it without --searched")
     return max(there, key=lambda both: both[1]["validation"])[0]
 
 
@@ -396,11 +396,11 @@ def main() -> None:
     """Run the searches and the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, *REGIMES])
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "baselines", help="where runs lie")
-    parser.add_argument("--methods", help="some of them, with commas between")
-    parser.add_argument("--tests", help="some of the tests, with commas between; none: the search alone")
-    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, each a process")
-    parser.add_argument("--searched", type=Path, metavar="CSV", help="a compact file that has the search")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "baselines", help="folder of the runs")
+    parser.add_argument("--methods", help="methods to run, separated by commas; by default all")
+    parser.add_argument("--tests", help="tests to run, separated by commas; none: only the search")
+    parser.add_argument("--parallel", type=int, default=1, help="number of parallel runs, each in its own process")
+    parser.add_argument("--searched", type=Path, metavar="CSV", help="compact file with the results of the search")
     given = parser.parse_args()
     common = ("runtime.workers=0",)
     for name in PARTS.get(given.part, (given.part,)):
@@ -429,4 +429,4 @@ if __name__ == "__main__":
     try:
         main()
     except InterruptedRun as error:
-        raise SystemExit(f"{error}; the same command goes on") from None
+        raise SystemExit(f"{error}; run the same command again to continue") from None

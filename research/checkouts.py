@@ -16,7 +16,7 @@ def parser(doc: str | None, *, rounds: int, every: int, lr: float) -> argparse.A
     """Return the common argument parser with one script's defaults."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("checkout", type=Path)
-    made.add_argument("run", type=Path, help="a run whose partition to take")
+    made.add_argument("run", type=Path, help="folder of the run whose partition is used")
     made.add_argument("--rounds", type=int, default=rounds)
     made.add_argument("--every", type=int, default=every)
     made.add_argument("--lr", type=float, default=lr)
@@ -35,6 +35,6 @@ def opened(
     needed = ((given.checkout / file, checkout), (given.run / EXPERIMENT, "a run's folder"))
     for path, allowed in needed:
         if not path.exists():
-            arguments.error(f"found no {path}; allowed: {allowed}")
+            arguments.error(f"{path} does not exist; give {allowed}")
     sys.path.insert(0, str(given.checkout.resolve()))
     return given, assemble.make_partition(load_experiment(given.run / EXPERIMENT))

@@ -1,17 +1,16 @@
 #!/bin/sh
-# papers/002, Experiment 2 and its sweeps. Every method gets the same grid of step sizes on seed 1, and two more seeds at
-# the step size of highest validation accuracy, with which it goes into the sweeps over ρ, τ and γ (seed 1), too. FedAvg
-# adapts by one step, as in the paper; FedMAML (eq. 7) is ComFedL-DAMAML at a γ so large that all clients weigh the same.
-# What came out, and the tables: docs/results/comfedl.md, research/results.py. Interrupted, it goes on where
-# it was.
+# Runs of Experiment 2 of papers/002 and its sweeps. Every method is searched over the same grid of step sizes with seed
+# 1. The step size with the highest validation accuracy is run with two more seeds, and used in the sweeps over ρ, τ and
+# γ (seed 1). FedAvg adapts by one step, as in the paper. FedMAML (eq. 7) is ComFedL-DAMAML with a γ so large that all
+# clients have the same weight. Results: docs/results/comfedl.md; tables: research/results.py. An interrupted script
+# resumes.
 #
 #   research/comfedl-damaml.sh                      Fashion-MNIST, all parts: methods | seeds | rho | tau | gamma | all | edge
-#   research/comfedl-damaml.sh fashion-mnist rho    one of them
-#   research/comfedl-damaml.sh cifar10              CIFAR-10: search (20 rounds, as many settings for each method), then
-#                                                      table (what it chose; 15 minutes a run on a free core, FedAvg 3),
-#                                                      all (ComFedL-DAMAML again, a client's factor by the loss of all
-#                                                      of its data)
-#
+#   research/comfedl-damaml.sh fashion-mnist rho    one part
+#   research/comfedl-damaml.sh cifar10              CIFAR-10: search (20 rounds, equally many settings for each method), then
+#                                                      table (the chosen settings; 15 minutes a run on an idle core, FedAvg
+#                                                      3) and all (ComFedL-DAMAML with clients' factors from the loss of
+#                                                      all their data)
 set -eu
 cd "$(dirname "$0")/.."
 dataset=${1:-fashion-mnist}
@@ -22,7 +21,7 @@ case $dataset in
         ;;
     cifar10) experiment=experiments/comfedl-cifar10.yaml sizes= parts=${2:-search table all} ;;
     *)
-        echo "data set: found $dataset; allowed: fashion-mnist, cifar10" >&2
+        echo "data set must be one of fashion-mnist, cifar10 (got $dataset)" >&2
         exit 2
         ;;
 esac
@@ -31,7 +30,7 @@ seeds=${SEEDS:-2,3}
 rates=algorithm.local.lr=${RATES:-0.05,0.1,0.2}
 methods="fedavg fedmaml comfedl"
 
-sweep() { # folder, method, options...; runs that leave the finite range are results, too (exit code 5)
+sweep() { # folder, method, options...; a run that diverges (exit code 5) is a result, too
     out="$runs/$1"
     case $2 in
         fedavg) set -- "$@" --set "algorithm={name: fedavg, weighting: uniform, personalize_steps: 1, local: {steps: 5, batch_size: 32, momentum: 0.0, lr: 0.1}}" ;;
@@ -60,11 +59,11 @@ for part in $parts; do
             sweep search/fedavg fedavg $short --grid algorithm.local.lr=0.01,0.02,0.05,0.1,0.2,0.5
             ;;
         table)
-            for method in $methods; do # all three got 0.05, and 0.01 for the inner step
+            for method in $methods; do # the search chose 0.05, and 0.01 for the inner step, for all three
                 sweep "chosen/$method" "$method" --seeds "${SEEDS:-1,2}" --set algorithm.local.lr=0.05
             done
             ;;
-        all) # a client's factor by the loss of all of its data; FedMAML has no factor, and stays as it is
+        all) # clients' factors from the loss of all their data; FedMAML has no factors
             if [ "$dataset" = fashion-mnist ]; then
                 sweep all/methods comfedl --set algorithm.losses_on=all --seeds 1 --grid "$rates"
                 lr="algorithm.local.lr=$(chosen_at all/methods algorithm.local.lr)"
@@ -84,12 +83,12 @@ for part in $parts; do
             done
             sweep first-order damaml-first-order --set "algorithm.local.lr=$(chosen comfedl)" --grid algorithm.inner_lr=0.01,0.02
             ;;
-        seeds) # Figure 4: two more seeds of what validation chose
+        seeds) # Figure 4: two more seeds of the settings that validation chose
             for method in $methods; do
                 sweep "chosen/$method" "$method" --seeds "$seeds" --set "algorithm.local.lr=$(chosen "$method")"
             done
             ;;
-        edge) # beyond the grid's edge, where some chose it
+        edge) # beyond the grid, for methods whose best value is at its edge
             for method in fedavg fedmaml; do
                 sweep "edge/$method" "$method" --seeds 1 --set algorithm.local.lr=0.4
             done
@@ -110,7 +109,7 @@ for part in $parts; do
             sweep gamma comfedl --set "algorithm.local.lr=$(chosen comfedl)" --grid algorithm.gamma=0.1,1,5
             ;;
         *)
-            echo "part: found $part; allowed: methods, seeds, rho, tau, gamma, all, edge; for cifar10 search, table, all" >&2
+            echo "part must be one of methods, seeds, rho, tau, gamma, all, edge, or for cifar10 one of search, table, all (got $part)" >&2
             exit 2
             ;;
     esac

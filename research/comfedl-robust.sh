@@ -1,12 +1,11 @@
 #!/bin/sh
-# papers/002, Experiment 1 and its sweeps. Every method gets the paper's grid of step sizes (§5.3) on three seeds, and the
-# step size of highest validation accuracy; seven more seeds at that step size are what methods are compared by. The
-# sweeps over γ and τ are at three step sizes each. What came out, and the tables: docs/results/comfedl.md,
-# research/results.py. Interrupted, it goes on where it was.
+# Runs of Experiment 1 of papers/002 and its sweeps. Every method is searched over the paper's grid of step sizes (§5.3)
+# with three seeds. Methods are compared by seven more seeds at the step size with the highest validation accuracy. The
+# sweeps over γ and τ have three step sizes each. Results: docs/results/comfedl.md; tables: research/results.py. An
+# interrupted script resumes.
 #
 #   research/comfedl-robust.sh                       Fashion-MNIST, all parts
 #   research/comfedl-robust.sh mnist methods         one data set, one part: methods | fresh | literal | step | gamma | tau
-#
 set -eu
 cd "$(dirname "$0")/.."
 dataset=${1:-fashion-mnist}
@@ -20,7 +19,7 @@ sizes="clients: 10, large_size: 5000, small_size: 20, test_per_client: 200"
 mixes=${MIXES:-iid dominant two-classes}
 methods="fedavg-examples fedavg-uniform comfedl-largest comfedl-normalized"
 
-sweep() { # folder, options...; runs that leave the finite range are results, too (exit code 5)
+sweep() { # folder, options...; a run that diverges (exit code 5) is a result, too
     out="$runs/$1"
     shift
     .venv/bin/fedloom run experiments/comfedl-robust.yaml --out "$out" --resume --set "data.dataset=$dataset" "$@" || [ $? -eq 5 ]
@@ -50,7 +49,7 @@ for part in $parts; do
                 done
             done
             ;;
-        fresh) # the chosen step sizes on seeds that had no part in choosing them
+        fresh) # the chosen step sizes with seeds that were not used to choose them
             for mix in $mixes; do
                 for method in $methods; do
                     rate=$(.venv/bin/python research/results.py chosen "$runs/$mix/$method")
@@ -59,13 +58,13 @@ for part in $parts; do
                 done
             done
             ;;
-        literal) # the factor exp(f/γ)/γ as it stands, at every γ of §5.3 and at 0.2
+        literal) # the unscaled factor exp(f/γ)/γ, at every γ of §5.3 and at 0.2
             for mix in iid two-classes; do
                 sweep "literal/$mix" --set "$(partition $mix)" --grid algorithm.gamma=0.1,0.2,0.5,1,5 --grid "$rates" \
                     --set algorithm.scale=literal
             done
             ;;
-        step) # the scaled factors, taken of each step's batch (line 11) and not held over the round
+        step) # the scaled factors, computed from each step's batch (line 11) and not kept for the round
             for scale in largest normalized; do
                 sweep "step/$scale" --grid "$rates" --set "algorithm.scale=$scale" --set algorithm.factor_at=step
             done
@@ -77,7 +76,7 @@ for part in $parts; do
             sweep tau --set "$(partition two-classes)" --grid algorithm.local.steps=1,2,5,10,20 --grid "$decades"
             ;;
         *)
-            echo "part: found $part; allowed: methods, fresh, literal, step, gamma, tau" >&2
+            echo "part must be one of methods, fresh, literal, step, gamma, tau (got $part)" >&2
             exit 2
             ;;
     esac

@@ -196,7 +196,7 @@ class Canned:
 
 
 def server_ms(method: str, model: FlatModel, rounds: int = 40) -> float:
-    """Return the CPU milliseconds of a server's round, the least of some, with the clients' part left out."""
+    """Return the CPU milliseconds of a server's round without the clients' part: the minimum over ``rounds`` rounds."""
     setting = next(settings(method))
     found = find_algorithm(str(algorithm(method, setting).pop("name")))
     keys = {key: value for key, value in algorithm(method, setting).items() if key != "name"}

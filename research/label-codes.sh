@@ -1,12 +1,12 @@
 #!/bin/sh
-# The quickstart with five classes and thirty images a client: the same labels for all, and four groups that number the
-# classes differently. Rates are the quickstart's; nothing was searched for this regime. Interrupted, it goes on where it
-# was; what came out is in docs/results/quickstart.md.
+# Runs of the quickstart with five classes and thirty images a client: with the same labels for all clients, and with
+# four groups of clients that number the classes differently. Step sizes are the quickstart's, without a search for this
+# setting. Results: docs/results/quickstart.md. An interrupted script resumes.
 #
-#   research/label-codes.sh                 both
-#   research/label-codes.sh five-classes    one of five-classes | label-codes
+#   research/label-codes.sh                 both parts
+#   research/label-codes.sh five-classes    one part: five-classes | label-codes
 #
-# FEDLOOM_RUNS: where the runs lie (default runs/quickstart).
+# FEDLOOM_RUNS: folder of the runs (default runs/quickstart).
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/quickstart}
@@ -25,7 +25,7 @@ for part in ${1:-five-classes label-codes}; do
         five-classes) partition="data.partition={$five}" ;;
         label-codes) partition="data.partition={$five, shift: {kind: labels, groups: 4}}" ;;
         *)
-            echo "part: found $part; allowed: five-classes, label-codes" >&2
+            echo "part must be one of five-classes, label-codes (got $part)" >&2
             exit 2
             ;;
     esac

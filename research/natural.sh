@@ -1,13 +1,14 @@
 #!/bin/sh
-# Roles of Shakespeare's plays as clients, PeFLL beside FedAvg (papers/001, A.3, Figures 5 and 6), small: 40 roles, eight of
-# them unseen, an LSTM with 64 units as the clients' model and as PeFLL's embedding network. Interrupted, it goes on where
-# it was; what came out is docs/results/natural.md. Writers of digits: own-steps.sh.
+# Runs of PeFLL and FedAvg with roles of Shakespeare's plays as clients (papers/001, A.3, Figures 5 and 6), at a small
+# size: 40 roles, eight of them unseen, and an LSTM with 64 units as the clients' model and as PeFLL's embedding
+# network. Results: docs/results/natural.md. own-steps.sh has the runs with writers of digits. An interrupted script
+# resumes.
 #
-#   research/natural.sh             both methods; fedloom data fetch shakespeare before
-#   research/natural.sh pefll       one of pefll | fedavg
+#   research/natural.sh             both methods; requires `fedloom data fetch shakespeare`
+#   research/natural.sh pefll       one method: pefll | fedavg
 #
-# The step size is chosen on validation data of seen roles, on seed 1, which is not among the tested. FEDLOOM_RUNS:
-# where the runs lie (default runs/natural). OPTIONS: more options of every run, as "--set runtime.workers=0".
+# The step size is chosen on validation data of seen roles with seed 1, which is not tested. FEDLOOM_RUNS: folder of the
+# runs (default runs/natural). OPTIONS: further options of every run, such as "--set runtime.workers=0".
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/natural}
@@ -18,7 +19,7 @@ run() { # folder, options...
     shift
     # shellcheck disable=SC2086
     .venv/bin/fedloom run experiments/shakespeare-roles.yaml --out "$out" --resume --no-report ${OPTIONS:-} "$@" ||
-        [ $? -eq 5 ] # a step size that is too large is a result, too
+        [ $? -eq 5 ] # divergence is a result, too
 }
 
 roles() { # method
@@ -30,10 +31,10 @@ roles() { # method
             ;;
         fedavg)
             about="name: fedavg, local: {$sgd}"
-            edge=",30" # the best of the four was the largest
+            edge=",30" # the largest of the four was the best
             ;;
         *)
-            echo "method: found $1; allowed: pefll, fedavg" >&2
+            echo "method must be one of pefll, fedavg (got $1)" >&2
             exit 2
             ;;
     esac

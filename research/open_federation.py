@@ -336,7 +336,7 @@ class Demonstration:
         started = time.monotonic()
         while not condition():
             if time.monotonic() > started + WAIT_S:
-                raise SystemExit(f"never happened: {what}; see {self.folder / 'logs'}")
+                raise SystemExit(f"timeout while waiting for {what}; see {self.folder / 'logs'}")
             if self.aggregator is not None and self.aggregator.poll() is not None and not condition():
                 raise SystemExit(f"the aggregator ended with {self.aggregator.poll()}; see {self.folder / 'logs'}")
             time.sleep(0.02)
@@ -390,7 +390,7 @@ class Demonstration:
             authority = "authority-2"
             make_ca(self.folder / authority)
             replace_file(ca, ca.read_bytes() + (self.folder / authority / "ca.crt").read_bytes())
-            time.sleep(5.0)  # everybody has reloaded it
+            time.sleep(5.0)  # all have reloaded it
         started = time.monotonic()
         self.certify(authority)
         there = {self.of(member) for member, worker in self.workers.items() if worker.poll() is None}

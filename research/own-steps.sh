@@ -1,15 +1,15 @@
 #!/bin/sh
-# What its own steps are worth to a client that comes after training: PeFLL, FedAvg and Local (docs/results/own-steps.md).
-# Interrupted, it goes on where it was.
+# Runs that measure the effect of extra local steps on new clients: PeFLL, FedAvg and Local (docs/results/own-steps.md).
+# An interrupted script resumes.
 #
 #   research/own-steps.sh                 vowel, fashion-mnist, mnist, and fashion-mnist-lenet, cifar10 and writers (of
-#                                            QMNIST), whose clients train a LeNet; or name some of them
-#   research/own-steps.sh lambda          the grid of papers/001, Table 8, on fashion-mnist, after it
-#   research/own-steps.sh networks        papers/001, Tables 7 and 9, there: other hypernetworks and embedding networks
+#                                            QMNIST), whose clients train a LeNet; or the data sets named as arguments
+#   research/own-steps.sh lambda          the grid of papers/001, Table 8, on fashion-mnist; run fashion-mnist first
+#   research/own-steps.sh networks        papers/001, Tables 7 and 9, likewise: other hypernetworks and embedding networks
 #
-# Training's step size is the one of highest validation accuracy of seen clients, of the model that is handed over, on
-# seed 1 (vowel: seeds 1 to 3); equally many are tried for PeFLL and FedAvg. The step sizes of a new client's own steps:
-# own_steps.py. FEDLOOM_RUNS: where the runs lie. RATE: for lambda, where the search's runs are gone.
+# The step size of training is the one with the highest validation accuracy of seen clients with seed 1 (vowel: seeds 1
+# to 3); PeFLL and FedAvg have equally many to choose from. own_steps.py chooses the step sizes of the extra steps.
+# FEDLOOM_RUNS: folder of the runs. RATE: step size for lambda if the runs of the search no longer exist.
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/own-steps}
@@ -44,7 +44,7 @@ measured() { # data set, seeds of the search, seeds, step sizes of training, of 
     run "$data/local" "$@" --seeds "$seeds" --set federation.rounds=0 \
         --set "algorithm={name: local, local: {$alone, steps: 1, lr: 0.01}}"
     new=
-    if [ "$file" != vowel ]; then # speakers are new by the partition itself
+    if [ "$file" != vowel ]; then # the partition itself has unseen speakers
         new="--partition $runs/$data/new"
         dealt_new "$data" "$@"
     fi
@@ -53,7 +53,7 @@ measured() { # data set, seeds of the search, seeds, step sizes of training, of 
         $new --rates "$own" --out "$runs/$data/own-steps"
 }
 
-dealt_new() { # data set, more options: forty clients of the examples that were kept back
+dealt_new() { # data set, more options: forty clients made from the reserved examples
     out="$runs/$1/new"
     shift
     [ -e "$out" ] || .venv/bin/fedloom partition "experiments/$file.yaml" --out "$out" "$@" \
@@ -91,7 +91,7 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
             dealt_new fashion-mnist
             for cell in hypernetwork.size=S hypernetwork.size=L hypernetwork.output_relu=false embedding.network=mlp; do
                 cells="fashion-mnist/networks/$cell" rates=0.0001,0.0003,0.001,0.003,0.01,0.03,0.1
-                [ "$cell" != embedding.network=mlp ] || rates=0.00003,$rates # 0.0001, the edge, was best
+                [ "$cell" != embedding.network=mlp ] || rates=0.00003,$rates # 0.0001, at the edge, was the best
                 run "$cells/search" --seeds 1 --set evaluation.every=150 --set "algorithm.$cell" \
                     --grid "algorithm.local.lr=$rates"
                 rate=$("$python" research/results.py chosen "$runs/$cells/search")
@@ -101,7 +101,7 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
                     --partition "$runs/fashion-mnist/new" --steps 0
             done
             ;;
-        lambda) # of the server's adam with L2; the step size as it was chosen without
+        lambda) # L2 in the server's Adam; the step size is the one chosen without it
             file=own-steps rate=${RATE:-$("$python" research/results.py chosen "$runs/fashion-mnist/search/pefll")}
             dealt_new fashion-mnist
             for networks in 0 1e-5 1e-3; do
@@ -117,7 +117,7 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
             done
             ;;
         *)
-            echo "data set: found $data; allowed: vowel, fashion-mnist, mnist, fashion-mnist-lenet, cifar10, writers, lambda, networks" >&2
+            echo "data set must be one of vowel, fashion-mnist, mnist, fashion-mnist-lenet, cifar10, writers, lambda, networks (got $data)" >&2
             exit 2
             ;;
     esac

@@ -68,7 +68,7 @@ def with_steps(run: Path, steps: int, rate: float | None, into: Path) -> tuple[P
     experiment = yaml.safe_load((run / EXPERIMENT).read_text(encoding="utf-8"))
     algorithm = experiment["algorithm"]
     if algorithm["name"] not in METHODS:
-        sys.exit(f"{run}: found algorithm {algorithm['name']}; allowed: {', '.join(METHODS)}")
+        sys.exit(f"{run} must be a run of {', '.join(METHODS)} (got {algorithm['name']})")
     rate = algorithm["local"]["lr"] if rate is None else rate
     algorithm["local"]["lr"] = rate
     if algorithm["name"] == "local":
@@ -104,10 +104,10 @@ def measured(run: Path, steps: int, partitions: Sequence[Path], rate: float | No
             statistics_ = about.statistics
             overlap = statistics_.get("overlap", {"clients": 0})
             if overlap is None or overlap["clients"]:
-                sys.exit(f"{partition}: found overlap {overlap} with what {run} was trained on; allowed: new examples")
+                sys.exit(f"{partition} must have no training examples of {run} (overlap: {overlap})")
             unseen = statistics_["unseen"]
             if unseen is None:
-                sys.exit(f"{run}: found no unseen clients; allowed: a run with some, or --partition")
+                sys.exit(f"{run} has no unseen clients; give another run, or --partition")
             masked = unseen.get("masked")
             new = ~about.evaluation.seen.bool()
             counts = about.evaluation.of("personal", "validation", "unmasked")[new].sum(0)
@@ -150,7 +150,7 @@ def by_validation(lines: Sequence[Measured]) -> list[Measured]:
             if len(those) == runs and all(line.validation is not None for line in those)
         }
         if not means:
-            sys.exit("found new clients without validation examples; allowed: with --rates, some of each")
+            sys.exit("With --rates, new clients need validation examples.")
         best = max(means, key=lambda rate: means[rate])
         kept += [rates[best]]
     chosen = {id(line) for those in kept for line in those}
@@ -181,7 +181,9 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--partition", type=Path, nargs="+", default=[])
     parser.add_argument("--steps", default=",".join(map(str, STEPS)))
-    parser.add_argument("--rates", help="step sizes of a client's own steps; default: the run's")
+    parser.add_argument(
+        "--rates", help="step sizes of the extra local steps, separated by commas; by default the run's"
+    )
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -2,7 +2,7 @@
 
     python research/own_tasks.py [PROBLEM ...] [--out runs/own-tasks]
 
-Of a problem, every method has the same number of settings (``GRIDS``). They run with seed 1, and that with the best
+For each problem, every method has the same number of settings (``GRIDS``). They run with seed 1, and that with the best
 validation headline after the last round is chosen. With it the seeds of ``TESTS`` run, and are tested once, after the
 last round. An interrupted program continues where it stopped. Results: docs/results/own-tasks.md; compact file:
 ``python research/results.py fold own-tasks runs/own-tasks``.
@@ -159,7 +159,7 @@ def last_line(problem: str, method: str, setting: Setting, seed: int, out: Path)
 
 
 def validation(line: Mapping[str, Any] | None) -> float | None:
-    """Return the pooled headline on validation examples of seen clients; None of a run that diverged."""
+    """Return the pooled headline on validation examples of seen clients; None for a run that diverged."""
     return None if line is None else line["validation_pooled"]
 
 

@@ -1,17 +1,17 @@
 #!/bin/sh
-# papers/001 on CIFAR-10, n = 100: Table 1's column for PeFLL, FedAvg and Local, unmasked and masked (Table 6); descriptors
-# without labels (Table 2), descriptors over training on Dirichlet(0.1) clients (Figure 3) and, from that run, clients of
-# another mix (Figure 4); what single settings change, and new clients by whether training had their classes together.
-# Settings are chosen on validation data; what came out is docs/results/pefll-cifar10.md.
+# Runs of papers/001 on CIFAR-10, n = 100: PeFLL, FedAvg and Local of Table 1, unmasked and masked (Table 6);
+# descriptors without labels (Table 2); descriptors over training on Dirichlet(0.1) clients (Figure 3), and new clients
+# with another concentration from that run (Figure 4); the effect of single settings; and new clients by whether a seen
+# client has the same classes. Settings are chosen on validation data. Results: docs/results/pefll-cifar10.md.
 #
-#   research/pefll-cifar10.sh                 search, then table: long (on two cores, hours a run); interrupted, it goes on
+#   research/pefll-cifar10.sh                 search, then table: hours a run on two cores; an interrupted script resumes
 #   research/pefll-cifar10.sh unlabelled      one part: search | table | unlabelled | dirichlet | extrapolation | ablation |
-#                                                regularized | many | resnet | pairs (of ablation and regularized, after them)
+#                                                regularized | many | resnet | pairs (after ablation and regularized)
 #   research/pefll-cifar10.sh table fedavg    one method of search or table, one run of ablation or regularized
 #   research/pefll-cifar10.sh search unlabelled                   also fedavg-pixels (see ablation)
 #
-# FEDLOOM_RUNS: where the runs lie (default runs/pefll-cifar10). SEEDS: default 1. ALPHAS: of extrapolation, default 0.1 to
-# 1.0. OPTIONS: more options of every run, as "--set runtime.device=cuda --set runtime.clients_at_once=5" or
+# FEDLOOM_RUNS: folder of the runs (default runs/pefll-cifar10). SEEDS: default 1. ALPHAS: of extrapolation, default 0.1
+# to 1.0. OPTIONS: further options of every run, such as "--set runtime.device=cuda --set runtime.clients_at_once=5" or
 # "--set runtime.workers=0". Tables and figures: research/results.py.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,12 +21,12 @@ sgd="batch_size: 32, momentum: 0.9, clip: 50.0"
 fedavg="algorithm={name: fedavg, local: {steps: 50, $sgd, lr: 0.01}}"
 flbench="algorithm={name: fedavg, local: {epochs: 5, batch_size: 32, momentum: 0.0, lr: 0.001}}"
 local="algorithm={name: local, local: {epochs: 200, $sgd, lr: 0.01}}"
-back="reserve: {count: 500}" # images of each class that no seen client gets: those of new clients
+back="reserve: {count: 500}" # images of each class that are reserved for new clients
 dirichlet="data.partition={scheme: dirichlet, clients: 100, alpha: 0.1, $back}"
 classes="data.partition={scheme: classes, clients: 100, classes_per_client: 2, $back}"
 
 unknown() { # what, found, allowed
-    echo "$1: found $2; allowed: $3" >&2
+    echo "$1 must be one of $3 (got $2)" >&2
     exit 2
 }
 
@@ -37,7 +37,7 @@ run() { # folder, options...
     .venv/bin/fedloom run experiments/pefll-cifar10.yaml --out "$out" --resume ${OPTIONS:-} "$@" || [ $? -eq 5 ]
 }
 
-search() { # six settings for each method; where the best lies at the grid's edge, beyond it
+search() { # six settings for each method, beyond the grid where its edge is the best
     sizes="algorithm.local.lr=0.002,0.005,0.01,0.02,0.05,0.1"
     short="--set federation.rounds=200 --set evaluation.every=50"
     # shellcheck disable=SC2086
@@ -72,7 +72,7 @@ table() {
     esac
 }
 
-unscaled() { # the same clients, their pixels from 0 to 255 normalized by constants for pixels from 0 to 1, as FL-bench once did
+unscaled() { # the same clients; pixels from 0 to 255 are normalized by constants for pixels from 0 to 1, as in an old FL-bench
     [ -e "$runs/unscaled" ] && return
     .venv/bin/fedloom partition experiments/pefll-cifar10.yaml --out "$runs/unscaled.part"
     .venv/bin/python - "$runs/unscaled.part/partition.json" <<'END'
@@ -85,7 +85,7 @@ END
     mv "$runs/unscaled.part" "$runs/unscaled"
 }
 
-ablation() { # runs, most of them short, that differ from the table's in one thing; judged on validation alone
+ablation() { # mostly short runs that differ from the table's in one setting; only validation results count
     short="--seeds $seeds --set federation.rounds=300 --set evaluation.every=100"
     # shellcheck disable=SC2086
     case $1 in
@@ -94,7 +94,7 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
         relu) run ablation/relu $short --set "$classes" --set algorithm.hypernetwork.output_relu=true ;;
         small) run ablation/small $short --set "$classes" --set algorithm.hypernetwork.size=S ;; # one hidden layer
         raw) run ablation/raw $short --set "$classes" --set algorithm.descriptor.standardize=none ;;
-        official) # its rate, weight decay 5e-5, and nothing on the server
+        official) # its step size, weight decay 5e-5, and no regularization on the server
             run ablation/official $short --set "$classes" --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
                 --set algorithm.lambda_h=0 --set algorithm.lambda_v=0
             ;;
@@ -107,7 +107,7 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
             run ablation/fedavg-epoch --seeds "$seeds" --set "$fedavg" --set algorithm.local.momentum=0.0 \
                 --set algorithm.local.steps=null --set algorithm.local.epochs=1
             ;;
-        fedavg-pixels) # as FL-bench trained it when papers/001 appeared: five passes, no momentum, no clipping, pixels unscaled
+        fedavg-pixels) # as in FL-bench when papers/001 appeared: five passes, no momentum, no clipping, unscaled pixels
             unscaled
             run ablation/fedavg-pixels --seeds "$seeds" --set federation.rounds=3000 --partition "$runs/unscaled" --set "$flbench"
             ;;
@@ -115,7 +115,7 @@ ablation() { # runs, most of them short, that differ from the table's in one thi
     esac
 }
 
-regularized() { # a fifth of the rounds: the weights of papers/001 (Table 8's best) as L2 inside Adam, and as the table's runs
+regularized() { # a fifth of the rounds: λ of papers/001 (Table 8's best) as L2 inside Adam, and as in the table's runs
     fifth="--seeds $seeds --set federation.rounds=1000"
     weights="--set algorithm.server.decay=l2 --set algorithm.local.lambda_theta=5e-5"
     # shellcheck disable=SC2086
@@ -123,7 +123,7 @@ regularized() { # a fifth of the rounds: the weights of papers/001 (Table 8's be
         decoupled) run regularized/decoupled $fifth --set "$classes" ;;
         l2) run regularized/l2 $fifth --set "$classes" $weights ;;
         l2-relu) run regularized/l2-relu $fifth --set "$classes" $weights --set algorithm.hypernetwork.output_relu=true ;;
-        official) # as the authors' code has it: its rate, λ_θ and precision, nothing on the server
+        official) # as in the authors' code: its step size, λ_θ and precision, no regularization on the server
             run regularized/official $fifth --set "$classes" --set algorithm.local.lr=0.002 --set algorithm.local.lambda_theta=0.000025 \
                 --set algorithm.lambda_h=0 --set algorithm.lambda_v=0 --set model.precision=float32
             ;;
@@ -142,7 +142,7 @@ many() { # a thousand clients, a fifth of the rounds, with the settings chosen f
     esac
 }
 
-resnet() { # ResNet20 without normalization (Figure 7), small: ten steps in place of fifty, 60 rounds
+resnet() { # ResNet20 without normalization (Figure 7) at a small size: ten steps instead of fifty, 60 rounds
     case $1 in
         pefll) about="algorithm.local.steps=10" ;;
         fedavg) about="algorithm={name: fedavg, local: {steps: 10, $sgd}}" ;;
@@ -156,7 +156,7 @@ resnet() { # ResNet20 without normalization (Figure 7), small: ten steps in plac
     run "resnet/test/$1" --seeds 2-4 $small --set "$about" --set federation.rounds=60 --set "algorithm.local.lr=$rate"
 }
 
-pairs() { # runs with a reserve on 450 new clients of two classes from it, by how many seen clients have the same two
+pairs() { # runs with a reserve, on 450 new two-class clients from it, by the number of seen clients with the same classes
     news=
     seed=1000
     while [ $seed -lt 1045 ]; do
@@ -168,7 +168,7 @@ pairs() { # runs with a reserve on 450 new clients of two classes from it, by ho
     done
     for found in "$runs"/ablation/*/seed=1/descriptors.json "$runs"/regularized/*/seed=*/descriptors.json; do
         [ -e "$found" ] || continue
-        split=test # of runs of which none is chosen
+        split=test # nothing is chosen among these runs
         case $found in "$runs"/ablation/*) split=validation ;; esac
         echo "${found%/descriptors.json}, $split images"
         # shellcheck disable=SC2086

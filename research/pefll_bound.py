@@ -33,7 +33,7 @@ def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     parts = assemble.make_parts(e, dataset.manifest)
     server = parts.server_algorithm()
     if not isinstance(server, PeFLLServer):
-        raise SystemExit(f"{run} is a run of {e.algorithm.name}; allowed: a run of pefll")
+        raise SystemExit(f"{run} must be a run of pefll (got {e.algorithm.name})")
     server.load(Checkpoints(RunFolder(run).checkpoints).load(which).state)
     shift, scale, _ = server.state["standard"].tolist()
     eta_v = server.embedding.layout.split(server.state["eta_v"])

@@ -63,7 +63,9 @@ def lenet(decoupled: Any) -> Any:
 def main() -> None:
     """Train with the checkout's defaults and print its results."""
     arguments = checkouts.parser(__doc__, rounds=200, every=50, lr=0.01)
-    arguments.add_argument("--scale", action="store_true", help="pixels from 0 to 1, as its constants mean them")
+    arguments.add_argument(
+        "--scale", action="store_true", help="scale pixels to 0 to 1, as FL-bench's constants assume"
+    )
     given, dataset = checkouts.opened(
         arguments, file="src/server/fedavg.py", checkout="a checkout of FL-bench at 493da92"
     )

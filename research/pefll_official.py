@@ -73,7 +73,10 @@ def main() -> None:
     utils.set_seed(given.seed)
     torch.set_num_threads(1)
     manifest = dataset.manifest
-    with tempfile.TemporaryDirectory() as results, contextlib.chdir(results):  # it saves checkpoints where it stands
+    with (
+        tempfile.TemporaryDirectory() as results,
+        contextlib.chdir(results),
+    ):  # it saves checkpoints in the working directory
         train.train(
             data_name="cifar10",
             data_path="",

@@ -55,8 +55,8 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
         evaluation, overlap = measured.evaluation, measured.statistics["overlap"]
         if overlap is None or overlap["clients"]:
             sys.exit(
-                f"{folder}: found overlap {overlap} with what {run} was trained on; "
-                "allowed: partitions dealt from its reserve"
+                f"{folder} must be a partition made from the reserve of {run}, without examples of its training "
+                f"(overlap: {overlap})"
             )
         counts = evaluation.counts[:, evaluation.predictors.index("personal"), SPLITS.index(split)]  # [n, readings, 3]
         for client, both in zip(evaluation.clients, counts[..., CORRECT] / counts[..., TOTAL], strict=True):

@@ -1,19 +1,19 @@
 #!/bin/sh
-# Tables 1 to 3 of papers/003. Table 1: pFedBayes, FedAvg and Local on the small, medium and large partitions, seeds 1 to 3;
-# before it the searches on MNIST medium and, for the VGG, on CIFAR-10 medium that the settings come from, and what each
-# choice that the paper leaves open is worth. Tables 2 and 3: the settings of pFedBayes and of its rivals that the paper
-# prints, one by one, on medium.
+# Runs of Tables 1 to 3 of papers/003. Table 1: pFedBayes, FedAvg and Local on the small, medium and large partitions,
+# seeds 1 to 3; before it, the searches for their settings on MNIST medium and, for the VGG, on CIFAR-10 medium, and the
+# effect of each choice that the paper leaves open. Tables 2 and 3: all settings of pFedBayes and of the other methods
+# that the paper lists, on medium.
 #
-#   research/pfedbayes.sh                        Table 1, CIFAR-10 excepted
+#   research/pfedbayes.sh                        Table 1 without CIFAR-10
 #   research/pfedbayes.sh tune                   one part: tune | choices | fashion-mnist | mnist | kept | table-2 | table-3 |
 #                                                   tune-cifar10 | cifar10 | batch-norm
 #   research/pfedbayes.sh table-2 mnist          one data set of table-2 or table-3
 #   SIZES=large ROUNDS=800 research/pfedbayes.sh mnist
 #
-# Interrupted, it goes on where it was; with larger ROUNDS, from where it ended. Tables and the figure are made by
-# `python research/results.py`. FEDLOOM_RUNS: where the runs lie (default runs/pfedbayes). WORKERS:
-# processes that train (default 0: this one). SEEDS: default 1-3; with CIFAR-10, seed 1 is what is reported. ROUNDS:
-# default 700 for Fashion-MNIST medium and large, 200 and 400 for CIFAR-10 small and large, 300 for the others.
+# An interrupted script resumes; with larger ROUNDS, finished runs continue. `python research/results.py` makes the
+# tables and the figure. FEDLOOM_RUNS: folder of the runs (default runs/pfedbayes). WORKERS: number of worker processes
+# (default 0: train in one process). SEEDS: default 1-3; for CIFAR-10, seed 1 is reported. ROUNDS: default 700 for
+# Fashion-MNIST medium and large, 200 and 400 for CIFAR-10 small and large, 300 for the others.
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/pfedbayes}
@@ -42,7 +42,7 @@ run() { # dataset size out options...
         --set name="pfedbayes-$dataset-$size" --set data.dataset="$dataset" \
         --set data.partition.train_per_class="$train" --set data.partition.test_per_class="$test" \
         --set data.partition.validation_from="$from" --set data.validation_fraction="$validation" "$@" ||
-        [ $? -eq 5 ] # in a grid, a step size that is too large is a result, too
+        [ $? -eq 5 ] # in a grid, divergence is a result, too
 }
 
 search() { # method, its rounds, options...
@@ -51,7 +51,7 @@ search() { # method, its rounds, options...
     run mnist medium "tune/$method" --set federation.rounds="$searched" --set evaluation.every=80 "$@"
 }
 
-tune() { # one seed; 16 settings for each method: a grid of 12, and 4 beyond its edge or around its best
+tune() { # one seed; 16 settings for each method: a grid of 12, and 4 beyond its edge or around the best
     search pfedbayes 80 --grid algorithm.lr_personal=0.001,0.003,0.01 --grid algorithm.lr_global=0.001,0.003 \
         --grid algorithm.zeta=1,10
     search pfedbayes 80 --grid algorithm.lr_personal=0.003,0.01 --grid algorithm.lr_global=0.01 \
@@ -63,7 +63,7 @@ tune() { # one seed; 16 settings for each method: a grid of 12, and 4 beyond its
     search local 0 --set "$local" --grid algorithm.local.lr=0.5,1.0 --grid algorithm.local.steps=300,1000
 }
 
-kept() { # Table 1 with Adam's moments kept between visits, CIFAR-10 excepted: the same 16 settings, and what they chose
+kept() { # Table 1 without CIFAR-10, with Adam's moments kept between visits: the same 16 settings, and the chosen ones
     # (an hour of a core)
     moments="--set algorithm.moments=kept"
     # shellcheck disable=SC2086
@@ -73,7 +73,7 @@ kept() { # Table 1 with Adam's moments kept between visits, CIFAR-10 excepted: t
         search pfedbayes-kept 80 $moments --grid algorithm.lr_personal=0.003,0.01 --grid algorithm.lr_global=0.01 \
             --grid algorithm.zeta=1,10
         search pfedbayes-kept 80 $moments --grid algorithm.lr_personal=0.03 --grid algorithm.lr_global=0.003,0.01 \
-            --grid algorithm.zeta=1,10 # beyond the best of the 16: none is better
+            --grid algorithm.zeta=1,10 # beyond the best of the 16; none of these is better
         for data in mnist fashion-mnist; do
             for size in $sizes; do
                 run "$data" "$size" "kept/$data/$size" --seeds "$seeds" --set federation.rounds="$(rounds "$data-$size")" \
@@ -85,21 +85,21 @@ kept() { # Table 1 with Adam's moments kept between visits, CIFAR-10 excepted: t
     }
 }
 
-choices() { # one thing changed at a time, short runs; the settings as used are among those of tune
+choices() { # short runs, each with one change; tune has the unchanged settings
     for change in algorithm.steps=5,20 algorithm.batch_size=20,100 algorithm.samples=2 algorithm.reset=true \
         algorithm.aggregation=moments algorithm.beta=0.5; do
         run mnist medium "choices/${change%%=*}" --set federation.rounds=80 --set evaluation.every=80 --grid "$change"
     done
 }
 
-search_vgg() { # method, its rounds, options...; with fewer test images, which are dealt last, all others are as in the table
+search_vgg() { # method, its rounds, options...; fewer test images, which are assigned last, leave all others as in the table
     method=$1 searched=$2
     shift 2
     run cifar10 medium "tune-cifar10/$method" --set data.partition.test_per_class=20 --set federation.rounds="$searched" \
         --set evaluation.every=40 "$@"
 }
 
-tune_cifar10() { # one seed; 13 settings for each method: a grid, and what lies around its best
+tune_cifar10() { # one seed; 13 settings for each method: a grid, and values around its best
     draws="--set algorithm.draws=5"
     search_vgg pfedbayes 40 $draws --set algorithm.zeta=1 --grid algorithm.rho=-5,-4,-2.5 --grid algorithm.lr_personal=0.001,0.003
     search_vgg pfedbayes 40 $draws --set algorithm.zeta=1 --grid algorithm.rho=-4,-3.25 --grid algorithm.lr_personal=0.003,0.01
@@ -133,7 +133,7 @@ batch_norm() { # the VGG with batch normalization: six settings for each method,
     }
 }
 
-best() { # search, keys: what it chose
+best() { # search, keys; prints the chosen values
     searched=$runs/$1
     shift
     for key in "$@"; do
@@ -172,7 +172,7 @@ table_2() { # dataset; of pFedBayes, with Adam's moments kept as in its code
         run "$1" medium "table-2/$1/rho-between" $kept --set algorithm.zeta=10 --grid algorithm.rho=-1.5
         run "$1" medium "table-2/$1/zeta" $kept --set algorithm.rho=-2.5 --grid algorithm.zeta=0.5,1,5,10,20
         run "$1" medium "table-2/$1/still" $kept --set algorithm.zeta=10 --set algorithm.noise=0.001 \
-            --grid algorithm.rho=-1,-1.5,-2,-2.5,-3 # g with the deviation that it has in public code
+            --grid algorithm.rho=-1,-1.5,-2,-2.5,-3 # g with the deviation of public code
     }
 }
 
@@ -196,7 +196,7 @@ table_3() { # dataset; one step size for both of a method's models where the pap
             rivals "$1" per-fedavg/$rate \
                 "{name: per-fedavg, weighting: uniform, personalize_steps: 10, inner_lr: $rate, local: {$sgd, lr: $rate}}"
             [ $rate = 0.0005 ] && shared=0.001 || shared=$rate
-            [ $rate = 0.1 ] || rivals "$1" pfedme/$rate "$pfedme, inner_lr: $rate, lr: $shared}" # 0.1 · λ overshoots: refused
+            [ $rate = 0.1 ] || rivals "$1" pfedme/$rate "$pfedme, inner_lr: $rate, lr: $shared}" # 0.1 · λ is above 1, which is refused
         done
         rivals "$1" heurfedamp "{name: heurfedamp, local: {$sgd}}" $rates,0.1 --grid algorithm.self_weight=0.1,0.5
         rivals "$1" bnfed "{name: pfnm, local: {$sgd}}" $rates,0.1,0.2,0.5
@@ -215,7 +215,7 @@ for part in ${1:-tune choices fashion-mnist mnist}; do
         table-3) for data in ${2:-mnist fashion-mnist}; do table_3 "$data"; done ;;
         fashion-mnist | mnist | cifar10) table "$part" ;;
         *)
-            echo "part: found $part; allowed: tune, choices, fashion-mnist, mnist, kept, table-2, table-3, tune-cifar10, cifar10, batch-norm" >&2
+            echo "part must be one of tune, choices, fashion-mnist, mnist, kept, table-2, table-3, tune-cifar10, cifar10, batch-norm (got $part)" >&2
             exit 2
             ;;
     esac

@@ -1,7 +1,8 @@
 #!/bin/sh
-# What descriptors with differential privacy cost (docs/results/private-descriptors.md): for a data set and seeds, PeFLL
-# trained without privacy, C by seen clients' validation accuracy, and new clients' accuracy by ε. Interrupted, it goes
-# on where it was. WHAT is fashion-mnist, cifar10, or noisy: PeFLL on Fashion-MNIST that trains with clipping and noise.
+# Runs that measure the cost of descriptors with differential privacy (docs/results/private-descriptors.md). For a data
+# set and seeds: PeFLL trained without privacy, C chosen by seen clients' validation accuracy, and new clients' accuracy
+# by ε. An interrupted script resumes. WHAT is fashion-mnist, cifar10, or noisy (PeFLL on Fashion-MNIST, trained with
+# clipping and noise).
 #
 #   research/private-descriptors.sh WHAT SEED...
 set -eu

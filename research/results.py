@@ -138,12 +138,12 @@ def main() -> None:
         print(chosen_value(Path(given.page), given.runs or "algorithm.local.lr"))
         return
     if given.page not in PAGES:
-        parser.error(f"found page {given.page}; allowed: {', '.join(PAGES)}")
+        parser.error(f"PAGE must be one of {', '.join(PAGES)} (got {given.page})")
     page, file = PAGES[given.page], RESULTS / f"{given.page}.csv"
     if given.what == "fold":
         folder = Path(given.runs or "")
         if given.runs is None or not folder.is_dir():
-            parser.error(f"found no folder {given.runs}; allowed: fold PAGE RUNS, with the folder of finished runs")
+            parser.error(f"fold PAGE RUNS needs the folder of the finished runs (got {given.runs})")
         before = read(file) if file.exists() else Runs()
         if page.folded is None:
             found = fold(folder, whole=page.whole, searches=page.searches, more=page.more, before=before)

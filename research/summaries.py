@@ -129,7 +129,7 @@ def evaluations(folder: Path, name: str) -> tuple[dict[str, str], Run]:
             return settings, ()
         left = attempts[-1]["round"]
     about = [(line["round"], measured(line)) for line in lines]
-    if left is not None:  # earlier results say nothing about its setting
+    if left is not None:  # earlier results do not belong to its setting
         about = [(about[-1][0] if about else 0, {})]
     else:
         about[-1][1]["seconds"] = float(f"{files.json('summary.json').get('duration_s') or 0:.4g}")

@@ -22,7 +22,7 @@ Clients = Mapping[str, tuple[Any, Any]]
 
 
 def each(seed: int, draw: Callable[[Generator], tuple[Any, Any]], clients: int = CLIENTS) -> Clients:
-    """Draw every client's examples from a stream of its own."""
+    """Draw every client's examples from a separate random stream."""
     return {f"c{i:02}": draw(np.random.default_rng([seed, i])) for i in range(clients)}
 
 
@@ -44,10 +44,10 @@ def regression(seed: int) -> Clients:
 
 
 def signals(seed: int) -> Clients:
-    """Return signals of three channels and 64 samples with up to four motifs, each a label of its own.
+    """Return signals of three channels and 64 samples with up to four motifs, one label for each.
 
-    Motif k is a burst of a frequency of its own in channel k mod 3. A client's electrodes swap the channels in an order
-    of its own and have gains from 0.5 to 2; 160 examples a client.
+    Motif k is a burst in channel k mod 3, with a frequency that depends on k. Clients differ in the order of the
+    channels and in their gains, from 0.5 to 2; 160 examples a client.
     """
     time = np.arange(64) / 64
 
@@ -69,8 +69,8 @@ def signals(seed: int) -> Clients:
 def shapes(seed: int) -> Clients:
     """Return images of 16 x 16 with a disc and a square on uneven ground, and the class of each pixel.
 
-    A site's contrast is its own: brightness of disc, square and ground are three levels in an order of its own; 50
-    images a client.
+    Sites differ in contrast: brightness of disc, square and ground are three levels in an order that depends on the
+    site; 50 images a client.
     """
     rows, columns = np.mgrid[:16, :16]
 
@@ -110,8 +110,8 @@ def categories(seed: int) -> Clients:
 def digits(seed: int) -> Clients:
     """Return scikit-learn's digits from 0 to 4, of 8 x 8 pixels, in the colours of a client's camera.
 
-    Ink and ground have colours of the client's own, uniform and at least 160 apart, with noise of deviation 10. The
-    901 digits are dealt at random to eight clients.
+    Clients differ in the colours of ink and ground, which are uniform and at least 160 apart, with noise of deviation
+    10. The 901 digits are distributed at random among eight clients.
     """
     images, labels = load_digits(n_class=5, return_X_y=True)
     owner = np.random.default_rng([seed, 10_000]).permutation(len(labels)) % CAMERAS

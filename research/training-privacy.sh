@@ -1,10 +1,12 @@
 #!/bin/sh
-# Accuracy with differential privacy of clients (docs/results/training-privacy.md): FedAvg and FedRep on five-class
-# Fashion-MNIST and on writers of digits, at ε of 8, 4, 2 and without privacy. Clip and learning rate are chosen on
-# validation data of seed 0, which is not tested. Interrupted, it goes on where it was.
+# Runs that measure accuracy with differential privacy of clients (docs/results/training-privacy.md): FedAvg and FedRep
+# on five-class Fashion-MNIST and on writers of digits, at ε of 8, 4 and 2 and without privacy. Clip and learning rate
+# are chosen on validation data of seed 0, which is not tested. An interrupted script resumes.
 #
-#   research/training-privacy.sh DATA METHOD      fashion-mnist | writers (fedloom data fetch qmnist before); fedavg | fedrep | local
-#   research/training-privacy.sh writers pefll    new writers' models by private descriptors, of PeFLL trained without privacy
+#   research/training-privacy.sh DATA METHOD      fashion-mnist | writers (requires `fedloom data fetch qmnist`);
+#                                                    fedavg | fedrep | local
+#   research/training-privacy.sh writers pefll    new writers' models from private descriptors; PeFLL is trained without
+#                                                    privacy
 set -eu
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -55,7 +57,7 @@ case $method in
         exit
         ;;
     *)
-        echo "method: found $method; allowed: fedavg, fedrep, local" >&2
+        echo "method must be one of fedavg, fedrep, local (got $method)" >&2
         exit 2
         ;;
 esac

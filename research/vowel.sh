@@ -1,6 +1,6 @@
 #!/bin/sh
-# Vowel by speaker: one global model, the same fine-tuned by each speaker, and each speaker alone. About a minute.
-# `research/vowel.sh grid` makes the search that the step sizes come from (docs/results/vowel.md).
+# Runs of Vowel with speakers as clients: a global model, the same model fine-tuned by each speaker, and a model of each
+# speaker alone. About a minute. `research/vowel.sh grid` runs the search for the step sizes (docs/results/vowel.md).
 set -eu
 cd "$(dirname "$0")/.."
 fedloom=.venv/bin/fedloom

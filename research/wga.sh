@@ -1,12 +1,12 @@
 #!/bin/sh
-# Alone, WGA and Bias Correction as federations: on the noisy quadratic model of papers/004, with the oracle beside them,
-# and on Fashion-MNIST with every client user 0 at once, with logistic regression and with LeNet, whose step size validation
-# chooses from one grid. Interrupted, it goes on where it was; what came out is docs/results/wga.md.
+# Runs of Alone, WGA and Bias Correction as federations: on the noisy quadratic model of papers/004, together with the
+# oracle; and on Fashion-MNIST, where every client is user 0, with logistic regression and with LeNet, whose step size
+# is chosen on validation data from one grid. Results: docs/results/wga.md. An interrupted script resumes.
 #
-#   research/wga.sh                 all, half an hour of one core
+#   research/wga.sh                 all parts, about half an hour on one core
 #   research/wga.sh lenet           one part: quadratic | fashion-mnist | lenet | beta (LeNet, BC with β = 0.5, seed 1)
 #
-# FEDLOOM_RUNS: where the runs lie (default runs/wga). OPTIONS: more options of every run.
+# FEDLOOM_RUNS: folder of the runs (default runs/wga). OPTIONS: further options of every run.
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/wga}
@@ -39,7 +39,7 @@ for part in ${1:-quadratic fashion-mnist lenet}; do
         lenet) rates='--grid algorithm.lr=0.03,0.1,0.3' && rules lenet ;;
         beta) seeds=1 && sweep lenet beta --set algorithm.beta=0.5 --grid algorithm.lr=0.03,0.1 ;;
         *)
-            echo "part: found $part; allowed: quadratic, fashion-mnist, lenet, beta" >&2
+            echo "part must be one of quadratic, fashion-mnist, lenet, beta (got $part)" >&2
             exit 2
             ;;
     esac

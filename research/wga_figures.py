@@ -185,7 +185,7 @@ def measured(name: str, values: dict[str, float]) -> Run:
 
 
 def best_unknowing() -> str:
-    """Return the best setting for T steps if it is unknown whether ζ is 0 or 2."""
+    """Return the setting that is best for T steps in the worst case of ζ = 0 and ζ = 2."""
     base = Setting()
     found = [
         (max(replace(s, bias=bias).exact()[-1] for bias in (0.0, base.bias)), s)

@@ -175,9 +175,9 @@ def cases() -> list[tuple[int, int, int]]:
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each case")
-    parser.add_argument("--goal-only", action="store_true", help="measure 100 clients of 85,822 parameters alone")
-    parser.add_argument("--smallest", action="store_true", help="measure 10 clients of 7,850 parameters alone")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds of each case")
+    parser.add_argument("--goal-only", action="store_true", help="only measure 100 clients of 85,822 parameters")
+    parser.add_argument("--smallest", action="store_true", help="only measure 10 clients of 7,850 parameters")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2], help="worker processes")
     parser.add_argument("--tls", action="store_true", help="compare rounds over TLS with rounds in plaintext")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

@@ -4,8 +4,8 @@
 
 Raw messages of 1 MiB without a serializer, both ends ``grpc.aio``, which was the fastest of the variants tried (sync,
 sync with aio). The server sends one buffer repeatedly; no byte is inspected. The other end either returns each
-message as it arrives (``pipelined``: both directions at once) or, like a client that cannot train before it has its
-model, returns as many bytes once all have arrived (``in turn``).
+message as it arrives (``pipelined``: both directions at once) or, like a client that needs its model before it can
+train, returns as many bytes once all have arrived (``in turn``).
 """
 
 from __future__ import annotations

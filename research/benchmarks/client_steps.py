@@ -161,7 +161,7 @@ def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--methods", help="rows of the table, with semicolons between; all by default")
+    parser.add_argument("--methods", help="rows of the table, separated by semicolons; by default all")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)

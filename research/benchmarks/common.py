@@ -50,7 +50,7 @@ def describe(about: dict[str, Any]) -> str:
 
 
 def made_up_manifest(dataset: str, clients: Iterable[str], classes: int, per_class: int) -> Manifest:
-    """Return a manifest of seen clients without data, with so many images of each class in each split."""
+    """Return a manifest of seen clients without data, with ``per_class`` images of each class in each split."""
     from fedloom.data.input_spec import Normalization
     from fedloom.data.manifest import VERSION, ClientEntry, Manifest
 

@@ -4,8 +4,8 @@
 
 ``echo``: a client returns the model that it receives, so that a round costs what FedLoom costs: sampling, batching,
 encoding, wire, validation, stacking. ``summed-echo``: the same with one shared model and secure sums of the answers.
-``instant-pefll``: PeFLL's unchanged server algorithm, with clients that have a
-descriptor ready and only receive the model that the hypernetwork makes of it.
+``instant-pefll``: PeFLL's unchanged server algorithm, with clients that have a descriptor ready and only receive the
+model that the hypernetwork makes of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Update(Message):
 
 
 class EchoServer(ServerAlgorithm):
-    """Server half that sends each client its row of θ [c, d] and receives as much: PeFLL's second exchange."""
+    """Server algorithm that sends each client its row of θ [c, d] and receives as much: PeFLL's second exchange."""
 
     def __init__(self, theta: Tensor) -> None:
         self.state = {"theta": theta}
@@ -100,7 +100,7 @@ class EchoServer(ServerAlgorithm):
 
 
 class EchoClient(ClientAlgorithm):
-    """Client half that answers at once."""
+    """Client algorithm that answers at once."""
 
     @conversation
     def train(self, clients: ClientGroup, opening: Model) -> Conversation:
@@ -116,7 +116,7 @@ class SharedModel(Message):
 
 
 class SummedEchoServer(EchoServer):
-    """Server half that sends all clients θ [1, d] and receives the sum of what they answer."""
+    """Server algorithm that sends all clients θ [1, d] and receives the sum of their answers."""
 
     cohort = 0
 
@@ -128,7 +128,7 @@ class SummedEchoServer(EchoServer):
 
 
 class SummedEchoClient(ClientAlgorithm):
-    """Client half that answers at once."""
+    """Client algorithm that answers at once."""
 
     @conversation
     def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
@@ -138,7 +138,7 @@ class SummedEchoClient(ClientAlgorithm):
 
 
 class InstantClient(ClientAlgorithm):
-    """Algorithm 1 of papers/001 for a client that knows its descriptor."""
+    """Algorithm 1 of papers/001 for a client with a fixed descriptor."""
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: DescriptorRequest) -> Conversation:
@@ -148,7 +148,7 @@ class InstantClient(ClientAlgorithm):
 
 
 class Echo(Algorithm):
-    """A model, sent there and back."""
+    """Method whose clients return the model that they receive."""
 
     name = "echo"
     settings = Settings
@@ -161,7 +161,7 @@ class Echo(Algorithm):
 
 
 class SummedEcho(Algorithm):
-    """A model, sent there, and the sum of it back."""
+    """Method whose clients return the shared model, as a sum."""
 
     name = "summed-echo"
     settings = Settings
@@ -178,7 +178,7 @@ class SummedEcho(Algorithm):
 
 
 class InstantPeFLL(Algorithm):
-    """PeFLL whose clients know their descriptors."""
+    """PeFLL with clients that have fixed descriptors."""
 
     name = "instant-pefll"
     settings = Settings
@@ -269,7 +269,7 @@ def main() -> None:
 
 
 def _no_task() -> Any:
-    return None  # these clients look at no data
+    return None  # these clients use no data
 
 
 if __name__ == "__main__":

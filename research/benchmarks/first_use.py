@@ -94,9 +94,14 @@ def first_use(folder: Path, notebook: Path, requirements: Sequence[str], *, uv: 
 def main() -> None:
     """Run all stages and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("requirements", nargs="*", metavar="REQUIREMENT", help="to install beside: torch==2.13.0+cpu")
-    parser.add_argument("--uv", action="store_true", help="install with uv in place of pip")
-    parser.add_argument("--notebook", type=Path, default=NOTEBOOK, help="run this one")
+    parser.add_argument(
+        "requirements",
+        nargs="*",
+        metavar="REQUIREMENT",
+        help="additional requirement to install, such as torch==2.13.0+cpu",
+    )
+    parser.add_argument("--uv", action="store_true", help="install with uv instead of pip")
+    parser.add_argument("--notebook", type=Path, default=NOTEBOOK, help="notebook to run")
     parser.add_argument("--out", type=Path, help="write the notebook with its outputs to this file")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()

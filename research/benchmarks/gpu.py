@@ -337,13 +337,13 @@ def main() -> None:
     names = ("agreement", "speed", "table")
     parser.add_argument("parts", nargs="*", default=names, metavar="|".join(names))
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes with which a CPU is through in a minute")
-    parser.add_argument("--minutes", type=float, default=9.0, help="of speed and table, each")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for about a minute on a CPU")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of speed and of table")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "cuda")
     options = parser.parse_args()
     for part in options.parts:
         if part not in names:
-            parser.error(f"parts: found {part!r}; allowed: {', '.join(names)}")
+            parser.error(f"parts must be some of {', '.join(names)} (got {part!r})")
     device = use_device(options.device, min(4, os.cpu_count() or 1))
     options.out.mkdir(parents=True, exist_ok=True)
     for part in options.parts:

@@ -242,7 +242,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="rounds of each task; by default 100 and 20")
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one run may take")
-    parser.add_argument("--venvs", type=Path, default=ROOT / ".venv" / "peers", help="virtual environments of others")
+    parser.add_argument(
+        "--venvs", type=Path, default=ROOT / ".venv" / "peers", help="folder of the other systems' virtual environments"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes end with this one

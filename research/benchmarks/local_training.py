@@ -96,10 +96,10 @@ def bare_at_once(processes: int, seconds: float) -> float:
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bare", action="store_true", help="print the rate of the bare loop alone")
+    parser.add_argument("--bare", action="store_true", help="only print the rate of the bare loop")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement of the bare loop")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement of the bare loop")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", choices=list(MODELS), nargs="*", default=list(MODELS))
-    parser.add_argument("--pairs", type=int, default=20, help="pairs of turns")
+    parser.add_argument("--pairs", type=int, default=20, help="number of pairs of measurements")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--visits-of", choices=["bare", "worker"], help=argparse.SUPPRESS)
     options = parser.parse_args()

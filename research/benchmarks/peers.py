@@ -2,7 +2,7 @@
 
     python research/benchmarks/peers.py FOLDER FIRST COUNT                (started by research/benchmarks/scale.py)
 
-They speak the protocol of docs/wire.md and answer each message with fixed bytes, which ``scale.py`` has prepared:
+They implement the protocol of docs/wire.md and answer each message with fixed bytes, which ``scale.py`` has prepared:
 ``peers.json`` has the aggregator's address, and a worker's introduction and answers.
 """
 

@@ -144,7 +144,7 @@ def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="*", default=[100, 10_000, 100_000])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of personalizing, for each size of the cohort")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of personalization for each cohort size")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

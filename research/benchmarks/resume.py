@@ -2,7 +2,7 @@
 
     .venv/bin/python research/benchmarks/resume.py [--json FILE]
 
-A tiny experiment (FedAvg, logistic regression, ten clients, two per round, one step each) runs for this many rounds,
+A tiny experiment (FedAvg, logistic regression, ten clients, two per round, one step each) runs for a number of rounds,
 which makes a journal of that length. It is then resumed, and killed once a new round is in the journal, several times,
 in process. The large checkpoint is that of PeFLL with LeNet (its hypernetwork, and Adam's two moments of each weight)
 after one round. The time is from the start of the process until the first new round begins. For comparison, in turns:

@@ -309,12 +309,14 @@ def _table_of_rounds(found: dict[str, Any]) -> str:
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", choices=("workers", "rounds"), help="one of the two; by default both")
+    parser.add_argument("--part", choices=("workers", "rounds"), help="part to run; by default both")
     parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=100, help="of each worker")
+    parser.add_argument("--clients", type=int, default=100, help="clients of each worker")
     parser.add_argument("--cohort", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=20_000, help="of the part `rounds`; `workers` makes 20")
-    parser.add_argument("--folder", type=Path, help="keep everything in this new folder")
+    parser.add_argument(
+        "--rounds", type=int, default=20_000, help="rounds of the part `rounds`; the part `workers` runs 20"
+    )
+    parser.add_argument("--folder", type=Path, help="new folder for all files, which are kept")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     about = machine()

@@ -2,7 +2,7 @@
 
     .venv/bin/python research/benchmarks/secure_sum.py [--parameters D] [--json FILE]
 
-All members of a session run in this process, and no network is in between. Times are CPU time. A member's are those of
+All members of a session run in this process, without a network. Times are CPU time. A member's are those of
 its five steps with 20 neighbours in a cohort of 100 (the median member of the fastest of several sessions), its
 signatures apart. The aggregator's are those of all its calls for a cohort of 1,000 with the default number of
 neighbours, where 5 % of the members drop out once they have sent their shares, and of the same without dropouts.
@@ -47,7 +47,7 @@ class Clock:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def __call__(self, name: str, call: Callable[..., _T], *arguments: Any) -> _T:
-        """Call, and note how long it takes."""
+        """Call, record the duration, and return the result."""
         started = time.process_time()
         answer = call(*arguments)
         self.seconds.setdefault(name, []).append(time.process_time() - started)
@@ -123,7 +123,7 @@ def member_ms(outcome: Outcome) -> dict[str, float]:
 
 
 def agreement_ms(neighbours: int) -> float:
-    """Return the CPU milliseconds of agreeing on keys with so many neighbours, a part of ``share``."""
+    """Return the CPU milliseconds of agreeing on keys with this many neighbours, a part of ``share``."""
     private = X25519PrivateKey.generate()
     public = [X25519PrivateKey.generate().public_key().public_bytes_raw() for _ in range(neighbours)]
     clock = Clock()

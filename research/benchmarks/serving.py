@@ -112,7 +112,7 @@ class Load:
 async def loaded(
     addresses: Sequence[str], seconds: float, at_once: int, rate: float | None, precision: str, size: int, *, bare: bool
 ) -> Load:
-    """Request models for a period: ``at_once`` at a time, or at a fixed rate whatever the outcome."""
+    """Request models for a period: ``at_once`` at a time, or at a fixed rate regardless of the outcomes."""
     asks = [] if bare else await _asks(addresses[0], precision, descriptors(size))
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channels = [grpc.aio.insecure_channel(a, options=options) for a in addresses for _ in range(2)]
@@ -470,7 +470,7 @@ def _client(clients: dict[str, float], which: str) -> str:
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load in seconds")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--no-training", action="store_true", help="leave out the aggregator that trains")
     parser.add_argument("--load", nargs="*", help=argparse.SUPPRESS)

@@ -108,7 +108,7 @@ def newcomer(address: str) -> dict[str, float]:
         try:
             about = (await models.describe(120)).about
             client = RequestingClient.described(PersonalizationRequest(address, *examples()), about)
-            for which in ("first", "cold", "warm"):  # the first also finds out about the module
+            for which in ("first", "cold", "warm"):  # the first one also imports and checks the module
                 models = Models(address, memory=Memory()) if which == "cold" else models
                 speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
                 answered = await models.converse(about, client.id, vocabulary(client.parts.algorithm), speaking.speak)
@@ -169,8 +169,8 @@ def _whole(found: dict[str, float], which: str) -> str:
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    parser.add_argument("--rate", type=float, default=50.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each load in seconds")
+    parser.add_argument("--rate", type=float, default=50.0, help="requests per second")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     about = machine()

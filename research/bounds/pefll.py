@@ -129,7 +129,7 @@ def bound(
         If a client has no examples or no labels, or there are no clients.
     """
     if not clients or any(split.y is None or not len(split) for split in clients):
-        raise ValueError("clients: found none, or one without labelled examples; allowed: labelled train splits")
+        raise ValueError("clients must be one or more train splits with labelled examples")
     n, m = len(clients), min(len(split) for split in clients)
     losses, thirds = [], []
     for _ in range(draws):
