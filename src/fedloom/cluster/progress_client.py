@@ -18,7 +18,7 @@ from fedloom.transport.control import follow
 LINE_EVERY_S = 10.0
 CONNECT_S = 10.0
 RETRY_INTERVAL_S = 1.0
-DOUBT_AFTER_S = 60.0
+LOST_AFTER_S = 60.0
 
 
 def launchers_credentials() -> Credentials:
@@ -62,14 +62,14 @@ class ProgressClient:
     ) -> None:
         self.latest: Activity | None = None
         self._orphan_after_s = orphan_after_s
-        self._doubt_after_s = min(DOUBT_AFTER_S, (orphan_after_s or 2 * DOUBT_AFTER_S) / 2)
+        self._lost_after_s = min(LOST_AFTER_S, (orphan_after_s or 2 * LOST_AFTER_S) / 2)
         self._address = address
         self._reached = reached
         self._say = say
         self._stopping = threading.Event()
         self._said_at = -LINE_EVERY_S
-        self._heard_at = time.monotonic()
-        self._doubted = False
+        self._answered_at = time.monotonic()
+        self._reported_lost = False
         self._shown: tuple[str, int] | None = None
         self._moved: tuple[int, str] | None = None
 
@@ -95,20 +95,20 @@ class ProgressClient:
                 for now in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):
                     if self._stopping.is_set():
                         return
-                    self._heard_at, self._doubted, refused = time.monotonic(), False, ""
+                    self._answered_at, self._reported_lost, refused = time.monotonic(), False, ""
                     self.latest = self._report(now)
                 if self.latest is not None and self.latest.phase == "finished":
                     return
-            except ExperimentError as error:  # of the environment, which stays as it is
+            except ExperimentError as error:  # the environment is invalid, and retrying does not help
                 self._say(f"progress is not shown: {error}{self._warning()}")
                 return
-            except RefusedError as error:  # perhaps until a file of tokens or identities has been refreshed
+            except RefusedError as error:  # may succeed once a file of tokens or identities has been refreshed
                 if str(error) != refused:
                     refused = str(error)
                     self._say(f"progress is not shown for now: {error}{self._warning()}")
-            except AbandonedError as error:  # not there yet, or about to be replaced
-                if not self._doubted and time.monotonic() - self._heard_at > self._doubt_after_s:
-                    self._doubted = True
+            except AbandonedError as error:  # not started yet, or about to be replaced
+                if not self._reported_lost and time.monotonic() - self._answered_at > self._lost_after_s:
+                    self._reported_lost = True
                     self._say(f"no progress is shown: {error.message}{self._warning()}")
             self._stopping.wait(RETRY_INTERVAL_S)
 

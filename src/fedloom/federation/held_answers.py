@@ -215,7 +215,7 @@ class HeldAnswers:
                 f"bits; the experiment has {expected[0]}, {expected[1]} and {expected[2]}"
             )
         if held.examples > largest:
-            raise RefusedError(f"the aggregator says that the largest client has {largest} examples; this one has more")
+            raise RefusedError(f"the aggregator states {largest} examples as the most of any client; this one has more")
         session = session_of(message.session.numpy().tobytes(), clip)
         parameters = SessionParameters(session, members, neighbours, threshold, vector.bits)
         if held.member is not None:

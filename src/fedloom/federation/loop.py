@@ -288,7 +288,7 @@ class Loop(Evaluator):
             session.close()
 
     def _federation_state(self) -> dict[str, Tensor]:
-        """Return the tensors beside the method's that last between rounds."""
+        """Return the tensors other than the method's that last between rounds."""
         return {} if self._private is None else self._private.state
 
     def _restore(self, state: dict[str, Tensor], beside: Mapping[str, Tensor]) -> None:

@@ -340,7 +340,7 @@ class Kubeflow:
         return found
 
     def _send(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call the generated client; where the credential is refused and has been replaced, once more.
+        """Call the generated client; call it again if the credential was refused and has been replaced.
 
         A refused request was not carried out, whatever its method.
         """

@@ -204,7 +204,7 @@ def with_workers(
 
 
 def _cause(error: BaseException, own: Workers | None, stop_request: StopRequest) -> FedloomError | None:
-    """Return the underlying cause if the loop only saw that all clients were lost; None if there is none."""
+    """Return the underlying cause of an error of the loop, such as the loss of all clients; None if there is none."""
     if own is not None and own.failure is not None:
         return own.failure
     if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):

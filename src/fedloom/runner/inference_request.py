@@ -145,7 +145,7 @@ def _numbers(name: str, data: Any, shape: Sequence[int]) -> list[Any]:
         level = [level]
         for size in shape:
             if any(not isinstance(each, list) or len(each) != size for each in level):
-                raise _invalid(f"{name}: data must be flat, or nested as its shape says")
+                raise _invalid(f"{name}: data must be flat, or nested according to its shape")
             level = [*chain.from_iterable(level)]
     if len(level) != math.prod(shape):
         raise _invalid(f"{name}: data must have {math.prod(shape)} numbers (got {len(level)})")

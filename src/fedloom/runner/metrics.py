@@ -120,7 +120,7 @@ def federation_families(
 
 
 def _of_evaluation(measured: LastEvaluation) -> Iterator[Any]:
-    """Yield the accuracies of an evaluation, and its headline metric, whatever that is."""
+    """Yield the accuracies of an evaluation, and its headline metric."""
     from prometheus_client.core import GaugeMetricFamily
 
     where = ["group", "statistic"]

@@ -49,7 +49,7 @@ class Checkpoint:
     digest
         SHA-256 (hex) of the file that it was read from, empty if from none.
     federation
-        State of the federation beside the method's: with adaptive clipping, the clipping norm.
+        State of the federation other than the method's: with adaptive clipping, the clipping norm.
     """
 
     algorithm: str

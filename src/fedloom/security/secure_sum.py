@@ -15,20 +15,21 @@ step  call         member u                                                     
                if v dropped out, once t neighbours have confirmed the same set      the others, and removes all masks
 ====  ===========  ===============================================================  ==================================
 
-Everything is by position: row i of an array belongs to member i of the session, and column a of a member's array to its
-neighbour a. A row of zeros is absent. There is no I/O here; arrays travel as dense tensors.
+Arrays are indexed by position: row i of an array belongs to member i of the session, and column a of a member's array
+to its neighbour a. A row of zeros stands for an absent member. There is no I/O here; arrays are sent as dense tensors.
 
 Differences from the papers:
 
-- One key agreement per pair instead of two. In the papers a second key pair is shared out, so that the aggregator can
-  recompute the seeds of a member that has dropped out; here that member has sealed its seeds under e_u, which is shared
-  out instead. No private key ever leaves a member, so that keys which are replayed in another session open nothing.
+- One key agreement per pair instead of two. In the papers, a second key pair is secret-shared, so that the aggregator
+  can recompute the seeds of a member that has dropped out. Here, each member seals its seeds under e_u, which is
+  secret-shared instead. No private key ever leaves a member, so keys replayed in another session reveal nothing.
 - A member proves to its neighbour v, together with its masked vector, that its masks include s_uv (a *receipt*). v
-  gives a share of b_u for a receipt only. With the confirmations, and while 2t > k + 2c for c colluding neighbours of
-  a member, this leaves the aggregator one sum, of the same survivors everywhere: on a ring, a set of members each of
-  which has more than half of its neighbours in the set cannot be split.
+  reveals its share of b_u only after a receipt. Together with the confirmations, and as long as 2t > k + 2c for c
+  colluding neighbours of a member, this gives the aggregator a single sum, of the same survivors everywhere: on a ring,
+  a set of members, each of which has more than half of its neighbours in the set, cannot be split.
 
-The privacy of a member depends on nobody's honesty. The result depends on all members: one can spoil it with garbage.
+A member's privacy does not depend on the honesty of others, within these bounds. The result does: a single member can
+spoil it with wrong values.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class SecureSumMember:
     Raises
     ------
     RefusedError
-        By every step, if an honest aggregator would not send this message.
+        From every step, if an honest aggregator would not send this message.
     """
 
     def __init__(self, parameters: SessionParameters, client: str, signer: Signer, verifier: Verifier) -> None:
@@ -331,7 +332,7 @@ class SecureSumAggregator:
     Raises
     ------
     QuorumError
-        By every step, if too few members are left. The session then fails, and nothing can be learned from it.
+        From every step, if too few members are left. The session then fails, and nothing can be learned from it.
     """
 
     def __init__(self, parameters: SessionParameters, size: int) -> None:

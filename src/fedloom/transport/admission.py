@@ -38,8 +38,8 @@ class Admission:
             reason = f"may not act for {_some(foreign)}"
         elif not identity.may(Action.TRAIN) and (training := self._training(hello)):
             reason = f"is an observer, and may not act for clients that train: {_some(training)}"
-        elif crowd := self._crowd(identity, hello):
-            reason = crowd
+        elif excess := self._excess_clients(identity, hello):
+            reason = excess
         elif self._dispatcher.taken(hello.worker, hello.incarnation, identity.name):
             kind, reason = "name", f"may not use the worker name {hello.worker!r}, which belongs to another identity"
         if reason:
@@ -59,7 +59,7 @@ class Admission:
             clients = Clients(self._clients, hello.clients)
         elif self._dispatcher.claimed(hello.worker, hello.clients) is not None:
             raise WireError(Refusal.NAME, "another worker has announced one of its clients")
-        elif identity is not None and (reason := self._crowd(identity, hello)):
+        elif identity is not None and (reason := self._excess_clients(identity, hello)):
             raise Denied(f"{identity.name} {reason}", identity)
         owner = None if identity is None else identity.name
         if self._dispatcher.taken(hello.worker, hello.incarnation, owner):
@@ -68,7 +68,7 @@ class Admission:
         device = printable(hello.device, NAME_CHARACTERS)
         return Link(WorkerInfo(hello.worker, hello.incarnation, clients, device, members), owner=owner)
 
-    def _crowd(self, identity: Identity, hello: wire.Hello) -> str:
+    def _excess_clients(self, identity: Identity, hello: wire.Hello) -> str:
         """Return why an identity announces too many clients with data of their own; empty if it does not."""
         if self._run.presence is None or identity.max_clients is None:
             return ""

@@ -53,11 +53,11 @@ class Finished:
     """End of the run, announced by the aggregator."""
 
 
-class _LaterError(ConnectionError):
+class _RetryLaterError(ConnectionError):
     """The aggregator is reachable but asks us to reconnect later."""
 
 
-class _Distrust(ConnectionError):
+class _VerificationError(ConnectionError):
     """One side could not verify the other; ``refused`` ends the worker if that persists."""
 
     def __init__(self, reason: str, refused: RefusedError, *, certain: bool) -> None:
@@ -88,7 +88,7 @@ class WorkerConnection:
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
-        self._doubts = 0  # consecutive failed verifications
+        self._failed_verifications = 0  # consecutive
         self._refused: RefusedError | None = None  # by the last aggregator reached
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -218,16 +218,16 @@ class WorkerConnection:
                 return Finished()
             self._refused = None
             return "the stream ended"
-        except _Distrust as error:
+        except _VerificationError as error:
             self._refused = error.refused if error.certain or not self.incarnation else None
-            self._doubts = self._doubts + 1 if error.certain else 0
-            return error.refused if self._doubts >= CERTAIN and not self.incarnation else str(error)
+            self._failed_verifications = self._failed_verifications + 1 if error.certain else 0
+            return error.refused if self._failed_verifications >= CERTAIN and not self.incarnation else str(error)
         except FedloomError as error:
             if isinstance(error, RefusedError) and self._credentials.current != self._shown:
                 return str(error)  # connect again with the current content of the files
             return error
         except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
-            if isinstance(error, _LaterError):
+            if isinstance(error, _RetryLaterError):
                 absence.last_seen = time.monotonic()
             if self._book.outbox is not None or not _is_cut_short(error):
                 self._refused = None
@@ -276,11 +276,11 @@ class WorkerConnection:
                 call.cancel()
 
     def _show(self) -> ClientCredentials:
-        """Return our credentials; raise _Distrust, which may be retried, if our certificate has expired."""
+        """Return our credentials; raise _VerificationError, which may be retried, if our certificate has expired."""
         try:
             return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
         except RefusedError as error:
-            raise _Distrust(str(error), error, certain=True) from None
+            raise _VerificationError(str(error), error, certain=True) from None
 
     async def _changed(self) -> None:
         """Return once our credentials have changed; conversations continue on a new channel."""
@@ -299,16 +299,16 @@ class WorkerConnection:
             words = connection_failure(code, details)
             refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
             unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in trailing)
-            return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
+            return _VerificationError(words, refused, certain=True) if unknown and self.incarnation else refused
         if code in RETRYABLE:
-            return _LaterError(connection_failure(code, details))
+            return _RetryLaterError(connection_failure(code, details))
         certain = dial.distrust(self._address, self._shown, code, details)
         perhaps = None if self._book.outbox is not None else dial.closed_after_handshake(self._shown, code, details)
         if not (reason := certain or perhaps):
             plain = dial.perhaps_tls(self._shown, code, details)
             return None if plain is None else ConnectionError(plain)
         refused = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
-        return _Distrust(reason, refused, certain=certain is not None)
+        return _VerificationError(reason, refused, certain=certain is not None)
 
     async def _next(self, call: Any) -> bytes:
         async with asyncio.timeout(stream.SILENCE_S):
