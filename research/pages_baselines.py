@@ -161,7 +161,7 @@ def _means_and_worst(runs: Runs, regime: str, beside: str) -> Iterator[str]:
         cells.append(spread([line["global_mean"] for line in lines]) if shared else "–")
         gains = [interval(lines, other, of) if name != beside else "" for of in ("seen_mean", "seen_worst")]
         rows.append((title(regime, name), _values(setting_of(runs, regime, name)), *cells, *gains))
-    less = f"less {title(regime, beside)}"
+    less = f"minus {title(regime, beside)}"
     header = ("method", "setting", "mean", "worst client", *masked.values(), "shared model, mean")
     yield table((*header, f"mean, {less}", f"worst, {less}"), rows, left=2)
     yield _search(runs, regime)

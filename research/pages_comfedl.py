@@ -134,7 +134,7 @@ def _less_fedavg(runs: Runs, data: str) -> str:
         ours, *others = by_seed.values()
         rows.append((about, *(cell for other in others for cell in _less(ours, other))))
     return table(
-        ("ComFedL, normalized", "less FedAvg by n_i: mean", "worst", "less FedAvg uniform: mean", "worst"), rows
+        ("ComFedL, normalized", "minus FedAvg by n_i: mean", "worst", "minus FedAvg uniform: mean", "worst"), rows
     )
 
 
@@ -183,7 +183,7 @@ def _damaml(runs: Runs) -> Iterator[str]:
         cells = (_cell(lines, quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))
         less = _less(lines, over["fedavg"]) if method in ("fedmaml", "comfedl") else ("", "")
         rows.append((ADAPTING[method][0], lines[0].settings["algorithm.local.lr"], *cells, *less))
-    less = (f"less FedAvg: {what}" for what in ("mean", "worst client"))
+    less = (f"minus FedAvg: {what}" for what in ("mean", "worst client"))
     yield table(("method", "step size", "mean", "worst client", "shared model, mean", *less), rows)
     named = {}
     for rho in ("0.1", "0.28", "0.46", "0.64", "0.82"):
@@ -209,7 +209,7 @@ def _losses_on(runs: Runs) -> Iterator[str]:
     for of, (searched, _, _) in folders.items():
         cells = (_cell(three[of], quantity) for quantity in ("seen_mean", "seen_worst", "global_mean"))
         rows.append((f"`losses_on: {of}`", *_cells(_sweep(runs, searched), "validation").values(), *cells))
-    rows.append(("`all` less `batch`", "", "", "", *_less(three["all"], three["batch"]), ""))
+    rows.append(("`all` minus `batch`", "", "", "", *_less(three["all"], three["batch"]), ""))
     header = ("", "validation, seed 1: 0.05", "0.1", "0.2", "test: mean", "worst client", "shared model, mean")
     yield table(header, rows)
     rows = []

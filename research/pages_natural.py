@@ -37,8 +37,8 @@ def _over_rounds(runs: Runs) -> str:
         rows += [
             (f"{name}, {group}", *map(spread, values)) for (name, _), values in zip(METHODS.values(), of, strict=True)
         ]
-        rows.append((f"PeFLL less FedAvg, {group}", *map(difference, *of)))
-    return table(("after so many rounds", *map(str, rounds)), rows)
+        rows.append((f"PeFLL minus FedAvg, {group}", *map(difference, *of)))
+    return table(("rounds", *map(str, rounds)), rows)
 
 
 def _own_steps(runs: Runs) -> str:
@@ -47,8 +47,8 @@ def _own_steps(runs: Runs) -> str:
         [[last(run)[f"after_{k}"] for run in runs.under(f"roles/test/{method}")] for k in STEPS] for method in METHODS
     ]
     rows = [(name, *map(spread, values)) for (name, _), values in zip(METHODS.values(), of, strict=True)]
-    rows.append(("PeFLL less FedAvg", *map(difference, *of)))
-    return table(("an unseen role's own steps", *map(str, STEPS)), rows)
+    rows.append(("PeFLL minus FedAvg", *map(difference, *of)))
+    return table(("local steps of an unseen role", *map(str, STEPS)), rows)
 
 
 def _communication(runs: Runs) -> str:

@@ -48,23 +48,23 @@ def of_one(found: Found) -> str:
             f"{killed['again']:g} rounds ran again (at most {killed['again_most']:g}); "
             f"durable rounds lost: {killed['lost']:g}",
         ),
-        ("workers told to leave", "leave", "rounds went on with the others"),
+        ("workers stopped", "leave", "rounds continued with the others"),
         ("workers killed", "crash", "the same"),
         (
-            "workers that came, or came back",
+            "workers that joined or rejoined",
             "come",
-            f"to the roster: {come['joined']:g} joined, {come['gone']:g} left",
+            f"roster: {come['joined']:g} joined, {come['gone']:g} left",
         ),
     ]
     for what, key in (("certificates", "certificates"), ("certificates and the authority", "authority")):
         rotated = found[key]
-        back = f"{rotated['members']:g} members were back with new ones after {rotated['seconds']:.1f} s"
+        back = f"{rotated['members']:g} members reconnected with new ones after {rotated['seconds']:.1f} s"
         rows.append((f"all {what} rotated", key, f"{back}; rows lost: {rotated['lost']:g}"))
     revoked, replay, end = found["revoked"], found["replay"], found["end"]
-    out = f"out after {revoked['seconds']:.1f} s, exit code {revoked['exit_code']:g}"
+    out = f"disconnected after {revoked['seconds']:.1f} s, exit code {revoked['exit_code']:g}"
     equal = {key: "equal" if replay[key] else "NOT EQUAL" for key in ("checkpoint", "metrics")}
     rows += [
-        ("members revoked", "revoked", f"{out}; asked later: {revoked['later']:g} times"),
+        ("members revoked", "revoked", f"{out}; requests afterwards: {revoked['later']:g}"),
         (
             "replays of the journal",
             "replay",

@@ -106,7 +106,7 @@ def over_seeds(runs: Runs, data: str, method: str) -> dict[int, list[float]]:
 
 def tables(runs: Runs) -> Iterator[str]:
     """Yield, for each data set, test accuracy, differences, and the search for step sizes."""
-    header = ("after so many steps", *map(str, STEPS))
+    header = ("local steps", *map(str, STEPS))
     for data in (data for data in DATA if runs.under(f"{data}/test/*")):
         found = {method: over_seeds(runs, data, method) for method in METHODS}
         rows = [
@@ -116,7 +116,7 @@ def tables(runs: Runs) -> Iterator[str]:
         for method in ("fedavg", "local"):
             there = found[method]
             cells = [difference(found["pefll"][t], there[t]) if t in there else "" for t in STEPS]
-            rows.append((f"PeFLL less {METHODS[method]}", *cells))
+            rows.append((f"PeFLL minus {METHODS[method]}", *cells))
         yield table(header, rows)
         searched = {method: _by_rate(runs, f"{data}/search/{method}") for method in ("pefll", "fedavg")}
         rates = sorted({rate for lines in searched.values() for rate in lines})
@@ -134,7 +134,7 @@ def tables(runs: Runs) -> Iterator[str]:
                     best = max(other.values.get(t, 0.0) for other in lines.values())
                     cells.append(_bold(line[t], best) if t in line.values else "")
                 rows.append((name, f"{rate:g}", *cells))
-        yield table(("own steps", "of size", *header[1:]), rows, left=2)
+        yield table(("local steps", "step size", *header[1:]), rows, left=2)
         if runs.under(f"{data}/lambda/*/*"):
             yield from _regularized(runs, data)
         if runs.under(f"{data}/networks/*"):
@@ -157,7 +157,7 @@ def _other_networks(runs: Runs, data: str) -> str:
         cells = [_bold(lines[rate]["validation"], best) if rate in lines else "" for rate in rates]
         less = "" if title == as_is else difference(found[title], found[as_is])
         rows.append((title, *cells, spread(found[title]), less))
-    return table(("step size", *(f"{rate:g}" for rate in rates), "new clients, test", "less M"), rows)
+    return table(("step size", *(f"{rate:g}" for rate in rates), "new clients, test", "minus M"), rows)
 
 
 def _regularized(runs: Runs, data: str) -> Iterator[str]:

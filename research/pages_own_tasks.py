@@ -114,7 +114,7 @@ def of_tests(runs: Runs, problem: str) -> str:
             ]
             rows.append((name, *cells, *gains))
     seen = f"seen clients: {HEADLINES[headline]}"
-    less = f"less {NAMES[BESIDE]}"
+    less = f"minus {NAMES[BESIDE]}"
     return table(("", seen, "worst tenth", "new clients", "worst tenth", f"seen, {less}", f"new, {less}"), rows)
 
 

@@ -88,7 +88,7 @@ def _table_1(pefll: Run, fedavg: Run, local: Run) -> str:
 WEIGHTS = {
     "regularized/decoupled": "λ_h = λ_v = 10⁻³ beside Adam, λ_θ = 0 (as in Table 1)",
     "regularized/l2": "no ReLU before the output",
-    "regularized/l2-relu": "ReLU there",
+    "regularized/l2-relu": "ReLU before the output",
     "regularized/official": "no λ on the server, λ_θ = 2.5·10⁻⁵, rate 0.002, float32 (official code; seed 1)",
 }
 """Variants in the runs of 1000 rounds with a reserve."""
@@ -112,7 +112,7 @@ def _regularized(runs: Runs) -> str:
         shown[folder] |= {which: found(folder, which, "by_class_set") for which in ("all", "known", "0")}
     rows = [(WEIGHTS[folder], *map(spread, of.values())) for folder, of in shown.items()]
     base, relu = shown["regularized/l2"], shown["regularized/l2-relu"]
-    rows.append(("what the ReLU changes", *(difference(relu[of], base[of]) for of in base)))
+    rows.append(("effect of the ReLU", *(difference(relu[of], base[of]) for of in base)))
     ten = ("validation", "seen", "ten unseen", "seen, masked", "ten unseen, masked")
     means = ("mean of the last four: seen", "ten unseen")
     return table(("1000 rounds", *ten, *means, "45 pairs", "known pairs", "new pairs"), rows)
@@ -157,8 +157,8 @@ def _resnet(runs: Runs) -> Iterator[str]:
     for group in ("seen", "unseen"):
         over = {method: [[_at(run, round)[group] for run in those] for round in rounds] for method, those in of.items()}
         rows += [(f"{name}, {group}", *map(spread, over[method])) for method, name in methods.items()]
-        rows.append((f"PeFLL less FedAvg, {group}", *map(difference, over["pefll"], over["fedavg"])))
-    yield table(("ResNet20, after so many rounds", *map(str, rounds)), rows)
+        rows.append((f"PeFLL minus FedAvg, {group}", *map(difference, over["pefll"], over["fedavg"])))
+    yield table(("ResNet20, rounds", *map(str, rounds)), rows)
     rates = ("0.003", "0.01", "0.03")
     rows = []
     for method, name in methods.items():
@@ -227,7 +227,7 @@ def _single_settings(runs: Runs) -> str:
     variants = {
         "as in the table, with fewer images": "ablation/base/seed=1",
         "rate 0.002, λ_θ = 2.5·10⁻⁵, λ_h = λ_v = 0 (the official code's)": "ablation/official/seed=1",
-        "descriptors not standardized (the paper says nothing of it)": "ablation/raw/seed=1",
+        "descriptors not standardized (not stated in the paper)": "ablation/raw/seed=1",
         "float32": "ablation/float32/seed=1",
         "ReLU before the output (Table 5)": "ablation/relu/seed=1",
         "hypernetwork with one hidden layer (S, Table 7)": "ablation/small/seed=1",
@@ -246,12 +246,12 @@ def _search(runs: Runs) -> str:
     relu = {name: run for name, run in runs.items() if name.startswith("search/pefll")}
     rows = {
         "PeFLL, no ReLU before the output": [run for name, run in relu.items() if "relu=false" in name],
-        "PeFLL, ReLU there (Table 5)": [run for name, run in relu.items() if "relu=true" in name],
+        "PeFLL, ReLU before the output (Table 5)": [run for name, run in relu.items() if "relu=true" in name],
         "PeFLL without labels": runs.under("search/unlabelled"),
         "FedAvg": runs.under("search/fedavg"),
         "Local": runs.under("search/local"),
     }
-    chosen_elsewhere = "PeFLL, ReLU there (Table 5)"
+    chosen_elsewhere = "PeFLL, ReLU before the output (Table 5)"
     shown = []
     for name, tried in rows.items():
         found = {last(run).settings["algorithm.local.lr"]: last(run)["validation"] for run in tried}

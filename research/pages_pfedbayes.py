@@ -300,7 +300,7 @@ def _less_fresh(runs: Runs) -> str:
                     cells.append(difference(kept, fresh))
             rows.append((data, size, *cells))
     header = ("PM, highest", "round picked on validation", "GM, highest", "round picked on validation")
-    return table(("moments kept, less fresh", "size", *header), rows, left=2)
+    return table(("moments kept, minus fresh", "size", *header), rows, left=2)
 
 
 def _zeta(runs: Runs) -> str:
@@ -389,7 +389,7 @@ def _choices(runs: Runs) -> str:
         "β = 0.5": ("beta", "beta=0.5"),
     }
     used = _tried(runs, "tune/pfedbayes", zeta=1, lr_personal=0.003, lr_global=0.003)
-    named = {"as used: R = 10, b = 50, K = 1, β = 1, q_i kept, (μ, ρ) averaged": used}
+    named = {"settings of the tables: R = 10, b = 50, K = 1, β = 1, q_i kept, (μ, ρ) averaged": used}
     named |= {name: last(runs[f"choices/algorithm.{folder}/{run}"]) for name, (folder, run) in changes.items()}
     rows = []
     for name, line in named.items():
@@ -397,7 +397,7 @@ def _choices(runs: Runs) -> str:
         seconds = f"{line['round_seconds']:.0f}"
         about = ("about " if line is used else "") + seconds
         rows.append((name, f"{line['validation']:.1f}", f"{line['global_validation']:.1f}", about))
-    return table(("", "PM", "GM", "processor s in rounds"), rows)
+    return table(("", "PM", "GM", "CPU s in rounds"), rows)
 
 
 def _calibration(runs: Runs) -> str:
@@ -458,7 +458,7 @@ def _batch_norm(runs: Runs) -> Iterator[str]:
             )
             cells = (f"{line['validation']:.1f}" if line else "" for line in both)
             rows.append((f"{zeta:g}", f"{rho:g}".replace("-", "−"), f"{rate}", *cells))
-    yield table(("ζ", "ρ", "η₁", "VGG as it is", "with batch normalization"), rows, left=0)
+    yield table(("ζ", "ρ", "η₁", "original VGG", "with batch normalization"), rows, left=0)
     momenta = {value: name for value, name in MOMENTA.items() if value}
     fedavg = "FedAvg, batch normalization"
     yield _grid(runs, "tune-cifar10/norm-fedavg", fedavg, (0.03, 0.05, 0.1), "momentum", momenta)

@@ -51,7 +51,7 @@ def tables(runs: Runs) -> Iterator[str]:
     """Yield results after a new client's local steps, by seed and processor, with other label codes, and the search."""
     steps = (*STEPS, 100)
     rows = [(name, *(_mean(_lines(runs, "native", m), f"after_{k}") for k in steps)) for m, name in METHODS.items()]
-    yield table(("a new client's own steps", *map(str, steps)), rows)
+    yield table(("local steps of a new client", *map(str, steps)), rows)
     rows = []
     for kind, processor in KINDS.items():
         of = {method: {line.seed: line for line in _lines(runs, kind, method)} for method in METHODS}
@@ -62,7 +62,7 @@ def tables(runs: Runs) -> Iterator[str]:
             best = max(fedavg[f"after_{k}"] for k in STEPS)
             values = [pefll["after_0"], pefll["after_5"], fedavg["after_0"], fedavg["after_5"], best]
             rows.append((processor, seed, *(f"{value:.1f}" for value in values)))
-    header = ("processor", "seed", "PeFLL, 0 steps", "5 steps", "FedAvg, 0 steps", "5 steps", "its best")
+    header = ("processor", "seed", "PeFLL, 0 steps", "5 steps", "FedAvg, 0 steps", "5 steps", "best of FedAvg")
     yield table(header, rows, left=2)
     for folder, title in (("five-classes", "five classes"), ("label-codes", "four label codes")):
         yield _more_classes(runs, folder, title)
@@ -91,8 +91,8 @@ def _more_classes(runs: Runs, folder: str, title: str) -> str:
     for k in steps[:-1]:
         pefll, fedavg = ([line[f"after_{k}"] for line in of[method]] for method in ("pefll", "fedavg"))
         less.append(difference(pefll, fedavg))
-    rows.append((f"PeFLL less {METHODS['fedavg']}", *less, ""))
-    return table((f"{title}: own steps", *map(str, steps)), rows)
+    rows.append((f"PeFLL minus {METHODS['fedavg']}", *less, ""))
+    return table((f"{title}: local steps", *map(str, steps)), rows)
 
 
 def _validation(runs: Runs, name: str) -> float | None:

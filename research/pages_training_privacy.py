@@ -104,11 +104,11 @@ def _lost(runs: Runs, data: str) -> str:
     for name, method, quantity in ROWS:
         without = _values(runs, data, method, "inf", quantity)
         each = (_values(runs, data, method, epsilon, quantity) for epsilon in EPSILONS)
-        rows.append((f"{name}, less without privacy", *(difference(those, without) for those in each)))
+        rows.append((f"{name}: change due to privacy", *(difference(those, without) for those in each)))
     for method, name in METHODS.items():
         alone = _local(runs, data, "seen")
         each = (_values(runs, data, method, epsilon, "seen") for epsilon in EPSILONS)
-        rows.append((f"{name} less Local, seen", *(difference(those, alone) for those in each)))
+        rows.append((f"{name} minus Local, seen", *(difference(those, alone) for those in each)))
     return table((DATA[data], *HEADINGS), rows)
 
 
@@ -188,7 +188,7 @@ def _descriptors(runs: Runs) -> str:
     rows: list[tuple[str, ...]] = []
     for name, each in _served_clients(runs):
         rows.append((name, *(spread(of) if of else "" for of in each)))
-        rows.append((f"{name}: less without privacy", "", *(difference(of, each[0]) if of else "" for of in each[1:])))
+        rows.append((f"{name}: change due to privacy", "", *(difference(of, each[0]) if of else "" for of in each[1:])))
     return table(("PeFLL, new clients", "without privacy", *HEADINGS), rows)
 
 

@@ -31,7 +31,7 @@ def tables(runs: Runs) -> Iterator[str]:
         bold = (0, 1, 2) if best else ()
         cells = [f"**{cell}**" if i in bold else cell for i, cell in enumerate(cells)]
         rows.append((f"**{name}**" if best else name, steps, *cells))
-    yield table(("what a speaker gets", "steps of its own", "seen", "worst decile", "unseen", "worst decile"), rows)
+    yield table(("model", "local steps", "seen", "worst decile", "unseen", "worst decile"), rows)
     rows = []
     for name, folder in (("FedAvg + fine-tuning", "grid-fedavg"), ("Local", "grid-local")):
         found = {size: _validation(runs, folder, size) for size in SIZES}

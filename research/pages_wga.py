@@ -110,7 +110,7 @@ def _mean(lines: Sequence[Evaluation], quantity: str) -> float:
 
 
 def _header(lines: Sequence[Evaluation]) -> list[str]:
-    return [*(f"seed {line.seed}" for line in lines), "mean", "less alone"]
+    return [*(f"seed {line.seed}" for line in lines), "mean", "minus alone"]
 
 
 def _each_and_mean(lines: Sequence[Evaluation], alone: Sequence[Evaluation]) -> list[str]:
