@@ -33,7 +33,7 @@ HOPELESS = {"clients": 1.0, "examples": 10.0}
 SEVERE = {"clients": 0.3, "examples": 3.0}
 """Ratios of the noise's norm to the clipping norm, on the mean of a round or step, above which a sentence warns.
 
-Updates are few, and steps many: their noise averages out (Abadi et al. 2016, arXiv 1607.00133, train at ratios of 2).
+Examples have higher limits, because noise averages out over many steps (Abadi et al. 2016, arXiv 1607.00133: ratio 2).
 """
 
 
@@ -328,7 +328,7 @@ def _sentences(found: PrivacyCost) -> list[str]:
         )
     elif found.unit == "clients":
         sentences.append(
-            "Clients add the noise in shares. The aggregator knows who takes part, so no sampling counts toward it."
+            "Clients add the noise in shares. The aggregator knows who takes part, so sampling adds no privacy toward it."
         )
     else:
         sentences.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
@@ -344,7 +344,7 @@ def _draw(found: PrivacyCost) -> str:
     if found.unit == "examples":
         return (
             f"A client takes part in at most about {found.visits} of {found.rounds} rounds; one with {found.examples} "
-            f"training examples draws mini-batches of {found.batch}. ε is for such a client."
+            f"training examples draws mini-batches of {found.batch}. ε holds for such a client."
         )
     if found.sampling == "all":
         return f"All of {pluralize(found.clients, 'client')} take part in every round, so sampling adds no privacy."
@@ -362,14 +362,14 @@ def _noise(found: PrivacyCost) -> str:
     )
     need = math.ceil(found.noise_multiplier * math.sqrt(found.parameters) / SEVERE[found.unit])
     units = "examples per mini-batch" if found.unit == "examples" else "clients per round"
-    fix = f"it takes about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
+    fix = f"To reduce it, use about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
     if ratio > HOPELESS[found.unit]:
         # Over rounds, updates that agree grow linearly, and noise with the square root.
         rounds = found.rounds or MOST_ROUNDS
         over_all = ratio / math.sqrt(rounds * (found.cohort if found.unit == "examples" else 1))
         outlook = "training cannot be expected to work" if over_all > 1 else "only what many rounds agree on remains"
-        agreed = f"over all {pluralize(rounds, 'round')}, {over_all:.2g} times that of what agrees"
-        return f"{about}; {agreed}. It swamps the signal, and {outlook}; {fix}"
+        summed = f"Over all {pluralize(rounds, 'round')} it has {over_all:.2g} times the norm of what the updates share"
+        return f"{about}. {summed}. It swamps the signal, and {outlook}. {fix}"
     if ratio > SEVERE[found.unit]:
-        return f"{about}: it slows training considerably, and averages out only over many rounds; to reduce it, {fix}"
+        return f"{about}. It slows training considerably, and averages out only over many rounds. {fix}"
     return f"{about}: training can be expected to work."
