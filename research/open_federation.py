@@ -505,7 +505,7 @@ def judged(shown: Demonstration, replay: Path) -> tuple[dict[str, dict[str, floa
         for what, holds in {
             "durable rounds were lost": not lost,
             "rounds are missing": done == list(range(1, shown.rounds + 1)),
-            "the revoked member ended otherwise": revoked["exit_code"] == 4 and gone in revoked["told"],
+            "the revoked member did not end with exit code 4": revoked["exit_code"] == 4 and gone in revoked["told"],
             "the revoked member was asked again": not later,
             **{f"{what}: not equal to the replay": is_equal for what, is_equal in equal.items()},
         }.items()
