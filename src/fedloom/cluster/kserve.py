@@ -98,7 +98,7 @@ def kserve_objects(uri: str, name: str, settings: ClusterSettings, model_format:
         "annotations": {**settings.annotations},
         **{key: pod.pop(key) for key in _OF_RUNTIME if key in pod},
     }
-    del pod["restartPolicy"]  # of a Deployment's pods it is Always
+    del pod["restartPolicy"]  # a Deployment only allows Always
     serving: Manifest = {"apiVersion": "serving.kserve.io/v1alpha1", "kind": "ServingRuntime"}
     serving |= {"metadata": _metadata(name, settings), "spec": runtime}
     return [serving, _service(uri, name, settings, "fedloom", name, pod)]

@@ -44,7 +44,7 @@ class Summation:
     signature_bytes: int = 1
     """Length of the signatures of clients' keys."""
     clients_per_round: int = 1
-    """As in the experiment; only differential privacy uses it."""
+    """``federation.clients_per_round``; only used with differential privacy."""
     is_lasting: bool = False
     """True if a client's answers are the same in every round of every run."""
 

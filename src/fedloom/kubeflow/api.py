@@ -251,7 +251,7 @@ class Kubeflow:
         from urllib3.exceptions import HTTPError
 
         path = "/apis/v1alpha1/runs/{run}/nodes/{pod}/log"
-        end = b""  # of the log, where a failure is recorded
+        end = b""  # end of the log, where a failure is recorded
         try:
             answer = self._ask(
                 f"read the log of {pod}",

@@ -113,7 +113,7 @@ class ModelRegistry:
             found = self._ask("GET", f"{one}?{urlencode(query)}")
             if found.get("name") == body["name"]:
                 return found, False
-        except _NotFound:  # of none, and of several that match
+        except _NotFound:  # no object matches, or several do
             pass
         return self._made_or_found(made, listed, body)
 

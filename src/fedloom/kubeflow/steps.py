@@ -54,7 +54,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        listen_to_parent()  # of `fedloom pipeline local`
+        listen_to_parent()  # the parent is `fedloom pipeline local`
         try:
             return body(*args, **kwargs)
         except FedloomError as error:

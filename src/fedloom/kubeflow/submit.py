@@ -322,13 +322,13 @@ def _author_tasks(nodes: Sequence[Any]) -> Iterator[tuple[Any, str, int | None]]
 
 def _failure(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomError:
     run = ended.run_id
-    ends: dict[str, set[str]] = {}  # of each task, without its attempts
+    ends: dict[str, set[str]] = {}  # end states by task
     for node, name, attempt in _author_tasks(nodes):
         if attempt is None:
             ends.setdefault(name, set()).add(node.state)
     failed = [name for name, states in ends.items() if "FAILED" in states]
     records = list(_records(kubeflow, run, nodes, _executor_templates(kubeflow, ended)))
-    # A task that was tried again, and succeeded, has left records, too.
+    # A task that succeeded when it was retried also has records of failures.
     last = [record for record in records if "SUCCEEDED" not in ends.get(record.message.partition(": ")[0], ())]
     if records:
         first = (last or records)[0]

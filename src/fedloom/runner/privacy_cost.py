@@ -328,7 +328,7 @@ def _sentences(found: PrivacyCost) -> list[str]:
         )
     elif found.unit == "clients":
         sentences.append(
-            "Each client adds a share of noise. The aggregator knows who takes part, so sampling adds no privacy toward it."
+            "Each client adds a share of the noise. The aggregator knows who takes part, so sampling does not count for it."
         )
     else:
         sentences.append("Clients add the noise themselves: ε holds toward the aggregator, too.")

@@ -106,7 +106,7 @@ class Worker:
         self._device = assemble.use_device(options.device, options.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
-        self._revealed: RevealedSums | None = None  # of this process, across aggregators
+        self._revealed: RevealedSums | None = None  # kept across aggregators in this process
         self._introduction = Introduction(
             worker=name,
             clients=self._provider.clients,

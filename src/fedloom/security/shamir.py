@@ -42,7 +42,7 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
     """
     if not 1 <= threshold <= holders < PRIME:
         raise ValueError(f"the threshold must be 1 to {holders}, the number of holders (got {threshold})")
-    coefficients = [_element(random_secret()) for _ in range(threshold - 1)]  # of the highest power first
+    coefficients = [_element(random_secret()) for _ in range(threshold - 1)]  # highest power first
     constant = _element(secret)
     shares = []
     for x in range(1, holders + 1):

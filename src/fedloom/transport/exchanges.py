@@ -236,7 +236,7 @@ class OpenConversation:
         self.key = key
         self.calls: list[Call] = []  # kept until the conversation is closed, for workers that lack them
         self.current: Exchange | None = None
-        self.rows: frozenset[int] = frozenset()  # of the whole cohort
+        self.rows: frozenset[int] = frozenset()  # all rows of the cohort
         self.holders: dict[int, str] = {}  # worker that each row stays with
         self._asked: set[tuple[int, int]] = set()  # exchange, row
 

@@ -135,7 +135,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._access = access
         self._audit = audit
         self._peers: set[Peer] = set()
-        self._budgets: dict[str, TokenBucket] = {}  # by the name of each identity that has been admitted
+        self._budgets: dict[str, TokenBucket] = {}  # by name of an admitted identity
         self._versions = access.refresh()  # versions of the files when streams were last checked
         self._reading: asyncio.Task[dict[Path, int]] | None = None
 

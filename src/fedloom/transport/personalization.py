@@ -293,7 +293,7 @@ class Personalization:
         except WireError as error:
             if not reader.size and error.refusal is Refusal.TRUNCATED:
                 return None
-            if error.refusal is Refusal.CHECKSUM:  # of an older protocol, too, whose frames have no seal
+            if error.refusal is Refusal.CHECKSUM:  # may be an older protocol, whose frames have no seal
                 raise WireError(error.refusal, f"the first frame cannot be read; {_SAME_VERSION}") from None
             raise
         return ask

@@ -89,7 +89,7 @@ class WorkerConnection:
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
         self._failed_verifications = 0  # consecutive
-        self._refused: RefusedError | None = None  # by the last aggregator reached
+        self._refused: RefusedError | None = None  # refusal by the last aggregator reached
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
