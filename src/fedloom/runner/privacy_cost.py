@@ -328,7 +328,8 @@ def _sentences(found: PrivacyCost) -> list[str]:
         )
     elif found.unit == "clients":
         sentences.append(
-            "Each client adds a share of the noise. The aggregator knows who takes part, so sampling does not count for it."
+            "Each client adds a share of the noise. The aggregator knows who takes part, so sampling gives no privacy "
+            "toward it."
         )
     else:
         sentences.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
