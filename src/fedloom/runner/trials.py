@@ -58,7 +58,7 @@ class Trial:
     measured
         Score by evaluated round: the headline metric on validation data, or minus it if lower is better.
     behind
-        True if early stopping ended it at its last evaluation.
+        True if early stopping asked to stop it at its last evaluation.
     state
         ``done`` after its last round, ``stopped`` early, or ``failed``.
     score
