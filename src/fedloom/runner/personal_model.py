@@ -332,11 +332,11 @@ class PersonalModel(nn.Module):
         return "\n".join(
             (
                 f"Weights of a `{c.model}` for client {c.client}: {self._origin()}.",
-                f'Read them: `weights = safetensors.torch.load_file("{name}")`, a `state_dict` of '
+                f'Load them with `weights = safetensors.torch.load_file("{name}")`: a `state_dict` of '
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
                 *self._usage(),
-                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
-                "its network.",
+                "The key `fedloom` of the file's metadata has the same information as JSON. Files in the formats .pt2 and "
+                ".onnx include the network.",
                 "",
             )
         )
@@ -344,16 +344,16 @@ class PersonalModel(nn.Module):
     def _adapter_readme(self, beside: bool) -> str:
         """Return a short text on how to use the adapter."""
         other = (
-            f"`{BESIDE}` holds what was trained beside the adapter, by the names of the whole module: "
+            f"`{BESIDE}` has the other trained tensors, by their names in the whole module. Load them with "
             f'`module.load_state_dict(safetensors.torch.load_file("FOLDER/{BESIDE}"), strict=False)`.'
         )
         return "\n".join(
             (
                 f"Adapter for client {self.card.client}: {self._origin()}.",
-                "Open it with the base that the run's factory makes: `PeftModel.from_pretrained(base, FOLDER).eval()`.",
+                "Load it with `PeftModel.from_pretrained(base, FOLDER).eval()`; `base` is the model from the run's factory.",
                 *([other] if beside else []),
                 *self._usage(),
-                f"`{CARD}` has all this as JSON.",
+                f"`{CARD}` has the same information as JSON.",
                 "",
             )
         )
