@@ -135,9 +135,9 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
         rows,
     )
     print_paragraph(
-        "Training against test examples of the same clients. AUC: 0.5 is chance; highest: of one client. TPR: at a "
-        f"false positive rate of 1 %. ε: with {100 * found['confidence']:g} % confidence at δ = {found['delta']:g}, "
-        "if examples are independent."
+        "Training against test examples of the same clients. AUC: 0.5 is chance level. Highest: AUC of the client with "
+        "the highest one. TPR: at a false positive rate of 1 %. ε: lower bound with "
+        f"{100 * found['confidence']:g} % confidence at δ = {found['delta']:g}, if examples are independent."
     )
 
 

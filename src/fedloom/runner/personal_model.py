@@ -335,8 +335,8 @@ class PersonalModel(nn.Module):
                 f'Load them with `weights = safetensors.torch.load_file("{name}")`: a `state_dict` of '
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
                 *self._usage(),
-                "The key `fedloom` of the file's metadata has the same information as JSON. Files in the formats .pt2 and "
-                ".onnx include the network.",
+                "The key `fedloom` of the file's metadata has the same information as JSON. The formats .pt2 and .onnx "
+                "include the network.",
                 "",
             )
         )
@@ -350,7 +350,7 @@ class PersonalModel(nn.Module):
         return "\n".join(
             (
                 f"Adapter for client {self.card.client}: {self._origin()}.",
-                "Load it with `PeftModel.from_pretrained(base, FOLDER).eval()`; `base` is the model from the run's factory.",
+                "Load it with `PeftModel.from_pretrained(base, FOLDER).eval()`; `base` comes from the run's factory.",
                 *([other] if beside else []),
                 *self._usage(),
                 f"`{CARD}` has the same information as JSON.",
