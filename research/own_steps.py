@@ -169,7 +169,7 @@ def drawn(lines: Sequence[Measured]) -> Figure:
         axes.plot([t for t, _ in found], [mean for _, mean in found], ".", color=colour)
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xticks(sorted({line.steps for line in lines}), [str(t) for t in sorted({line.steps for line in lines})])
-    axes.set_xlabel("steps of a new client's own")
+    axes.set_xlabel("local steps of a new client")
     axes.set_ylabel("test accuracy, %")
     axes.legend()
     return figure

@@ -194,7 +194,7 @@ def curves(runs: Runs) -> Figure:
             axes.plot(x, y, ".", color=COLOURS[method], markersize=3)
         axes.set_xscale("symlog", linthresh=1)
         axes.set_xticks(STEPS, [str(t) for t in STEPS])
-        axes.set(title=title, xlabel="steps of a new client's own")
+        axes.set(title=title, xlabel="local steps of a new client")
     for axes in figure.axes[::columns]:
         axes.set_ylabel("test accuracy, %")
     figure.axes[0].legend()

@@ -24,7 +24,7 @@ NAMES = {
     "fedbn": "FedBN",
 }
 AS_IT_IS = {
-    "fedavg": "FedAvg's shared model, as it is",
+    "fedavg": "FedAvg's shared model",
     "fedavg-local-statistics": "shared weights, local statistics",
 }
 """Names of the models that a method's clients share, before fine-tuning."""

@@ -112,7 +112,7 @@ def own_steps(runs: Runs) -> Figure:
         for line in lines:
             axes.plot(x, [line[f"after_{k}"] for k in steps], ".", color=colour, markersize=4, alpha=0.6)
     axes.set_xticks(range(len(STEPS)), [str(k) for k in STEPS])
-    axes.set_xlabel("training steps that the new client makes itself, on 10 images")
+    axes.set_xlabel("local training steps of the new client, on 10 images")
     axes.set_ylabel("test accuracy, %")
     axes.set_title("A client that was never seen in training")
     axes.legend(loc="lower right")
