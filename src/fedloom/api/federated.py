@@ -284,7 +284,7 @@ def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
     from fedloom.data.values import as_array
 
     if not isinstance(name, str) or not name.strip():
-        raise DataError(f"clients must have names that are text (got {name!r}).", key="clients")
+        raise DataError(f"Names of clients must be strings (got {name!r}).", key="clients")
     if not isinstance(given, Mapping):
         if not isinstance(given, Sequence) or len(given) != 2:
             raise DataError(f"client {name} must be (x, y) or a dict (got a {type(given).__name__}).", key="clients")

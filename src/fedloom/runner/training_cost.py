@@ -92,7 +92,7 @@ def _summary(path: Path, text: str) -> Mapping[str, Any]:
         if isinstance(found, dict):
             return found
     except ValueError as error:  # also digests.Damaged
-        raise DataError(f"{path} is damaged: {error}", hint="get the file again") from None
+        raise DataError(f"{path} is damaged: {error}", hint="obtain the file again") from None
     raise DataError(f"{path} must hold a JSON object, and holds a {type(found).__name__}.")
 
 

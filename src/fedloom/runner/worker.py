@@ -212,7 +212,7 @@ def _digests(about: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the digests of the model's constants in a description; raise RefusedError if they are malformed."""
     found = about.get("constants", {})
     if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
-        raise RefusedError("the aggregator's description of its run has constants that are not digests by name")
+        raise RefusedError("the aggregator's description of its run has invalid digests of constants")
     return {printable(name): printable(digest) for name, digest in found.items()}
 
 
