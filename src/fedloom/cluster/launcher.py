@@ -190,7 +190,7 @@ class Launcher:
             if time.monotonic() > until:
                 names = ", ".join(f"{kind} {found['metadata']['name']}" for kind, found in left)
                 raise WorkerLostError(
-                    f"still there {DELETE_TIMEOUT_S:.0f} s after being deleted: {names}",
+                    f"these objects still exist {DELETE_TIMEOUT_S:.0f} s after their deletion: {names}",
                     hint="see why with kubectl describe, then start again with the same run id",
                 )
             time.sleep(0.5)
@@ -216,10 +216,10 @@ class Launcher:
                 if (kind == "Job" and name.endswith(AGGREGATOR)) or _owners(found) == _owners(manifest):
                     return self._adopted(found)
                 if not _owners(found):
-                    raise Occupied(f"{kind} {name} is there already, and belongs to no federation")
+                    raise Occupied(f"{kind} {name} already exists, and belongs to no federation")
                 # An object owned by another Job belongs to an earlier attempt, and will be garbage-collected.
             time.sleep(0.5)
-        raise WorkerLostError(f"{kind} {name} is being deleted, and is still there after {DELETE_TIMEOUT_S:.0f} s")
+        raise WorkerLostError(f"{kind} {name} is being deleted, and still exists after {DELETE_TIMEOUT_S:.0f} s")
 
     def _create(self, kind: Kind, manifest: Manifest) -> Manifest | None:
         """Create an object; None if another launcher was faster."""
@@ -236,7 +236,7 @@ class Launcher:
         what = f"{found['kind']} {metadata['name']}"
         if (metadata.get("annotations") or {}).get(DIGEST) != self._digest:
             raise Occupied(
-                f"{what} is there already, for the same run id ({f.run_id}) and task ({f.task}), with another "
+                f"{what} already exists for the same run id ({f.run_id}) and task ({f.task}), with another "
                 "specification: other settings or another experiment",
                 hint=f"use another run id or task, or end it: kubectl delete jobs,services -n {f.namespace} "
                 f"-l {f.selector}",
