@@ -1,6 +1,6 @@
 """Building blocks of an algorithm: server algorithm, client algorithm, settings, and the registry of algorithms.
 
-The halves communicate by messages (``fedloom.messages``). The server algorithm is sequential code over a
+The two sides communicate by messages (``fedloom.messages``). The server algorithm is sequential code over a
 :class:`Cohort`; the client algorithm consists of coroutines over a :class:`ClientGroup`. Neither depends on the
 transport.
 """
@@ -35,7 +35,7 @@ Statistics: TypeAlias = dict[str, float]
 
 @dataclass(frozen=True)
 class Setup:
-    """Facts about the problem known to both halves; the aggregator learns them from the manifest, never from data."""
+    """Facts about the problem that both sides have; the aggregator takes them from the manifest, never from data."""
 
     model: FlatModel  # of the clients, as a function of a flat θ
     classes: int  # C; 0 for tasks without classes
@@ -141,7 +141,7 @@ class ServerAlgorithm(ABC):
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return bounds on the training answer of an honest client with this many train examples, by field name.
 
-        The bound of a count is its maximum; that of any other field is the maximum ℓ2 norm of a row. A client that
+        For a count, the bound is the maximum value; for any other field, the maximum ℓ2 norm of a row. A client that
         exceeds a bound is lost for the round. By default only the limits of the quantities apply.
         """
         del examples
@@ -294,7 +294,7 @@ class Algorithm(ABC):
     roster_data: ClassVar[str] = ""
     """Data that the server keeps about a fixed set of clients, such as "a model of each client"; empty for none."""
     no_example_privacy: ClassVar[str | None] = (
-        "Not all that its clients send follows from gradients of its local steps."
+        "Its clients also send values that do not follow from gradients of local steps."
     )
     """Reason in one sentence why training cannot protect examples (:meth:`example_privacy`); None if it can."""
     noisy_training: ClassVar[tuple[str, ...]] = ()

@@ -121,8 +121,8 @@ class TrainBatches:
     members
         Positions of the g clients in the group; all of them by default.
     at_home
-        True if nothing computed from them leaves the clients or affects what does, so that they need no noise. None:
-        True outside training rounds, False in them.
+        True if nothing computed from them leaves the clients or affects anything that does, so that it needs no noise.
+        None: True outside training rounds, False in them.
 
     Raises
     ------
@@ -351,5 +351,5 @@ class TrainBatches:
         return reduce(operator.xor, map(seed_from, streams))
 
     def drawing(self, seed: int | None) -> AbstractContextManager[None]:
-        """Let the model draw the numbers of a seed within the context."""
+        """Seed the random draws of the model within the context."""
         return _NO_DRAWS if seed is None else drawing_with(seed, torch_alone=self._model.draws == ("torch",))

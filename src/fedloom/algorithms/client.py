@@ -92,8 +92,7 @@ class LongestFirst:
 class LocalTrainer(TrainBatches):
     """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
 
-    Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` is the loss of the model as
-    it predicts.
+    Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` uses it in evaluation mode.
 
     Parameters and errors are those of :class:`TrainBatches`. A group that fails at its opening, such as by batches of
     different lengths, is served one by one.
@@ -161,7 +160,7 @@ class LocalTrainer(TrainBatches):
         return Leaves(leaves, {name: buffer[:k] for name, buffer in w.buffers.items()})
 
     def going(self, batch: Batch) -> int:
-        """Return the number of clients that step on a shrinking batch: the first ones."""
+        """Return the number of clients that still step on a shrinking batch; they are the first rows."""
         return len(batch.weight) if self.stacked else 1
 
     def padded(self, loss: Tensor) -> Tensor:
@@ -195,7 +194,7 @@ class LocalTrainer(TrainBatches):
 
     @torch.no_grad()
     def measured(self, w: Parameters, *pieces: Batch) -> Tensor:
-        """Return f_i(w_i) over the examples of some pieces, ``[g]``, of the models as they predict; no gradients."""
+        """Return f_i(w_i) over the examples of some pieces, ``[g]``, in evaluation mode, without gradients."""
         self._refuse_if_private("a loss")
         parts = [self._value(self._measured, w, piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

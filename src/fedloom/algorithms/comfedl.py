@@ -3,7 +3,7 @@
 F. Huang, J. Li, arXiv 2106.11264 (papers/002). Minimizes (1/n) Σ g^i(f^i(w)) (eq. 1) by local steps along
 ∇g^i(f^i(w))ᵀ ∇f^i(w) and a uniform mean. There are two instances: distributionally robust averaging (eq. 6), where f^i
 is the client's loss, and ComFedL-DAMAML (eq. 10), where f^i is one inner gradient step. In both, g^i takes the
-exponential of a loss. Its literal form leaves the range in which SGD can work, so there are two more ways to scale it
+exponential of a loss. The literal form produces values with which SGD fails, so two other scales are available
 (docs/algorithms/comfedl.md).
 """
 
@@ -41,7 +41,7 @@ def optimal_weights(losses: Tensor, gamma: float) -> Tensor:
 
 
 def composed_loss(losses: Tensor, gamma: float) -> Tensor:
-    """Return that maximum, γ log((1/n) Σ exp(f_i/γ)), a scalar between the mean and the largest loss (eq. 5 and 21)."""
+    """Return the maximum at these weights, γ log((1/n) Σ exp(f_i/γ)), between mean and largest loss (eq. 5 and 21)."""
     largest = losses.max()
     above: Tensor = gamma * torch.exp((losses - largest) / gamma).mean().log()
     return largest + above
@@ -99,7 +99,7 @@ class ComFedLServer(SharedModelServer):
         }
 
     def _refuse_left(self, cohort: Cohort, updates: Replies[CompositionalUpdate]) -> None:
-        """Raise if a client left the finite range in its steps, which it names unless only sums are known."""
+        """Raise if a client left the finite range in its steps; the error names it unless only sums are known."""
         if not isinstance(updates, Sums):
             self._refuse(cohort, updates.left_loss, updates.left)
         elif not updates.is_noisy and updates.total(updates.left):  # noise hides a client that left: its update is 0
@@ -340,7 +340,7 @@ class ComFedLSettings(Settings):
         return (exponential if self.scale == "normalized" else exponential / self.gamma).to(loss.dtype)
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class LossAtSharedModel(Message):

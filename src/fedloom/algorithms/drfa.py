@@ -66,7 +66,7 @@ class DRFAServer(SharedModelServer):
         return bounds | ({"delta_noted": bounds["delta_theta"]} if "delta_theta" in bounds else {})
 
     def train_round(self, round: Round) -> base.Statistics:
-        """Perform Algorithm 1 for one s."""
+        """Perform one iteration s of Algorithm 1."""
         s, theta, weights = self.settings, self.state["theta"], self.state["weights"]
         cohort = round.sample(weights=weights, replace=s.replace)  # line 2
         moment = torch.randint(1, s.local.steps + 1, (1,), generator=round.generator("moment"))  # line 3

@@ -29,7 +29,7 @@ def clipped_sums(
     Parameters
     ----------
     model
-        Model in training mode. What it draws with torch's generator differs from example to example.
+        Model in training mode. Its draws from torch's generator differ between examples.
     names
         Leaves to differentiate by.
     clip

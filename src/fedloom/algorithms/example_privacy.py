@@ -1,4 +1,4 @@
-"""Differential privacy of examples in local training: which methods and settings can, and by which steps."""
+"""Differential privacy of examples in local training: the methods and settings that allow it, and their noisy steps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_example_privacy(method: Algorithm, settings: Any) -> None:
     ExperimentError
         If it cannot; the message begins with the key to change.
     """
-    why = method.example_privacy(settings) if _is_stated(method) else "It has not stated that it can."
+    why = method.example_privacy(settings) if _is_stated(method) else "The method does not state that it can."
     if why is not None:
         raise ExperimentError(
             f"algorithm.name: {method.name} cannot protect single examples ({KEY}: examples). {why}",

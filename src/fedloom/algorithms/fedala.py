@@ -1,4 +1,4 @@
-"""FedALA: each client learns, element by element, how much of the shared model to take over into its own.
+"""FedALA: each client learns, element by element, how much of the shared model to adopt.
 
 J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, FedALA: adaptive local aggregation for personalized
 federated learning, AAAI 2023, arXiv 2212.01197, Algorithm 1. A client's visit starts at Θ̂_i: its own model Θ_i of the

@@ -37,7 +37,7 @@ class FedAvgSettings(Averaging):
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class SharedModel(Message):

@@ -80,7 +80,7 @@ class FedYogiSettings(AdaptiveSettings):
     """Keys of ``algorithm`` for FedYogi."""
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """Return v ← v - (1 - β₂) Δ² sign(v - Δ²) (Yogi): v forgets no faster than it learns."""
+        """Return v ← v - (1 - β₂) Δ² sign(v - Δ²) (Yogi): v moves by (1 - β₂) Δ² in either direction."""
         return v - (1 - self.beta2) * square * (v - square).sign()
 
 

@@ -4,7 +4,7 @@ Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang, FedProto: federated
 heterogeneous clients, AAAI 2022, arXiv 2105.00243, Algorithm 1. A client trains its model on its loss, plus λ times the
 mean squared distance of each example's features from the global prototype of its class, and answers with the features
 of its examples, summed by class. The server makes their means (eq. 6). A client predicts the class of the nearest
-global prototype (eq. 8). Models never travel; they start alike, from a number that the server draws. Line numbers refer
+global prototype (eq. 8). Models never travel; they start alike, from a seed that the server draws. Line numbers refer
 to docs/algorithms/fedproto.md.
 """
 
@@ -42,7 +42,7 @@ IMPOSSIBLE = -1e6
 
 
 class PrototypeTrainRequest(Message):
-    """Opening of training: global prototypes, the classes that have one, and the number that starts a new model."""
+    """Opening of training: global prototypes, the classes that have one, and the seed of a new model."""
 
     prototypes: Tensor = broadcast(Quantity.DESCRIPTOR)  # [C, f]
     known: Tensor = broadcast(Quantity.COUNT)  # [C] float64, 0 or 1
@@ -132,7 +132,7 @@ class FedProtoClient(base.ClientAlgorithm):
         return self.settings.personalize_steps
 
     def _own(self, clients: ClientGroup, opening: PrototypeTrainRequest) -> Tensor:
-        """Return the clients' kept models ``[g, d]``; a new client's starts from the server's number, or its own."""
+        """Return the clients' kept models ``[g, d]``; a new client's starts from the server's seed, or its own."""
         members = range(len(clients))
         if self.settings.start == "common":
             generators = [torch.Generator().manual_seed(int(opening.seed)) for _ in members]
@@ -186,7 +186,7 @@ def class_sums(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Ten
 
 
 def nearest(model: FlatModel, theta: Tensor, opening: PrototypeTrainRequest) -> Tensor:
-    """Return θ ``[g, d]`` whose head has the logits -‖z - C_j‖²/2, up to a number that all classes share (eq. 8)."""
+    """Return θ ``[g, d]`` whose head has the logits -‖z - C_j‖²/2, up to a constant that all classes share (eq. 8)."""
     prototypes = opening.prototypes
     bias = torch.where(opening.known > 0, -prototypes.square().sum(1) / 2, IMPOSSIBLE)
     head = torch.cat([prototypes.flatten(), bias.to(prototypes)])

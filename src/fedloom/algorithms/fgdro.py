@@ -50,7 +50,7 @@ class FGDROServer(SharedModelServer):
         Raises
         ------
         FloatingPointError
-            If v is not positive, which no honest answers make.
+            If v is not positive, which honest answers cannot cause.
         """
         theta, value = self.state["theta"], self.state["value"]
         updates = round.sample().send(RobustModel(theta, value, self.state["moments"]), RobustUpdate)  # line 1
@@ -179,7 +179,7 @@ class FGDROSettings(Settings):
         return LocalSGD.model_validate({**dict(self.local), "optimizer": "adam", "eps": self.eps})
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class RobustModel(Message):

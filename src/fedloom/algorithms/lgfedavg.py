@@ -3,7 +3,7 @@
 P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency, Think locally,
 act globally: federated learning with local and global representations, 2020, arXiv 2001.01523, Algorithm 1. Both are
 trained together, and only the head is averaged. All bodies start from the same draw, which is sent along with the head:
-without a common start, the features of different clients would not mean the same to the head.
+without a common start, the features of different clients would not be comparable.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class LocalServer(base.ServerAlgorithm):
         super().__init__(settings, setup)
 
     def train_round(self, round: Round) -> Statistics:
-        """Refuse: the method has no rounds.
+        """Raise an error, because the method has no rounds.
 
         Raises
         ------

@@ -49,7 +49,7 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 
 def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """Return views of as many first rows of stacked tensors as ``like`` has; the tensors themselves if that is all."""
+    """Return views of the first rows of stacked tensors, as many as ``like`` has, or the tensors if that is all."""
     whole = not tensors or tensors[0].shape == like[0].shape
     return tensors if whole else [tensor[: len(like[0])] for tensor in tensors]
 

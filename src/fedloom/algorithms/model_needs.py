@@ -52,10 +52,10 @@ def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: Fl
     """Raise ExperimentError if a method does not support the task of a model that uses labels."""
     if not model.needs_labels or model.task.target_kind in tasks:
         return
-    does = ", ".join(tasks[:-1]) + (" and " if tasks[:-1] else "") + tasks[-1]
+    supported = ", ".join(tasks[:-1]) + (" and " if tasks[:-1] else "") + tasks[-1]
     raise ExperimentError(
-        f"algorithm.name: {name} does only {does}, but the task is {model.task.name}. {restriction}",
-        hint="docs/algorithms/README.md lists the tasks of each method; fedavg does all of them",
+        f"algorithm.name: {name} supports only {supported}, but the task is {model.task.name}. {restriction}",
+        hint="docs/algorithms/README.md lists the tasks of each method; fedavg supports all of them",
         key="algorithm.name",
         found=name,
     )
@@ -93,8 +93,8 @@ def _problem(need: Need, model: FlatModel) -> str | None:
         return "needs layers before the last one, but this model has one layer"
     if need == "linear head" and model.layout.logits_apart:
         return (
-            f"computes logits by the head alone, but the outputs of {model.layout.last!r} in this model are not the "
-            "logits, which only follow from them. Return the outputs of the layer"
+            f"computes logits by the head alone, but the outputs of {model.layout.last!r} in this model are not "
+            "the logits, which are computed from them. Make the module return the outputs of the layer"
         )
     if need == "linear head" and not model.layout.head_is_linear:
         head = f"{model.layout.last!r} of this model is parametrized ({', '.join(model.layout.head)})"

@@ -1,9 +1,9 @@
 """MOON: FedAvg whose clients' features stay near those of the shared model, and move away from those of old ones.
 
 Q. Li, B. He, D. Song, Model-contrastive federated learning, CVPR 2021, arXiv 2103.16257, Algorithm 1. A client adds to
-its loss, for each example, μ times the cross-entropy of telling the shared model's features from those of its own model
-of its last visit, by their cosine similarities to the features in training (eq. 3). The features are the inputs of the
-last linear layer: there is no projection head. Line numbers refer to docs/algorithms/moon.md.
+its loss, for each example, μ times the cross-entropy of distinguishing the shared model's features from those of its
+own model at its last visit, by their cosine similarities to the features in training (eq. 3). The features are the
+inputs of the last linear layer: there is no projection head. Line numbers refer to docs/algorithms/moon.md.
 """
 
 from __future__ import annotations

@@ -396,7 +396,7 @@ def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
     return None
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class GlobalGaussian(Message):

@@ -1,7 +1,7 @@
 """Answers that a server uses only as weighted sums over the cohort (:meth:`Algorithm.sums`).
 
 Such a method needs no client's own answer, so its updates can be summed under secure aggregation, or clipped and made
-private, without a line of its own.
+private, without any code of its own.
 """
 
 from __future__ import annotations

@@ -424,7 +424,7 @@ def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
     return 1 / (t + 1) if isinstance(schedule, str) else schedule
 
 
-# --- what travels -----------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 class SharedStates(Message):

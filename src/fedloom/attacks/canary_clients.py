@@ -1,9 +1,9 @@
 """Canary clients: members of a federation whose update is a random direction, or nothing, as a fair coin decides.
 
 G. Andrew, P. Kairouz, S. Oh, A. Oprea, H. B. McMahan, V. Suriyakumar, One-shot empirical privacy estimation for
-federated learning, ICLR 2024, arXiv 2302.03098, Algorithm 1. Random directions of many dimensions are nearly
-orthogonal to each other and to what honest clients send, so that the dot product of a direction with the change of the
-model tells how often it was added, up to noise.
+federated learning, ICLR 2024, arXiv 2302.03098, Algorithm 1. Random directions of many dimensions are nearly orthogonal
+to each other and to what honest clients send, so that the dot product of a direction with the change of the model shows
+how often it was added, up to noise.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ LEAST = 8
 def guess_counts(canaries: int) -> list[tuple[int, int]]:
     """Return the numbers of guesses "in" and "out" to try: equally many of each, or half as many guesses, all "in".
 
-    A canary that is in shows itself only if it was sampled, so guesses "in" are the surer ones.
+    A canary that is in has a high score only if it was sampled, so guesses "in" are more reliable.
     """
     sizes = [round(canaries * share) for share in SHARES]
     counts = [(size // 2, size - size // 2) for size in sizes] + [(size // 2, 0) for size in sizes]

@@ -29,7 +29,7 @@ STEPS, ITERATIONS, RESTARTS = 800, 300, 2
 """Steps by direction and iterations by distance for one example, and number of starts; the closest result counts."""
 
 MATCHED, EXPLAINED = 1e-5, 1e-2
-"""Cosine distances that end the search, and below which a linear layer's input is believed."""
+"""Cosine distances that end the search, and below which the input found by a linear layer is accepted."""
 
 STEPS_OF_MANY = 200
 """Steps of gradient matching for several examples, from one start."""
@@ -41,7 +41,7 @@ SMOOTHNESS = 0.02
 """Weight of the total variation of images."""
 
 LARGEST_PSNR = 120.0
-"""Maximum peak signal-to-noise ratio, dB: an equal picture has an infinite one."""
+"""Maximum peak signal-to-noise ratio, dB: identical pictures would have an infinite one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ def invert_linear_layer(target: Target) -> Tensor | None:
 
     With outputs a = W x + b of each example, row i of the gradient is ∂L/∂W_i = Σ ∂L/∂a_i xᵀ, and ∂L/∂b_i = Σ ∂L/∂a_i:
     their ratio is x itself for one example, and a weighted mean of several; of those that activate unit i, only. Rows
-    are in the order of the size of their gradient, the surest first.
+    with larger gradients, which are more reliable, come first.
     """
     found = linear_layer(target.model.layout, math.prod(target.shape))
     if found is None:
@@ -131,9 +131,9 @@ def reconstruct(target: Target, low: float, high: float, *, alone: bool) -> tupl
 
 
 def explains(target: Target, x: Tensor) -> bool:
-    """Return whether the gradient at an input ``[1, *shape]`` has the direction of the target's, as an attacker tests.
+    """Return whether the gradient at an input ``[1, *shape]`` has the target's direction, which an attacker can test.
 
-    A layer may have the size of a first layer, and take something else.
+    A layer can have the size of a first layer, but another input.
     """
     return float(_cosine_distance(target)(x).detach()) < EXPLAINED
 
@@ -212,7 +212,7 @@ def _by_direction(
 def _gradients(target: Target) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
     """Return pairs of (∇, ∇*) by leaf as a differentiable function of inputs x.
 
-    The model is the one that predicts if training draws numbers, which an attacker does not know.
+    If training draws random numbers, which an attacker does not know, the model is in evaluation mode.
     """
     model = target.model if target.model.draws else target.model.in_training()
     leaves = model.layout.divided(model.layout.leaves(target.theta, requires_grad=True))

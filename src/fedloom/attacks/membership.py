@@ -2,7 +2,7 @@
 
 S. Yeom, I. Giacomelli, M. Fredrikson, S. Jha, Privacy risk in machine learning, CSF 2018, arXiv 1709.01604: an example
 of low loss is likely a training example. N. Carlini et al., Membership inference attacks from first principles, S&P
-2022, arXiv 2112.03570: the rate at a low rate of false positives says what an average cannot.
+2022, arXiv 2112.03570: the true positive rate at a low false positive rate shows more than an average.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Scores = NDArray[np.float64]
 """Scores of examples, ``[n]``: the higher, the likelier a member."""
 
 LOW_FPR = 0.01
-"""Rate of false positives at which a rate of true positives is reported."""
+"""False positive rate at which the true positive rate is reported."""
 
 CURVE_POINTS = 200
 """Maximum number of points of a curve in a document."""
@@ -95,7 +95,7 @@ class RocCurve:
 
     @classmethod
     def of(cls, members: Scores, others: Scores) -> RocCurve:
-        """Return the curve of two sets of scores, neither empty; equal scores are decided alike."""
+        """Return the curve of two sets of scores, neither empty; equal scores get the same decision."""
         scores = np.concatenate([members, others])
         order = np.argsort(-scores, kind="stable")
         is_member = order < len(members)

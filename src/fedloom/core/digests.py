@@ -1,7 +1,7 @@
 """Digests inside the files of a run, by which readers detect changes.
 
 In a JSON object and on every line of a JSON Lines file, ``digest`` is the last key. YAML begins with a comment that
-holds the digest. A digest covers the bytes around it, so programs that do not know it (jq, pandas) read the file as
+holds the digest. A digest covers the bytes around it, so programs that do not check it (jq, pandas) read the file as
 before. On a line it also covers the previous line's digest: a line that was changed, removed, inserted or moved breaks
 the chain. A line cut short by a crash has no end, and therefore no digest.
 """

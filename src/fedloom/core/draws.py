@@ -20,7 +20,7 @@ def seed_from(generator: torch.Generator) -> int:
 
 
 def drawing_from(generator: torch.Generator) -> AbstractContextManager[None]:
-    """Return :func:`drawing_with` a seed that a generator draws; the generator advances by one draw."""
+    """Return :func:`drawing_with` for a seed that a generator draws; the generator advances by one draw."""
     return drawing_with(seed_from(generator))
 
 

@@ -24,7 +24,7 @@ def collection_paused() -> Iterator[None]:
 
 @contextmanager
 def imports_frozen() -> Iterator[None]:
-    """Keep the objects that exist now out of collections within the block, unless the process has frozen its own.
+    """Keep the objects that exist now out of collections within the block, unless the process froze some itself.
 
     Imported objects are never garbage, and scanning them would slow every collection. All objects are unfrozen at the
     end, because the process may continue and must be able to free those that were not imported.

@@ -132,12 +132,12 @@ def ends_with_parent() -> bool:
 
 
 def tell_notice(text: str) -> None:
-    """Report a line for the user to the parent, if it listens."""
+    """Report a line for the user to the parent, if it collects reports."""
     _tell({"notice": text})
 
 
 def tell_failure(error: BaseException) -> None:
-    """Report to the parent, if it listens, why this process is about to end."""
+    """Report to the parent, if it collects reports, why this process is about to end."""
     if isinstance(error, FedloomError):
         _tell({"failure": error.as_json()})
     else:

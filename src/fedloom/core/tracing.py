@@ -31,7 +31,7 @@ _OFF: AbstractContextManager[None] = nullcontext()
 def start_tracing(service: str) -> None:
     """Trace until :func:`stop_tracing`, to the collector that OpenTelemetry's environment variables name.
 
-    A slow or absent collector loses spans and has no other effect.
+    If the collector is slow or absent, spans are lost; there is no other effect.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def start_tracing(service: str) -> None:
     Raises
     ------
     ExperimentError
-        If OpenTelemetry is not installed, or the environment asks for a protocol other than OTLP over gRPC.
+        If OpenTelemetry is not installed, or the environment selects a protocol other than OTLP over gRPC.
     """
     global _provider, _tracer
     for name in PROTOCOLS:

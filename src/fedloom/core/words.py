@@ -79,8 +79,8 @@ def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     Raises
     ------
     ValueError
-        If it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it has half a
-        character (``\\ud800``), which no terminal can show.
+        If it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it has an
+        unpaired surrogate (``\\ud800``), which no terminal can show.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)

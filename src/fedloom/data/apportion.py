@@ -50,7 +50,7 @@ def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None =
     demand = mixes.sum(0)
     per_unit = np.divide(available, demand, out=np.full(len(demand), np.inf), where=demand > 0)
     largest = np.where(mixes > 0, per_unit, np.inf).min(1)
-    # Rounding errors may put a whole number just below itself.
+    # Rounding errors can leave a whole number slightly too small.
     whole: NDArray[np.int64] = np.floor(largest * (1 + 1e-12) + 1e-9).astype(np.int64)
     return whole if cap is None else np.minimum(whole, cap)
 

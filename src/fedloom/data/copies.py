@@ -35,7 +35,7 @@ def _equal_rows(x: NDArray[Any]) -> Positions:
 
 
 def firsts_of(positions: Positions, group: Positions) -> Positions:
-    """Return the first of these ascending positions in each group, ascending."""
+    """Return the first of these positions in each group; both in ascending order."""
     return positions[np.sort(np.unique(group[positions], return_index=True)[1])]
 
 

@@ -56,7 +56,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Private data of one client, known by its id in the manifest: disjoint splits with the same class mix.
+    """Private data of one client, identified by its id in the manifest: disjoint splits with the same class mix.
 
     ``classes`` is C, the number of classes in the whole data set; 0 if the targets are not classes.
     """

@@ -164,7 +164,7 @@ class InputSpec:
         return None
 
     def values_fault(self, x: NDArray[Any], classes: int, what: str = "the inputs are") -> str | None:
-        """Return why an array cannot be the inputs of examples as a shard holds them, or None."""
+        """Return why an array cannot hold the inputs of a shard's examples, or None."""
         dtype = DTYPES[self.kind]
         if x.shape[1:] != self.shape or x.dtype != dtype:
             return (

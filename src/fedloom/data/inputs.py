@@ -15,12 +15,12 @@ X = TypeVar("X", bound=Inputs)
 
 
 def each(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return inputs after a function of each tensor."""
+    """Apply a function to each tensor of the inputs, and return the results."""
     return function(x) if isinstance(x, Tensor) else {name: function(tensor) for name, tensor in x.items()}
 
 
 def each_named(x: Inputs, function: Callable[[str, Tensor], Tensor]) -> Inputs:
-    """Return inputs after a function of each name and tensor; the name of a single tensor is empty."""
+    """Apply a function to each name and tensor, and return the results; a single tensor has the empty name."""
     return function("", x) if isinstance(x, Tensor) else {name: function(name, tensor) for name, tensor in x.items()}
 
 
@@ -32,7 +32,7 @@ def first(x: Inputs) -> Tensor:
 def single(x: Inputs) -> Tensor:
     """Return the one input tensor; raise TypeError for named ones, which callers reject."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"one input tensor is needed, and there are {', '.join(x)}")
+        raise TypeError(f"expected one input tensor, but there are {', '.join(x)}")
     return x
 
 
@@ -42,7 +42,7 @@ def count(x: Inputs) -> int:
 
 
 def take(x: X, rows: Tensor | slice) -> X:
-    """Return some examples."""
+    """Return the examples at these positions, or in this slice."""
     return cast("X", each(x, lambda tensor: tensor[rows]))
 
 

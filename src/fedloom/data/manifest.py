@@ -362,7 +362,7 @@ def _contradiction(manifest: Manifest) -> str | None:
 
 
 def examples_fault(x: RawInputs, y: NDArray[Any] | None, about: DescribesExamples) -> str | None:
-    """Return why examples, as a shard holds them, do not fit a description of inputs and targets, or None."""
+    """Return why a shard's examples do not fit a description of inputs and targets, or None."""
     specs, arrays = specs_of(about), named_arrays(x)
     if set(arrays) != set(specs):
         return f"the inputs are {', '.join(arrays) or '(none)'}; they must be {', '.join(specs)}"

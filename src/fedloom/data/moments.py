@@ -1,4 +1,4 @@
-"""Moments of training examples, and the normalization that they give."""
+"""Moments of training examples, and the normalization computed from them."""
 
 from __future__ import annotations
 

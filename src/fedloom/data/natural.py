@@ -1,9 +1,9 @@
 """Natural scheme: one client per owner, each with its own examples.
 
-Every owner's examples are split on their own, before owners are drawn, so that a client's data depend neither on how
-many owners become clients nor on which. Exchangeable examples are split at random, class by class. Examples in time
-order that share content with their neighbours (windows of a text) are split by time, with a gap before the held-out
-windows, so that these share no text with training windows.
+Each owner's examples are split separately, before owners are drawn. A client's data therefore depend neither on the
+number of owners that become clients nor on which ones do. Exchangeable examples are split at random, class by class.
+Examples in time order that share content with their neighbours (windows of a text) are split by time, with a gap before
+the held-out windows, so that these share no text with training windows.
 """
 
 from __future__ import annotations

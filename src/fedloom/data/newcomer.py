@@ -28,7 +28,7 @@ from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
 from fedloom.errors import DataError
 
 MOST_EXAMPLES = 1_000_000
-"""Maximum number of examples of a client: more would not describe it better, but fill its memory."""
+"""Maximum number of examples of a client: more would fill its memory without improving its description."""
 
 
 class Newcomer(FederatedDataset):

@@ -32,7 +32,7 @@ FEW = 20
 """Number of distinct numbers that may be classes, however few examples there are."""
 
 LARGE, EXPANSION = 2**30, 100
-"""Unpacked bytes allowed for any file; above that, allowed multiple of the file's own size."""
+"""Unpacked size allowed for any file, in bytes, and as a multiple of its own size; the larger of the two counts."""
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
@@ -70,7 +70,7 @@ def as_array(value: Any, what: str) -> NDArray[Any]:
     except (TypeError, ValueError) as error:
         raise DataError(
             f"{what}: a {type(value).__name__} that numpy cannot convert ({str(error).splitlines()[0]}); give plain "
-            "values, in rows of one length"
+            "values, in rows of equal length"
         ) from error
     return found
 

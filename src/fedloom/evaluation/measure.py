@@ -91,7 +91,7 @@ def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, tes
     measured
         Answer of one client, of the right shapes, with finite values.
     plan
-        What it was to measure.
+        Measurements that were requested.
     validation, test
         Number of examples in its splits, from the manifest.
     """

@@ -45,7 +45,7 @@ def output_document(evaluation: EvaluationResult) -> dict[str, Any] | None:
 
 
 def _of_outputs(evaluation: EvaluationResult, sums: Tensor) -> list[dict[str, float | None]]:
-    """Return what :func:`output_document` has of each output, given sums over clients ``[K]``."""
+    """Return the entries of :func:`output_document` for each output, given sums over clients ``[K]``."""
     columns: dict[str, Tensor] = {}
     parts = evaluation.plan.sums
     for part, values in zip(parts, torch.split(sums, [part.size for part in parts]), strict=True):

@@ -60,7 +60,7 @@ class EvaluationPlan:
         task
             Settings of the task; None: the defaults.
         asked
-            Names of FedLoom's metrics that an experiment asks for.
+            Names of FedLoom's metrics that an experiment requests.
         own
             The user's own metrics.
 

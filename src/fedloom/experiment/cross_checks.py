@@ -53,7 +53,7 @@ def check_compatibility(experiment: Experiment) -> list[SettingError]:
     combination = _Combination(experiment)
     try:
         source = combination.source
-    except ExperimentError as error:  # nothing else can be said of data that cannot be opened
+    except ExperimentError as error:  # data that cannot be opened allow no further checks
         fault = _error_of(error, "data.source", ("data.",))
         by_task = fault.path == ("data", "source", "task") and experiment.task is not None
         return [
@@ -62,7 +62,7 @@ def check_compatibility(experiment: Experiment) -> list[SettingError]:
     if source is not None:
         log_notes(source.notes)
     found = [error for check in DATA_CHECKS for error in check(combination)]
-    if not found:  # a model for invalid data would only cause a follow-up error
+    if not found:  # building a model for invalid data would only cause a follow-up error
         found += _check_model(combination)
     return found + [error for check in CHECKS for error in check(combination)]
 
@@ -247,7 +247,7 @@ def _check_secure_cohort(c: _Combination, secure: SecureAggregation) -> Iterator
         yield _error(
             "federation.secure_aggregation.signatures",
             "must be set with data.own: keys or certificates, by which members verify each other, or none, if they "
-            "trust the aggregator to pass on each other's keys (got null)",
+            "trust the aggregator to relay their keys (got null)",
         )
     for key in ("clients_per_round", "min_clients") if own else ("clients_per_round",):
         if (size := getattr(federation, key)) < SMALLEST_SUM:

@@ -66,7 +66,8 @@ def of_run(text: str, source: str) -> Experiment:
     """Return the experiment that a run has recorded, without permission to call the factory that it names.
 
     The run may be someone else's. Combinations of keys were checked when it started. They are checked again only if
-    that calls no factory, or a permitted one, opens no local data set, which may be gone, and needs no torchvision.
+    this calls no factory or a permitted one, opens no local data set (which may no longer exist), and needs no
+    torchvision.
 
     Raises
     ------

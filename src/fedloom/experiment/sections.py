@@ -376,7 +376,8 @@ class Experiment(Section):
         Discriminator(_data_way),
     ] = Field(description="Data set and its partition, or the requirements on clients' own data.")
     task: TaskSettings | None = Field(
-        default=None, description="Prediction task, and settings of its loss. Null: as the data say, with defaults."
+        default=None,
+        description="Prediction task, and settings of its loss. Null: the task of the data, with defaults.",
     )
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
     algorithm: AlgorithmSection = Field(description="The method, and its settings.")

@@ -70,7 +70,7 @@ DEEPEST = 50
 def parse_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, str]]:
     """Return the value of a YAML document, and the line of each key.
 
-    PyYAML's own parser reads what libyaml rejects, and explains what neither accepts.
+    If libyaml rejects a text, PyYAML's own parser either reads it or explains the error.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ def adapter_files(model: FlatModel | None, tensors: Mapping[str, Tensor]) -> dic
     Raises
     ------
     ExperimentError
-        If the model is not a module with one adapter of ``peft``, or if the adapter needs a changed base.
+        If the model is not a module with one adapter of ``peft``, or if the adapter needs a modified base.
     """
     module = model.called_module() if isinstance(model, ModuleModel) else None
     prefix, adapters = _adapters_in(module)
@@ -68,7 +68,8 @@ def _adapters_in(module: nn.Module | None) -> tuple[str, Any]:
         name, adapters = found[0]
         return f"{name}." if name else "", adapters
     if found:
-        why = f"the client's model has {max(len(found), len(found[0][1].peft_config))} adapters, and a folder holds one"
+        count = max(len(found), len(found[0][1].peft_config))
+        why = f"the client's model has {count} adapters, but a folder holds only one"
     raise ExperimentError(
         f"This model cannot be saved as .peft: {why}.", hint="save it as .safetensors, .pt2 or .onnx", key="out"
     )

@@ -1,4 +1,4 @@
-"""Check that a module does not look up category codes cut from features, which are standardized before use."""
+"""Check that a module does not derive category codes from features, which are standardized before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedloom.models.module_inputs import InputDescription, InputShape, descripti
 from fedloom.models.module_layers import hooks, named
 
 PROBES = (5.0, 6.0, 7.0)
-"""Far-out standardized features at which codes cut from them differ and codes from buckets do not."""
+"""Extreme standardized features, at which truncated codes differ from each other, but indices of buckets are equal."""
 
 LOOKUPS = frozenset(
     {"__getitem__", "embedding", "embedding_bag", "gather", "index_select", "one_hot", "take", "take_along_dim"}
@@ -25,7 +25,7 @@ LOOKUPS = frozenset(
 
 
 def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: str = "features") -> None:
-    """Reject a module that looks up codes cut from features.
+    """Reject a module that looks up values by codes that it truncates from features.
 
     Parameters
     ----------
@@ -50,8 +50,8 @@ def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: st
     for (where, first), *others in zip(*seen, strict=False):
         if any(not torch.equal(first, other) for _, other in others):
             raise ExperimentError(
-                f"{named(where, module.get_submodule(where))} looks up codes that are cut from the features, but "
-                "features are standardized as measurements, so the codes would differ from the data's",
+                f"{named(where, module.get_submodule(where))} looks up codes that it truncates from the features, but "
+                "features are standardized as measurements, so the codes would differ from those in the data",
                 hint="pack the codes as integers, or give the network a column of 0 and 1 for each category",
             )
 

@@ -84,7 +84,8 @@ class ConvNet(FlatModel):
     def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the output of the blocks.
 
-        ReLU follows the pooling: both are monotone, so the function is the same, on a quarter of the pixels.
+        ReLU follows the pooling, so that it runs on a quarter of the pixels. Both are monotone, so the function is the
+        same.
         """
         h = x
         for name in self.convolutions:

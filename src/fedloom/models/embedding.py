@@ -31,7 +31,7 @@ class EmbeddingNetwork(FlatNetwork):
     Parameters
     ----------
     outputs, target_shape, task
-        K, the shape of one target, and what makes a label input of it.
+        K, the shape of one target, and the task, which converts a target into a label input.
     labels
         False if φ uses only x.
     """
@@ -167,8 +167,8 @@ class MLPEmbedding(EmbeddingNetwork):
 class LSTMEmbedding(EmbeddingNetwork):
     """The character model with l outputs (papers/001, A.3 "Shakespeare dataset").
 
-    The paper does not say how the label enters. Here it is a token, appended as the one that follows. Targets that are
-    the tokens after each one do not enter: the input contains them.
+    The paper does not say how the network gets the label. Here a class is appended to the input as one more token.
+    Targets of other tasks, such as next tokens, are not used.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ EMBEDDINGS: dict[str, tuple[str, ...]] = {
     "integers": ("linear",),
     "named": ("linear",),
 }
-"""Kind of input -> embedding networks that read it by themselves, the recommended one first."""
+"""Kind of input -> embedding networks that accept it directly, the recommended one first."""
 
 
 def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:

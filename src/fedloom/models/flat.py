@@ -19,7 +19,7 @@ from fedloom.tasks.classification import CLASSIFICATION
 
 
 def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
-    """Return Jᵀ cotangent for each input; ``keep`` keeps the graph for another call.
+    """Return Jᵀ cotangent for each input; ``keep`` retains the graph for another call.
 
     The result equals ``autograd.grad(output, inputs, cotangent)``, which imports sympy on first use to check shapes:
     several seconds of every process's start.
@@ -221,7 +221,7 @@ class FlatModel(FlatNetwork):
     """True if predictions also depend on the other examples of their batch."""
 
     vmaps_examples: bool = True
-    """False if ``torch.func.vmap`` cannot run it for single examples, whose gradients are then found one by one."""
+    """False if ``torch.func.vmap`` cannot run it for single examples, whose gradients are then computed one by one."""
 
     constants: Mapping[str, Tensor] = MappingProxyType({})
     """Tensors outside θ that the outputs depend on, the same in every process: frozen parameters and fixed buffers."""
@@ -252,14 +252,14 @@ class FlatModel(FlatNetwork):
         Raises
         ------
         ExperimentError
-            If a step fails, several clients together get other gradients than one by one, or, with ``examples``, an
-            example's output depends on others or a call moves buffers.
+            If a step fails, if gradients of several clients together differ from those of each client alone, or, with
+            ``examples``, if an example's output depends on others or a call moves buffers.
         """
         if examples and self.layout.buffers:
             raise ExperimentError(
-                f"model.norm: {self.layout.buffers[0]} of this model follows the examples of a batch together, so that "
-                "no example's part can be clipped (federation.privacy.of: examples). Use norm: none, or a model with "
-                "GroupNorm or LayerNorm",
+                f"model.norm: {self.layout.buffers[0]} of this model depends on all examples of a batch, so that the "
+                "contribution of one example cannot be clipped (federation.privacy.of: examples). Use norm: none, or "
+                "a model with GroupNorm or LayerNorm",
                 key="model.norm",
             )
 
@@ -274,7 +274,7 @@ class FlatModel(FlatNetwork):
     def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
         """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``, of leaves ``[g, *shape]``.
 
-        None by default: :func:`torch.func.vmap` of ``forward`` finds them. It costs as much as a small model.
+        None by default: :func:`torch.func.vmap` of ``forward`` computes them then, at the cost of a small model's step.
         """
         del parameters, x
         return None

@@ -42,7 +42,8 @@ def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout
 def lenet_features(parameters: Mapping[str, Tensor], convolved: Tensor) -> Tensor:
     """Apply all but the first convolution and the last layer, ``[b, 16, h, w] -> [b, 84]``.
 
-    ReLU follows the pooling: both are monotone, so the function is that of the table, on a quarter of the pixels.
+    ReLU follows the pooling, so that it runs on a quarter of the pixels. Both are monotone, so the function is that of
+    the table.
     """
     p = parameters
     h = F.relu(F.max_pool2d(convolved, 2))

@@ -64,7 +64,7 @@ _IN_MEMORY: dict[str, nn.Module] = {}
 
 
 class _Findings(NamedTuple):
-    """Findings about a module that take calls of it."""
+    """Findings about a module that require calling it."""
 
     trial: TrialData
     moving: tuple[str, ...]  # buffers
@@ -74,7 +74,7 @@ class _Findings(NamedTuple):
 
 
 _FOUND: dict[Hashable, _Findings] = {}
-"""Findings of this process: a run makes its model several times, and tries it once."""
+"""Findings of this process: a run creates its model several times, but checks it once."""
 
 
 class ModuleModel(FlatModel):
@@ -294,7 +294,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
-        call = "; call it, and give the module that it makes" if callable(module) else ""
+        call = "; call it, and give the module that it returns" if callable(module) else ""
         raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__}){call}", key="model")
     module = uncompiled(module)
     check_layers(module)
@@ -336,7 +336,8 @@ def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int,
     if name.startswith(MEMORY):
         if name not in _IN_MEMORY:
             raise ExperimentError(
-                f"{KEY}: {name} is a module that only another process had in memory; name it as package:function",
+                f"{KEY}: {name} is a module that existed only in the memory of another process; name it as "
+                "package:function",
                 hint="in Python, identify the module with fedloom.load(RUN, model=module)",
             )
         return lambda: copied(_IN_MEMORY[name])

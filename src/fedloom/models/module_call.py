@@ -109,9 +109,9 @@ class ModuleCall:
         return found
 
     def reading(self, found: Any, fitted: Callable[[Tensor], ModuleCall | None]) -> ModuleCall:
-        """Return this call with a field of an output: its logits, ``out``, or the only tensor that fits the task.
+        """Return a call that reads one field of an output: its logits, ``out``, or the only tensor that fits the task.
 
-        A tensor of the task's shape comes before one that would have to be shaped.
+        A tensor that has the task's shape is preferred to one that must be reshaped.
         """
         parts = _parts(found)
         if isinstance(found, Tensor) or self.field != LOGITS or isinstance(parts.get(LOGITS), Tensor):
@@ -156,7 +156,7 @@ class ModuleCall:
     ) -> ModuleCall | None:
         """Return this call with outputs of a shape that the task needs; None if they cannot have it.
 
-        Tokens of a batch may follow each other, ``[b T, V]``.
+        Tokens of a batch may be concatenated, ``[b T, V]``.
 
         Parameters
         ----------
@@ -213,7 +213,7 @@ def _shape_or_type(part: Any) -> str:
 
 @cache
 def log_outputs(name: str, call: ModuleCall) -> None:
-    """Log once how a run derives the logits of a module, unless they are the tensor that it returns."""
+    """Log once how a run obtains the logits of a module, unless they are the tensor that it returns."""
     if call.field not in (LOGITS, OUT):
         _log.info("%s returns several outputs, of which %r is trained; model.output names another", name, call.field)
     if call.probabilities:
@@ -227,7 +227,7 @@ def log_outputs(name: str, call: ModuleCall) -> None:
 
 
 def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> ModuleCall:
-    """Return how a module takes such inputs.
+    """Return the way to call a module with such inputs.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ _FACTORS = (1.0, 10.0, -10.0)
 
 @dataclass(frozen=True)
 class TrialData:
-    """Data on which a module is tried.
+    """Data with which a module is checked.
 
     Attributes
     ----------
@@ -238,7 +238,7 @@ class _Trial:
         return first
 
     def _require(self, holds: bool, otherwise: str) -> None:
-        """Reject the module with the rest of a sentence about it unless a condition holds."""
+        """Reject the module unless a condition holds; ``otherwise`` completes the message after its name."""
         if not holds:
             raise ExperimentError(f"{self.what} {otherwise}")
 
@@ -284,9 +284,10 @@ class _Trial:
             if not near(found[name], there, least):
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
-                    f"{named(layer, self.module.get_submodule(layer))}: the gradient of {name} is not that of the "
-                    "module itself, which also keeps its parameters elsewhere: in an attribute or a list, or by "
-                    "torch.utils.checkpoint. Take parameters from their layers in `forward`, without checkpoints"
+                    f"{named(layer, self.module.get_submodule(layer))}: the gradient of {name} differs from "
+                    "that of the module itself, which also holds its parameters elsewhere: in an attribute or a list, "
+                    "or through torch.utils.checkpoint. In `forward`, take parameters from their layers, without "
+                    "checkpoints"
                 )
 
     def _function(self, *, training: bool) -> ModuleFunction:

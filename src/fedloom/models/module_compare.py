@@ -19,7 +19,7 @@ _NESTED = 4
 """Nesting of lists and dicts up to which attributes are compared."""
 
 ROUNDING = 1e-6
-"""Norm relative to that of a whole gradient up to which a difference in a part is one of rounding."""
+"""Norm, relative to the whole gradient's, up to which a difference in one part counts as a rounding error."""
 
 
 def near(a: Tensor, b: Tensor, least: float = 1e-9, tolerance: float = TOLERANCE) -> bool:

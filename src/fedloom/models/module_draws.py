@@ -26,7 +26,7 @@ GLOBAL = ("torch", "numpy", "python")
 def draws_noted(
     module: nn.Module, known: NumpyGenerators, noted: set[str] | None, *, watch: bool = False
 ) -> Iterator[None]:
-    """Note the libraries from whose global generators a module draws, and restore the generators.
+    """Record the libraries whose global generators a module draws from, and restore the generators.
 
     Parameters
     ----------
@@ -38,7 +38,8 @@ def draws_noted(
     Raises
     ------
     ExperimentError
-        If the module draws from a generator of its own, or at all if nothing is noted; the message names the layer.
+        If the module draws from a generator of its own, or, if ``noted`` is None, from any generator; the message names
+        the layer.
     """
     given, numpy = _GivenGenerators(), known.present()
     before = _generators(numpy) | {given.name: given.used}
@@ -84,8 +85,8 @@ def draws_noted(
 class NumpyGenerators:
     """Generators of numpy in this process, such as one in a global name of a module's file.
 
-    Looking through all objects takes some hundredths of a second. While the collection of garbage is paused, new
-    objects stay in the youngest generation, and only that is looked through again.
+    Scanning all objects takes some hundredths of a second. While garbage collection is paused, new objects stay in the
+    youngest generation, so that only this generation is scanned again.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class NumpyGenerators:
         self._collections: list[int] | None = None
 
     def present(self) -> list[np.random.Generator]:
-        """Return those that there are now."""
+        """Return the generators that exist now."""
         collections = [generation["collections"] for generation in gc.get_stats()]
         objects = gc.get_objects(generation=0 if collections == self._collections else None)
         self._collections = collections

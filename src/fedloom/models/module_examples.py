@@ -29,7 +29,7 @@ class _FirstExample(NamedTuple):
 
 
 class ExampleTrial(NamedTuple):
-    """Training calls that show if gradients of single examples can be computed for a module.
+    """Training calls that show whether gradients of single examples can be computed for a module.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class ExampleTrial(NamedTuple):
     x, others
         Trial inputs, and as many others.
     y
-        Targets of either.
+        Targets, used with both.
     """
 
     model: Any
@@ -78,12 +78,12 @@ class ExampleTrial(NamedTuple):
             found = [self._gradients(), *(self._gradients_of_two() if stacked else ())]
         except Exception:  # of a layer that vmap cannot run
             return False
-        if self.model.draws:  # alone an example draws other numbers
+        if self.model.draws:  # an example alone draws different numbers
             return True
         pairs = [(both[name][i], one) for both in found for i, own in enumerate(alone) for name, one in own.items()]
         return all(near(one, other, 1e-6) for one, other in pairs)
 
-    # Outputs of one example beside others
+    # Outputs of one example in different batches
 
     def _check_apart(self) -> None:
         """Call the module twice, with the same first example beside different ones, and compare its outputs."""
@@ -98,16 +98,16 @@ class ExampleTrial(NamedTuple):
         for (name, layer, one), (_, _, other) in zip(first.outputs, second.outputs, strict=False):
             if one.shape != other.shape or not near(one, other, tolerance=SAME):
                 raise ExperimentError(
-                    f"{named(name, layer)} gives an example another output beside other examples in training mode"
-                    f"{_APART}. Use GroupNorm or LayerNorm in place of batch normalization, and treat each example "
-                    "separately",
+                    f"{named(name, layer)} gives another output for an example in training mode if the other "
+                    f"examples change{_APART}. Use GroupNorm or LayerNorm in place of batch normalization, and "
+                    "treat each example separately",
                     key="model.factory",
                 )
         if not near(first.loss, second.loss, tolerance=SAME):
             name = type(self.model.called_module()).__name__
             raise ExperimentError(
-                f"model.factory: {name}.loss gives an example another loss beside other examples{_APART}. Compute the "
-                "loss of each example from its own outputs",
+                f"model.factory: {name}.loss of an example depends on the other examples of the batch{_APART}. Compute "
+                "the loss of each example from its own outputs",
                 key="model.factory",
             )
 

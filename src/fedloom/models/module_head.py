@@ -25,7 +25,7 @@ class Head(NamedTuple):
     has_features
         True if its input is one row of features for each example.
     gives_logits
-        True if its outputs are the logits, rather than numbers that the logits follow from.
+        True if its outputs are the logits, False if the logits are computed from them.
     """
 
     name: str
@@ -51,7 +51,7 @@ def head_of(
         If the requested layer cannot be the head.
     """
     module = copied(module).eval()
-    _move(module)  # a factor that starts at 1 would not show
+    _move(module)  # else a factor whose initial value is 1 would go unnoticed
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
     if asked is not None:
@@ -71,8 +71,8 @@ def _named_head(
     head = _ending(module, call, asked, x) or _determining(module, call, asked, x, others)
     if head is None:
         raise ExperimentError(
-            f"model.head: the outputs of {asked!r} are not the logits, and these do not follow from them alone; name "
-            "the layer after which no other has parameters"
+            f"model.head: the logits do not follow from the outputs of {asked!r} alone; name the last layer "
+            "that has parameters"
         )
     if is_tied(module, asked):
         raise ExperimentError(
@@ -97,7 +97,8 @@ def _ending(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs) -> 
 def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs, others: ModuleInputs) -> Head | None:
     """Return a layer as the head if the module's outputs follow from its outputs alone.
 
-    They do if they stay the same when its outputs stay the same, although all inputs and all parameters change.
+    This is tested by changing all inputs and parameters, but not the layer's outputs: those of the module must stay the
+    same.
     """
     given, outputs = _observed(module, call, name, x)
     if len(given) != 1:

@@ -33,7 +33,7 @@ class _Walk:
         self.digest = hashlib.blake2b()
         self.code: list[Hashable] = []
         self._met: dict[int, int] = {}
-        self._alive: list[object] = []  # so that no two values have one id
+        self._alive: list[object] = []  # kept alive, so that no two values share an id
 
     def add(self, value: Any) -> None:
         """Add a value and all of its parts; a value met before is added as a reference.
@@ -45,7 +45,7 @@ class _Walk:
         """
         if isinstance(value, (*_PLAIN, *_OF_TORCH)):
             self._note(f"{type(value).__name__} {value!r}")
-        elif isinstance(value, FunctionType) and "<" in value.__qualname__:  # what it encloses may change
+        elif isinstance(value, FunctionType) and "<" in value.__qualname__:  # its enclosed variables may change
             self._none(value)
         elif isinstance(value, type | FunctionType | BuiltinFunctionType | ModuleType):
             self._note("code")
@@ -95,7 +95,7 @@ class _Walk:
 
 
 def _is_of_python(cls: type) -> bool:
-    """Return True if instances keep all that they have in ``__dict__``."""
+    """Return True if instances keep all of their state in ``__dict__``."""
     return cls is object or bool(cls.__flags__ & _HEAP_TYPE and not cls.__dict__.get("__slots__"))
 
 

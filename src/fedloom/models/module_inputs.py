@@ -1,4 +1,4 @@
-"""Inputs on which a module is tried: a tensor, or named ones, as the data have them."""
+"""Trial inputs of a module: one tensor, or named ones, as in the data."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _drawn(described: InputDescription, rows: int, generator: torch.Generator) -
 
 
 def mapped(x: ModuleInputs, function: Callable[[Tensor], Tensor]) -> ModuleInputs:
-    """Return inputs after a function of each tensor."""
+    """Apply a function to each tensor of the inputs, and return the results."""
     return function(x) if isinstance(x, Tensor) else {name: function(each) for name, each in x.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a PyTorch module: those that are trained, those that calls move, and those that stay constant."""
+"""Tensors of a PyTorch module: trained parameters, buffers that move in training, and constants."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _warned: set[str] = set()
 def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Module:
     """Return a new module in training mode, made with torch's generator seeded.
 
-    A criterion of torch in its attribute ``loss`` gives a loss of each example then. Lazy layers make their parameters
-    in a call in evaluation mode on trial inputs ``x``, from the same generator.
+    If its attribute ``loss`` is a criterion of torch, that returns a loss for each example. Lazy layers create their
+    parameters in a call in evaluation mode on trial inputs ``x``, from the same generator.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

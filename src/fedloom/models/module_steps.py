@@ -1,4 +1,4 @@
-"""Training steps of a module as a run makes them, beyond those of the first check: together, twice, on a device."""
+"""Training steps of a module beyond the first check: of several clients, with second derivatives, on a device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_steps(model: FlatModel, data: TrialData, steps: Steps) -> None:
     Raises
     ------
     ExperimentError
-        If a step fails, with its layer and the key to change, or if clients together get other results than alone.
+        If a step fails, with its layer and the key to change, or if clients get different results together than alone.
     """
     if steps != Steps() or model.in_bfloat16:
         _Trial(model, data, steps).check()
@@ -73,7 +73,7 @@ class _Trial:
             return
         together, predicted = self._steps_together(), self._predicted_together()
         pairs = [("its outputs differ", predicted[i], self._predicted(i)) for i in range(2)]
-        if not self.training.draws:  # together they draw other numbers
+        if not self.training.draws:  # together they draw different numbers
             for name, both in together.items():
                 pairs += [(f"the gradient of {name} differs", both[i], alone[i][name]) for i in range(2)]
         for what, several, one in pairs:
@@ -100,7 +100,7 @@ class _Trial:
         with at_layer(self.model.called_module(), f"in a prediction{where}", hint=hint, key=key):
             self._predicted(i)
         if self.steps.twice:
-            hint = "; choose a variant of the method of first order, or layers with second derivatives"
+            hint = "; choose a first-order variant of the method, or layers with second derivatives"
             with at_layer(self.training.called_module(), "when its gradient is differentiated", hint=hint):
                 self._gradients(i, twice=True)
         return found

@@ -53,7 +53,7 @@ class ModelChoice(Settings):
     takes: ClassVar[tuple[Kind, ...]]
     """Kinds of input that the network accepts."""
     classifies: ClassVar[bool] = True
-    """True for data with classes, False for data without."""
+    """True if the network is for data with classes, False if for data without."""
 
     def build(
         self,
@@ -158,12 +158,13 @@ class ResNet20Settings(ModelChoice):
     """ResNet20 without batch normalization."""
 
     name: Literal["resnet20"] = Field(
-        default="resnet20", description="ResNet20 without batch normalization (papers/001, A.3), for images from 4x4"
+        default="resnet20",
+        description="ResNet20 without batch normalization (papers/001, A.3), for images of at least 4x4",
     )
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for images from 4x4."""
+        """Make the model for images of at least 4x4."""
         return ResNet20(input_shape, classes)
 
 
@@ -184,7 +185,7 @@ class CNNSettings(ModelChoice):
 class VGGSettings(ModelChoice):
     """VGG of papers/003."""
 
-    name: Literal["vgg"] = Field(default="vgg", description="VGG of papers/003, §5, for images from 32x32")
+    name: Literal["vgg"] = Field(default="vgg", description="VGG of papers/003, §5, for images of at least 32x32")
     channels: list[Width] = Field(
         default=[16, 32, 64, 128, 128],
         min_length=1,
@@ -201,7 +202,7 @@ class VGGSettings(ModelChoice):
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for images from 2^n x 2^n, with n convolutions."""
+        """Make the model, with n convolutions, for images of at least 2^n x 2^n."""
         network = BatchNormConvNet if self.norm == "batch" else ConvNet
         return network(input_shape, self.channels, self.classifier, classes)
 
@@ -383,7 +384,8 @@ class ResNet18Settings(LibraryChoice):
 
     name: Literal["resnet18"] = Field(
         default="resnet18",
-        description="torchvision's ResNet18; images below 64 pixels enter by a 3x3 convolution without pooling",
+        description="torchvision's ResNet18; on images smaller than 64 pixels, it starts with a 3x3 convolution "
+        "without pooling",
     )
     norm: Literal["batch", "group"] = Field(
         default="batch", description="batch normalization, or group normalization with 32 groups, which has no buffers"

@@ -1,10 +1,10 @@
 """Random subspaces of parameter space: θ = θ₀ + P v, v in R^k, with θ₀ and P drawn from a seed.
 
-P is a signed random grouping. A random order deals the d coordinates of θ to k groups of d/k, rounded up or down; row
-i of P has one entry, ±1/√n_j with a fair sign, in the column j of its group, n_j being the size of that group. Columns
-have disjoint supports and norm 1, so PᵀP = I exactly: ‖P v‖ = ‖v‖, and PPᵀ projects orthogonally. Over the draw,
-E[PPᵀ] = (k/d) I, so E‖Pᵀ g‖² = (k/d) ‖g‖² for any g, as for the columns of a uniform orthonormal frame. P v and Pᵀ g
-cost O(d), and P is d indices and signs, which every process draws again. Training in a random subspace: C. Li,
+P is a signed random grouping. A random permutation divides the d coordinates of θ into k groups of d/k, rounded up or
+down; row i of P has one entry, ±1/√n_j with a fair sign, in the column j of its group, n_j being the size of that
+group. Columns have disjoint supports and norm 1, so PᵀP = I exactly: ‖P v‖ = ‖v‖, and PPᵀ projects orthogonally. Over
+the draw, E[PPᵀ] = (k/d) I, so E‖Pᵀ g‖² = (k/d) ‖g‖² for any g, as for the columns of a uniform orthonormal frame. P v
+and Pᵀ g cost O(d), and P is d indices and signs, which every process draws again. Training in a random subspace: C. Li,
 H. Farkhoor, R. Liu, J. Yosinski, Measuring the intrinsic dimension of objective landscapes, ICLR 2018, arXiv
 1804.08838; groups without signs are those of Uni-LoRA, arXiv 2506.00799.
 """

@@ -1,7 +1,7 @@
 """Privacy accounting of training: the ε of noisy sums over a random part of the clients, or of a client's examples.
 
 A :class:`Release` is one sum of terms clipped to the norm C, with noise of standard deviation z · C on each coordinate.
-Sums compose adaptively. How many reveal how much depends on how the terms of each were drawn:
+Sums compose adaptively. Their privacy loss depends on how the terms of each were drawn:
 
 ``poisson``
     Each unit takes part independently with probability q. Privacy loss distributions, for adding or removing one unit
@@ -9,8 +9,8 @@ Sums compose adaptively. How many reveal how much depends on how the terms of ea
     2207.04380, for their discretization), by the package ``dp-accounting``.
 ``fixed``
     A number of units without replacement. Rényi divergences, for replacing one unit (Wang, Balle, Kasiviswanathan 2019,
-    arXiv 1808.00087, Theorem 27), by the same package. Replacing a term changes a sum by up to 2C, so noise counts
-    half.
+    arXiv 1808.00087, Theorem 27), by the same package. Replacing a term changes a sum by up to 2C, so the noise
+    multiplier counts half.
 ``all``
     Every unit, or a part whose choice an observer knows. The Gaussian mechanism, exactly
     (:mod:`fedloom.privacy.gaussian_mechanism`).
@@ -34,21 +34,21 @@ from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 Sampling = Literal["poisson", "fixed", "all"]
 
 EVERYONE = ""
-"""Name under which sums over many clients are counted; they are about each of them."""
+"""Name under which sums over many clients are counted; they count for every client."""
 PRECISION = 1e-3
-"""Relative error of a noise multiplier that is searched for; it is never too small."""
+"""Relative error of a noise multiplier found by search; it is never too small."""
 MOST_ROUNDS = 10**7
-"""Number of rounds above which no search continues."""
+"""Number of rounds at which a search stops."""
 
 _ORDERS = (1.1, 1.25, 1.5, 1.75, *(1 + i / 4 for i in range(4, 12)), *range(4, 65), 96, 128, 256, 512)
 _HUGE = 200.0
 """ε above which the bound by Rényi divergences is good enough."""
 _LEAST = 1 / 32
-"""Noise multiplier below which no search continues: ε is above 500."""
+"""Noise multiplier at which a search stops: ε is above 500 there."""
 _MOST_CELLS = 2**18
 """Approximate number of cells of the loss distribution of one sum."""
 _DISTINCT = 12
-"""Number of different sampling rates that are composed one by one; of more, rates are rounded up."""
+"""Number of different sampling rates that are composed one by one; beyond it, rates are rounded up."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Release:
     sampling: Sampling
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers without meaning."""
+        """Raise ValueError for numbers out of range."""
         if not 0 < self.rate <= 1:
             raise ValueError(f"the sampling rate must be above 0 and at most 1 (got {self.rate})")
         if not self.noise_multiplier >= 0:
@@ -117,14 +117,14 @@ def neighbouring_relation(counts: Mapping[Release, int]) -> Literal["add-or-remo
 def epsilon_of(counts: Mapping[Release, int], delta: float, *, replacing: bool = False) -> float:
     """Return the ε at δ in (0, 1) of all these releases together, each this many times; inf if one has no noise.
 
-    With a release of sampling ``fixed`` the others are accounted for replacing one unit, too, without amplification.
+    If one release has sampling ``fixed``, all others are also accounted for replacing one unit, without amplification.
 
     Parameters
     ----------
     replacing
         Account for replacing one unit, whatever the sampling. A sum over a Poisson sample is then dominated by the pair
-        (1 − q) N(0, z²) + q N(1, z²) and (1 − q) N(0, z²) + q N(−1, z²): among clipped terms x, x', no test tells N(x)
-        from a mixture of N(0) and N(x') better than for x = −x', where one half-line is the best test against both.
+        (1 − q) N(0, z²) + q N(1, z²) and (1 − q) N(0, z²) + q N(−1, z²): among clipped terms x, x', tests distinguish
+        N(x) from a mixture of N(0) and N(x') best for x = −x', where one half-line is the best test against both.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def epsilon_of(counts: Mapping[Release, int], delta: float, *, replacing: bool =
 
 
 def epsilon_bound(counts: Mapping[Release, int], delta: float) -> float:
-    """Return an upper bound on :func:`epsilon_of` that is found faster, by Rényi divergences. Raise as it does."""
+    """Return an upper bound on :func:`epsilon_of`, found faster by Rényi divergences; raises the same errors."""
     found = _key(counts)
     exact = _without_sampling(found)
     if exact == 0 or _all_known(found):
@@ -147,7 +147,7 @@ def epsilon_bound(counts: Mapping[Release, int], delta: float) -> float:
 def least_multiplier(epsilon: float, cost: Callable[[float], float]) -> float:
     """Return the least noise multiplier z with ``cost(z)`` ≤ ε; up to 0.1 % too large, never too small, 0 for ε = inf.
 
-    ``cost`` returns the ε of what a multiplier above 0 protects, which falls with z.
+    ``cost`` returns the ε for a multiplier above 0; it decreases with z.
     """
     if math.isinf(epsilon) or cost(1.0) == 0:
         return 0.0
@@ -185,7 +185,7 @@ _Counts = tuple[tuple[Release, int], ...]
 
 
 def _key(counts: Mapping[Release, int]) -> _Counts:
-    """Return counts of releases that reveal something, without their names of populations: equal ones are one."""
+    """Return counts of releases that reveal something; those that differ only in their numbers of units are merged."""
     merged: Counter[Release] = Counter()
     for release, count in counts.items():
         if release.rate == 1:

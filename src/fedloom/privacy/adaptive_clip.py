@@ -1,9 +1,9 @@
 """Arithmetic of adaptive clipping: the clipping norm follows a quantile of the norms of the updates.
 
 Galen Andrew, Om Thakkar, H. Brendan McMahan, Swaroop Ramaswamy, Differentially private learning with adaptive clipping,
-NeurIPS 2021, arXiv 1905.03871. With its update a client sends b = 1 if the norm of it is at most C and 0 otherwise,
-less ½, so that one client changes the sum of the bits by ½. Both sums get noise. The claim is that of the multiplier z
-for a sum of updates alone, since the noise of the updates is larger by as much as the bits reveal.
+NeurIPS 2021, arXiv 1905.03871. With its update, a client sends b − ½, where b = 1 if the norm of the update is at most
+C, else 0; one client then changes the sum of these by ½. Both sums get noise. The claim is that of the multiplier z for
+a sum of updates alone: the noise on the updates is increased to compensate for what the bits reveal.
 """
 
 from __future__ import annotations

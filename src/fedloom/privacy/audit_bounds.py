@@ -27,7 +27,7 @@ def log_binomial(n: int, p: float) -> NDArray[np.float64]:
     return found
 
 
-@functools.lru_cache(maxsize=16)  # a bound asks for many probabilities of one n
+@functools.lru_cache(maxsize=16)  # a bound needs many probabilities for the same n
 def _log_choices(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return k = 0 ... n and log (n choose k), each ``[n + 1]``."""
     k = torch.arange(n + 1, dtype=torch.float64)
@@ -77,9 +77,9 @@ def _log_ratio(above: float, below: float) -> float:
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
     """Return the largest probability of this many correct guesses about an (ε, δ)-differentially private training.
 
-    Steinke et al., Theorem 5.2 and Appendix D: with W binomial of r guesses and probability e^ε/(1 + e^ε), at most
-    P[W ≥ v] + 2 m δ max over i of P[v > W ≥ v - i]/i. Each of the m canaries is in by a fair coin of its own, and the
-    auditor guesses about r of them, which the outcome may determine, and not the coins.
+    Steinke et al., Theorem 5.2 and Appendix D: with W binomial of r guesses and probability e^ε/(1 + e^ε), it is at
+    most P[W ≥ v] + 2 m δ max over i of P[v > W ≥ v - i]/i. A separate fair coin decides whether each of the m canaries
+    is in. The auditor guesses about r of them; the choice may depend on the outcome, but not on the coins.
     """
     p = 1 / (1 + math.exp(-min(epsilon, LARGEST)))
     each = np.exp(log_binomial(guesses, p))

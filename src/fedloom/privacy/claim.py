@@ -2,8 +2,9 @@
 
 An ε without an observer means little. A claim has two readings. *To readers*: everyone who sees the released models,
 every client of the federation included; the random choice of cohorts is hidden from them and counts. *To the
-aggregator*, which knows who takes part: no guarantee if it adds the noise itself, since it is then trusted, and no
-amplification by the choice of a cohort otherwise.
+aggregator*: if it adds the noise itself, it is trusted, and there is no guarantee. Otherwise the choice of a cohort
+amplifies nothing, because the aggregator knows which clients take part. If examples are protected, both readings are
+the same, because clients draw their examples in secret.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from fedloom.privacy.tally import Counts, is_same_for_all, largest
 
 METRICS_UNCOVERED = "losses and metrics of evaluations, and the choice of the best round by them: they have no noise"
 PERSONAL = (
-    "what a client keeps at home (its personal part, its state, its own fine-tuning): it depends on the client's data "
-    "as it is; other clients' data reach it only through protected messages (joint differential privacy)"
+    "values that stay with a client (its personal part, its state, its own fine-tuning): they depend on its data "
+    "and get no noise; other clients' data reach them only through protected messages (joint differential privacy)"
 )
-AGGREGATOR_SEES = "it receives updates as they are, adds the noise, and is trusted"
+AGGREGATOR_SEES = "it receives updates without noise, adds the noise, and is trusted"
 AGGREGATOR_SEES_SUMS = "it receives sums over a cohort, adds the noise, and is trusted with these sums"
 
 

@@ -1,6 +1,6 @@
-"""Noisy sum of clipped terms, one of each client: its sensitivity, its noise, and the probability of a small cohort.
+"""Noisy sum of clipped terms, one from each client: its sensitivity, its noise, and the probability of a small cohort.
 
-With adaptive clipping (Andrew et al. 2021) a term has one coordinate more, w (b - 1/2), where b is 1 if the term was
+With adaptive clipping (Andrew et al. 2021) a term has one more coordinate, w (b - 1/2), where b is 1 if the term was
 not clipped. Its weight w is chosen so that all coordinates get the same noise: the term's norm is at most
 S = sqrt(C² + w²/4), and noise of deviation z S is z_Δ C on an update, and σ_b on the number of bits, for the z_Δ of
 :func:`fedloom.privacy.adaptive_clip.update_multiplier`. So the sum is one Gaussian mechanism of multiplier z.
@@ -17,7 +17,7 @@ from fedloom.privacy.distributed import rounded_sensitivity
 from fedloom.privacy.settings import SMALLEST_SUM
 
 SMALL_ODDS = 1e-6
-"""Largest probability of :func:`small_cohort_odds`, as a part of δ: 10,000 rounds add a hundredth of δ then."""
+"""Largest probability of :func:`small_cohort_odds`, as a fraction of δ; 10,000 rounds then add a hundredth of δ."""
 
 SLACK = 1e-5
 """Relative error of the norm of a clipped term that arrives as floating-point numbers."""
@@ -67,7 +67,7 @@ def clip_factor(norm: float, clip: float) -> float:
 
 
 def small_cohort_odds(population: int, expected: int, least: int = SMALLEST_SUM) -> float:
-    """Return the probability that a client is drawn into a cohort that only it makes large enough for a secure sum.
+    """Return the probability that a client is drawn into a cohort that would be too small for a secure sum without it.
 
     Each client is drawn independently with probability q = expected / population. A cohort of fewer than ``least``
     clients ends the attempt, which can show that a client is absent: a part of δ, q P(least - 1 of the others drawn).
@@ -77,7 +77,7 @@ def small_cohort_odds(population: int, expected: int, least: int = SMALLEST_SUM)
 
 
 def check_cohorts(population: int, expected: int, delta: float) -> None:
-    """Check that independent draws make cohorts large enough for secure sums, but with a probability far below δ.
+    """Check that independent draws rarely give cohorts too small for secure sums: with a probability far below δ.
 
     Raises
     ------

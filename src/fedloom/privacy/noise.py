@@ -70,7 +70,7 @@ class NoiseSource:
 
         C. Canonne, G. Kamath, T. Steinke, The discrete Gaussian for differential privacy, NeurIPS 2020, arXiv
         2004.00010, Algorithm 3: a discrete Laplace number y of scale t = ⌊σ⌋ + 1 is accepted with probability
-        exp(−(|y| − σ²/t)² / 2σ²). Their coins are exact; here they compare uniform numbers with exponentials in
+        exp(−(|y| − σ²/t)² / 2σ²). The paper's coins are exact; here uniform numbers are compared with exponentials in
         float64, so that probabilities are exact to a few units in 10¹⁵.
 
         Raises

@@ -1,4 +1,4 @@
-"""Settings of what protects clients in training: secure aggregation and differential privacy."""
+"""Settings that protect clients in training: secure aggregation and differential privacy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class SecureAggregation(Settings):
     range: float = Field(
         default=16.0,
         gt=0,
-        description="Largest magnitude of a coordinate of an update; a client with a larger one is lost for the round. "
-        "Sums are exact for integers of a step that grows with it.",
+        description="Largest magnitude of a coordinate of an update; a client with a larger one is lost for the "
+        "round. Coordinates are rounded to multiples of a step that grows with it.",
     )
     bits: Literal[32, 64] = Field(
         default=32,

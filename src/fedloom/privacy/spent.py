@@ -2,7 +2,8 @@
 
 The total is for replacing one training example of a client by another, the relation of descriptors. A training that
 protects whole clients counts as one whose client is replaced, which covers every change of its examples. Sums and
-descriptors compose by their mechanisms (:mod:`fedloom.privacy.accounting`); adding up ε would count far too much.
+descriptors compose by their mechanisms (:mod:`fedloom.privacy.accounting`); adding up ε would overstate the cost by
+far.
 """
 
 from __future__ import annotations

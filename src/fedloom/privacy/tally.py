@@ -49,7 +49,7 @@ class Tally:
 
     @property
     def epsilon(self) -> float:
-        """ε toward readers of the trained models, of the client that released most; inf if it is not known."""
+        """ε toward readers of the trained models, for the client with the largest; inf if it is not known."""
         return epsilon_of(self.most(), self.delta) if self.is_known else math.inf
 
     @property
@@ -62,7 +62,7 @@ class Tally:
         return largest(self.counts, self.delta)
 
     def may_release(self, more: Counts) -> bool:
-        """Return whether the budget allows these releases after the others."""
+        """Return whether the budget allows these releases in addition to the earlier ones."""
         if self.limit is None:
             return True
         if not self.is_known:
@@ -83,7 +83,7 @@ def largest(counts: Counts, delta: float) -> Counter[Release]:
     bounds = sorted(((epsilon_bound(found, delta), i) for i, found in enumerate(each)), reverse=True)
     best, least = each[bounds[0][1]], -1.0
     for bound, i in bounds:
-        if bound <= least:  # nobody after it can have more
+        if bound <= least:  # no later client can have a larger ε
             break
         if (epsilon := epsilon_of(each[i], delta)) > least:
             best, least = each[i], epsilon

@@ -88,7 +88,7 @@ class _Groups(FileObject):
         groups = self._known
         others = {group.other for group in groups}
         if groups and others not in ({frozenset({"masked"})}, {frozenset({"unmasked"})}, {frozenset()}):
-            raise ValueError("groups must have the same other reading, masked or unmasked, or all none")
+            raise ValueError("all groups must have the same other reading, masked or unmasked, or none must have one")
         readings = [each for group in groups for each in (group, group.masked, group.unmasked)]
         if len({each.accuracy_mean is None for each in readings if each is not None}) > 1:
             raise ValueError("either all groups have accuracies, or none has")

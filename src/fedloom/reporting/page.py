@@ -16,7 +16,7 @@ DASH = "–"
 """Placeholder for an unknown value."""
 
 FEWEST_POINTS = 4
-"""Minimum number of points for a learning curve; a straight line between two says nothing."""
+"""Minimum number of points for a learning curve; a straight line between two shows nothing."""
 
 
 class Cell(NamedTuple):

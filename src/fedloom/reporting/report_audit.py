@@ -64,7 +64,7 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
         ("canaries", f"{pluralize(found['canaries'], kind)}, {found['in']} in"),
         ("guesses", f"{found['guesses_in']} in and {found['guesses_out']} out, {found['right']} of {guesses} right"),
         ("ε at least", f"{shown_bound(found['epsilon'])} at δ = {found['delta']:g}"),
-        ("largest bound with this number", shown_bound(found["largest_bound"])),
+        ("largest possible bound", shown_bound(found["largest_bound"])),
     ]
     if (estimate := found.get("normal_estimate")) is not None:
         pairs.append(("ε if scores are normal", f"about {shown_bound(estimate['epsilon'])}, not a bound"))

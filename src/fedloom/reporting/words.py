@@ -34,22 +34,22 @@ def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) 
         return "The run claims no ε for its training, so there is nothing to refute."
     claimed = f"(ε = {rounded_up(claim['epsilon'])}, δ = {claim['delta']:g}) for {claim['of']}"
     if claim["of"] != canaries["of"]:
-        return f"The run claims {claimed}, and not for {canaries['of']}."
+        return f"The run claims {claimed}, but nothing for {canaries['of']}."
     if canaries["epsilon"] is None or canaries["epsilon"] > claim["epsilon"]:
         return f"The bound exceeds the claim of {claimed}: something in the mechanism or its accounting is wrong."
     most = canaries["largest_bound"]
     few = most is not None and most <= claim["epsilon"]
-    return f"The bound is below the claim of {claimed}, which it does not prove." + (
-        " No result with so few canaries could have exceeded it." if few else ""
+    return f"The bound is below the claim of {claimed}: it neither refutes nor proves it." + (
+        " No result with so few canaries could have exceeded the claim." if few else ""
     )
 
 
 OUTLINE_DB, COPY_DB = 3.0, 40.0
-"""dB above the mean input from which a reconstruction shows something, and PSNR from which it is a copy."""
+"""dB above the mean input from which a reconstruction is recognizable, and PSNR from which it is a copy."""
 
 
 def inversion_note(inversion: Mapping[str, Any]) -> str:
-    """Return sentences on what an inversion of updates shows."""
+    """Return sentences that explain the result of an inversion of updates."""
     last = inversion["cases"][-1]
     best, above = last["psnr_best"], last["psnr_best"] - last["psnr_of_mean_input"]
     text = (

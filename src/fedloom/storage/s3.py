@@ -160,8 +160,8 @@ class Connection:
     def __init__(self, service: Service, *, attempts: int, connect_s: float, read_s: float) -> None:
         self.service = service
         self.attempts = attempts
-        # Requests are retried here, not in urllib3: a repeated conditional write must know that it is a repetition,
-        # download may break after its headers, and urllib3 would warn on the terminal of every repetition.
+        # Requests are retried here, not in urllib3: retrying a conditional write needs special care, a download can
+        # fail after its headers, and urllib3 would print a warning for every retry.
         self.http = urllib3.PoolManager(
             timeout=urllib3.Timeout(connect=connect_s, read=read_s),
             maxsize=10,
@@ -192,10 +192,10 @@ class Connection:
             try:
                 return request()
             except (MinioException, HTTPError, ParseError) as error:
-                if attempt == self.attempts or not _passes(error):
+                if attempt == self.attempts or not _is_transient(error):
                     # Not "from error": urllib3's message may hold a signed URL.
                     raise self.explained(error, doing, where) from None
-                log.info("%s: cannot be %s (%s); trying again in %g s", where, doing, type(error).__name__, pause_s)
+                log.info("%s: cannot be %s (%s); retrying in %g s", where, doing, type(error).__name__, pause_s)
             time.sleep(pause_s)
             pause_s *= 2
         raise AssertionError("at least one attempt")
@@ -239,7 +239,7 @@ class Connection:
         return kind(message.format_map(facts), hint=hint)
 
 
-def _passes(error: Exception) -> bool:
+def _is_transient(error: Exception) -> bool:
     """Return True if repeating the request may succeed."""
     if isinstance(error, S3Error):
         return error.code in _TRANSIENT or (error.response.status >= 500 and error.response.status != 501)

@@ -72,7 +72,7 @@ class Auroc(MetricSums):
         return {"auroc": mean_defined(ratio(pairs, positive.sum(-1) * negative.sum(-1)))}
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
-        """Return why the sums are impossible: other than all examples of each label, or an average above 1."""
+        """Return why the sums are impossible: they do not cover all examples, or the average is above 1."""
         average, defined, histogram = sums[0], sums[1], sums[2:]
         if float(defined) not in (0.0, 1.0) or not 0 <= float(average) <= float(defined):
             return f"an average AUROC of {float(average):g} over {float(defined):g} clients"

@@ -31,7 +31,7 @@ Weights: TypeAlias = tuple[Annotated[float, Field(ge=0)], ...]
 
 
 class Counts(NamedTuple):
-    """Measurements of m clients on one split that have a shape of their own, beside a task's sums.
+    """Measurements of m clients on one split that are not part of a task's sums.
 
     Attributes
     ----------

@@ -47,7 +47,7 @@ class Classification(CategoricalTask):
         return F.cross_entropy(outputs, y, weight, reduction="none", label_smoothing=self.label_smoothing)
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
-        """Return the sums of the Brier score and, if asked for, of the AUROC."""
+        """Return the sums of the Brier score and, if requested, of the AUROC."""
         return (Brier(), *([Auroc(target.outputs, of_classes=True)] if "auroc" in asked else []))
 
     @property
@@ -111,7 +111,7 @@ class Brier(MetricSums):
         return {"brier": ratio(sums[:, 1], sums[:, 0])}
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
-        """Return why the sums are impossible: other than all examples, or a score above 2."""
+        """Return why the sums are impossible: they do not cover all examples, or the score is above 2."""
         n, total = float(sums[0]), float(sums[1])
         if n not in (0.0, float(examples)) or not 0 <= total <= 2 * n * (1 + 1e-6):
             return f"a summed Brier score of {total:g} of {n:g} examples, of {examples} in all"

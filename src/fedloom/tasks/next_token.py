@@ -19,8 +19,8 @@ from fedloom.tasks.sums import MetricSums, are_whole, ratio
 class NextToken(CategoricalTask):
     """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a sequence.
 
-    ``y[t]`` is the target of output t: the token after input t. Where the targets are the inputs themselves, as
-    language models expect, :func:`~fedloom.tasks.tokens.next_tokens` moves them by one place when data are packed.
+    ``y[t]`` is the target of output t: the token after input t. Where the targets equal the inputs, as language models
+    expect, :func:`~fedloom.tasks.tokens.next_tokens` moves them by one place when data are packed.
     """
 
     name: Literal["next_token"] = Field(default="next_token", description="the next token at each place of a sequence")

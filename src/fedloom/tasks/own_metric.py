@@ -42,7 +42,7 @@ def remember_metric(function: Any) -> str:
 
 
 def remembered_metric(name: str) -> Any:
-    """Return the metric of a name from :func:`remember_metric`; raise ExperimentError if another process has it."""
+    """Return a metric registered by :func:`remember_metric`; raise ExperimentError if another process registered it."""
     found = _IN_MEMORY.get(name.removeprefix(MEMORY))
     if found is None:
         raise ExperimentError(
@@ -57,10 +57,10 @@ class OwnMetric(MetricSums):
     """Metric that an experiment names as ``package:function``, or that Python gives as an object.
 
     A function ``f(outputs, y)`` returns one number for each example, ``[b]``; the metric is the mean of those that are
-    finite. An object with ``sums(outputs, y) -> [m]``, which are added over batches and clients, and
-    ``value(sums) -> number`` computes any other; so does a class whose instances have these. ``higher_is_better`` and
-    ``percent`` may be attributes of any of them (True and False by default). ``outputs`` are predictions as the task's
-    loss takes them (log-probabilities, logits of labels, numbers); numbers are in the targets' own units.
+    finite. An object with ``sums(outputs, y) -> [m]``, which are added over batches and clients, and ``value(sums) ->
+    number`` computes any other metric. A class whose instances have these methods is allowed, too. ``higher_is_better``
+    and ``percent`` may be attributes of any of them (True and False by default). ``outputs`` are predictions as the
+    task's loss takes them (log-probabilities, logits of labels, numbers); numbers are in the targets' own units.
 
     Parameters
     ----------

@@ -44,9 +44,10 @@ class Regression(PredictionTask):
         return F.huber_loss(predicted, target, reduction="none", delta=self.delta).mean(1)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return that of Gaussian targets around the outputs, with standard deviation 1 in standardized units.
+        """Return the negative log-likelihood of Gaussian targets around the outputs, with standardized deviation 1.
 
-        With the absolute error, targets have a Laplace distribution of scale 1; with Huber's, one of its density.
+        With the absolute error, targets have a Laplace distribution of scale 1; with the Huber loss, a density
+        proportional to exp(-loss).
         """
         factor = 0.5 if self.error == "squared" else 1.0
         return self.loss(outputs, y) * (factor * y[:1].numel())
@@ -107,7 +108,7 @@ class Errors(MetricSums):
         }
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
-        """Return why the sums are impossible: of other examples, or against Cauchy and Schwarz."""
+        """Return why the sums are impossible: numbers of examples, or sums that violate Cauchy-Schwarz."""
         n = float(sums[0])
         squared, absolute, total, squares = sums[1:].reshape(4, self.numbers)
         slack = 1 + 1e-6

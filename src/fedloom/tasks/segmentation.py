@@ -22,7 +22,7 @@ from fedloom.tasks.names import IGNORED, METRICS
 from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 _NONE = -100
-"""Index that stands for pixels that do not count; no class has it."""
+"""Index of pixels that do not count; it is not a class."""
 
 
 class Segmentation(CategoricalTask):

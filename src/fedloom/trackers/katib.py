@@ -28,7 +28,7 @@ class Katib(RunObserver):
         self._trains = True
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Note whether the run trains."""
+        """Record whether the run trains."""
         self._trains = experiment.federation.rounds != 0
 
     def resumed(self, round: int) -> None:

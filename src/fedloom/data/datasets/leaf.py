@@ -36,7 +36,7 @@ def leaf_files(folder: Path) -> tuple[str, ...]:
         if not empty:
             return tuple(f"{part}/{name}" for part in parts for name in found[part])
         if len(empty) < len(parts):
-            raise DataError(f"{folder / empty[0]} holds no .json file; LEAF's train/ and test/ each have some")
+            raise DataError(f"{folder / empty[0]} holds no .json file; train/ and test/ must each have at least one")
     return ()
 
 
@@ -104,7 +104,7 @@ def _users(content: bytes, name: str) -> Iterator[tuple[str, list[Any], list[Any
     if len(users) != len(counts) or sorted(map(str, users)) != sorted(data):
         raise DataError(
             f"{name} contradicts itself: {len(users)} users, {len(counts)} num_samples and user_data of {len(data)}; "
-            "each must have the same users, once"
+            "all three must list the same users, each once"
         )
     for user, count in zip(users, counts, strict=True):
         examples = data.pop(user, None) if isinstance(user, str) else None

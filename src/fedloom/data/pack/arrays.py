@@ -373,8 +373,8 @@ def numbered(
             return y, classes
         if classes != found_classes(classes):
             raise DataError(
-                f"{errors.source}: the labels are integers, and so are the names of the classes, in another order "
-                f"({listed(classes)}); give the labels as text, which is a class's name"
+                f"{errors.source}: the labels are integers, and so are the names of the classes, but in another order "
+                f"({listed(classes)}); give the labels as text, so that they are names of classes"
             )
     return positions(labels, classes, where, errors)
 

@@ -251,7 +251,7 @@ class Batches:
         """Return all inputs, ``[n, *shape]``, and notes on changes that their owner should know."""
         lost, noted = self._rounding.lost(), self._rounding.noted()
         self.errors.add_many(
-            "values that 32-bit floats cannot tell apart (subtract an offset first, or leave the column out)",
+            "values that 32-bit floats cannot distinguish (subtract an offset first, or leave the column out)",
             len(lost),
             (self.name(j) for j in lost),
         )
@@ -394,15 +394,15 @@ def listed(words: Sequence[str], most: int = 12) -> str:
 
 
 def check_unpacked(source: Path, unpacked: int) -> None:
-    """Reject a small file that would fill the memory, given its unpacked size in bytes as the file declares it.
+    """Reject a small file that would fill the memory, given the unpacked size in bytes that it declares.
 
     Raise DataError if that is more than 1 GiB and more than 100 times the file.
     """
     size = source.stat().st_size
     if unpacked > LARGE and unpacked > EXPANSION * size:
         raise DataError(
-            f"{source}: a file of {size:,} bytes that unpacks to {unpacked:,} is not read; at most {EXPANSION} times "
-            f"its size is, or {LARGE:,} bytes",
+            f"{source}: the file has {size:,} bytes and unpacks to {unpacked:,}; the limit is {EXPANSION} times "
+            f"its size, or {LARGE:,} bytes if that is more",
             hint="store it uncompressed if it is really that large",
         )
 

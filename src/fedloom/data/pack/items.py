@@ -68,17 +68,17 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
 
 
 def _check_repeatable(dataset: Any, what: str) -> None:
-    """Raise DataError if an image differs between two readings, by a random transform."""
+    """Raise DataError if an image differs when it is read twice, because of a random transform."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return
     for place in range(min(READ_TWICE, len(dataset))):
         try:
             one, other = (np.asarray(dataset[place][0]) for _ in range(2))
-        except Exception:  # reading all items says what is wrong
+        except Exception:  # the full read reports the error
             return
         if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
             raise DataError(
-                f"{what}[{place}]: is another image at every reading, and only one would be kept.",
+                f"{what}[{place}]: is a different image each time it is read, and only one would be kept.",
                 hint="leave out its random transforms, and give them as augment=, which changes only training images",
                 key=what,
             )

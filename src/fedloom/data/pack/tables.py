@@ -426,7 +426,7 @@ def _fault(text: str, found: float | None, truth: float | None) -> str | None:
 
 
 def _plain_numbers(rows: Sequence[Sequence[str]]) -> NDArray[np.float64] | None:
-    """Return the numbers in rows of text; None if cells need a check each, as Python accepts more than a table may."""
+    """Return the numbers in rows of text; None if each cell needs a check, because float() accepts more forms."""
     joined = "".join(text for row in rows for text in row)
     if "_" in joined or not joined.isascii():
         return None

@@ -18,7 +18,7 @@ from fedloom.tasks.names import IGNORED, TaskName
 from fedloom.tasks.tokens import next_tokens
 
 FEW_LABELS = 4
-"""Targets of tokens are labels, as in named-entity recognition, if there are this many times fewer than inputs."""
+"""Targets of tokens are labels (named-entity recognition) if the vocabulary is this many times their number."""
 
 
 def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) -> TaskName:
@@ -222,7 +222,7 @@ def _numbers(
     rounding = Rounding(values.shape[1])
     rounding.add(values, kept)
     lost = [f"target {j}" for j in rounding.lost()]
-    errors.add_many("targets that 32-bit floats cannot tell apart (subtract an offset first)", len(lost), lost)
+    errors.add_many("targets that 32-bit floats cannot distinguish (subtract an offset first)", len(lost), lost)
     noted = [f"target {j}" for j in rounding.noted()]
     notes = (f"rounded to the precision of 32-bit floats: {listed(noted)}",) if noted else ()
     return kept.reshape(y.shape), notes
