@@ -30,7 +30,7 @@ from fedloom.models.predictors import Predictors
 from fedloom.tasks.names import TaskName
 
 Statistics: TypeAlias = dict[str, float]
-"""Statistics of a round: always ``client_steps`` (local SGD steps of all clients), ``loss`` and others if known."""
+"""Statistics of a round: ``client_steps`` (local SGD steps of all clients), and ``loss`` and others if known."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class ClientAlgorithm:
         name = openings.get(type(opening))
         if name is None:
             known = ", ".join(sorted(t.__name__ for t in openings))
-            raise TypeError(f"no conversation is opened by {type(opening).__name__} (those that are: {known})")
+            raise TypeError(f"{type(opening).__name__} opens no conversation; expected {known}")
         opened: Conversation | Predictors = getattr(self, name)(clients, opening)
         return opened if isinstance(opened, Generator) else _finished(opened)
 

@@ -90,7 +90,7 @@ class LongestFirst:
 
 
 class LocalTrainer(TrainBatches):
-    """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
+    """Losses f_i of g clients, each at its own parameters w_i, and the gradients of these losses.
 
     Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` uses it in evaluation mode.
 
@@ -103,7 +103,7 @@ class LocalTrainer(TrainBatches):
         Set the logits of labels absent from a client's train split to -inf.
     at_home
         True for training whose results stay with the clients. Gradients of other training in a round are noisy if the
-        run protects examples, and the losses beside them are 0.
+        run protects examples, and the losses returned with them are 0.
     """
 
     def __init__(

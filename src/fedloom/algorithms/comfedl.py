@@ -240,8 +240,8 @@ def compositional_sgd(
         left_loss = torch.where(left == t + 1, losses[t], left_loss)
         step(u, going & finite)  # line 13
     change = local.join(w) - theta
-    gone = ~change.isfinite().all(1) & (left == 0)
-    left, left_loss = torch.where(gone, steps, left), torch.where(gone, losses[-1], left_loss)
+    diverged = ~change.isfinite().all(1) & (left == 0)
+    left, left_loss = torch.where(diverged, steps, left), torch.where(diverged, losses[-1], left_loss)
     stayed = left == 0
     mean = mean_loss([torch.where(stayed, loss, 0) for loss in losses], counts)
     columns = [column.double()[:, None] for column in (steps, mean, losses[0], left, left_loss)]
@@ -378,7 +378,7 @@ class ComFedL(base.Algorithm):
     no_example_privacy = "Clients scale their gradients by exponentials of losses, which have no noise."
 
     def sums(self, settings: Any) -> SummedFields:
-        """Return the sum of the updates; losses at the shared model are answers of their own."""
+        """Return the sum of the updates; losses at the shared model are separate answers."""
         return sums_of(CompositionalUpdate, without=("first", "left_loss"))
 
     def noisy_sums_suffice(self, settings: ComFedLSettings) -> str | None:

@@ -64,7 +64,7 @@ class Ditto(FedAvg):
     no_example_privacy = None  # w takes noisy steps, and v_i, which does not affect it, stays with its client
 
     def train(self, model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> Trained:
-        """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""
+        """Train a client as in Algorithm 1: w as in FedAvg (line 3), and separately v_i (lines 4-5)."""
         shared = train(model, group, w, s.local)
         own = train_near(model, group, group.load_state("v", w), w, s, s.personal)
         group.save_state(v=own.theta)

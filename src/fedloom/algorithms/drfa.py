@@ -146,7 +146,7 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     no_example_privacy = "Clients are weighted by their losses, which have no noise."
 
     def sums(self, settings: DRFASettings) -> SummedFields:
-        """Return the sum of the updates; losses are answers of their own."""
+        """Return the sum of the updates; losses are separate answers."""
         return {} if settings.replace else sums_of(NotedUpdate)
 
     def noisy_sums_suffice(self, settings: DRFASettings) -> str | None:

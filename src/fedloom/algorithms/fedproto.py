@@ -1,4 +1,4 @@
-"""FedProto: clients train models of their own, and share only prototypes, the mean features of each class.
+"""FedProto: each client trains its own model, and shares only prototypes, the mean features of each class.
 
 Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang, FedProto: federated prototype learning across
 heterogeneous clients, AAAI 2022, arXiv 2105.00243, Algorithm 1. A client trains its model on its loss, plus λ times the
@@ -85,7 +85,7 @@ class FedProtoServer(base.ServerAlgorithm):
         updates = round.sample().send(PrototypeTrainRequest(**self.state), PrototypeUpdate)
         sums, total = updates.sum(updates.sums), updates.sum(updates.counts)
         there = total > LEAST_COUNT
-        sums = sums * there[:, None] if updates.is_noisy else sums  # of a class that nobody has, there is only noise
+        sums = sums * there[:, None] if updates.is_noisy else sums  # a class that no client has would only add noise
         kept = self.state["prototypes"] * ~there[:, None]
         self.state["prototypes"] = (sums + kept) / torch.where(there, total, 1).to(sums)[:, None]
         self.state["known"] = torch.maximum(self.state["known"], there.double())

@@ -25,11 +25,11 @@ def by_ivon(
 ) -> Callable[[Tensor, Tensor], None]:
     """Return a function ``(∂/∂μ, ∂/∂σ) -> None`` that steps q in place, under the prior w, with fresh momentum.
 
-    The derivatives are those of the likelihood's part of Ω, sums over the n examples. In terms of σ, with
-    G = ∂Ω/∂σ and τ = h + δ = ζ/(n σ²), the new estimate h' = β₂h + (1 - β₂)ĥ + ½(1 - β₂)²(h - ĥ)²/τ is
-    τ' = τ (1 + x + ½x²), x = (1 - β₂) σ G/ζ, which is positive for any x: the Hessian needs no memory beside σ. Then
-    μ' = μ - lr (m/(1 - β₁ᵗ) + δ(μ - μ_w))/τ', where m is the momentum of the mean loss's gradient. Where the
-    likelihood's derivatives are 0 and q = w, both stay bitwise unchanged.
+    The derivatives are those of the likelihood's part of Ω, sums over the n examples. In terms of σ, with G = ∂Ω/∂σ and
+    τ = h + δ = ζ/(n σ²), the new estimate h' = β₂h + (1 - β₂)ĥ + ½(1 - β₂)²(h - ĥ)²/τ is τ' = τ (1 + x + ½x²), x = (1 -
+    β₂) σ G/ζ, which is positive for any x: the Hessian needs no memory other than σ. Then μ' = μ - lr (m/(1 - β₁ᵗ) +
+    δ(μ - μ_w))/τ', where m is the momentum of the mean loss's gradient. Where the likelihood's derivatives are 0 and q
+    = w, both stay bitwise unchanged.
     """
     beta1, beta2 = betas
     momentum, made = torch.zeros_like(q.mu), 0

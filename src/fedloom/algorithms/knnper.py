@@ -38,7 +38,7 @@ class Neighbours(ModelPredictor):
         self.classifies = model.task.target_kind == "classification"
 
     def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
-        """Set k and λ to predict the most examples of the datastore right, each left out of its own vote.
+        """Choose the k and λ that predict the most examples of the datastore correctly, each left out of its own vote.
 
         Ties go to the higher likelihood of the labels, then to the smaller k, then to the smaller λ. In regression, the
         lowest loss decides. With one example nothing remains to vote, and λ is 0.

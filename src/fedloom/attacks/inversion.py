@@ -46,7 +46,7 @@ LARGEST_PSNR = 120.0
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Update under attack, and what the attacker knows besides it.
+    """Update under attack, and the other information that the attacker has.
 
     Attributes
     ----------

@@ -211,7 +211,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     reader = _reader(dataset, path)
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
+    with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or removed since
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
     errors = ValidationErrors(str(path))

@@ -61,7 +61,7 @@ class ReservingScheme(SchemeSettings):
     )
 
     @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Omit unset keys: this JSON determines the names of partitions."""
         written: dict[str, object] = handler(self)
         for key in ("reserve", "shift", "quantiles"):

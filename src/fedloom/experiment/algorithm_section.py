@@ -55,4 +55,4 @@ def _dump_algorithm(choice: AlgorithmChoice) -> dict[str, Any]:
 
 
 AlgorithmSection = Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)]
-"""Type of the section: its settings beside the name, in one mapping."""
+"""Type of the section: the name and the settings in one mapping."""

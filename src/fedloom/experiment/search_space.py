@@ -197,7 +197,7 @@ class SearchPlan:
     trials
         Number of trials.
     fixed
-        Overrides of every trial, beside its parameters.
+        Overrides of every trial, in addition to its parameters.
     """
 
     space: SearchSpace

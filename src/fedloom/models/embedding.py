@@ -1,6 +1,6 @@
 """Embedding networks φ, which map an example to descriptor space; a descriptor is their mean (papers/001, §3).
 
-The paper's label input is the one-hot class. Other tasks give a vector of their own (``PredictionTask.label_input``).
+The paper's label input is the one-hot class. Other tasks define their own vector (``PredictionTask.label_input``).
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     ``pretrained``, which depends on the model instead, is not among them.
 
     Sequences whose targets are their next tokens have the vocabulary that ``lstm`` needs. Other integers and named
-    tensors have no network of their own: ``linear`` describes a client by its targets alone.
+    tensors have no specific network: ``linear`` describes a client by its targets alone.
     """
     if task.target_kind == "next_token":
         return ("lstm",)

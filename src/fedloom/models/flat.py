@@ -113,7 +113,7 @@ class Layout:
         return leaves
 
     def divided(self, leaves: Mapping[str, Tensor]) -> Leaves:
-        """Return the named tensors of all entries as trained leaves with the buffers beside them."""
+        """Return the named tensors of all entries as trained leaves, with the buffers apart."""
         if not self.buffers:
             return Leaves(leaves)
         trained = {name: leaf for name, leaf in leaves.items() if name not in self.buffers}

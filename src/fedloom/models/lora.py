@@ -26,7 +26,8 @@ class LoRA(Settings):
         default=None, min_length=1, description="numbers of the blocks that get adapters; null: all"
     )
     train: list[Name] = Field(
-        default=[], description="layers that are trained in full beside the adapters, such as the head: [classifier]"
+        default=[],
+        description="layers that are trained in full in addition to the adapters, such as the head: [classifier]",
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout of the adapters' inputs in training")
 

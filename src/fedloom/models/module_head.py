@@ -51,7 +51,7 @@ def head_of(
         If the requested layer cannot be the head.
     """
     module = copied(module).eval()
-    _move(module)  # else a factor whose initial value is 1 would go unnoticed
+    _perturb(module)  # else a factor whose initial value is 1 would go unnoticed
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
     if asked is not None:
@@ -104,7 +104,7 @@ def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs
     if len(given) != 1:
         return None
     features, kept = given[0]
-    _move(module)
+    _perturb(module)
     hook = module.get_submodule(name).register_forward_hook(lambda *_: kept)
     try:
         _, again = _observed(module, call, name, others)
@@ -113,7 +113,7 @@ def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs
     return Head(name, features.dim() == 2, gives_logits=False) if torch.equal(again, outputs) else None
 
 
-def _move(module: nn.Module) -> None:
+def _perturb(module: nn.Module) -> None:
     """Change every trained parameter of a module, in place, so that shared ones stay shared."""
     with torch.no_grad():
         for p in module.parameters():

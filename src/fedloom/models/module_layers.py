@@ -186,7 +186,7 @@ def _copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
 
 
 def _computed_weights(module: nn.Module) -> dict[int, Any]:
-    """Return copies by id of the weights that the old ``torch.nn.utils.weight_norm`` computes anew at each call."""
+    """Return copies by id of the weights that the old ``torch.nn.utils.weight_norm`` recomputes at each call."""
     names = (
         (layer, hook.name)
         for layer in module.modules()

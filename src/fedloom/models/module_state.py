@@ -166,7 +166,7 @@ def warn_of_batches(module: nn.Module) -> None:
 
 @cache
 def warn_of_examples(kind: str) -> None:
-    """Warn, once for each kind of module, that each gradient of a single example takes a call of its own."""
+    """Warn, once for each kind of module, that each gradient of a single example takes a separate call."""
     _log.warning(
         "%s: torch.func.vmap cannot run it for single examples, so their gradients (federation.privacy.of: examples) "
         "are computed one by one",

@@ -5,7 +5,7 @@ Theorem 8; Jinshuo Dong, Aaron Roth and Weijie Su, "Gaussian Differential Privac
 several releases. Noise is described by its multiplier z: the standard deviation of each coordinate divided by the ℓ2
 sensitivity of the release. Releases of all data, as opposed to a random part, compose exactly: multipliers z₁, z₂, ...
 are equivalent to one with 1/z² = Σ 1/zᵢ², and k releases with z to one with z/√k (Corollary 3.3 of the latter, also for
-adaptively chosen releases). No bound is involved, and hence no numerical accountant.
+adaptively chosen releases). This involves no bound, so no numerical accountant is needed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class SecureAggregation(Settings):
         if self.threshold is None:
             return self
         if self.neighbours is None:
-            raise ValueError(f"threshold: needs neighbours beside it (got {self.threshold}, and neighbours null)")
+            raise ValueError(f"threshold: set neighbours, too (got {self.threshold}, with neighbours null)")
         if not self.neighbours / 2 < self.threshold <= self.neighbours:
             raise ValueError(
                 f"threshold: must be more than half of the neighbours, {self.neighbours}, and at most all (got "

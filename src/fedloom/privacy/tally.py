@@ -38,7 +38,7 @@ class Tally:
         self.is_known = True
 
     def restore(self, counts: Counts, *, is_known: bool) -> None:
-        """Take over earlier releases; they are not known if some had no noise, or were not counted."""
+        """Restore earlier releases; they count as unknown if some had no noise, or were not counted."""
         self.counts = {client: Counter(releases) for client, releases in counts.items()}
         self.is_known = is_known
 

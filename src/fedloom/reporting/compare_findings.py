@@ -52,7 +52,7 @@ def findings(comparison: RunComparison) -> Iterator[Finding]:
     """Yield the finding of each block and group of clients that has two rows with results, unseen clients first.
 
     p-values are corrected over all pairs of rows, so that they hold for whichever row is best; for a best row that was
-    named beforehand, over its own pairs. If models are made for user 0, results of other clients are not compared.
+    named in advance, over its own pairs. If models are made for user 0, results of other clients are not compared.
     """
     groups = (USERS,) if USERS in comparison.groups else tuple(reversed(comparison.groups))
     for block, members in comparison.blocks.items():

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 TESTS = {
     "clients": "With one seed, the test is Wilcoxon's signed-rank test over its clients (equal pairs are ranked as "
     "Pratt does), and the interval is a bootstrap over them. A small p means that, among these clients after this "
-    "training, one method is better more often or by a larger margin than chance explains. Whether another training "
-    "would show the same takes several seeds, because the clients of a federation share one training.",
+    "training, one method is better more often or by a larger margin than chance explains. Only several seeds can show "
+    "whether another training gives the same result, because the clients of a federation share one training.",
     "seeds": "With several seeds, the test is a t test over the seeds' mean differences, and the interval Student's. "
     "The clients of a seed share its training, so each seed is one observation. A small p means that training again "
-    "with other seeds would show the same. With two or three seeds, only large and consistent differences reach it.",
+    "with other seeds would probably give the same result. With two or three seeds, p is small only for large and "
+    "consistent differences.",
 }
 """Explanation of the test by its unit of observation."""
 
@@ -250,10 +251,10 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
             f"p: two-sided, with Holm's correction over the comparisons with the reference ({tested['seen']} seen, "
             f"{tested['unseen']} unseen).",
             *(TESTS[over] for over in comparison.tested_over.split(" or ")),
-            ""
-            if comparison.against
-            else "The reference was chosen on validation data of the same trainings, so a small p means that a method "
-            "is not the best of these. To test against a particular method, name it beforehand (against).",
+            "The reference was chosen on validation data of the same trainings, so a small p only shows that a method "
+            "is not the best of these. To test against a particular method, name it in advance (against)."
+            if any(reference.because == "best on validation" for reference in comparison.references.values())
+            else "",
             "pairs.csv has all pairs.",
         ]
         text = " ".join(filter(None, sentences))

@@ -293,7 +293,7 @@ def draw_phase_totals(phases: Sequence[Mapping[str, float]], others: Mapping[str
     total = sum(seconds)
     bars = axes.barh(names, seconds, height=0.66, color=colours)
     axes.bar_label(bars, [f"{human_time(s)} ({s / total:.0%})" if total else human_time(s) for s in seconds], padding=3)
-    axes.set(title="Time in all", xlim=(0, 1.6 * max([*seconds, 1e-9])), ylim=(max(len(names), 5) - 0.5, -0.5))
+    axes.set(title="Total time", xlim=(0, 1.6 * max([*seconds, 1e-9])), ylim=(max(len(names), 5) - 0.5, -0.5))
     axes.grid(visible=False)
     axes.tick_params(axis="both", length=0)
     axes.set_xticks([])

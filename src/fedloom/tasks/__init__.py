@@ -1,1 +1,1 @@
-"""Prediction tasks: targets, losses and metrics. No other package knows what a target is."""
+"""Prediction tasks: targets, losses and metrics. No other package contains code for targets."""

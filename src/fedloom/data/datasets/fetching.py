@@ -56,7 +56,7 @@ def fetch_dataset(
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
     copy_from
-        A folder of the user's with the files, raw or ``.gz``; nothing else is tried then.
+        User's folder with the files, raw or ``.gz``; no location is tried then.
     on_progress
         Progress callback.
     """

@@ -149,7 +149,7 @@ def _parts_in_memory(owner: str | None, arrays: Mapping[str, RawInputs]) -> Iter
 
 
 def _check_names(arrays: Iterable[str], known: Sequence[str], whose: str) -> None:
-    """Reject arrays that lack a name, or have one that would not be used."""
+    """Reject a missing name, and names that would be ignored."""
     names = "x and y, or train_x, train_y, test_x and test_y, and possibly validation_x and validation_y"
     if missing := [name for name in known if name not in arrays]:
         raise DataError(
@@ -157,7 +157,7 @@ def _check_names(arrays: Iterable[str], known: Sequence[str], whose: str) -> Non
         )
     if foreign := [name for name in arrays if name not in known]:
         raise DataError(
-            f"{whose}{', '.join(foreign)} would not be used besides {', '.join(known)}; use the names {names}"
+            f"{whose}{', '.join(foreign)} cannot be combined with {', '.join(known)}; use the names {names}"
         )
 
 

@@ -211,7 +211,7 @@ def table_builder(
     if text is None:
         inputs, ignored, why = _input_columns(header, rest, request, index, source, column)
     else:
-        inputs, ignored, why = [], [header[i] for i in rest if i != text], "columns left out beside the text"
+        inputs, ignored, why = [], [header[i] for i in rest if i != text], "columns left out; the input is the text"
     batches = _batches(header, inputs, request, errors) if text is None else ColumnBatches({}, errors)
     notes = (f"{why}: {listed(ignored)}",) if ignored else ()
     found = chosen["label"], chosen["split"], chosen["client"]
@@ -237,7 +237,7 @@ def _input_columns(
     inputs, ignored = _without_index(header, rest, index, source)
     if own is None:
         if not inputs:
-            raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
+            raise DataError(f"{source}: it has no feature columns; its columns are {listed(header)}")
         integers = request.integers if isinstance(request.integers, tuple) else ()
         last = [column(name, request.called("integers")) for name in integers]
         inputs = [*(i for i in inputs if i not in last), *last]

@@ -201,7 +201,7 @@ def _most(
 
 
 def _classes_of(task: TaskName, y: NDArray[Any]) -> NDArray[Any]:
-    """Return the targets that are classes or tokens; in masks, 255 is a class only beside greater values."""
+    """Return the targets that are classes or tokens; in masks, 255 is a class only if there are greater values."""
     ignored = IGNORED[task]
     return y if (y > ignored).any() else y[y != ignored]
 
