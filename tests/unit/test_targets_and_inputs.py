@@ -260,7 +260,7 @@ def test_repeated_named_inputs_stay_in_one_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "facts"),
     [
-        ({"row": FEATURES, "image": IMAGES[:-1]}, ("60", "59", "as many of each")),
+        ({"row": FEATURES, "image": IMAGES[:-1]}, ("60", "59")),
         ({"row": FEATURES, "a b": IMAGES}, ("'a b'", "letters")),
         ({"row": np.array(["p"] * 2 * N)}, ("x.row", "[60]", "[n, features]")),
         ({}, ("x",)),

@@ -257,7 +257,7 @@ class PeFLLClient(base.ClientAlgorithm):
 class DescriptorPrivacy(Settings):
     """Settings of a differentially private descriptor: embeddings are clipped, and their mean gets Gaussian noise."""
 
-    clip: float = Field(gt=0, description="C: largest ℓ2 norm of an example's embedding; longer ones are shortened")
+    clip: float = Field(gt=0, description="C: largest ℓ2 norm of an example's embedding; larger ones are scaled down")
     noise_multiplier: float = Field(
         ge=0, description="z: noise of deviation z·2C/n on each coordinate, n being the client's training examples"
     )
@@ -276,7 +276,9 @@ class DescriptorSettings(Settings):
         description="first: by mean and deviation of the first descriptor of the first round (official code)",
     )
     privacy: DescriptorPrivacy | None = Field(
-        default=None, description="descriptors leave a client clipped and with noise (docs/algorithms/pefll.md)"
+        default=None,
+        description="clip embeddings, and add noise to descriptors before they leave a client "
+        "(docs/algorithms/pefll.md)",
     )
 
     @model_validator(mode="after")

@@ -120,7 +120,7 @@ def reconstruct(target: Target, low: float, high: float, *, alone: bool) -> tupl
     low, high
         Limits of inputs.
     alone
-        True if the update is of a single example: the surest unit of the layer then has it.
+        True if the update is of a single example: the most reliable unit of the layer then contains it.
     """
     found = invert_linear_layer(target)
     if found is not None and not alone:

@@ -1,6 +1,6 @@
 """Assignment of examples to clients.
 
-All schemes except ``natural`` assign by class mix. One rule turns the mixes π_i of a scheme
+All schemes except ``natural`` and ``means`` assign by class mix. One rule turns the mixes π_i of a scheme
 (``fedloom.data.schemes``) into example counts. It applies to the train, validation and test pools with the same π_i,
 so that all splits of a client have the same class mix:
 1. *Size* (:func:`~fedloom.data.apportion.feasible_sizes`). Client i gets N_i = min over its classes of p_c / Σ_j π_jc

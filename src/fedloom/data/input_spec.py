@@ -146,9 +146,9 @@ class InputSpec:
                 f"channel_axis is last, which is only for features and integers of two or more axes (got {self.kind})"
             )
         if (self.high is None) != (self.kind != "integers") or (self.high is not None and self.high < 1):
-            return f"high is {self.high}; integers need a number of at least 1, and other kinds have none"
+            return f"high is {self.high}; it must be at least 1 for integers, and null for other kinds"
         if self.tokenizer is not None and (self.kind != "integers" or not DIGEST.fullmatch(self.tokenizer)):
-            return f"tokenizer is {self.tokenizer[:80]}; it must be a SHA-256 in hex, and only of integers"
+            return f"tokenizer is {self.tokenizer[:80]}; it must be a SHA-256 in hex, and only integers have one"
         return self._normalization_fault() if normalized else None
 
     def _normalization_fault(self) -> str | None:

@@ -176,7 +176,7 @@ def _checked_inputs(x: Inputs, problem: Problem) -> dict[str, Tensor]:
     }
     if len({len(each) for each in inputs.values()}) > 1:
         sizes = ", ".join(f"{len(each)} of {name}" for name, each in inputs.items())
-        raise DataError(f"x has different numbers of examples ({sizes}); give as many of each input", key="x")
+        raise DataError(f"x has different numbers of examples ({sizes}); give the same number for each input", key="x")
     return inputs
 
 
@@ -252,8 +252,8 @@ def _features(x: Tensor, what: str, spec: InputSpec) -> Tensor:
     rounding.add(spec.rows(values).T, spec.rows(kept.numpy()).T)
     if lost := rounding.lost(spec.normalization.std):
         raise DataError(
-            f"{what}[:, {lost[0]}]: 32-bit floats cannot distinguish values of this size as the run's models do; scale "
-            "them like the run's data"
+            f"{what}[:, {lost[0]}]: values of this size lose too much precision as 32-bit floats; scale them like the "
+            "run's data"
         )
     return kept
 

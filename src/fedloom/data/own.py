@@ -336,7 +336,7 @@ def _packed(given: Path) -> list[Path]:
         return [given]
     inside = sorted(path.parent for path in given.glob(f"*/{CARD}"))
     if not inside:
-        raise DataError(f"no packed client: {given} must have {CARD}, or folders with one", hint=AGAIN)
+        raise DataError(f"no packed client: {given} must contain {CARD}, or folders with one", hint=AGAIN)
     return inside
 
 

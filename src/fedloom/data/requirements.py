@@ -122,8 +122,8 @@ class Own(Settings):
     )
     normalization: Literal["measured"] | Given = Field(
         default="measured",
-        description="measured: mean and std of all clients' training examples, from announced counts, sums and sums of "
-        "squares; or {mean, std}, each a list.",
+        description="measured: mean and std of all clients' training examples, from the counts, sums and sums of "
+        "squares that clients announce; or {mean, std}, each a list.",
     )
 
     @property

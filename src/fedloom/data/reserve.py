@@ -47,7 +47,7 @@ class Reserve(BaseModel):
     @model_validator(mode="after")
     def _one_size(self) -> Reserve:
         if (self.share is None) == (self.count is None):
-            raise ValueError(f"give share or count, not both (share is {self.share}, count is {self.count})")
+            raise ValueError(f"give exactly one of share and count (share is {self.share}, count is {self.count})")
         return self
 
     def size(self, whole: int, what: str) -> int:

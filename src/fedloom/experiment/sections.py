@@ -345,7 +345,8 @@ class WorkerRuntime(Section):
         default=1,
         ge=1,
         description="Clients vectorized together: faster on a GPU, and for many small clients on a CPU. Rounding then "
-        "depends on which clients are together, so a run repeats only with the same workers and the same number here.",
+        "depends on which clients are together, so a run is reproducible only with the same workers and the same "
+        "number here.",
     )
 
 

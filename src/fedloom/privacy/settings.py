@@ -102,13 +102,14 @@ class TrainingPrivacy(Settings):
         default=None,
         gt=0,
         description="ε of all rounds together toward readers of the models, from which the noise multiplier is found "
-        "before the run. With noise_multiplier, as in a run's folder: the run is refused if its rounds cost more.",
+        "before the run. If noise_multiplier is set, too, as in a run's folder, the run is refused if its rounds cost "
+        "more.",
     )
     delta: float = Field(gt=0, le=MAX_DELTA, description="δ of the (ε, δ) that is reported; below 1/n.")
     sampling: Literal["poisson", "fixed"] = Field(
         default="poisson",
-        description="Draw of a cohort, or of an example into a mini-batch: each independently, so that sizes vary, "
-        "or a fixed number without replacement.",
+        description="Sampling of a cohort, or of the examples of a mini-batch: poisson draws "
+        "each independently, so that sizes vary; fixed draws a fixed number without replacement.",
     )
     noise: Literal["central", "distributed"] = Field(
         default="central",

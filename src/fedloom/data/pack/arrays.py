@@ -255,12 +255,12 @@ def _sizes(parts: Sequence[_Part], errors: ValidationErrors) -> list[int]:
                 raise DataError(f"{errors.source}: {part.called(name)} is of shape []; it must be [n, ...]")
         lengths = {part.called(name): len(x) for name, x in part.x.items()}
         if len(set(lengths.values())) > 1:
-            raise DataError(f"{errors.source}: {lengths} examples; give as many of each input")
+            raise DataError(f"{errors.source}: {lengths} examples; give the same number for each input")
         size, y = next(iter(lengths.values())), part.y
         if y is not None and (not y.ndim or len(y) != size):
             raise DataError(
-                f"{errors.source}: {part.name[:-1]}y is of shape {list(y.shape)}; it must be [{size}], as many as "
-                f"{part.name} has examples"
+                f"{errors.source}: {part.name[:-1]}y is of shape {list(y.shape)}; it must be "
+                f"[{size}], one target for each example of {part.name}"
             )
     return [len(part) for part in parts]
 
