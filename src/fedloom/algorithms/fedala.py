@@ -132,7 +132,7 @@ class FedALA(FedAvg):
     settings = FedALASettings
     predictors = {"personal": "FedALA", "global": "FedALA, shared model"}
     stateful = True
-    no_example_privacy = "The weights W_i by which a client starts follow losses and gradients that have no noise."
+    no_example_privacy = "Clients start from weights W_i, which follow from losses and gradients without noise."
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedALASettings) -> Trained:
         """Perform lines 2-8."""

@@ -252,7 +252,7 @@ class FedAvg(base.Algorithm):
         return fine_tune(model, group, shared, s.local, s.personalize_steps)
 
     def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return the SGD steps by which a client with this many train examples gets ``personal``."""
+        """Return the SGD steps that a client with this many train examples makes for ``personal``."""
         steps: int = s.personalize_steps
         return steps
 

@@ -225,7 +225,7 @@ class FedProto(base.Algorithm):
     no_example_privacy = "Prototypes are means of a client's features, which have no noise."
 
     def sums(self, settings: Any) -> SummedFields:
-        """Return the sums of the prototypes and of the counts, by which the server divides."""
+        """Return the sums of the prototypes and of the counts; the server divides the former by the latter."""
         return sums_of(PrototypeUpdate, counts=Summed(learned=True))
 
     def check_model(self, settings: Any, model: FlatModel) -> None:

@@ -49,7 +49,7 @@ class FedRep(FedAvg):
     shared = "body"
     stateful = True
     head_key: ClassVar[str] = "head"
-    """Key of the settings by which a new client trains its head."""
+    """Key of the settings with which a new client trains its head."""
     no_example_privacy = None  # both trainings are noisy, the head's because it affects the body's gradients
     noisy_training: ClassVar[tuple[str, ...]] = ("head", "local")
 

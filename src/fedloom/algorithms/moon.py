@@ -101,7 +101,7 @@ class MOONSettings(FedAvgSettings):
     """Keys of ``algorithm`` for MOON."""
 
     mu: float = Field(default=1.0, ge=0, description="μ, weight of the contrastive loss; 0 is FedAvg")
-    temperature: float = Field(default=0.5, gt=0, description="τ, by which cosine similarities are divided")
+    temperature: float = Field(default=0.5, gt=0, description="τ, the divisor of cosine similarities")
 
 
 class ModelContrastiveFL(FedAvg):

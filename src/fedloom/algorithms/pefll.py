@@ -357,7 +357,7 @@ class PeFLLSettings(Settings):
         return self.embedding.network_for(setup.kind, setup.input_shape, *target)
 
     def optimizers(self, round: int | None = None) -> tuple[ServerOptimizer, ServerOptimizer]:
-        """Return the optimizers of lines 17 and 18, of η_v and of η_h, in a round, whose local rate is β."""
+        """Return the optimizers of η_v and η_h (lines 17 and 18) in a round with local rate β."""
 
         def of(decay: float) -> ServerOptimizer:
             s, beta = self.server, self.local.rate(round)
@@ -445,7 +445,7 @@ class PeFLL(base.Algorithm):
         return bool(settings.embedding.labels)
 
     def starts_alike(self, settings: Any) -> bool:
-        """Return True in a subspace, whose origin is θ₀, and if the model's first features describe examples."""
+        """Return True if a subspace starts at the model's initialization, or features of it describe examples."""
         return settings.hypernetwork.subspace is not None or settings.embedding.network == "pretrained"
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:

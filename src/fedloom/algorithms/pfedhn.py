@@ -156,7 +156,9 @@ class PFedHNSettings(Settings):
     server_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of both, per row of the embeddings")
     server_decay: float = Field(default=1e-3, ge=0, description="weight decay of both")
     clip: float = Field(default=50.0, gt=0, description="largest norm of the server's gradient")
-    personalize_exchanges: int = Field(default=20, ge=0, description="exchanges by which a new client is embedded")
+    personalize_exchanges: int = Field(
+        default=20, ge=0, description="exchanges that find the embedding of a new client"
+    )
 
     @model_validator(mode="after")
     def _shrinking(self) -> Self:

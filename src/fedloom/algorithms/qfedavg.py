@@ -102,7 +102,7 @@ class QFedAvg(FedAvg):
         return theta + change
 
     def sums(self, settings: Any) -> SummedFields:
-        """Return the sums of the updates and of h_k, by which the server divides."""
+        """Return the sums of the updates and of h_k; the server divides the former by the latter."""
         return sums_of(self.update, h=Summed(learned=True))
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:

@@ -1,4 +1,4 @@
-"""Canary clients: members of a federation whose update is a random direction, or nothing, as a fair coin decides.
+"""Canary clients: members of a federation that send a random direction or nothing; a fair coin decides.
 
 G. Andrew, P. Kairouz, S. Oh, A. Oprea, H. B. McMahan, V. Suriyakumar, One-shot empirical privacy estimation for
 federated learning, ICLR 2024, arXiv 2302.03098, Algorithm 1. Random directions of many dimensions are nearly orthogonal

@@ -76,9 +76,10 @@ def canary_document(
 def normal_estimate(scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float) -> dict[str, Any] | None:
     """Return means and deviations of the scores of canaries, and the ε at δ of normal scores with such means.
 
-    Two normal distributions with one deviation are those of a Gaussian mechanism with this noise, whose sensitivity is
-    the difference of the means. G. Andrew et al., ICLR 2024, arXiv 2302.03098, Algorithm 2, estimate ε like this. It is
-    not a bound, because means and deviation are estimates. None if fewer than two canaries are in, or out.
+    Two normal distributions with the same deviation are those of a Gaussian mechanism with this noise, and with the
+    difference of the means as its sensitivity. G. Andrew et al., ICLR 2024, arXiv 2302.03098, Algorithm 2, estimate ε
+    like this. It is not a bound, because means and deviation are estimates. None if fewer than two canaries are in, or
+    out.
     """
     groups = {"in": scores[coins], "out": scores[~coins]}
     if min(map(len, groups.values())) < 2:

@@ -34,7 +34,7 @@ CURVE_POINTS = 200
 """Maximum number of points of a curve in a document."""
 
 WILSON_Z = 1.96
-"""Standard deviations of the bounds by which a threshold is chosen."""
+"""Width of the bounds that choose a threshold, in standard deviations."""
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Digests inside the files of a run, by which readers detect changes.
+"""Digests inside the files of a run, which let readers detect changes.
 
 In a JSON object and on every line of a JSON Lines file, ``digest`` is the last key. YAML begins with a comment that
 holds the digest. A digest covers the bytes around it, so programs that do not check it (jq, pandas) read the file as

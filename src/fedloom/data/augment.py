@@ -197,7 +197,7 @@ def _v2() -> Any:
     except ImportError as error:
         raise ExperimentError(
             f"{KEY}: torchvision is not installed in this environment.",
-            hint="pip install 'fedloom[vision]', wherever clients train",
+            hint="pip install 'fedloom[vision]' on all machines where clients train",
             key=KEY,
         ) from error
     return v2

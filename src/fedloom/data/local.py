@@ -1,7 +1,7 @@
 """Local data sets: a folder of images, a table, or arrays, with or without owners.
 
 The readers that pack a client's data (:mod:`fedloom.data.pack`) read them once. The data root keeps each as one file of
-examples and a card, named by a hash of the content: equal examples are the same data set, wherever they came from.
+examples and a card, named by a hash of the content: equal examples are the same data set, regardless of their origin.
 Afterwards such a data set is a source like any other.
 """
 

@@ -24,8 +24,8 @@ def publish(folder: Path, store: Store) -> None:
     """Copy a partition to a store that is for this partition only, best named by its ``fingerprint``.
 
     Shards that exist are kept, so that an interrupted upload resumes. The manifest is written last, so that a partition
-    with a manifest is complete. An existing manifest is rewritten to refresh its age, by which unused partitions are
-    found.
+    with a manifest is complete. An existing manifest is rewritten to refresh its age, because old manifests mark unused
+    partitions.
 
     Raise DataError if the partition is missing or damaged, or the store has another; StorageError or RefusedError if
     the store fails or denies access.

@@ -41,7 +41,7 @@ class Targets:
     names
         Names of the K labels, numbers or classes; empty if they have none.
     mean, std
-        Mean and standard deviation of each number over the training targets, by which regression standardizes; one
+        Mean and standard deviation of each number over the training targets, for standardization in regression; one
         of each for a field; empty for other tasks.
     """
 

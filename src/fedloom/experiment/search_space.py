@@ -325,7 +325,7 @@ def _parameter(key: str, values: Range | Choices, make: Make) -> Parameter:
 
 
 def _takes_fractions(key: str, values: Range, make: Make) -> bool:
-    """Return whether a key, whose range has whole ends, accepts a number that is not whole."""
+    """Return whether a key accepts fractions, given a range whose ends are whole numbers."""
     inside = math.floor((values.min + values.max) / 2)
     try:
         make([f"{key}={inside + 0.5}"])

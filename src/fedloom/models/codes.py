@@ -72,7 +72,7 @@ def _lookups(module: nn.Module, described: Mapping[str, InputDescription], value
 
 
 class _Lookups(TorchFunctionMode):
-    """Mode that records the integers by which functions of torch look values up.
+    """Mode that records the integers with which functions of torch look values up.
 
     Parameters
     ----------

@@ -187,7 +187,7 @@ class FlatNetwork(ABC):
 
 
 class FlatModel(FlatNetwork):
-    """Model whose ``loss``, with which every method trains it, is that of its task, unless it defines its own.
+    """Model with the ``loss`` by which all methods train it: that of its task, unless it defines its own.
 
     ``forward`` takes the named parameters, so that a training loop splits θ once, not at every step. Prediction and
     evaluation use the model itself; gradients for training use :meth:`in_training`.

@@ -112,7 +112,7 @@ class _Trial:
     layout: Layout
     data: TrialData
     call: ModuleCall
-    noted: set[str] = field(default_factory=set)  # libraries by which it draws in training mode
+    noted: set[str] = field(default_factory=set)  # libraries that it draws from in training mode
     generators: NumpyGenerators = field(default_factory=NumpyGenerators)
     sizes: ConvolutionSizes = field(default_factory=ConvolutionSizes)
 
@@ -351,7 +351,7 @@ class _Trial:
     ) -> None:
         """Reject new parameters, and buffers that change in evaluation or that are not part of θ.
 
-        Integers may count calls in training: a module whose outputs depend on them is rejected elsewhere.
+        Integers may count calls in training: a module whose outputs depend on them is rejected by another check.
         """
         made = sorted({name for name, _ in module.named_parameters()} - names)
         if made:

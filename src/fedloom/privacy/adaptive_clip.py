@@ -48,7 +48,7 @@ def next_clip(clip: float, noisy_bits: float, expected_cohort: float, quantile: 
     noisy_bits
         Sum over the cohort of b − ½, with noise.
     expected_cohort
-        Expected number of clients in a cohort, by which the sum is divided; b̄ is this mean plus ½, within [0, 1].
+        Expected number of clients in a cohort, the divisor of the sum; b̄ is this mean plus ½, within [0, 1].
     quantile, lr
         The quantile γ and the learning rate η.
     """

@@ -10,7 +10,7 @@ from fedloom.core.settings import Settings
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA
 
 SMALLEST_SUM = 3
-"""Smallest number of clients whose sum is revealed: of a sum of two, each learns the other's value."""
+"""Smallest number of clients whose sum is revealed: from a sum of two, each learns the other's value."""
 
 
 class SecureAggregation(Settings):
@@ -43,7 +43,7 @@ class SecureAggregation(Settings):
     )
     signatures: Literal["none", "keys", "certificates"] | None = Field(
         default=None,
-        description="Signatures of the clients' keys, by which clients verify each other: with keys from a register, "
+        description="Signatures with which clients verify each other's keys: with keys from a register, "
         "or with their certificates (docs/security.md); none: they trust the aggregator. Null: none; with data.own, an "
         "error.",
     )

@@ -121,7 +121,7 @@ def _class_colours(
     present = Counter(classes)
     room = len(CLASS_COLOURS) if len(present) <= len(CLASS_COLOURS) else len(CLASS_COLOURS) - 1
     frequent = sorted(sorted(present, key=lambda k: (-present[k], k))[:room])
-    # If there are few classes, each keeps its colour whichever others are present.
+    # If there are few classes, each keeps its colour, regardless of which others are present.
     fixed = max(present, default=0) < len(CLASS_COLOURS)
     colours = {k: CLASS_COLOURS[k if fixed else i] for i, k in enumerate(frequent)}
     legend = [mark(class_label(class_names[k]), colours[k]) for k in frequent] if class_names else []

@@ -17,7 +17,7 @@ from fedloom.runs.folder import RunFolder
 
 
 def summary_of(run: RunFolder) -> Mapping[str, Any]:
-    """Return the summary of a finished run; empty otherwise, as the top of the page explains."""
+    """Return the summary of a finished run; empty otherwise, which the top of the page explains."""
     try:
         return inputs.checked(run, "summary.json")
     except DataError:

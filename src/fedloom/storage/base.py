@@ -47,7 +47,8 @@ class Store(ABC):
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
         """Write an object, replacing any existing one.
 
-        With ``durably``, wait until it survives a power cut, as on S3 always; otherwise it only survives this process.
+        With ``durably``, wait until it survives a power cut, as it always does on S3; otherwise it only survives this
+        process.
         """
 
     @abstractmethod

@@ -58,7 +58,7 @@ class TargetShape(NamedTuple):
     shape
         Shape of one target.
     std
-        Standard deviation of each number, by which regression divides; empty for other tasks.
+        Standard deviation of each number, the divisor in regression; empty for other tasks.
     """
 
     outputs: int

@@ -255,7 +255,8 @@ def _sizes(parts: Sequence[_Part], errors: ValidationErrors) -> list[int]:
                 raise DataError(f"{errors.source}: {part.called(name)} is of shape []; it must be [n, ...]")
         lengths = {part.called(name): len(x) for name, x in part.x.items()}
         if len(set(lengths.values())) > 1:
-            raise DataError(f"{errors.source}: {lengths} examples; give the same number for each input")
+            sizes = ", ".join(f"{name} has {size}" for name, size in lengths.items())
+            raise DataError(f"{errors.source}: different numbers of examples: {sizes}; give the same number for each")
         size, y = next(iter(lengths.values())), part.y
         if y is not None and (not y.ndim or len(y) != size):
             raise DataError(

@@ -99,7 +99,7 @@ class Examples:
 
     @property
     def strata(self) -> NDArray[np.int64]:
-        """Class of each example, ``[n]``, by which splits are drawn; 0 if the examples have none."""
+        """Class of each example, ``[n]``, for drawing splits class by class; 0 if the examples have none."""
         return np.zeros(len(self), dtype=np.int64) if self.y is None or self.targets is not None else self.y
 
     def chosen(self, rows: NDArray[Any]) -> RawInputs:
