@@ -371,7 +371,7 @@ class _Trial:
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
                     f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when called {mode}. "
-                    "Buffers must be constants, or floating-point tensors that move in training alone"
+                    "Buffers must be constants, or floating-point tensors that change only in training"
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:

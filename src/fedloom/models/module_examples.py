@@ -67,7 +67,7 @@ class ExampleTrial(NamedTuple):
         if moving := self.model.layout.buffers:
             layer = moving[0].rpartition(".")[0]
             raise ExperimentError(
-                f"{named(layer, self.model.called_module().get_submodule(layer))} moves its buffer {moving[0]} when "
+                f"{named(layer, self.model.called_module().get_submodule(layer))} changes its buffer {moving[0]} when "
                 "called in training mode, and buffers are sent without noise (federation.privacy.of: examples). Make "
                 "it a constant, or leave the layer out",
                 key="model.factory",

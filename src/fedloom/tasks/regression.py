@@ -108,7 +108,7 @@ class Errors(MetricSums):
         }
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
-        """Return why the sums are impossible: numbers of examples, or sums that violate Cauchy-Schwarz."""
+        """Return why the sums are impossible: wrong numbers of examples, or a violation of Cauchy-Schwarz."""
         n = float(sums[0])
         squared, absolute, total, squares = sums[1:].reshape(4, self.numbers)
         slack = 1 + 1e-6
