@@ -43,7 +43,9 @@ class APFLSettings(FedAvgSettings):
         default=0.5, ge=0, le=1, description="first α_i, a client's share of its own model; 0 is FedAvg"
     )
     adaptive: bool = Field(default=True, description="learn α_i, with one step in every round")
-    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from w to personal without a v_i")
+    personalize_steps: int = Field(
+        default=0, ge=0, description="local SGD steps from w to personal for a client without a v_i"
+    )
 
 
 class AdaptivePersonalizedFL(FedAvg):

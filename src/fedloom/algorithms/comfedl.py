@@ -272,7 +272,9 @@ class LocalSteps(LocalSGD):
 class ComFedLSettings(Settings):
     """Keys of ``algorithm`` for ComFedL."""
 
-    objective: Literal["robust", "damaml"] = Field(default="robust", description="robust averaging (6), or DAMAML (10)")
+    objective: Literal["robust", "damaml"] = Field(
+        default="robust", description="robust averaging (eq. 6), or DAMAML (eq. 10)"
+    )
     gamma: float = Field(default=0.2, gt=0, description="γ; smaller values give the largest loss more weight")
     scale: Literal["literal", "largest", "normalized"] = Field(
         default="normalized",
@@ -288,10 +290,14 @@ class ComFedLSettings(Settings):
             "the steps; null: step for literal, round for the others"
         ),
     )
-    losses_on: Literal["all", "batch"] = Field(default="all", description="train data of the loss at the shared model")
+    losses_on: Literal["all", "batch"] = Field(default="all", description="train data for the loss at the shared model")
     local: LocalSteps = Field(default=LocalSteps(), description="local training in a round")
-    inner_lr: float = Field(default=0.05, gt=0, description="η in w - η∇f(w) of eq. 10 (damaml), in adapting too")
-    first_order: bool = Field(default=False, description="damaml: take the derivative of w - η∇f(w) to be the identity")
+    inner_lr: float = Field(
+        default=0.05, gt=0, description="η in w - η∇f(w) of eq. 10 (damaml), also for personalization"
+    )
+    first_order: bool = Field(
+        default=False, description="damaml: approximate the derivative of w - η∇f(w) by the identity"
+    )
     adapt_steps: int | None = Field(
         default=None, ge=0, description="SGD steps from the shared model to personal; null: 1 for damaml, 0 for robust"
     )

@@ -44,7 +44,9 @@ class DittoSettings(Averaging):
     personal: LocalSGD = Field(default=LocalSGD(steps=50), description="v_i's training whenever its client is drawn")
     proximity: float = Field(default=0.1, ge=0, description="λ of λ/2 ‖v_i - w‖²; 0 is local training from w")
     personalize_steps: int = Field(
-        default=50, ge=0, description="steps as in personal that train v_i from w for a client without one"
+        default=50,
+        ge=0,
+        description="steps that train v_i from w, with the settings of personal, for a client without one",
     )
 
     @model_validator(mode="after")

@@ -110,14 +110,16 @@ class FedALASettings(FedAvgSettings):
     layers: int = Field(default=1, ge=1, description="p, the number of last layers whose elements have weights")
     weights_lr: float = Field(default=1.0, gt=0, description="η, the learning rate of the weights W_i")
     share: float = Field(default=0.8, gt=0, le=1, description="s, the share of the train split that trains W_i")
-    start_epochs: int = Field(default=50, ge=1, description="most epochs of the first training of W_i; later 1")
+    start_epochs: int = Field(
+        default=50, ge=1, description="maximum number of epochs of the first training of W_i; later ones have one"
+    )
     threshold: float = Field(
         default=0.1,
         ge=0,
         description="standard deviation of the losses of ten epochs below which the first training of W_i ends",
     )
     personalize_steps: int = Field(
-        default=0, ge=0, description="local SGD steps from w to personal for a client without a model of its own"
+        default=0, ge=0, description="local SGD steps from w to personal for a client without its own model"
     )
 
     def weight_steps(self, examples: int) -> int:

@@ -64,7 +64,7 @@ class AdaptiveSettings(FedAvgSettings):
 
     server_lr: float = Field(default=0.01, gt=0, description="rate η of the server's optimizer; tune it by decades")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="β₁ of m, the mean of the updates over rounds")
-    beta2: float = Field(default=0.99, ge=0, le=1, description="β₂ of v, of their squares; 1 keeps v at τ²")
+    beta2: float = Field(default=0.99, ge=0, le=1, description="β₂ of v, which tracks their squares; 1 keeps v at τ²")
     tau: float = Field(default=1e-3, gt=0, description="τ, the degree of adaptivity; smaller values adapt more")
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:

@@ -203,7 +203,9 @@ class FedProtoSettings(Settings):
     predict: Literal["prototypes", "head"] = Field(
         default="prototypes", description="predict the class of the nearest global prototype, or by the client's head"
     )
-    start: Literal["common", "own"] = Field(default="common", description="clients' models start alike, or differ")
+    start: Literal["common", "own"] = Field(
+        default="common", description="common: the clients' models start alike; own: each from its own draw"
+    )
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
     personalize_steps: int = Field(
         default=50, ge=0, description="local SGD steps, as in a round, that train a model for a client without one"

@@ -93,8 +93,8 @@ class FedRoDSettings(Averaging):
     personal: Literal["shared", "local"] = Field(
         default="shared",
         description=(
-            "body and generic head under a personal head: the current shared ones, or the client's own from its last "
-            "training, which it then keeps"
+            "body and generic head used with a personal head: the current shared ones, or the client's own from its "
+            "last training, which it then keeps"
         ),
     )
 

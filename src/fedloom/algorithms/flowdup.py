@@ -158,7 +158,7 @@ class FLowDUPSettings(FedAvgSettings):
         description="fraction of the seen clients, rounded down, whose labels a simulation hides from them",
     )
     personalize_steps: int = Field(
-        default=0, ge=0, description="local SGD steps of clients with labels on the models that they make"
+        default=0, ge=0, description="local SGD steps of clients with labels on their generated models"
     )
 
     @model_validator(mode="after")

@@ -100,7 +100,7 @@ class LocalSGD(PlainSGD):
     momentum: float | None = Field(
         default=0.9, ge=0, lt=1, description="momentum of sgd, fresh at every visit; null with adam and adamw"
     )
-    nesterov: bool = Field(default=False, description="Nesterov's momentum, of sgd")
+    nesterov: bool = Field(default=False, description="use Nesterov's momentum (sgd)")
     betas: Betas | None = Field(
         default=None, description="decay rates of Adam's moments; null: those of torch, [0.9, 0.999]"
     )

@@ -312,8 +312,8 @@ class ServerUpdate(Settings):
     decay: Literal["decoupled", "l2"] = Field(
         default="decoupled",
         description=(
-            "for Adam: decoupled, η shrinks by 1 - 2·lr·λ besides its step; or the gradient of λ‖η‖² is added to "
-            "Adam's gradient (weight_decay 2λ of PyTorch's Adam)"
+            "for Adam: decoupled, η shrinks by 1 - 2·lr·λ in addition to its step; or the gradient of λ‖η‖² is added "
+            "to Adam's gradient (weight_decay 2λ of PyTorch's Adam)"
         ),
     )
     clip: float | None = Field(default=None, gt=0, description="largest joint norm of (mean Δη_h, mean Δη_v)")

@@ -63,7 +63,9 @@ class MetaLearning(Settings):
     local: LocalSGD = Field(
         default=LocalSGD(epochs=1), description="SGD on F_i; epochs count one of the batches of a step"
     )
-    personalize_steps: int = Field(default=1, ge=0, description="steps by inner_lr from the shared model to personal")
+    personalize_steps: int = Field(
+        default=1, ge=0, description="SGD steps at rate inner_lr from the shared model to personal"
+    )
     inner_lr: float = Field(
         default=0.01, ge=0, description="α, rate of the inner step and of personalization; 0 is FedAvg"
     )

@@ -339,7 +339,8 @@ class PFedBayesSettings(Settings):
     lr_global: float = Field(default=0.001, gt=0, description="η₂, learning rate of w on the client")
     objective: Literal["total", "mean"] = Field(
         default="total",
-        description="total: eq. 27, a sum over the n examples; mean: over n, so that steps of gd do not grow with n",
+        description="total: eq. 27, a sum over the n examples; mean: that sum over n, so that steps of "
+        "gd do not grow with n",
     )
     beta: float = Field(default=1.0, gt=0, description="β, step of the server to the clients' average")
     aggregation: Literal["parameters", "moments"] = Field(
@@ -354,7 +355,9 @@ class PFedBayesSettings(Settings):
         ),
     )
     reset: bool = Field(default=False, description="start q_i at the global distribution at every visit")
-    draws: int = Field(default=10, ge=0, description="S, networks that predict, averaged; 0: the mean network alone")
+    draws: int = Field(
+        default=10, ge=0, description="S, number of networks whose predictions are averaged; 0: the mean network alone"
+    )
     personalize_steps: int = Field(default=20, ge=0, description="steps that derive q_i for a client without one")
 
     @model_validator(mode="after")

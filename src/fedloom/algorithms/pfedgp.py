@@ -369,7 +369,7 @@ class PFedGPSettings(Averaging):
     chains_predict: int = Field(default=30, ge=1, description="Gibbs chains of a client's predictor")
     outputscale: float = Field(default=8.0, ge=1e-6, le=1e6, description="variance of the Gaussian processes")
     lengthscale: float = Field(
-        default=1.0, ge=1e-6, le=1e6, description="length scale of the kernel, of features of norm 1"
+        default=1.0, ge=1e-6, le=1e6, description="length scale of the kernel, for features of norm 1"
     )
     jitter: float = Field(default=1e-3, ge=1e-6, description="number added to the diagonal of the kernel matrix")
     max_examples: int = Field(

@@ -151,10 +151,14 @@ class PFedHNSettings(Settings):
         description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization, so "
         "every client starts from θ₀, as adapters of a pretrained model need; drawn: at random",
     )
-    server_lr: float = Field(default=1e-2, gt=0, description="rate of the hypernetwork")
-    embedding_lr: float | None = Field(default=None, gt=0, description="rate of the embeddings; null is server_lr")
-    server_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of both, per row of the embeddings")
-    server_decay: float = Field(default=1e-3, ge=0, description="weight decay of both")
+    server_lr: float = Field(default=1e-2, gt=0, description="learning rate of the hypernetwork")
+    embedding_lr: float | None = Field(
+        default=None, gt=0, description="learning rate of the embeddings; null: server_lr"
+    )
+    server_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of both, kept for each embedding")
+    server_decay: float = Field(
+        default=1e-3, ge=0, description="weight decay of the hypernetwork and of the embeddings"
+    )
     clip: float = Field(default=50.0, gt=0, description="largest norm of the server's gradient")
     personalize_exchanges: int = Field(
         default=20, ge=0, description="exchanges that find the embedding of a new client"

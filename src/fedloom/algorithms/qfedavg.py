@@ -35,7 +35,7 @@ class FairUpdate(Update):
 class MomentumFreeSGD(LocalSGD):
     """SGD settings without momentum by default, so that one step has size 1/L."""
 
-    momentum: float | None = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr counts without")
+    momentum: float | None = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr holds without it")
 
     @model_validator(mode="after")
     def _steps_of_size(self) -> Self:
@@ -50,7 +50,7 @@ class QFedAvgSettings(Settings):
     q: float = Field(
         default=0.2, ge=0, description="exponent q; larger values give large losses more weight; 0 is FedAvg"
     )
-    epsilon: float = Field(default=1e-10, gt=0, description="added to F_k, whose power q - 1 may be negative")
+    epsilon: float = Field(default=1e-10, gt=0, description="number added to F_k, whose exponent q - 1 may be negative")
     local: MomentumFreeSGD = Field(
         default=MomentumFreeSGD(steps=5), description="local training in a round; L is 1/lr, at the lr of the round"
     )

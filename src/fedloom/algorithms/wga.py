@@ -363,10 +363,10 @@ class WGASettings(Settings):
     optimizer: Literal["sgd", "momentum", "adam"] = Field(
         default="sgd", description="optimizer of the corrected gradient"
     )
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of optimizer: momentum")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, for optimizer: momentum")
     batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
     steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
-    local_steps: int = Field(default=1, ge=1, description="local SGD steps whose mean is one gradient")
+    local_steps: int = Field(default=1, ge=1, description="local SGD steps whose mean counts as one gradient")
     local_lr: float | None = Field(default=None, gt=0, description="η of local steps; null is lr")
     oracle_variance: float = Field(default=0.0, ge=0, description="v² of the bias oracle for one helper (Theorem 2)")
     personalize_steps: int = Field(

@@ -42,7 +42,7 @@ class NamedInput(Settings):
     channel_axis: ChannelAxis = Field(
         default="first", description="Axis along which it is standardized: first or last."
     )
-    high: int | None = Field(default=None, ge=1, description="Bound of integers: all are below this number.")
+    high: int | None = Field(default=None, ge=1, description="Exclusive upper bound of integers.")
     tokenizer: str | None = Field(default=None, description=TOKENIZER)
 
     @property
@@ -110,7 +110,7 @@ class Own(Settings):
     channel_axis: ChannelAxis = Field(
         default="first", description="Axis along which features and integers are standardized: first or last."
     )
-    high: int | None = Field(default=None, ge=1, description="Bound of integers: all are below this number.")
+    high: int | None = Field(default=None, ge=1, description="Exclusive upper bound of integers.")
     tokenizer: str | None = Field(default=None, description=TOKENIZER)
     inputs: dict[str, NamedInput] | None = Field(default=None, description="Named inputs, by name; null: a single one.")
     classes: Words = Field(

@@ -144,7 +144,9 @@ class ImbalancedScheme(MixScheme):
     scheme: Literal["imbalanced"] = "imbalanced"
     large_clients: int = Field(default=1, ge=1, description="Number of large clients, at least one of which is seen.")
     large_size: int = Field(default=5000, ge=1, description="Number of training examples of a large client.")
-    small_size: int = Field(default=20, ge=1, description="Number of training examples of every other client.")
+    small_size: int = Field(
+        default=20, ge=1, description="Number of training examples of each client that is not large."
+    )
     dominant_share: float | None = Field(
         default=None,
         le=1,
@@ -357,7 +359,9 @@ class MeansScheme(SchemeSettings):
     bias: float = Field(
         default=1.0, ge=0, description="Distance from user 0's mean to the center of the other clients' means."
     )
-    spread: float = Field(default=0.0, ge=0, description="Distance from that center to the mean of each other client.")
+    spread: float = Field(
+        default=0.0, ge=0, description="Distance from the center of the other clients' means to each of these means."
+    )
     distance: float = Field(default=1.0, ge=0, description="Distance of user 0's mean from 0.")
     noise: float = Field(default=1.0, ge=0, description="Standard deviation of each feature of an example.")
     train_per_client: int = Field(

@@ -404,10 +404,10 @@ class ViTSettings(LibraryChoice):
     """Vision transformer of torchvision."""
 
     name: Literal["vit"] = Field(default="vit", description="torchvision's vision transformer, for square images")
-    patch: int = Field(default=4, ge=1, description="side of a patch in pixels, which divides that of the images")
+    patch: int = Field(default=4, ge=1, description="side of a patch in pixels; must divide the side of the images")
     width: int = Field(default=64, ge=1, description="length of a patch's vector")
     layers: int = Field(default=4, ge=1, description="number of layers")
-    heads: int = Field(default=4, ge=1, description="attention heads, which divide the width")
+    heads: int = Field(default=4, ge=1, description="attention heads; must divide the width")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout in training")
     takes = ("pixels",)
 
@@ -428,7 +428,7 @@ class TransformerSettings(LibraryChoice):
     )
     width: int = Field(default=64, ge=1, description="length of a token's vector")
     layers: int = Field(default=2, ge=1, description="number of layers")
-    heads: int = Field(default=4, ge=1, description="attention heads, which divide the width")
+    heads: int = Field(default=4, ge=1, description="attention heads; must divide the width")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout in training")
     takes = ("tokens", "integers")
     tasks = ("classification", "multilabel", "regression", "next_token")
