@@ -52,7 +52,7 @@ class FedDynSettings(Settings):
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
     @model_validator(mode="after")
-    def _stable(self) -> Self:
+    def _check_stability(self) -> Self:
         check_overshoot("alpha", self.alpha, "local.lr", self.local.lr)
         return self
 

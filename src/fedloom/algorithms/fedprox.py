@@ -42,7 +42,7 @@ class FedProxSettings(FedAvgSettings):
     )
 
     @model_validator(mode="after")
-    def _stable(self) -> Self:
+    def _check_stability(self) -> Self:
         check_overshoot("mu", self.mu, "local.lr", self.local.lr)
         return self
 

@@ -162,7 +162,7 @@ class FLowDUPSettings(FedAvgSettings):
     )
 
     @model_validator(mode="after")
-    def _labels_where_they_are(self) -> Self:
+    def _check_labels(self) -> Self:
         if self.local.mask_absent:
             raise ValueError("local.mask_absent: set it to false, because clients may have no labels to mask by")
         if self.unlabelled and self.embedding.labels:

@@ -125,7 +125,7 @@ class HeurFedAMPSettings(Settings):
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
 
     @model_validator(mode="after")
-    def _stable(self) -> Self:
+    def _check_stability(self) -> Self:
         check_overshoot("proximity", self.proximity, "local.lr", self.local.lr)
         return self
 

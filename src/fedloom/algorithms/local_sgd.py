@@ -118,7 +118,7 @@ class LocalSGD(PlainSGD):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_momentum_beside_adam(cls, value: Any) -> Any:
+    def _default_momentum(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("optimizer") in ("adam", "adamw"):
             return {"momentum": None, **value}
         return value

@@ -319,7 +319,7 @@ class ServerUpdate(Settings):
     clip: float | None = Field(default=None, gt=0, description="largest joint norm of (mean Δη_h, mean Δη_v)")
 
     @model_validator(mode="after")
-    def _decays_one_way(self) -> Self:
+    def _check_decay(self) -> Self:
         if self.decay == "l2" and self.rule != "adam":
             raise ValueError(
                 "decay: l2 needs rule: adam, because the shrink of rule: paper is the gradient of λ‖η‖² already"

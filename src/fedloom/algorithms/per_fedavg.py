@@ -78,7 +78,7 @@ class MetaLearning(Settings):
     )
 
     @model_validator(mode="after")
-    def _delta_where_it_is_used(self) -> Self:
+    def _check_delta(self) -> Self:
         if self.delta is not None and self.hessian != "finite_difference":
             raise ValueError(
                 f"delta: only hessian: finite_difference uses it (got {self.delta:g} with hessian {self.hessian}); set "

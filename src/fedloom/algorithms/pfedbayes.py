@@ -381,7 +381,7 @@ class PFedBayesSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _stable(self) -> Self:
+    def _check_stability(self) -> Self:
         if why := unstable(self, self.lr_personal if self.objective == "total" else 0.0, softplus(self.rho)):
             raise ValueError(why)
         return self

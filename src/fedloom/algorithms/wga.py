@@ -375,7 +375,7 @@ class WGASettings(Settings):
     block: int = Field(default=8, ge=1, description="states in one message (users: all), which bounds the memory")
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Self:
+    def _check_keys(self) -> Self:
         self._check_schedules()
         if self.user is not None and self.users == "all":
             raise ValueError(f"user: must be null with users: all (got {self.user!r})")

@@ -24,7 +24,7 @@ TELL_PARENT = "FEDLOOM_TELL_PARENT"
 END_WITH_PARENT = "FEDLOOM_END_WITH_PARENT"
 """Environment variable of a child that ends when its standard input, which its parent holds, is closed."""
 
-_told: Path | None = None
+_reports: Path | None = None
 _ends_with_parent = False
 
 
@@ -54,7 +54,7 @@ def folder_of_factory(name: str) -> str | None:
 
 
 def environment(
-    base: Mapping[str, str], told: Path, code: Sequence[str] = (), *, ends_with_parent: bool = False
+    base: Mapping[str, str], reports: Path, code: Sequence[str] = (), *, ends_with_parent: bool = False
 ) -> dict[str, str]:
     """Return the environment of a child.
 
@@ -62,7 +62,7 @@ def environment(
     ----------
     base
         Its other variables.
-    told
+    reports
         New file for its reports.
     code
         Factory of the clients' model, and metrics. The child can import them even if their modules lie beside the
@@ -70,7 +70,7 @@ def environment(
     ends_with_parent
         The child ends when its standard input is closed, by its parent or by the parent's death.
     """
-    found = {**base, TELL_PARENT: str(told), **({END_WITH_PARENT: "1"} if ends_with_parent else {})}
+    found = {**base, TELL_PARENT: str(reports), **({END_WITH_PARENT: "1"} if ends_with_parent else {})}
     folders = dict.fromkeys(folder for name in code if (folder := folder_of_factory(name)) is not None)
     if folders:
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), *folders]))
@@ -119,11 +119,11 @@ class ChildReport:
 
 
 def listen_to_parent() -> None:
-    """Take the parent's settings out of the environment, so that processes started by this one do not get them."""
-    global _told, _ends_with_parent
+    """Read the settings from the parent, and remove them from the environment that child processes inherit."""
+    global _reports, _ends_with_parent
     _ends_with_parent = os.environ.pop(END_WITH_PARENT, None) is not None
     name = os.environ.pop(TELL_PARENT, None)
-    _told = None if name is None else Path(name)
+    _reports = None if name is None else Path(name)
 
 
 def ends_with_parent() -> bool:
@@ -133,20 +133,20 @@ def ends_with_parent() -> bool:
 
 def tell_notice(text: str) -> None:
     """Report a line for the user to the parent, if it collects reports."""
-    _tell({"notice": text})
+    _report({"notice": text})
 
 
 def tell_failure(error: BaseException) -> None:
     """Report to the parent, if it collects reports, why this process is about to end."""
     if isinstance(error, FedloomError):
-        _tell({"failure": error.as_json()})
+        _report({"failure": error.as_json()})
     else:
-        _tell({"bug": "".join(traceback.format_exception(error))})
+        _report({"bug": "".join(traceback.format_exception(error))})
 
 
-def _tell(line: Mapping[str, Any]) -> None:
-    if _told is not None:
-        with _told.open("a", encoding="utf-8") as file:
+def _report(line: Mapping[str, Any]) -> None:
+    if _reports is not None:
+        with _reports.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 

@@ -152,7 +152,7 @@ def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settin
         size = scheme.sizes(split, mixes, available[split], seen, seed)
         counts = quotas(mixes, size, available[split], seed, split)
         _refuse_shortfall(counts, size, mixes, split, scheme, available[split])
-        examples[split] = _hand_out(pools[split], counts, seed, split)
+        examples[split] = _deal(pools[split], counts, seed, split)
         used[split] = int(counts.sum())
         if _unused(scheme, split, size, used[split], int(available[split].sum())):
             unused.append(split)
@@ -200,7 +200,7 @@ def _by_class(labels: NDArray[np.int64], classes: int) -> list[NDArray[np.int64]
     return np.split(order, np.cumsum(np.bincount(labels, minlength=classes))[:-1])
 
 
-def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str) -> list[NDArray[np.int64]]:
+def _deal(members: ByClass, counts: NDArray[np.int64], seed: int, split: str) -> list[NDArray[np.int64]]:
     """Deal each class out in random order: ``counts`` [n, C] -> ascending positions for each client."""
     hands: list[list[NDArray[np.int64]]] = [[] for _ in range(len(counts))]
     for c, positions in enumerate(members):

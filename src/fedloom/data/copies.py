@@ -63,7 +63,7 @@ def choose_about(sizes: Positions, target: int) -> NDArray[np.bool_]:
 def draw_splits(
     labels: Positions, group: Positions, fractions: Mapping[int, float], generator: Callable[[int], np.random.Generator]
 ) -> Positions:
-    """Draw the split of each example, ``[n]``, class by class; groups stay whole, under the label of the first.
+    """Draw the split of each example, ``[n]``, class by class; groups stay whole, with the label of the first.
 
     Parameters
     ----------

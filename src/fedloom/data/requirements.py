@@ -75,7 +75,7 @@ class OwnTargets(Settings):
         return Targets(self.task, self.shape, self.outputs or math.prod(self.shape), self.names)
 
     @model_validator(mode="after")
-    def _fit_together(self) -> OwnTargets:
+    def _check_keys(self) -> OwnTargets:
         if self.outputs is None and self.task in ("segmentation", "next_token"):
             raise ValueError(f"outputs: {self.task} needs the number of classes or tokens")
         if (fault := self.targets.fault(normalized=False)) is not None:
@@ -157,7 +157,7 @@ class Own(Settings):
         return sum(each.numbers for each in self.measured)
 
     @model_validator(mode="after")
-    def _fit_together(self) -> Own:
+    def _check_keys(self) -> Own:
         if (fault := inputs_fault(self._plain, normalized=False)) is not None:
             raise ValueError(fault)
         if bool(self.classes) == (self.targets is not None):

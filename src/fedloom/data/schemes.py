@@ -168,7 +168,7 @@ class ImbalancedScheme(MixScheme):
         return self.dominant_share is not None or self.classes_per_client is not None
 
     @model_validator(mode="after")
-    def _fit_together(self) -> ImbalancedScheme:
+    def _check_keys(self) -> ImbalancedScheme:
         if self.large_clients > self.clients:
             raise ValueError(f"large_clients: {self.large_clients} is more than clients ({self.clients})")
         if self.small_size > self.large_size:

@@ -46,7 +46,7 @@ class Shift(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _can_turn(self) -> Shift:
+    def _check_rotation(self) -> Shift:
         if self.kind == "rotation" and self.groups not in (2, TURNS):
             raise ValueError(f"groups: {self.groups} cannot be rotated evenly; with kind rotation set 2 or {TURNS}")
         return self

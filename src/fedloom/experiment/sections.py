@@ -178,7 +178,7 @@ class OwnData(Section):
         """None: the number of clients depends on which ones connect."""
 
 
-def _data_way(value: Any) -> str:
+def _data_tag(value: Any) -> str:
     return "brought" if isinstance(value, OwnData) or (isinstance(value, dict) and "own" in value) else "dealt"
 
 
@@ -374,7 +374,7 @@ class Experiment(Section):
     )
     data: Annotated[
         Annotated[Data, Tag("dealt")] | Annotated[OwnData, Tag("brought")],
-        Discriminator(_data_way),
+        Discriminator(_data_tag),
     ] = Field(description="Data set and its partition, or the requirements on clients' own data.")
     task: TaskSettings | None = Field(
         default=None,

@@ -108,7 +108,7 @@ def _explained(detail: ErrorDetails, schema: Schema, value: Any) -> SettingError
 
 def describe(node: Schema, root: Schema) -> str:
     """Describe the values that a node of a schema allows, such as ``an integer of at least 1``."""
-    return _either(_describe(branch, root) for branch in _branches(node, root))
+    return _alternatives(_describe(branch, root) for branch in _branches(node, root))
 
 
 def dotted(path: KeyPath) -> str:
@@ -129,16 +129,16 @@ def closest(word: object, known: Sequence[str]) -> str | None:
 def branches(node: Schema, root: Schema, value: Any = None) -> list[Schema]:
     """Resolve references and unions; if a ``name`` or ``scheme`` in the value selects a branch, return only it."""
     found = list(_branches(node, root))
-    picked = [b for b in found if isinstance(value, dict) and _picks(b, value)]
+    picked = [b for b in found if isinstance(value, dict) and _selects(b, value)]
     return picked or found
 
 
-def _either(descriptions: Iterable[str]) -> str:
+def _alternatives(descriptions: Iterable[str]) -> str:
     different = list(dict.fromkeys(descriptions))
     return (", or " if any("," in description for description in different) else " or ").join(different)
 
 
-def _picks(branch: Schema, value: Mapping[str, Any]) -> bool:
+def _selects(branch: Schema, value: Mapping[str, Any]) -> bool:
     properties: Mapping[str, Schema] = branch.get("properties", {})
     return any("const" in node and value.get(key) == node["const"] for key, node in properties.items())
 
@@ -239,7 +239,7 @@ def _allowed_values(schema: Schema, path: KeyPath, value: Any, found: Any) -> st
     words = [str(word) for node in nodes for word in node.get("enum", [node["const"]] if "const" in node else [])]
     others = [_describe(node, schema) for node in nodes if "const" not in node and "enum" not in node]
     meant = closest(found, words)
-    allowed = _either([", ".join(dict.fromkeys(words)), *others] if words else others)
+    allowed = _alternatives([", ".join(dict.fromkeys(words)), *others] if words else others)
     if not allowed:
         return ""
     return f"did you mean {meant}? It must be {allowed}" if meant else f"must be {allowed}"

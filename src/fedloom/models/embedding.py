@@ -288,7 +288,7 @@ class EmbeddingSettings(Settings):
     labels: bool = Field(default=True, description="false: φ uses only x, so that unlabelled clients can be described")
 
     @model_validator(mode="after")
-    def _sees_something(self) -> Self:
+    def _check_inputs(self) -> Self:
         if self.network == "linear" and not self.labels:
             raise ValueError("network linear uses only labels; set labels to true (got labels=False)")
         if self.width is not None and self.network not in ("mlp", "lstm", "pretrained"):

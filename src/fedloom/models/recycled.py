@@ -34,9 +34,9 @@ class RecycledMemory:
             memory = torch.empty(size)
         view = memoryview(cast("Buffer", memory.numpy()))
         # The storage of the result holds the view, and so do all tensors and arrays that share it.
-        weakref.finalize(view, self._give_back, memory).atexit = False
+        weakref.finalize(view, self._recycle, memory).atexit = False
         return torch.frombuffer(view, dtype=torch.float32, count=size).view(rows, columns)
 
-    def _give_back(self, memory: Tensor) -> None:
+    def _recycle(self, memory: Tensor) -> None:
         if len(memory) > max((len(kept) for kept in self._free), default=0):  # another thread may take it meanwhile
             self._free[:] = [memory]

@@ -178,7 +178,7 @@ def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *
 
 def _sentences(found: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
     yield _guarantee(found)
-    yield _how(found, counts)
+    yield _mechanism(found, counts)
     if not found.sums:
         yield "No noisy sum was released, because no round was trained."
     yield _toward_aggregator(found)
@@ -201,7 +201,7 @@ def _guarantee(found: Claim) -> str:
     )
 
 
-def _how(found: Claim, counts: Mapping[Release, int]) -> str:
+def _mechanism(found: Claim, counts: Mapping[Release, int]) -> str:
     term = "update of a client" if found.unit == "clients" else "gradient of an example"
     where = {
         ("clients", "gaussian"): "the aggregator adds noise to sums over a cohort",

@@ -93,7 +93,7 @@ def _corrected(p: Sequence[float | None]) -> list[float | None]:
 
 
 def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
-    first, second = (j, i) if _goodness(rows[j], group) > _goodness(rows[i], group) else (i, j)
+    first, second = (j, i) if _rank_value(rows[j], group) > _rank_value(rows[i], group) else (i, j)
     a, b, sign = rows[first], rows[second], rows[first].headline.sign
     by_seed = differences(a, b, group)
     if why := _untested(a, b, group, paired=bool(by_seed)):
@@ -130,5 +130,5 @@ def _untested(a: Row, b: Row, group: str, *, paired: bool) -> str:
     return "their partitions differ despite the same seed" if common else "they have no seed in common"
 
 
-def _goodness(row: Row, group: str) -> float:
+def _rank_value(row: Row, group: str) -> float:
     return -math.inf if row.over_seeds(group) is None else row.headline.sign * row.mean(group)

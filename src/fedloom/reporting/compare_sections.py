@@ -187,8 +187,8 @@ def _costs(comparison: RunComparison) -> Part:
             row.label,
             *cost_cells(row),
             DASH if rounds is None else f"{rounds.mean:g}",
-            _both_ways(row, "payload"),
-            _both_ways(row, "wire"),
+            _in_both_directions(row, "payload"),
+            _in_both_directions(row, "wire"),
             DASH if steps is None else f"{steps.mean:,.0f}",
             DASH if time is None else human_time(time.mean),
         ]
@@ -203,7 +203,7 @@ def _costs(comparison: RunComparison) -> Part:
     return Part("Cost", tables=(table,), text=text)
 
 
-def _both_ways(row: Row, what: str) -> str:
+def _in_both_directions(row: Row, what: str) -> str:
     up, down = (row.of_runs(f"{what}_{way}") for way in ("up", "down"))
     return DASH if up is None or down is None else human_bytes(round(up.mean + down.mean))
 

@@ -271,7 +271,7 @@ class _Uncertainty(FileObject):
     rounds: Annotated[list[_Measured], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _one_of_each_client(self) -> _Uncertainty:
+    def _check_clients(self) -> _Uncertainty:
         n = len(self.clients.ids)
         for one in self.rounds:
             columns: tuple[list[Any], ...] = (one.examples, one.right, one.entropy, one.mutual_information)
