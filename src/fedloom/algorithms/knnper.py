@@ -166,7 +166,7 @@ class KNNPer(FedAvg):
         least = min(settings.neighbours)
         if examples >= least:
             return None
-        return f"it has {examples} train examples, and needs {least}, the smallest k of algorithm.neighbours"
+        return f"it has {examples} train examples, but needs {least}, the smallest k of algorithm.neighbours"
 
 
 KNNPER = KNNPer()

@@ -278,7 +278,7 @@ def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
 def unusable(s: PFedGPSettings, examples: int, classes: int) -> str | None:
     """Return why a client cannot train; None if it can."""
     if classes == 1:
-        return "its train examples are of one class, and a Gaussian process decides between two or more"
+        return "its train examples are of one class, but a Gaussian process decides between two or more"
     if examples > s.max_examples:
         return f"it has {examples} train examples, more than algorithm.max_examples ({s.max_examples}) permits"
     return None

@@ -307,7 +307,7 @@ def halves(local: LocalTrainer, theta: Tensor, batch: Batch) -> tuple[Tensor, Te
     """
     for i, n in zip(local.members, local.sizes, strict=True):
         if n < 2:
-            local.group.fail_client(i, "it has one train example, and a variance needs two")
+            local.group.fail_client(i, "it has one train example, but a variance needs two")
     one, other, share = local.halves(batch)
     (g_1, loss_1), (g_2, loss_2) = local.gradient_at(theta, one), local.gradient_at(theta, other)
     variance = (g_1 - g_2).double().square().sum(1, keepdim=True) * share * (1 - share)

@@ -192,7 +192,7 @@ class FederatedDataset:
         fault = None
         if sizes != {entry.size(name)} or len(x) < len(found):
             has = " and ".join(map(str, sorted(sizes)))
-            fault = f"it has {has} examples, and must have {entry.size(name)} according to the manifest"
+            fault = f"it has {has} examples; according to the manifest it must have {entry.size(name)}"
         else:
             arrays = {key: each.numpy() for key, each in x.items()}
             fault = examples_fault(unnamed(arrays), None if y is None else y.numpy(), about)

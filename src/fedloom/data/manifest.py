@@ -338,14 +338,14 @@ def check_shard(content: bytes, sha256: str, where: str, hint: str) -> None:
     """Check the bytes of a client's shard against their hash; raise DataError with the hint if they differ."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise DataError(f"the shard {where} is damaged: its sha256 is {found}, and must be {sha256}", hint=hint)
+        raise DataError(f"the shard {where} is damaged: its sha256 is {found}; it must be {sha256}", hint=hint)
 
 
 def _contradiction(manifest: Manifest) -> str | None:
     if manifest.version != VERSION:
-        return f"version is {manifest.version}, and must be {VERSION}"
+        return f"version is {manifest.version}; it must be {VERSION}"
     if len(manifest.class_names) != manifest.classes:
-        return f"class_names has {len(manifest.class_names)} names, and must have {manifest.classes} (classes)"
+        return f"class_names has {len(manifest.class_names)} names; it must have {manifest.classes} (classes)"
     fault = inputs_fault(manifest) or targets_fault(manifest.targets, manifest.classes, manifest.class_names)
     if fault is not None:
         return fault
@@ -355,7 +355,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         return "a client id occurs twice"
     if manifest.shift_groups is not None and len(manifest.shift_groups) != len(manifest.clients):
         return (
-            f"shift_groups has {len(manifest.shift_groups)} numbers, and must have one for each of "
+            f"shift_groups has {len(manifest.shift_groups)} numbers; it must have one for each of "
             f"{len(manifest.clients)} clients"
         )
     return next((fault for each in manifest.clients if (fault := entry_contradiction(each, manifest.classes))), None)
@@ -397,15 +397,15 @@ def targets_fault(targets: Targets | None, classes: int, class_names: Sequence[s
 def entry_contradiction(client: ClientEntry, classes: int) -> str | None:
     """Return a contradiction within a client's entry, or None."""
     if not CLIENT_ID.fullmatch(client.id):
-        return f"client id {client.id!r}, expected letters, digits, '.', '_' and '-'"
+        return f"client id is {client.id!r}; it must have only letters, digits, '.', '_' and '-'"
     if not re.fullmatch(r"[0-9a-f]{64}", client.sha256):
-        return f"sha256 of {client.id} is {client.sha256!r}, expected 64 hex digits"
+        return f"sha256 of {client.id} is {client.sha256!r}; it must be 64 hex digits"
     if set(client.class_counts) != set(SPLITS):
-        return f"class_counts of {client.id} has {sorted(client.class_counts)}, expected {sorted(SPLITS)}"
+        return f"class_counts of {client.id} has {sorted(client.class_counts)}; it must have {sorted(SPLITS)}"
     for split in SPLITS:
         size, counts = client.size(split), client.class_counts[split]
         if size < 0 or min(counts, default=0) < 0 or len(counts) != classes:
-            return f"{split} of {client.id}, expected {classes} class counts, none negative"
+            return f"{split} of {client.id} must have {classes} class counts, none negative"
         if sum(counts) not in (0, size):
             return f"{split} of {client.id} has {size} examples and class counts that sum to {sum(counts)}"
     return None

@@ -150,10 +150,10 @@ def _check_same_data(folder: Path, card: ClientCard, problem: Problem) -> None:
         ("targets", card.targets if card.labelled else needed_targets, needed_targets),
     ):
         if found != needed:
-            raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
+            raise DataError(f"{folder}: {what} is {found}; it must be {needed}, as in the run")
     tokenizer, needed_tokenizer = tokenizer_of(card.specs), tokenizer_of(problem.specs)
     if None not in (tokenizer, needed_tokenizer) and tokenizer != needed_tokenizer:
-        raise DataError(f"{folder}: tokenizer is {tokenizer}, and must be {needed_tokenizer} as in the run")
+        raise DataError(f"{folder}: tokenizer is {tokenizer}; it must be {needed_tokenizer}, as in the run")
 
 
 def _shapes(specs: Mapping[str, InputSpec]) -> dict[str, tuple[str, tuple[int, ...]]]:

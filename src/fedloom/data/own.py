@@ -150,7 +150,7 @@ def read_card(folder: Path) -> ClientCard:
 
 def _contradiction(card: ClientCard) -> str | None:
     if card.version != CARD_VERSION:
-        return f"version is {card.version}, and must be {CARD_VERSION}"
+        return f"version is {card.version}; it must be {CARD_VERSION}"
     if (fault := inputs_fault(card, normalized=False)) is not None:
         return fault
     if card.targets is not None and (card.classes or (fault := card.targets.fault(normalized=False)) is not None):
@@ -162,7 +162,7 @@ def _contradiction(card: ClientCard) -> str | None:
         return fault
     empty = next((split for split in SPLITS if card.entry().size(split) < 1), None)
     if empty is not None:
-        return f"{empty} is {card.entry().size(empty)}, and must be at least 1"
+        return f"{empty} is {card.entry().size(empty)}; it must be at least 1"
     return entry_contradiction(card.entry(), len(card.classes))
 
 
@@ -280,7 +280,7 @@ def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | Non
     """Raise DataError if a table's columns differ from those of the experiment, or are in another order."""
     if needed is not None and card.features is not None and not is_same(card.features, needed):
         raise DataError(
-            f"{folder}: features is {_shown(card.features)}, and in data.own.features {_shown(needed)}", hint=AGAIN
+            f"{folder}: features is {_shown(card.features)}; data.own.features is {_shown(needed)}", hint=AGAIN
         )
 
 

@@ -98,7 +98,7 @@ class MixScheme(ReservingScheme):
             raise partition_error(
                 "quantiles",
                 self.quantiles,
-                f"is for regression of one number, and the data have {found}",
+                f"is for regression of one number, but the data have {found}",
                 "leave it out",
             )
         if targets is None or self.quantiles is not None:

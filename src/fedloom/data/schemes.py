@@ -219,14 +219,14 @@ class ImbalancedScheme(MixScheme):
         smaller = f"with small_size {self.small_size}, use smaller or fewer clients"
         if size.sum() > available.sum():
             fault = (
-                f"needs {size.sum():,} training examples for {self.clients} clients, and there are {available.sum():,}"
+                f"needs {size.sum():,} training examples for {self.clients} clients, but there are {available.sum():,}"
             )
             raise partition_error("large_size", self.large_size, fault, smaller)
         needed = size @ mixes
         c = int((needed - available).argmax())
         if needed[c] > available[c] + 1e-6:
             fault = (
-                f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, and there are {available[c]:,}"
+                f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, but there are {available[c]:,}"
             )
             raise partition_error("large_size", self.large_size, fault, f"{smaller}, or more even mixes")
         return size
@@ -297,7 +297,7 @@ class FixedScheme(MixScheme):
             short = next((c for c, part in enumerate(pool) if len(part) < needed[c, place]), None)
             if short is not None:
                 fault = (
-                    f"needs {needed[short, place]:,} {split} examples of class {short}, and there are "
+                    f"needs {needed[short, place]:,} {split} examples of class {short}, but there are "
                     f"{len(pool[short]):,}, because equal inputs stay in one split"
                 )
                 raise partition_error("train_per_class", self.train_per_class, fault, f"use {FEWER}")
@@ -318,7 +318,7 @@ class FixedScheme(MixScheme):
         if spare >= 0 and self.validation_from == "rest":
             remedy = f"validation_from: train, or {remedy}"
         fault = (
-            f"needs {holders[c] * per_client.sum():,} examples of class {c}, and there are {available[c]:,}: "
+            f"needs {holders[c] * per_client.sum():,} examples of class {c}, but there are {available[c]:,}: "
             f"{holders[c]} clients hold it, each with {train} training, {validation} validation, {test} test examples"
         )
         raise partition_error("train_per_class", self.train_per_class, fault, f"use {remedy}")

@@ -310,7 +310,7 @@ def _check_early_stopping(space: SearchSpace, base: Experiment) -> None:
             )
         return
     raise ExperimentError(
-        f"early_stopping needs evaluations between rounds, and there are none: evaluation.every is {every}, and "
+        f"early_stopping needs evaluations between rounds, but there are none: evaluation.every is {every}, and "
         f"federation.rounds {rounds}; lower evaluation.every.",
         key="early_stopping",
     )

@@ -234,7 +234,7 @@ class ModuleModel(FlatModel):
             return function(parameters, x)
         except ValueError as error:
             raise DataError(
-                f"the model normalizes by the batch, and a batch has one example ({error}); a client needs two train "
+                f"the model normalizes by the batch, but a batch has one example ({error}); a client needs two train "
                 "examples or more, and batch_size must be 2 or more",
             ) from error
 

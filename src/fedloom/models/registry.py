@@ -315,7 +315,7 @@ class ModuleSettings(ModelChoice):
             If it cannot be made or flattened; the message names the layer.
         """
         if not classes:
-            raise self._refused(f"{self.name} needs classes, and the data have none; use quadratic")
+            raise self._refused(f"{self.name} needs classes, but the data have none; use quadratic")
         make = factory_of(self.factory, shape_of(input_shape), classes)
         make = make if self.lora is None else adapted(make, self.lora)
         check_codes(make, input_shape, kind)

@@ -138,7 +138,7 @@ class _StoredFile:
         digest = hashlib.sha256(content).hexdigest()
         if digest != self.file.sha256:
             raise DataError(
-                f"{self.path} is damaged: it has {len(content)} bytes of sha256 {digest}, and must have {self.file}",
+                f"{self.path} is damaged: it has {len(content)} bytes of sha256 {digest}; it must have {self.file}",
                 hint=self.hint,
             )
         return content
@@ -253,7 +253,7 @@ def _checked(dataset: Dataset, location: str | Path, report: Report) -> Generato
         digest = hashlib.sha256(content).hexdigest()
         if digest != file.sha256:
             raise FetchFailed(
-                f"{name} is not the official file: it has {len(content)} bytes of sha256 {digest}, and must have {file}"
+                f"{name} is not the official file: it has {len(content)} bytes of sha256 {digest}; it must have {file}"
             )
         yield name, content
 

@@ -423,7 +423,7 @@ def _take(batches: Batches, part: _Part, name: str) -> None:
     if x.shape[1:] != shape:
         raise DataError(f"{source}: {called} is of shape {list(x.shape)}; it must be [n, {_listed(shape)}]")
     if 0 in shape:
-        raise DataError(f"{source}: {called} is of shape {list(x.shape)}, and an input needs at least one number")
+        raise DataError(f"{source}: {called} is of shape {list(x.shape)}, but an input needs at least one number")
     rows = max(1, VALUES // math.prod(shape))
     for start in range(0, len(x), rows):
         piece = x[start : start + rows]

@@ -195,7 +195,7 @@ def _most(
     if task == "next_token" and outputs is None and FEW_LABELS * found > vocabulary:
         found = max(found, vocabulary)
     if outputs is not None and outputs < found:
-        raise DataError(f"{source}: outputs is {outputs}, and the data have {found}; set it to {found} or more")
+        raise DataError(f"{source}: outputs is {outputs}, but the data have {found}; set it to {found} or more")
     known = max(found, outputs or 1)
     return known - 1, known
 

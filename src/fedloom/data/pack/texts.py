@@ -38,7 +38,7 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, on_p
     errors.refuse()
     window = own.input_shape[0]
     if len(text) <= window:
-        raise DataError(f"{path}: it has {len(text)} characters, and a single input has {window}; give a longer text")
+        raise DataError(f"{path}: it has {len(text)} characters, but one input needs {window}; give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Examples(
         specs=own.specs,
