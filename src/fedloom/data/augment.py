@@ -26,7 +26,7 @@ from fedloom.tasks.names import TaskName
 
 KEY = "data.augment"
 STANDARDIZED = "ToDtype", "ConvertImageDtype", "ToTensor", "Normalize"
-"""Transforms that users append to augmentations, but whose work FedLoom does itself."""
+"""Transforms that users often append to others, but that FedLoom applies itself."""
 MIXING = "CutMix", "MixUp"
 OLDER = "torchvision.transforms.transforms", "torchvision.transforms.autoaugment"
 """Modules whose classes have namesakes in v2."""

@@ -382,7 +382,7 @@ class Experiment(Section):
     )
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
     algorithm: AlgorithmSection = Field(description="The method, and its settings.")
-    federation: Federation = Field(description="Training rounds: cohorts, checkpoints and protection.")
+    federation: Federation = Field(description="Settings of the training rounds.")
     evaluation: Evaluation = Field(default=Evaluation(), description="Schedule and settings of evaluation.")
     runtime: Runtime = Field(default=Runtime(), description="Processes, threads and device on this machine.")
     storage: Annotated[str, AfterValidator(_place)] | None = Field(

@@ -57,10 +57,11 @@ class OwnMetric(MetricSums):
     """Metric that an experiment names as ``package:function``, or that Python gives as an object.
 
     A function ``f(outputs, y)`` returns one number for each example, ``[b]``; the metric is the mean of those that are
-    finite. An object with ``sums(outputs, y) -> [m]``, which are added over batches and clients, and ``value(sums) ->
-    number`` computes any other metric. A class whose instances have these methods is allowed, too. ``higher_is_better``
-    and ``percent`` may be attributes of any of them (True and False by default). ``outputs`` are predictions as the
-    task's loss takes them (log-probabilities, logits of labels, numbers); numbers are in the targets' own units.
+    finite. An object with ``sums(outputs, y) -> [m]``, which are added over batches and clients, and
+    ``value(sums) -> number`` computes any other metric. A class whose instances have these methods is allowed, too.
+    ``higher_is_better`` and ``percent`` may be attributes of any of them (True and False by default). ``outputs`` are
+    predictions as the task's loss takes them (log-probabilities, logits of labels, numbers); numbers are in the
+    targets' own units.
 
     Parameters
     ----------
