@@ -173,12 +173,12 @@ class TrainBatches:
     ) -> Iterator[Batch]:
         """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
-        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive; from
-        ``shrinking`` batches, whose counts must not ascend, it is left out. The weights of a batch sum to ``totals``
-        per client, by default 1, so that its loss is a mean. The run's augmentation changes the examples, unless the
-        batches are not ``augmented`` because nothing trains on them. For noisy steps (:attr:`private`), ``size`` is
-        the expected or fixed size of batches, each drawn from all examples, and the weights of a batch of that size
-        sum to ``totals``.
+        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. It is
+        left out of ``shrinking`` batches, for which the counts must be in descending order. The weights of a batch sum
+        to ``totals`` per client, by default 1, so that its loss is a mean. The run's augmentation changes the examples,
+        unless the batches are not ``augmented`` because nothing trains on them. For noisy steps (:attr:`private`),
+        ``size`` is the expected or fixed size of batches, each drawn from all examples, and the weights of a batch of
+        that size sum to ``totals``.
 
         Raises
         ------

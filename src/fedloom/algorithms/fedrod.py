@@ -72,7 +72,7 @@ def heads(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
 
 
 def raised(group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Tensor:
-    """Return ``balance`` · log n_c of each client's labels, ``[g, C]``; low enough to exclude labels it lacks."""
+    """Return ``balance`` · log n_c of each client's labels, ``[g, C]``; labels that it lacks get a very low number."""
     counts = torch.stack([torch.bincount(_labels(client), minlength=client.classes) for client in group.clients])
     return (s.balance * counts.to(theta).log()).clamp(min=-1e9) if s.balance else torch.zeros_like(counts).to(theta)
 

@@ -59,7 +59,7 @@ def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay:
 
     A step adds the gradient of λ_θ's term if ``decay``, clips, and moves w by the optimizer at this rate; it may
     overwrite the gradients. ``active`` is ``[g]`` bool; None for all clients. Gradients of only the first k clients
-    move these alone, and later gradients must not be of more.
+    move only these; later gradients must then be of at most k clients.
     """
     move = _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
 
