@@ -91,7 +91,7 @@ class Batch:
 
     @property
     def of_first(self) -> Batch:
-        """The first client's part of a stack, in the form of a single client."""
+        """First client's part of a stack, in the form of a single client."""
         y = None if self.y is None else self.y[0]
         of_each = None if self.each is None else self.each[:1]
         return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)

@@ -271,7 +271,7 @@ class FedAvg(base.Algorithm):
 
     @property
     def messages(self) -> tuple[type[Message], ...]:
-        """The three message classes."""
+        """Message classes of training and of personalization."""
         return (SharedModel, self.update, PersonalizeRequest)
 
     def sums(self, settings: Any) -> SummedFields:

@@ -56,7 +56,7 @@ class MeanField:
 
     @property
     def v(self) -> Tensor:
-        """The vector (μ, ρ), ``[..., 2, d]``."""
+        """Vector (μ, ρ), ``[..., 2, d]``."""
         return torch.stack([self.mu, self.rho], dim=-2)
 
     def sample(self, noise: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ class PeFLLServer(base.ServerAlgorithm):
 
     @property
     def eta_h(self) -> dict[str, Tensor]:
-        """The parameters η_h by layer."""
+        """Parameters η_h by layer."""
         return under("eta_h", self.state)
 
     def _standard(self, described: Replies[Descriptor]) -> Tensor:

@@ -40,7 +40,7 @@ class Summed:
 
 
 SummedFields: TypeAlias = Mapping[type[Message], Mapping[str, Summed]]
-"""For each summed answer, the sum of each of its fields that are sent."""
+"""Sums of the fields that are sent, by class of answer."""
 
 UNIFORM = Summed()
 

@@ -165,7 +165,7 @@ class MLPEmbedding(EmbeddingNetwork):
 
 
 class LSTMEmbedding(EmbeddingNetwork):
-    """The character model with l outputs (papers/001, A.3 "Shakespeare dataset").
+    """Character model with l outputs (papers/001, A.3 "Shakespeare dataset").
 
     The paper does not say how the network gets the label. Here a class is appended to the input as one more token.
     Targets of other tasks, such as next tokens, are not used.
@@ -191,7 +191,7 @@ class LSTMEmbedding(EmbeddingNetwork):
 
 
 class PretrainedEmbedding(MLPEmbedding):
-    """The MLP on features of the clients' model at its first parameters, in place of the input.
+    """MLP on features of the clients' model at its first parameters, in place of the input.
 
     The features are the inputs of the model's head, which for adapters on a pretrained module are those of the module:
     a fixed function of x. Each example's features are standardized (``F.layer_norm`` without parameters), so that the

@@ -122,7 +122,7 @@ class _Trial:
 
     @cached_property
     def theta(self) -> Tensor:
-        """The module's trained parameters and moving buffers as θ."""
+        """Trained parameters and moving buffers of the module as θ."""
         return theta_of(self.module, self.layout)
 
     @cached_property

@@ -480,4 +480,4 @@ if TYPE_CHECKING:
     ModelSettings: TypeAlias = ModelChoice
 else:
     ModelSettings = functools.reduce(operator.or_, [*(type(choice) for choice in MODELS), *LIBRARY, ModuleSettings])
-    """The settings of any model, distinguished by ``name``."""
+    """Settings of any model, distinguished by ``name``."""

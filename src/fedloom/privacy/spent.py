@@ -70,7 +70,7 @@ class TrainingCost(BaseModel):
 
     @property
     def for_replacing(self) -> tuple[float, float]:
-        """The claimed (ε, δ) for replacing one unit: removing it and adding another costs (2ε, (1 + e^ε) δ)."""
+        """Claimed (ε, δ) for replacing one unit: removing it and adding another costs (2ε, (1 + e^ε) δ)."""
         if self.neighbouring == "replace-one":
             return self.epsilon, self.delta
         return 2 * self.epsilon, (1 + math.exp(min(self.epsilon, 700.0))) * self.delta

@@ -39,12 +39,12 @@ class Finding:
 
     @property
     def second(self) -> Row:
-        """The second best row."""
+        """Second best row."""
         return self.others[0]
 
     @property
     def winner(self) -> Row | None:
-        """The best row, if it is significantly better than every other row of its block."""
+        """Best row, if it is significantly better than every other row of its block."""
         return None if self.close or self.untested else self.best
 
 

@@ -89,7 +89,7 @@ class _Claim(FileObject):
 
 
 class AuditFile(FileObject):
-    """The file: each attack that was made, and the run's claim."""
+    """Content of ``audit.json``: each attack that was made, and the run's claim."""
 
     claim: _Claim | None
     membership: _Membership | None = None

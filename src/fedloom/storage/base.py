@@ -11,11 +11,11 @@ from fedloom.errors import StorageError
 
 
 class Absent(StorageError):
-    """The name does not exist."""
+    """Name that does not exist in the store."""
 
 
 class Taken(StorageError):
-    """The name is already taken; its content is unchanged."""
+    """Name that exists already; its content is unchanged."""
 
 
 @dataclass(frozen=True)

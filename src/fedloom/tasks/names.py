@@ -103,7 +103,7 @@ METRICS: Mapping[str, Headline] = {
     **_named("auroc r2", higher_is_better=True, percent=False),
     **_named("log_loss brier ece rmse mae mse perplexity loss", higher_is_better=False, percent=False),
 }
-"""The tasks' own metrics by name."""
+"""Metrics of FedLoom's tasks, by name."""
 
 IGNORED: Mapping[TaskName, int] = {"segmentation": 255, "next_token": -100}
 """Default values of targets that are left out: pixels without a class, padding."""

@@ -103,7 +103,7 @@ class OwnMetric(MetricSums):
 
     @property
     def metrics(self) -> tuple[Headline, ...]:
-        """The metric."""
+        """Metric that follows from the sums."""
         higher = bool(getattr(self._function, "higher_is_better", True))
         return (Headline(self._name, higher, bool(getattr(self._function, "percent", False))),)
 

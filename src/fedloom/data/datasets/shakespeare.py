@@ -26,7 +26,7 @@ TRAIN_SHARE = 0.8
 """Training fraction of each role's text, in the order of the play."""
 
 VOCABULARY = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}/@_{"
-"""The classes of ``datasets.toml``: LEAF's 80 characters in LEAF's order, then those that only the plays have."""
+"""Classes, as in ``datasets.toml``: LEAF's 80 characters in LEAF's order, then those that only the plays have."""
 
 CODES = np.full(128, -1, dtype=np.int16)
 CODES[[ord(character) for character in VOCABULARY]] = range(len(VOCABULARY))
