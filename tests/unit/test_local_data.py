@@ -118,7 +118,7 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": (np.arange(18).reshape(6, 3) + 2**53 - 9, Y)}, None, ("client a: x", "2^53")),
         ({"a": (X, ["p", "q", "r", "p", "q", "s"])}, ("p", "q", "r"), ("unknown label", "p, q, r", "'s'")),
         ({"a": (np.array(["p"] * 6), Y)}, None, ("client a: x", "<U1", "uint8")),
-        ({"a": ([[1, 2], [3]], [0, 1])}, None, ("client a: x", "one length")),
+        ({"a": ([[1, 2], [3]], [0, 1])}, None, ("client a: x",)),
         ({"a": {"train_x": X, "train_y": Y}}, None, ("client a", "train_x", "test_x")),
         ({"a": (X[:0], Y[:0])}, None, ("no examples",)),
         ({"a": (np.zeros((6, 8, 8, 3), np.uint8), Y)}, None, ("client a: x", "[8, 8, 3]", "transpose(0, 3, 1, 2)")),

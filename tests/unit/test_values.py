@@ -541,8 +541,8 @@ FOUR = np.arange(8.0).reshape(4, 2)
         (FOUR, np.ma.masked_equal([0, 1, 0, 1], 1), ("y", "mask")),
         (torch.tensor(FOUR).to_sparse(), [0, 1, 0, 1], ("x", "Tensor")),
         (FOUR.astype(str), [0, 1, 0, 1], ("x",)),
-        ([[1.0, 2.0], [3.0]], [0, 1], ("x", "one length")),
-        (FOUR, [[0], [0, 1], [0], [1]], ("y", "one length")),
+        ([[1.0, 2.0], [3.0]], [0, 1], ("x",)),
+        (FOUR, [[0], [0, 1], [0], [1]], ("y",)),
     ],
 )
 def test_values_that_are_no_arrays_are_refused_in_training_and_by_newcomers(
