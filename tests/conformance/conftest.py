@@ -22,25 +22,25 @@ BY_NAME = ("fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl")
 """Methods that go through every fault of secure sums, one for each kind of answer; `make test` takes these alone."""
 
 OVER_GRPC = (
-    "test_a_worker_that_is_killed_at_a_step_and_started_again",
-    "test_a_worker_whose_connection_is_cut_at_every_step_loses_nothing",
-    "test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed",
-    "test_a_worker_that_stays_away_from_the_end_of_a_sum_is_in_it",
+    "test_a_worker_killed_at_a_step_is_restarted",
+    "test_cutting_a_workers_connection_at_every_step_loses_nothing",
+    "test_an_aggregator_killed_during_a_secure_sum_is_resumed",
+    "test_the_sum_includes_a_worker_absent_at_its_end",
 )
 """Faults of secure sums over gRPC. What is sent does not know its method: the others take one of these in turn."""
 
 DEAR = {
-    "test_each_client_lost_at_each_exchange_and_the_replay_of_it": ("fedrep", "comfedl"),
-    "test_too_few_end_the_attempt_and_a_fresh_cohort_makes_the_round": ("scaffold", "pfedbayes"),
-    "test_clients_that_are_served_together_are_lost_alone": ("fedavg", "comfedl"),
-    "test_killed_at_every_exchange_and_resumed": ("pfedbayes", "comfedl"),
-    "test_placement_of_clients_changes_no_bits": ("fedavg", "fedrep"),
-    "test_over_grpc_the_bits_are_those_of_one_process": ("pfedbayes", "comfedl"),
-    "test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference": ("fedavg", "scaffold"),
-    "test_a_worker_whose_connection_is_cut_at_every_step_loses_nothing": ("fedrep", "scaffold"),
-    "test_a_worker_that_stays_away_from_the_end_of_a_sum_is_in_it": ("fedavg", "comfedl"),
-    "test_a_worker_that_is_killed_at_a_step_and_started_again": ("fedavg", "scaffold"),
-    "test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed": ("fedrep", "pfedbayes"),
+    "test_losing_any_client_at_any_exchange_and_replaying_it": ("fedrep", "comfedl"),
+    "test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round": ("scaffold", "pfedbayes"),
+    "test_losing_a_client_of_a_batch_keeps_the_others": ("fedavg", "comfedl"),
+    "test_resuming_after_a_kill_at_any_exchange": ("pfedbayes", "comfedl"),
+    "test_placement_of_clients_does_not_change_results": ("fedavg", "fedrep"),
+    "test_grpc_gives_the_bits_of_one_process": ("pfedbayes", "comfedl"),
+    "test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference_of_sums": ("fedavg", "scaffold"),
+    "test_cutting_a_workers_connection_at_every_step_loses_nothing": ("fedrep", "scaffold"),
+    "test_the_sum_includes_a_worker_absent_at_its_end": ("fedavg", "comfedl"),
+    "test_a_worker_killed_at_a_step_is_restarted": ("fedavg", "scaffold"),
+    "test_an_aggregator_killed_during_a_secure_sum_is_resumed": ("fedrep", "pfedbayes"),
 }
 """Methods, two or three for each of the slowest tests of faults, with which `make test` runs it."""
 
@@ -55,11 +55,11 @@ The others share these parts; of them `make test` runs what is in ``OWN``, and `
 """
 
 OWN = (
-    "test_one_survivor_of_an_exchange_that_is_drawn",
-    "test_killed_at_one_exchange_of_each_kind_and_resumed",
-    "test_clients_never_seen_get_predictors",
-    "test_evaluation_changes_nothing_and_repeats_itself",
-    "test_the_bits_are_those_of_before",
+    "test_a_random_exchange_with_one_survivor",
+    "test_resuming_after_a_kill_at_one_exchange_of_each_kind",
+    "test_clients_not_seen_in_training_get_predictors",
+    "test_evaluation_changes_no_state_and_is_repeatable",
+    "test_results_equal_the_recorded_bits",
 )
 """Tests that depend most on what a method's own file does."""
 

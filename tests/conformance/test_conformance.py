@@ -63,7 +63,7 @@ def measured_at_the_end(tiny: Federation) -> Federation:
 # --- absence ----------------------------------------------------------------------------------------------------------
 
 
-def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation, trained: str) -> None:
+def test_losing_any_client_at_any_exchange_and_replaying_it(tiny: Federation, trained: str) -> None:
     tiny = measured_at_the_end(tiny)
     for exchange in tiny.exchanges():
         for row in exchange.rows:
@@ -86,7 +86,7 @@ def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation
             assert tiny.attempts(f"{name}-replayed") == tiny.attempts(name)
 
 
-def test_client_steps_are_those_of_the_clients_that_made_them(tiny: Federation, trained: str) -> None:
+def test_client_steps_count_the_clients_that_made_them(tiny: Federation, trained: str) -> None:
     tiny = measured_at_the_end(tiny)
     tiny.advance("whole")
     alone = []
@@ -102,7 +102,7 @@ def test_client_steps_are_those_of_the_clients_that_made_them(tiny: Federation, 
         assert steps(tiny, f"without-{row}") == sum(alone) - alone[row]
 
 
-def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
+def test_exchanges_with_one_survivor(tiny: Federation, trained: str) -> None:
     tiny = measured_at_the_end(tiny)
     for exchange in tiny.exchanges():
         for survivor in exchange.rows:
@@ -114,7 +114,7 @@ def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
 
 
 @pytest.mark.sampled(3)
-def test_one_survivor_of_an_exchange_that_is_drawn(tiny: Federation, sampled: str) -> None:
+def test_a_random_exchange_with_one_survivor(tiny: Federation, sampled: str) -> None:
     tiny, draw = measured_at_the_end(tiny), random.Random(sampled)
     exchange = draw.choice(tiny.exchanges())
     survivor = draw.choice(exchange.rows)
@@ -124,7 +124,7 @@ def test_one_survivor_of_an_exchange_that_is_drawn(tiny: Federation, sampled: st
     assert_finite(loop)
 
 
-def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny: Federation, trained: str) -> None:
+def test_an_attempt_that_loses_every_client_changes_nothing_and_is_retried(tiny: Federation, trained: str) -> None:
     tiny = measured_at_the_end(tiny)
     for exchange in tiny.exchanges():
         name = f"everybody-{exchange.conversation}-{exchange.exchange}"
@@ -144,7 +144,7 @@ def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny:
         assert tiny.final(f"{name}-replayed") == tiny.final(name)
 
 
-def test_when_every_attempt_fails_the_run_stops_with_its_last_round_durable(tiny: Federation, trained: str) -> None:
+def test_the_run_stops_with_its_last_round_durable_if_every_attempt_fails(tiny: Federation, trained: str) -> None:
     tiny.run("whole")
     tiny = tiny.changed(federation__checkpoint_every_s=1e9)
     loop = tiny.loop("failed", Faulty(tiny.transport("failed"), lambda call, row: training(call)))
@@ -166,7 +166,7 @@ def test_min_replies(tiny: Federation, trained: str) -> None:
         assert [a.attempt for a in tiny.attempts(f"{lost}-lost") if a.round == AT] == made
 
 
-def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Federation, trained: str) -> None:
+def test_a_reply_that_is_not_finite_loses_only_its_client(tiny: Federation, trained: str) -> None:
     tiny = tiny.changed(federation__rounds=1)
     transport = Faulty(tiny.transport("whole"))
     tiny.advance("whole", transport)
@@ -195,7 +195,7 @@ GROWS: dict[str, dict[str, Any]] = {
 """Settings with which the server's step is longer than what it averages: else it stays finite, as it may."""
 
 
-def test_answers_that_are_absurd_are_refused(tiny: Federation, trained: str) -> None:
+def test_out_of_range_replies_are_rejected(tiny: Federation, trained: str) -> None:
     """Every answer is finite, and far beyond what a model can be."""
     loop = tiny.loop("absurd", tiny.transport("absurd", Huge))
     before = state(loop)
@@ -204,7 +204,7 @@ def test_answers_that_are_absurd_are_refused(tiny: Federation, trained: str) -> 
     assert same_bits(before, state(loop))
 
 
-def test_a_state_that_would_not_be_finite_is_not_taken_over(
+def test_a_state_that_would_not_be_finite_is_discarded(
     tiny: Federation, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every answer is finite, but their sum with the state, or a square, or a product, is not.
@@ -251,7 +251,7 @@ def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, traine
 
 
 @pytest.mark.parametrize("checkpoint_every_s", [0.0, 1e9])
-def test_killed_at_every_exchange_and_resumed(tiny: Federation, thorough: str, checkpoint_every_s: float) -> None:
+def test_resuming_after_a_kill_at_any_exchange(tiny: Federation, thorough: str, checkpoint_every_s: float) -> None:
     tiny = tiny.changed(federation__checkpoint_every_s=checkpoint_every_s)
     calls = undisturbed(tiny)
     for i in range(len(calls)):
@@ -259,7 +259,7 @@ def test_killed_at_every_exchange_and_resumed(tiny: Federation, thorough: str, c
 
 
 @pytest.mark.sampled(3)
-def test_killed_at_one_exchange_of_each_kind_and_resumed(tiny: Federation, sampled: str) -> None:
+def test_resuming_after_a_kill_at_one_exchange_of_each_kind(tiny: Federation, sampled: str) -> None:
     """At a call drawn at random, the same in every run; checkpoints after every round, and only at the end, in turn."""
     calls = undisturbed(tiny)
     kinds: dict[tuple[str, int], list[int]] = {}
@@ -297,7 +297,7 @@ def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
 
 
 @pytest.mark.parametrize("purpose", ["train", "evaluate"])
-def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> None:
+def test_stopping_loses_no_client(tiny: Federation, trained: str, purpose: str) -> None:
     """A transport that is stopped loses who has not answered; that must not become part of the run."""
     transport = Faulty(tiny.transport("whole"))
     tiny.run("whole", transport)
@@ -324,7 +324,7 @@ def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> 
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])
-def test_placement_of_clients_changes_no_bits(tiny: Federation, method: str, places: int) -> None:
+def test_placement_of_clients_does_not_change_results(tiny: Federation, method: str, places: int) -> None:
     tiny.run("whole")
     everyone = [entry.id for entry in tiny.dataset.manifest.clients]
     shared = [frozenset(everyone)] * places
@@ -341,7 +341,7 @@ def test_placement_of_clients_changes_no_bits(tiny: Federation, method: str, pla
 
 
 @pytest.mark.sampled(3)
-def test_evaluation_changes_nothing_and_repeats_itself(tiny: Federation, method: str) -> None:
+def test_evaluation_changes_no_state_and_is_repeatable(tiny: Federation, method: str) -> None:
     loop = tiny.loop("run")
     loop.run()
     again = tiny.loop("run")
@@ -354,7 +354,7 @@ def test_evaluation_changes_nothing_and_repeats_itself(tiny: Federation, method:
         assert torch.equal(values, second.records[name])
 
 
-def test_training_does_not_notice_evaluation(tiny: Federation, trained: str) -> None:
+def test_training_does_not_depend_on_evaluation(tiny: Federation, trained: str) -> None:
     states = []
     for every in (1, ROUNDS):
         loop = tiny.changed(evaluation__every=every).loop(f"every-{every}")
@@ -363,7 +363,7 @@ def test_training_does_not_notice_evaluation(tiny: Federation, trained: str) -> 
     assert same_bits(*states)
 
 
-def test_clients_never_seen_get_predictors(tiny: Federation, method: str) -> None:
+def test_clients_not_seen_in_training_get_predictors(tiny: Federation, method: str) -> None:
     evaluation = tiny.run("run")
     assert evaluation.present.all()
     assert int((~evaluation.seen).sum()) == 2
@@ -377,7 +377,7 @@ def test_clients_never_seen_get_predictors(tiny: Federation, method: str) -> Non
     assert lost == {}
 
 
-def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> None:
+def test_predictors_return_probabilities(tiny: Federation, method: str) -> None:
     """Rows sum to one, and the tensors that are saved are finite."""
     seen: list[str] = []
 
@@ -395,7 +395,7 @@ def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> N
     assert sorted(seen) == sorted(entry.id for entry in tiny.dataset.manifest.clients)
 
 
-def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, method: str) -> None:
+def test_clients_lost_in_an_evaluation_are_left_out(tiny: Federation, method: str) -> None:
     transport = Faulty(tiny.transport("whole"))
     tiny.run("whole", transport)
     final = max(call.key.round for call in transport.calls)
@@ -418,7 +418,7 @@ def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, meth
             assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
 
 
-def test_an_evaluation_that_nobody_answers(tiny: Federation, method: str) -> None:
+def test_an_evaluation_without_replies(tiny: Federation, method: str) -> None:
     evaluation = tiny.run("nobody", Faulty(tiny.transport("nobody"), lambda call, row: call.key.purpose == "evaluate"))
     assert not evaluation.present.any()
     assert tiny.metrics("nobody")[-1]["seen"] is None

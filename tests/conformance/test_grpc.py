@@ -60,7 +60,7 @@ def aggregator_of(tiny: Federation, states: str, workers: int = WORKERS) -> Iter
             thread.join(10)
 
 
-def test_over_grpc_the_bits_are_those_of_one_process(tiny: Federation, method: str) -> None:
+def test_grpc_gives_the_bits_of_one_process(tiny: Federation, method: str) -> None:
     tiny.run("whole")
     with aggregator_of(tiny, str(tiny.tmp / "wire" / "states")) as server:
         tiny.run("wire", server)

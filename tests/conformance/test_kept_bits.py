@@ -52,7 +52,7 @@ def kept(measured: Mapping[str, Any]) -> Iterator[Any]:
     return (value for key, value in measured.items() if key not in ("metrics", "headline"))
 
 
-def test_the_bits_are_those_of_before(tiny: Federation, method: str, request: pytest.FixtureRequest) -> None:
+def test_results_equal_the_recorded_bits(tiny: Federation, method: str, request: pytest.FixtureRequest) -> None:
     """Compare the tensors of the last checkpoint and the evaluations, which depend on every client's predictors."""
     if request.config.getoption("--algorithm", default=None) is not None:
         pytest.skip("bits are kept for the methods and settings of the kit")

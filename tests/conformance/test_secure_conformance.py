@@ -136,7 +136,7 @@ def of_method(calls: Sequence[Call]) -> list[Call]:
     return [call for call in calls if not isinstance(call.message, STEPS)]
 
 
-def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation, every_client: bool) -> None:
+def test_losing_any_client_at_any_exchange_and_replaying_it(tiny: Federation, every_client: bool) -> None:
     calls = of_sum(calls_of(disturbed(tiny), "whole", measured=False))
     assert sum(isinstance(call.message, STEPS) for call in calls) == 5
     for call in calls:
@@ -146,7 +146,7 @@ def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation
         assert_replayed(disturbed(tiny), f"lost-{call.exchange}-{replayed}")
 
 
-def test_secure_sums_are_those_of_plain_answers(tiny: Federation, summed: str) -> None:
+def test_secure_sums_equal_plain_sums(tiny: Federation, summed: str) -> None:
     """Nobody is lost; then one client at an exchange that is drawn, the same in every run."""
     secure = disturbed(tiny)
     calls = of_sum(calls_of(secure, "whole", measured=False))
@@ -159,7 +159,7 @@ def test_secure_sums_are_those_of_plain_answers(tiny: Federation, summed: str) -
     assert_replayed(secure, f"lost-{call.exchange}-{row}")
 
 
-def test_too_few_end_the_attempt_and_a_fresh_cohort_makes_the_round(tiny: Federation, summed: str) -> None:
+def test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round(tiny: Federation, summed: str) -> None:
     """Two of five are lost before the sum is known. Nothing of that attempt is in the state."""
     secure = disturbed(tiny)
     for call in of_sum(calls_of(secure, "whole", measured=False)):
@@ -191,7 +191,9 @@ def everybody_first(call: Call, row: int) -> bool:
     return training(call) and call.key.attempt == 1
 
 
-def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference(tiny: Federation, summed: str) -> None:
+def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference_of_sums(
+    tiny: Federation, summed: str
+) -> None:
     """Nobody reveals a share. Members cannot know that no sum was made, and refuse cohorts that differ by two."""
     secure = disturbed(tiny)
     last = of_sum(calls_of(secure, "whole", measured=False))[-1]
@@ -208,7 +210,7 @@ def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference(tin
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])
-def test_placement_of_clients_changes_no_bits(tiny: Federation, summed: str, places: int) -> None:
+def test_placement_of_clients_does_not_change_results(tiny: Federation, summed: str, places: int) -> None:
     secure = disturbed(tiny)
     secure.run("whole")
     everyone = [entry.id for entry in secure.dataset.manifest.clients]
@@ -220,7 +222,7 @@ def test_placement_of_clients_changes_no_bits(tiny: Federation, summed: str, pla
         assert there == here
 
 
-def test_clients_that_are_served_together_are_lost_alone(tiny: Federation, summed: str) -> None:
+def test_losing_a_client_of_a_batch_keeps_the_others(tiny: Federation, summed: str) -> None:
     """Up to three at once: the sums are those of one by one but for rounding, whoever of a group is lost."""
     if getattr(tiny.parts.experiment.model, "norm", None) == "batch":
         pytest.skip("clients of a model with model.norm: batch are served one by one")
@@ -240,7 +242,7 @@ def test_clients_that_are_served_together_are_lost_alone(tiny: Federation, summe
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_error_of_a_secure_mean_is_within_what_is_stated(tiny: Federation, summed: str) -> None:
+def test_the_error_of_a_secure_mean_is_within_the_stated_bound(tiny: Federation, summed: str) -> None:
     """A client's value is rounded to a step of at most 2 B n / 2^31: the mean is off by half of one at most.
 
     Weights are at most the largest client's, so that a weighted mean is off by as much times that weight over the mean
@@ -266,7 +268,7 @@ def test_the_error_of_a_secure_mean_is_within_what_is_stated(tiny: Federation, s
 # --- kill and resume --------------------------------------------------------------------------------------------------
 
 
-def test_killed_at_every_exchange_and_resumed(tiny: Federation, summed: str) -> None:
+def test_resuming_after_a_kill_at_any_exchange(tiny: Federation, summed: str) -> None:
     """The attempt is lost with the aggregator, and what it had received is of no use; the round is made again."""
     secure = disturbed(tiny)
     calls = calls_of(secure, "whole")

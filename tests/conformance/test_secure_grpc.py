@@ -147,7 +147,7 @@ def equal(tiny: Federation, name: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_over_grpc_the_bits_are_those_of_one_process(tiny: Federation, summed: str, workers: int) -> None:
+def test_grpc_gives_the_bits_of_one_process(tiny: Federation, summed: str, workers: int) -> None:
     secure = disturbed(tiny)
     secure.run("whole")
     with aggregator_of(secure, str(secure.tmp / "wire" / "states"), workers) as server:
@@ -156,7 +156,7 @@ def test_over_grpc_the_bits_are_those_of_one_process(tiny: Federation, summed: s
     equal(secure, "wire", "whole")
 
 
-def test_a_worker_that_is_killed_at_a_step_and_started_again(tiny: Federation, summed: str) -> None:
+def test_a_worker_killed_at_a_step_is_restarted(tiny: Federation, summed: str) -> None:
     """It has forgotten its secrets: once its keys are known its client is lost, and in the sum when it has answered.
 
     The others are the survivors: the bits are those of one process that loses the same client there. The first and the
@@ -189,7 +189,7 @@ def test_a_worker_that_is_killed_at_a_step_and_started_again(tiny: Federation, s
         equal(secure, f"{name}-replayed", name)
 
 
-def test_a_worker_whose_connection_is_cut_at_every_step_loses_nothing(tiny: Federation, summed: str) -> None:
+def test_cutting_a_workers_connection_at_every_step_loses_nothing(tiny: Federation, summed: str) -> None:
     secure, _, client = sums_of(tiny)
     proxies: list[Proxy] = []
 
@@ -203,7 +203,7 @@ def test_a_worker_whose_connection_is_cut_at_every_step_loses_nothing(tiny: Fede
     equal(secure, "cut", "whole")
 
 
-def test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed(tiny: Federation, summed: str) -> None:
+def test_an_aggregator_killed_during_a_secure_sum_is_resumed(tiny: Federation, summed: str) -> None:
     """The attempt is lost; the workers, which hold answers for it, make a new one with the next aggregator."""
     secure, calls, client = sums_of(tiny)
 
@@ -225,7 +225,7 @@ def test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed(tiny: Federati
         assert not any(c.lost for a in rounds_of(secure, name) for c in a.conversations)
 
 
-def test_a_worker_that_stays_away_from_the_end_of_a_sum_is_in_it(tiny: Federation, summed: str) -> None:
+def test_the_sum_includes_a_worker_absent_at_its_end(tiny: Federation, summed: str) -> None:
     """The deadline passes without it; what it has answered is in the sum all the same."""
     secure, calls, client = sums_of(tiny)
     short = secure.changed(federation__deadline_s=2.0)

@@ -57,7 +57,7 @@ def names(place: Place, run_id: str, component: str) -> set[str]:
     return {found.metadata.name for found in place.pods(run_id, component)}
 
 
-def test_a_federation_of_pods_gives_the_run_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
+def test_pods_give_the_results_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
     token = make_token().get_secret_value()
     shared = place.secret_with("token", token=token)
     launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, token_secret=shared)
@@ -74,7 +74,7 @@ def test_a_federation_of_pods_gives_the_run_of_one_process(place: Place, case: C
     assert token not in said + "".join(path.read_text() for path in (run / "logs").iterdir())
 
 
-def test_lost_client_pods_find_their_clients_states_again(place: Place, case: Case, tmp_path: Path) -> None:
+def test_replaced_client_pods_find_the_states_of_their_clients(place: Place, case: Case, tmp_path: Path) -> None:
     """One crashes, one is asked to leave its node. Each serves clients of its own, so the rounds wait for the next."""
     launcher = place.launch("client", case.experiment, case.fingerprint, clients_per_worker=6)
     crashed, evicted = before = sorted(under_way(place, "client", case, "worker"))

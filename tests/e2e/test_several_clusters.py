@@ -38,7 +38,7 @@ EXPERIMENT: dict[str, Any] = {
 }
 
 
-def test_members_in_other_clusters_give_the_run_of_one_process(s3_server: S3Server, tmp_path: Path) -> None:
+def test_members_in_other_clusters_give_the_results_of_one_process(s3_server: S3Server, tmp_path: Path) -> None:
     """Mutual TLS end to end; a member may be only whom its certificate names; the aggregator's node is drained."""
     ca, ours = tmp_path / "ca", tmp_path / "certificates"
     authority = make_ca(ca).certificate

@@ -40,14 +40,14 @@ FIRST = ("kill-federation-tls", "cut", "file-size", "damaged-tensors", "frames",
         if fault.short
     ],
 )
-def test_the_promise_is_kept(place: Place, fault: Fault) -> None:
+def test_the_guarantee_holds_under_faults(place: Place, fault: Fault) -> None:
     for seed in range(SEED, SEED + fault.short):
         outcome, _ = try_once(fault, place, seed)
         if isinstance(outcome, Exception):
             raise outcome
 
 
-def test_a_promise_that_is_broken_is_in_the_table_with_its_seed() -> None:
+def test_a_violated_guarantee_is_reported_with_its_seed() -> None:
     tally = Tally()
     tally.add(7, 1.0, "two bits differ")
     said = markdown(summary({FAULTS[0]: tally}, "make faults", 1.0))
@@ -86,7 +86,7 @@ def gone(pids: list[int]) -> None:
     wait_until(lambda: not any(alive(pid) for pid in pids), f"the end of {pids}")
 
 
-def test_a_worker_that_keeps_dying_stops_the_run_resumably(place: Place, experiment: Path, run: Running) -> None:
+def test_a_worker_that_keeps_crashing_stops_the_run_resumably(place: Place, experiment: Path, run: Running) -> None:
     others, killed = children(run.pid), set[int]()
     while len(killed) < 3:
         wait_until(lambda: worker(run, "worker-0") not in {None, *killed}, "a restart")
@@ -117,7 +117,7 @@ def test_ctrl_c(place: Place, experiment: Path, run: Running) -> None:
     place.check(out, experiment)
 
 
-def test_a_worker_that_is_stopped_loses_its_clients_by_the_deadline(place: Place) -> None:
+def test_a_suspended_worker_loses_its_clients_at_the_round_timeout(place: Place) -> None:
     experiment = place.experiment("fedavg", every=50, rounds=150, deadline_s=1.0)
     with ExitStack() as stack:
         federation = Federation(place, experiment, stack)
@@ -130,7 +130,7 @@ def test_a_worker_that_is_stopped_loses_its_clients_by_the_deadline(place: Place
     place.check(federation.out, experiment, nobody_lost=False)
 
 
-def test_workers_are_there_for_a_run_whose_conclusion_failed(place: Place) -> None:
+def test_a_run_whose_last_step_failed_can_be_completed_with_workers(place: Place) -> None:
     """Retry a failed last step, for which the clients are measured once more."""
     experiment = place.experiment("fedavg")
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ def test_workers_are_there_for_a_run_whose_conclusion_failed(place: Place) -> No
     place.check(federation.out, experiment)
 
 
-def test_ports_partitions_and_shares_of_clients(place: Place) -> None:
+def test_a_taken_port_a_wrong_partition_and_clients_shared_by_workers(place: Place) -> None:
     experiment, other = place.experiment("fedavg"), place.other_partition()
     with ExitStack() as stack:
         federation = Federation(place, experiment, stack, workers=0)

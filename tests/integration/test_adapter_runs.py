@@ -78,7 +78,7 @@ def at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_workers_and_a_kill_change_no_bit(tmp_path: Path) -> None:
+def test_workers_and_a_kill_do_not_change_results(tmp_path: Path) -> None:
     path, whole = experiment(tmp_path, rounds=3), tmp_path / "whole"
     code, said = at(0, whole, "run", path, "--no-report")
     assert code == 0, said

@@ -86,7 +86,7 @@ def test_the_recipes_train(place: Path) -> None:
         assert summary["seen"]["accuracy_mean"] > 0.75
 
 
-def test_the_focal_loss_and_the_median_are_those_of_their_papers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_focal_loss_and_the_median_match_their_papers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(place))
     from my_package.fedmedian import FEDMEDIAN  # type: ignore[import-not-found]
     from my_package.focal import Focal  # type: ignore[import-not-found]
@@ -105,7 +105,7 @@ def test_the_focal_loss_and_the_median_are_those_of_their_papers(place: Path, mo
 
 
 @pytest.mark.exhaustive
-def test_the_method_passes_the_conformance_kit_as_the_page_runs_it(place: Path) -> None:
+def test_the_method_passes_the_conformance_kit(place: Path) -> None:
     found = re.search(r"`pytest (tests/conformance [^`]*)`", (ROOT / "AGENTS.md").read_text(encoding="utf-8"))
     assert found is not None
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *found[1].split()]
@@ -115,7 +115,7 @@ def test_the_method_passes_the_conformance_kit_as_the_page_runs_it(place: Path) 
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
 
 
-def test_rooms_files_and_targets_that_the_page_names_exist() -> None:
+def test_packages_files_and_targets_named_on_the_page_exist() -> None:
     page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     rooms = {path.name for path in (ROOT / "src" / "fedloom").iterdir() if (path / "__init__.py").exists()}
     assert rooms <= set(re.findall(r"`(\w+)/`", page))

@@ -57,17 +57,17 @@ def check_bounds(root: Path, seeds: range) -> list[float]:
     return estimates
 
 
-def test_bound_stays_below_the_claim_of_a_private_training(tmp_path: Path) -> None:
+def test_the_bound_stays_below_the_claim_of_private_training(tmp_path: Path) -> None:
     check_bounds(tmp_path, range(2))
 
 
 @pytest.mark.exhaustive
-def test_bound_stays_below_the_claim_in_20_trainings(tmp_path: Path) -> None:
+def test_the_bound_stays_below_the_claim_in_20_trainings(tmp_path: Path) -> None:
     assert sum(check_bounds(tmp_path, range(20))) / 20 == pytest.approx(1, rel=0.4)
 
 
 @pytest.mark.slow
-def test_bound_exceeds_a_claim_whose_noise_was_left_out(tmp_path: Path) -> None:
+def test_the_bound_exceeds_a_claim_without_its_noise(tmp_path: Path) -> None:
     claim = audited(tmp_path, 0, CLIENTS)["claim"]
     found = audited(tmp_path, 0, {**CLIENTS, "noise_multiplier": 1e-6})
     assert found["canaries"]["epsilon"] > claim["epsilon"]
@@ -83,7 +83,7 @@ def test_other_methods_keep_their_claims(method: str, settings: dict[str, Any], 
 
 
 @pytest.mark.slow
-def test_shares_of_noise_under_secure_aggregation_keep_the_claim(tmp_path: Path) -> None:
+def test_noise_shares_under_secure_aggregation_keep_the_claim(tmp_path: Path) -> None:
     federation = {
         "rounds": 2, "clients_per_round": 12, "secure_aggregation": {},
         "privacy": {**CLIENTS, "noise": "distributed"},
@@ -93,7 +93,7 @@ def test_shares_of_noise_under_secure_aggregation_keep_the_claim(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_privacy_of_examples_hides_canary_examples(tmp_path: Path) -> None:
+def test_example_privacy_hides_canary_examples(tmp_path: Path) -> None:
     privacy = {"of": "examples", "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-4}
     local = {"steps": 20, "lr": 0.2, "momentum": 0.0, "batch_size": 8}
     changed = {"algorithm": {"name": "fedavg", "local": local}}

@@ -41,7 +41,9 @@ def test_every_task_can_be_audited(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "y", "model"), [(ROWS, PRICES, MLP), (ROWS, LABELS, MLP), (TOKENS, TOKENS, Tokens()), (CODES, PRICES, MLP)]
 )
-def test_canary_examples_of_other_tasks_have_the_target_of_another(x: Any, y: Any, model: Any, tmp_path: Path) -> None:
+def test_canary_examples_of_other_tasks_take_the_target_of_another_example(
+    x: Any, y: Any, model: Any, tmp_path: Path
+) -> None:
     run = ran(x, y, tmp_path, model)
     found = fedloom.audit(run.experiment, canaries=16, of="examples", out=tmp_path / "audit", progress=False)
     document = found.audit["canaries"]
@@ -67,7 +69,7 @@ def test_methods_of_other_kinds_can_be_audited(method: str, tmp_path: Path) -> N
     assert fedloom.audit(run).audit["membership"]["predictors"]["personal"]["seen"]["clients"] == 2
 
 
-def test_data_without_targets_are_audited_by_the_loss_of_the_model(tmp_path: Path) -> None:
+def test_data_without_targets_are_audited_by_the_models_loss(tmp_path: Path) -> None:
     scheme = {"scheme": "means", "clients": 4, "dimension": 2, "train_per_client": 20, "test_per_client": 10}
     experiment = {
         "name": "means",

@@ -33,7 +33,7 @@ BENCHMARKS = Path(__file__).parents[2] / "research" / "benchmarks"
         pytest.param("serving_adapters.py", ("--seconds", "0.5"), "one layer", marks=pytest.mark.exhaustive),
     ],
 )
-def test_it_runs_in_its_smallest_size_and_finds_something(
+def test_each_benchmark_runs_at_its_smallest_size(
     tmp_path: Path, name: str, options: tuple[str, ...], key: str
 ) -> None:
     file = tmp_path / "figures.json"

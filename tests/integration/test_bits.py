@@ -13,7 +13,7 @@ from safetensors.torch import load
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
 
 
-def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
+def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(
         tmp_path,
         fresh_root,
@@ -36,7 +36,7 @@ def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
     assert wires[2]["wire_down"] > wires[1]["wire_down"]  # a broadcast travels once to each worker
 
 
-def test_fedavg_too(fresh_root: Path, tmp_path: Path) -> None:
+def test_workers_do_not_change_results_of_fedavg(fresh_root: Path, tmp_path: Path) -> None:
     algorithm = {"name": "fedavg", "local": {"epochs": 2, "batch_size": 16}, "personalize_steps": 5}
     path = experiment(tmp_path, fresh_root, algorithm=algorithm, evaluation={"own_steps": [0, 3]})
     for workers in (0, 2):
@@ -68,7 +68,7 @@ def test_files_of_a_run(small_run: tuple[Path, Path]) -> None:
     }
 
 
-def test_clients_together_repeat_their_bits_and_are_near_to_one_by_one(fresh_root: Path, tmp_path: Path) -> None:
+def test_clients_trained_together_are_repeatable_and_close_to_one_by_one(fresh_root: Path, tmp_path: Path) -> None:
     algorithm = {"name": "fedavg", "local": {"epochs": 1, "batch_size": 10, "lr": 0.03}}
     federation = {"rounds": 2, "clients_per_round": 8, "checkpoint_every_s": 30}
     path = experiment(tmp_path, fresh_root, model={"name": "logistic"}, algorithm=algorithm, federation=federation)

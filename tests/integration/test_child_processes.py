@@ -89,7 +89,7 @@ def test_modules_in_the_current_folder_are_not_imported(how: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_workers_find_the_factory_of_a_script_beside_it(tmp_path: Path) -> None:
+def test_workers_import_the_factory_from_the_folder_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text(json.dumps(task(tmp_path, model=MODULE)))
     (tmp_path / "childrens_models.py").write_text(FACTORY.format(condition="False", action="pass"))
     (tmp_path / "script.py").write_text(
@@ -103,13 +103,13 @@ def test_workers_find_the_factory_of_a_script_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_of_the_run_are_waited_for_while_they_live(tmp_path: Path) -> None:
+def test_wait_s_does_not_limit_running_workers(tmp_path: Path) -> None:
     options = RunOptions(out=tmp_path / "run", report=False, wait_s=0.001)
     assert RunFolder(run_experiment(of(task(tmp_path)), options).folder).is_finished
 
 
 @pytest.mark.usefixtures("forks")
-def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes_of_user_code_are_not_taken_for_fedlooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['worker']", "sys.exit(4)")
     with pytest.raises(WorkerLostError) as error:
         fedloom.run(task(tmp_path, model=MODULE), out=tmp_path / "run", report=False, progress=False)
@@ -118,7 +118,7 @@ def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workers_error_reaches_the_parent_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     action = "raise ValueError('first line\\nerror: second line')"
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['worker']", action)
     with pytest.raises(ExperimentError) as error:
@@ -129,7 +129,7 @@ def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("forks")
-def test_runs_side_by_side_tell_their_whole_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_runs_report_complete_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     action = "raise ValueError('first line\\nerror: second line')"
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['run']", action)
     keys = {"runtime__workers": 0, "report": False, "progress": False, "parallel": 2, "seeds": "1-2"}
@@ -141,7 +141,7 @@ def test_runs_side_by_side_tell_their_whole_errors(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_bug_of_a_run_side_by_side_is_told_with_its_traceback(
+def test_a_bug_in_a_parallel_run_is_reported_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     action = "import fedloom.runner.run_experiment as r; r.run_experiment = None"

@@ -122,7 +122,7 @@ def place(
 
 
 @pytest.mark.slow
-def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, small_run: tuple[Path, Path]) -> None:
+def test_a_run_is_completed_after_its_launcher_is_killed(place: Place, small_run: tuple[Path, Path]) -> None:
     changes: dict[str, Any] = {"orphan_after_s": 10.0, "clients_per_worker": 10}
     place.cluster.add_secret("tracker", {"FEDLOOM_TRACK": "csv"})
     changes["aggregator"] = {"env": {"FEDLOOM_TRACK": "csv tensorboard"}, "env_secrets": ("tracker",)}
@@ -171,7 +171,7 @@ def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, sm
 
 
 @pytest.mark.slow
-def test_secure_sums_of_pods_are_those_of_one_process(place: Place, small_run: tuple[Path, Path]) -> None:
+def test_secure_sums_of_pods_equal_those_of_one_process(place: Place, small_run: tuple[Path, Path]) -> None:
     """Nobody is lost, and the aggregator's pod never has an answer of one client; integers have the same sums."""
     keys = {
         "algorithm": "{name: fedavg, local: {epochs: 1, batch_size: 16, lr: 0.02}}",
@@ -215,7 +215,7 @@ BEFORE = [
 
 
 @pytest.mark.parametrize(("overrides", "changes", "kind", "said"), BEFORE)
-def test_impossible_federations_are_refused_before_anything_is_created(
+def test_invalid_federations_are_rejected_before_anything_is_created(
     place: Place, overrides: list[str], changes: dict[str, Any], kind: type[FedloomError], said: str
 ) -> None:
     with pytest.raises(kind) as error:
@@ -250,7 +250,7 @@ def test_an_unusable_store_is_reported_before_anything_is_created(
     assert place.cluster.api.requests == []
 
 
-def test_a_launcher_may_reach_the_store_elsewhere_than_pods_do(place: Place, s3_server: S3Server) -> None:
+def test_a_launcher_may_use_another_store_address_than_pods(place: Place, s3_server: S3Server) -> None:
     port = s3_server.endpoint.rpartition(":")[2]
     for_pods = f"http://localhost:{port}"
     place.program(f'test $1 = worker && exec sleep 60; test "$FEDLOOM_S3_ENDPOINT" = {for_pods} || exit 2; exit 0')
@@ -283,14 +283,18 @@ def test_the_source_of_a_wrong_endpoint_is_named(
     assert unnamed not in str(error.value)
 
 
-def test_an_endpoint_that_is_no_url_is_named_by_its_setting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_is_not_a_url_is_reported_with_its_setting(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("FEDLOOM_S3_ENDPOINT")
     with pytest.raises(ExperimentError, match=r"^cluster\.s3_endpoint\b") as error:
         place.federate(s3_endpoint="elsewhere")
     assert error.value.found == "elsewhere"
 
 
-def test_rights_are_looked_at_before_the_partition_is_published(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permissions_are_checked_before_the_partition_is_published(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KUBECONFIG", str(place.cluster.kubeconfig_for([])))
     with pytest.raises(RefusedError, match=r"do not allow: get services.*create jobs(.|\n)*rbac\.yaml"):
         place.federate()
@@ -298,7 +302,7 @@ def test_rights_are_looked_at_before_the_partition_is_published(place: Place, mo
     assert list(open_store(place.storage).entries()) == []
 
 
-def test_a_launcher_that_cannot_show_that_it_is_there_is_refused_orphans_that_end(
+def test_orphan_after_s_is_rejected_without_permission_to_forward_ports(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rules = [
@@ -324,7 +328,7 @@ def test_a_run_without_a_report_gives_the_command_to_create_one(place: Place) ->
     assert not any("has no report" in line for line in place.said)
 
 
-def test_an_end_without_a_result_is_no_success(place: Place) -> None:
+def test_an_aggregator_that_exits_without_a_result_is_an_error(place: Place) -> None:
     place.program("test $1 = worker && exec sleep 60; exit 0")
     with refusing(DataError, "ended", "summary.json"):
         place.federate()
@@ -383,7 +387,7 @@ def settings_file(place: Place) -> Path:
     return path
 
 
-def test_a_federation_is_submitted_looked_at_and_stopped(place: Place, settings_file: Path) -> None:
+def test_a_federation_is_submitted_inspected_and_stopped(place: Place, settings_file: Path) -> None:
     place.program('echo "$1 says hello"; exec sleep 60')
     submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
     submit += ["--partition", place.partition]
@@ -457,7 +461,7 @@ def test_status_gives_the_reason_if_a_federation_does_not_start_or_has_failed(
     assert "starting" in command("status", "no-image")
 
 
-def test_submit_refuses(place: Place, settings_file: Path) -> None:
+def test_submit_rejects_invalid_settings(place: Place, settings_file: Path) -> None:
     submit = ["submit", place.file, "--cluster", settings_file, "--partition", place.partition]
     assert tells(command(*submit, code=2), "storage", "s3://")
     settings_file.write_text(json.dumps({**SETTINGS, "orphan_after_s": 60}))
@@ -467,7 +471,7 @@ def test_submit_refuses(place: Place, settings_file: Path) -> None:
     assert place.nothing_was_created()
 
 
-def test_submit_waits_and_fetches(place: Place, settings_file: Path) -> None:
+def test_submit_waits_and_downloads_the_run(place: Place, settings_file: Path) -> None:
     submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
     submit += ["--partition", place.partition, "--run-id", "mine", "--out", place.folder / "out"]
     place.program("test $1 = worker && exec sleep 60; exit 0")
@@ -496,7 +500,9 @@ def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path) -> Place
     return Place(tmp_path, small_run[0], partition, "", None)  # type: ignore[arg-type]
 
 
-def test_local_is_fedloom_run(here: Place, small_run: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_federation_equals_fedloom_run(
+    here: Place, small_run: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDLOOM_REPORT", "1")
     out = locally(here)
     assert scores(out) == scores(small_run[1])
@@ -505,14 +511,14 @@ def test_local_is_fedloom_run(here: Place, small_run: tuple[Path, Path], monkeyp
     locally(here)  # a step that is tried again goes on with what is there: here, to the end at once
 
 
-def test_local_uses_no_store(here: Place, small_run: tuple[Path, Path]) -> None:
+def test_a_local_federation_uses_no_store(here: Place, small_run: tuple[Path, Path]) -> None:
     """Two federations of one pipeline would have one place there: their folders are all called ``model``."""
     out = locally(here, "storage=s3://nobody-has-this/prefix", out="stored")
     assert scores(out) == scores(small_run[1])
     assert not (out / "published.json").exists()
 
 
-def test_a_local_failure_has_the_class_and_the_message_of_the_run(here: Place) -> None:
+def test_a_local_failure_keeps_the_class_and_message_of_the_runs_error(here: Place) -> None:
     with pytest.raises(FedloomError, match=r"nothing/partition\.json|found no partition|no partition") as error:
         federate(
             experiments.load_experiment(here.file), here.folder / "nothing", here.folder / "out", backend="local",
@@ -527,7 +533,7 @@ def test_a_local_failure_has_the_class_and_the_message_of_the_run(here: Place) -
         )  # fmt: skip
 
 
-def test_a_local_deadline(here: Place) -> None:
+def test_deadline_of_a_local_federation(here: Place) -> None:
     with pytest.raises(QuorumError, match=r"cluster\.deadline_s"):
         locally(here, deadline_s=1)
     assert children(os.getpid()) == [] or not any(_is_run(pid) for pid in children(os.getpid()))
@@ -550,7 +556,7 @@ def test_stopping_a_local_run_stops_its_process(here: Place) -> None:
         time.sleep(0.05)
 
 
-def test_a_local_run_whose_launcher_is_killed_ends_too(here: Place) -> None:
+def test_a_local_run_ends_after_its_launcher_is_killed(here: Place) -> None:
     code = "import sys; from pathlib import Path; from fedloom.cluster.local import run_locally; "
     code += "run_locally(*map(Path, sys.argv[1:]), say=print)"
     arguments = [here.file, here.partition, here.folder / "out"]

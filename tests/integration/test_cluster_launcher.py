@@ -136,7 +136,7 @@ def in_background(run: Callable[[], None]) -> Callable[[], FedloomError | None]:
     return ended
 
 
-def test_from_nothing_to_the_end_and_nothing_left(world: World) -> None:
+def test_a_federation_is_created_and_removed_at_its_end(world: World) -> None:
     launcher = world.launcher()
     launcher.run()
     name = world.federation().name
@@ -170,14 +170,14 @@ def test_objects_of_an_earlier_launcher_are_adopted(world: World) -> None:
     assert world.said == [f"adopted Job {world.federation().name}-aggregator"]
 
 
-def test_objects_that_an_earlier_launcher_lacked_are_created(world: World) -> None:
+def test_objects_missing_from_an_earlier_launch_are_created(world: World) -> None:
     federation = world.federation()
     Api().create(completed(aggregator_job(federation), federation.digest(), [], 1))
     world.launcher().ensure()
     assert [line.split()[0] for line in world.said] == ["adopted", "created", "created"]
 
 
-def test_another_specification_is_refused_and_left_alone(world: World) -> None:
+def test_a_different_specification_is_rejected_and_its_objects_are_left_alone(world: World) -> None:
     world.launcher().ensure()
     before = world.cluster.objects("jobs")
     for other in (world.federation(workers=3), dataclasses.replace(world.federation(), experiment="name: other\n")):
@@ -189,7 +189,7 @@ def test_another_specification_is_refused_and_left_alone(world: World) -> None:
     assert [job["metadata"]["uid"] for job in world.cluster.objects("jobs")] == uids
 
 
-def test_deleted_services_and_workers_of_an_attempt_are_created_again(world: World) -> None:
+def test_deleted_services_and_workers_of_an_attempt_are_recreated(world: World) -> None:
     world.launcher().ensure()
     first = world.job("worker")["metadata"]["uid"]
     Api().delete("Job", f"{world.federation().name}-aggregator")
@@ -201,7 +201,7 @@ def test_deleted_services_and_workers_of_an_attempt_are_created_again(world: Wor
         assert [reference["uid"] for reference in owned["metadata"]["ownerReferences"]] == [root]
 
 
-def test_an_expired_history_is_read_again(world: World) -> None:
+def test_a_watch_with_an_expired_history_is_restarted(world: World) -> None:
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
     world.cluster.fail("watch", "jobs", 410, "Expired", "too old resource version: 1 (9)")  # before it begins
     ended = in_background(world.launcher().run)
@@ -215,7 +215,7 @@ def test_an_expired_history_is_read_again(world: World) -> None:
 
 
 @pytest.mark.parametrize("component", ["aggregator", "worker"])
-def test_jobs_deleted_under_us(world: World, component: str) -> None:
+def test_deleting_a_job_ends_the_federation(world: World, component: str) -> None:
     world.program(aggregator="exec sleep 60")
     ended = in_background(world.launcher().run)
     until(lambda: ("watch", "jobs") in world.cluster.api.requests, "a watch")
@@ -225,7 +225,7 @@ def test_jobs_deleted_under_us(world: World, component: str) -> None:
     assert f"{component} was deleted while the federation ran" in str(error)
 
 
-def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: World) -> None:
+def test_the_job_of_finished_workers_may_be_deleted(world: World) -> None:
     """Collect the Job, as after ``ttl_s``, while the aggregator is still at work."""
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done", worker="exit 0")
     ended = in_background(world.launcher().run)
@@ -241,7 +241,7 @@ def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: Worl
     assert ended() is None
 
 
-def test_too_many_failed_workers(world: World) -> None:
+def test_too_many_failed_workers_end_the_federation(world: World) -> None:
     world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo no memory; exit 7")
     launcher = world.launcher(world.federation(retries=1))
     with pytest.raises(WorkerLostError, match=r"1 of 2 .*index 0.*cluster\.max_failed_workers.* 0") as error:
@@ -262,7 +262,7 @@ def test_workers_may_fail_up_to_the_limit(world: World) -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, ExperimentError), (8, WorkerLostError)])
-def test_a_worker_that_would_fail_again_is_not_tried_again(world: World, code: int, kind: type[FedloomError]) -> None:
+def test_a_worker_with_a_permanent_error_is_not_retried(world: World, code: int, kind: type[FedloomError]) -> None:
     world.program(aggregator="exec sleep 60", worker=f"{failing(kind, 'found no CUDA')}; exit {code}")
     with pytest.raises(kind, match="found no CUDA"):
         world.launcher(world.federation(retries=3, workers=1)).run()
@@ -279,7 +279,7 @@ def test_a_worker_that_would_fail_again_is_not_tried_again(world: World, code: i
         (1, WorkerLostError, 3),
     ],
 )
-def test_endings_of_an_aggregator(world: World, code: int, kind: type[FedloomError], tries: int) -> None:
+def test_exits_of_an_aggregator(world: World, code: int, kind: type[FedloomError], tries: int) -> None:
     world.program(aggregator=f"echo INFO; {failing(kind, 'the reason', 'the remedy')}; exit {code}")
     with pytest.raises(FedloomError, match=f"ended with code {code} .*: the reason\n  the remedy") as error:
         world.launcher(world.federation(retries=2)).run()
@@ -307,7 +307,7 @@ def _token() -> str:
     return str(tree["users"][0]["user"]["token"])
 
 
-def test_a_federation_that_failed_unseen_is_started_again(world: World) -> None:
+def test_a_federation_that_failed_without_a_launcher_is_restarted(world: World) -> None:
     world.program(aggregator=f"test -e {world.folder}/2 && exit 0; touch {world.folder}/2; exit 8")
     world.launcher().ensure()  # and this launcher is killed; nobody follows, and the aggregator ends with 8
     until(lambda: world.job().get("status", {}).get("conditions"), "the end of the first attempt")
@@ -316,7 +316,7 @@ def test_a_federation_that_failed_unseen_is_started_again(world: World) -> None:
     assert any("attempt 2" in line for line in world.said)
 
 
-def test_a_federation_that_would_fail_again_is_not(world: World) -> None:
+def test_a_federation_with_a_permanent_error_is_not_restarted(world: World) -> None:
     world.program(aggregator=f"{failing(DataError, 'wrong')}; exit 3")
     world.launcher().ensure()
     until(lambda: world.job().get("status", {}).get("conditions"), "its end")
@@ -325,7 +325,7 @@ def test_a_federation_that_would_fail_again_is_not(world: World) -> None:
     assert world.job()["metadata"]["annotations"][ATTEMPT] == "1"
 
 
-def test_a_deadline(world: World) -> None:
+def test_deadline_of_a_federation(world: World) -> None:
     world.program(aggregator="exec sleep 60")
     with pytest.raises(QuorumError, match=r"cluster\.deadline_s"):
         world.launcher(world.federation(deadline_s=1)).run()
@@ -354,7 +354,7 @@ PENDING = [
 @pytest.mark.parametrize(
     ("changes", "kind", "words"), PENDING, ids=["image", "worker-image", "secret", "gpu", "volume"]
 )
-def test_pods_that_cannot_start(
+def test_pods_that_cannot_start_are_reported(
     world: World, changes: dict[str, Any], kind: type[FedloomError], words: list[str]
 ) -> None:
     world.program(aggregator="exec sleep 60")
@@ -427,7 +427,7 @@ def test_missing_progress_is_reported_without_the_right_to_forward_a_port(
     assert any("get pods/portforward, create pods/portforward" in line for line in world.said)
 
 
-def test_a_tunnel_leads_to_the_pod_of_the_moment_or_nowhere(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tunnel_leads_to_the_current_pod_or_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.program(aggregator=f'exec {sys.executable} {world.folder}/echo.py "$@"')
     (world.folder / "echo.py").write_text(
         "import socket, sys, os\nhost, port = sys.argv[sys.argv.index('--listen') + 1].split(':')\n"
@@ -470,7 +470,7 @@ def test_a_tunnel_leads_to_the_pod_of_the_moment_or_nowhere(world: World, monkey
         assert echoed(tunnel.address, b"hello") == b""
 
 
-def test_rights_that_are_missing_are_named_with_the_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rights_are_named_with_the_file_to_apply(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     rules = [{**rule, "verbs": [verb for verb in rule["verbs"] if verb != "create"]} for rule in RULES]
     monkeypatch.setenv("KUBECONFIG", str(world.cluster.kubeconfig_for(rules)))
     assert Api().missing_rights() == ["create services", "create jobs"]
@@ -479,7 +479,7 @@ def test_rights_that_are_missing_are_named_with_the_file(world: World, monkeypat
     assert world.nothing_left()
 
 
-def test_the_role_is_enough(world: World) -> None:
+def test_the_role_grants_all_required_rights(world: World) -> None:
     assert Api().missing_rights() == []
 
 
@@ -489,7 +489,7 @@ def test_events_are_optional(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     assert Api().events("anything") == []
 
 
-def test_credentials_that_are_not_accepted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_credentials_are_reported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = yaml.safe_load(world.cluster.kubeconfig.read_text())
     tree["users"][0]["user"]["token"] = "old"
     path = world.folder / "kubeconfig"
@@ -501,7 +501,7 @@ def test_credentials_that_are_not_accepted(world: World, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", ["count/jobs.batch", "count/services", "services"])
-def test_a_full_quota_does_not_keep_a_launcher_from_adopting(world: World, kind: str) -> None:
+def test_a_launcher_adopts_a_federation_despite_a_full_quota(world: World, kind: str) -> None:
     """The API server answers a create of what is there with 403 then, not 409."""
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
     world.cluster.add_quota("few", **{kind: "2" if "jobs" in kind else "1"})
@@ -519,7 +519,7 @@ def test_a_full_quota_does_not_keep_a_launcher_from_adopting(world: World, kind:
 
 
 @pytest.mark.parametrize("resource", ["jobs", "services"])
-def test_objects_that_a_quicker_launcher_created_are_adopted(world: World, resource: str) -> None:
+def test_objects_created_by_a_concurrent_launcher_are_adopted(world: World, resource: str) -> None:
     """Both have looked, and found nothing; the other has then made it, and taken up the quota."""
     other = world.launcher()
     mine = world.launcher()
@@ -574,7 +574,7 @@ def test_a_launcher_removes_only_objects_that_it_created_or_adopted(
         ("requests.memory", "2Gi", ["Job", "Service", "Job"], "cluster.worker.requests.memory"),
     ],
 )
-def test_a_quota_ends_with_4_and_names_the_setting(
+def test_an_exceeded_quota_exits_with_4_and_names_the_setting(
     world: World, kind: str, hard: str, created: list[str], setting: str
 ) -> None:
     world.cluster.add_quota("few", **{kind: hard})
@@ -590,27 +590,27 @@ def test_a_quota_ends_with_4_and_names_the_setting(
     assert world.nothing_left()
 
 
-def test_a_manifest_that_the_api_does_not_take(world: World) -> None:
+def test_a_manifest_rejected_by_the_api_is_reported(world: World) -> None:
     bad = world.federation(tolerations=({"tolerationSeconds": "soon"},))
     with pytest.raises(ExperimentError, match="tolerationSeconds"):
         world.launcher(bad).run()
 
 
-def test_a_namespace_that_is_not_there(world: World) -> None:
+def test_a_missing_namespace_is_reported(world: World) -> None:
     world.cluster.api.identities[_token()].rules = None
     elsewhere = dataclasses.replace(world.federation(), namespace="nowhere")
     with pytest.raises(ExperimentError, match=r"nowhere.*not found(.|\n)*kubectl create namespace nowhere"):
         Launcher(elsewhere, Api("nowhere"), world.said.append).run()
 
 
-def test_requests_to_an_unavailable_api_are_repeated(world: World) -> None:
+def test_requests_to_an_unavailable_api_are_retried(world: World) -> None:
     for verb, resource in (("create", "jobs"), ("create", "services"), ("list", "jobs"), ("list", "pods")):
         world.cluster.fail(verb, resource, 503, "ServiceUnavailable", "apiserver is shutting down")
     world.cluster.fail("watch", "jobs", 500, "InternalError", "etcdserver: leader changed")
     world.launcher().run()
 
 
-def test_an_api_that_is_not_there_is_given_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_an_absent_api_time_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = yaml.safe_load(world.cluster.kubeconfig.read_text())
     tree["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"  # nobody listens there
     path = world.folder / "kubeconfig"
@@ -628,7 +628,7 @@ def test_an_api_that_is_not_there_is_given_up(world: World, monkeypatch: pytest.
         ("a: b", ExperimentError, "kubeconfig"),
     ],
 )
-def test_no_kubeconfig(
+def test_a_missing_kubeconfig_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, kind: type[FedloomError], said: str
 ) -> None:
     path = tmp_path / "config"
@@ -639,7 +639,7 @@ def test_no_kubeconfig(
         Api()
 
 
-def test_a_workflow_takes_its_federation_along(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_federation_is_deleted_with_its_workflow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     admin = world.cluster
     workflow = {
         "apiVersion": "argoproj.io/v1alpha1",

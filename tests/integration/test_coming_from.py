@@ -97,7 +97,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str, make: Any) -> None:
     setattr(sys.modules[".".join(packages)], own, make)
 
 
-def test_each_framework_has_a_block() -> None:
+def test_each_framework_has_a_code_block() -> None:
     assert len(BLOCKS) == len(EXAMPLES)
     titles = re.findall(r"^### (\S+):", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert titles == [framework for framework, *_ in EXAMPLES.values()]

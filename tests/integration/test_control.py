@@ -32,7 +32,7 @@ from fedloom.transport.wire import control_pb2
 CLIENTS = ("anna", "bo", "carla")
 
 
-def test_an_aggregator_tells_who_is_connected_and_who_is_awaited() -> None:
+def test_status_lists_connected_and_absent_clients() -> None:
     aggregator = make_aggregator()
     with pytest.raises(RuntimeError):
         aggregator.activity()
@@ -91,7 +91,7 @@ def controlled(tmp_path: Path) -> Iterator[Controlled]:
     made.aggregator.stop()
 
 
-def test_the_status_over_the_wire_is_the_snapshot(controlled: Controlled) -> None:
+def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) -> None:
     controlled.monitor.enter("training", "two members are slow", doing=3, attempt=2)
     controlled.monitor.evaluated(
         {"round": 2, "seen": {"clients": 2, "accuracy_mean": 0.25, "loss_mean": 1.5}, "unseen": None, "global": None}
@@ -114,12 +114,12 @@ def test_the_status_over_the_wire_is_the_snapshot(controlled: Controlled) -> Non
     worker.leave()
 
 
-def test_a_status_of_another_version_is_refused() -> None:
+def test_a_status_of_another_version_is_rejected() -> None:
     with pytest.raises(RefusedError, match="phase"):
         from_wire(control_pb2.Activity(run="x", phase=99))
 
 
-def test_the_clients_over_the_wire(controlled: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_are_listed_over_the_wire(controlled: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "AT_ONCE", 2)
     controlled.monitor.counting({"anna": 4}.get)
     worker = Worker(controlled.address, "w1", ("anna", "carla"))
@@ -147,7 +147,7 @@ def test_pause_resume_and_stop_over_the_wire(controlled: Controlled) -> None:
     assert controlled.stops == [False, True]
 
 
-def test_a_finished_federation_has_a_status_and_refuses_control(controlled: Controlled) -> None:
+def test_a_finished_federation_has_a_status_and_rejects_control(controlled: Controlled) -> None:
     controlled.monitor.enter("finished")
     with dialled(controlled.address) as asked:
         assert asked.status().phase == "finished"
@@ -157,7 +157,7 @@ def test_a_finished_federation_has_a_status_and_refuses_control(controlled: Cont
     assert (controlled.control.paused, controlled.stops) == (None, [])
 
 
-def test_a_pause_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
+def test_a_pause_that_cannot_be_recorded_is_rejected(tmp_path: Path) -> None:
     made = Controlled(tmp_path / "gone")
     with dialled(made.address) as asked, pytest.raises(StorageError, match=NAME):
         asked.pause()
@@ -165,7 +165,7 @@ def test_a_pause_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
     made.aggregator.stop()
 
 
-def test_nobody_answers_is_abandoned() -> None:
+def test_calls_without_an_aggregator_end_as_abandoned() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     with dialled(address) as asked:
@@ -175,7 +175,7 @@ def test_nobody_answers_is_abandoned() -> None:
             list(asked.clients())
 
 
-def test_an_aggregator_without_this_service_is_refused() -> None:
+def test_an_aggregator_without_this_service_is_reported() -> None:
     aggregator = make_aggregator()
     with dialled(aggregator.start("127.0.0.1:0")) as asked, pytest.raises(RefusedError):
         asked.status()
@@ -191,7 +191,7 @@ identities:
 """
 
 
-def test_over_tls_watchers_may_look_and_operators_control_and_it_is_in_the_audit_log(tmp_path: Path) -> None:
+def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_path: Path) -> None:
     make_ca(tmp_path / "ca")
     make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
     (tmp_path / "identities.yaml").write_text(ROLES)
@@ -238,7 +238,7 @@ def test_over_tls_watchers_may_look_and_operators_control_and_it_is_in_the_audit
     made.aggregator.stop()
 
 
-def test_an_operator_whose_doings_cannot_be_written_down_does_nothing(tmp_path: Path) -> None:
+def test_actions_that_cannot_be_audited_are_rejected(tmp_path: Path) -> None:
     add_token(tmp_path / "tokens.json", "x")
     token, _ = add_token(tmp_path / "tokens.json", "boss")
     (tmp_path / "identities.yaml").write_text("version: 1\nidentities: [{name: boss, token: boss, roles: [admin]}]\n")

@@ -43,7 +43,7 @@ EXPERIMENT: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path, tmp_path: Path) -> None:
+def test_pefll_over_connections_cut_every_40_kilobytes(tiny_root: Path, tmp_path: Path) -> None:
     tree = {**EXPERIMENT, "data": {**EXPERIMENT["data"], "root": str(tiny_root)}}
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Any, Any, nn.Module, Any]] = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_exported_models_have_the_results_of_the_evaluation(case: str, tmp_path: Path) -> None:
+def test_exported_models_reproduce_the_evaluation(case: str, tmp_path: Path) -> None:
     x, y, model, metric = CASES[case]
     clients = {name: (x[rows], y[rows]) for name, rows in (("a", slice(0, N)), ("b", slice(N, None)))}
     data = fedloom.Federated.from_arrays(clients, root=tmp_path / "data", held_out_fraction=0.0)

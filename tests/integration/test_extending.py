@@ -92,7 +92,7 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
 
 
 @pytest.mark.exhaustive
-def test_the_example_passes_the_conformance_kit_as_the_page_runs_it(environment: dict[str, str]) -> None:
+def test_the_example_passes_the_conformance_kit(environment: dict[str, str]) -> None:
     page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
     found = re.search(r"`pytest (tests/conformance [^`]*)`", page)
     assert found is not None
@@ -132,7 +132,7 @@ def waits(folder: Path, **changes: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_task_of_the_example_trains(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_example_task_trains(environment: dict[str, str], tmp_path: Path) -> None:
     waits(tmp_path)
     for workers in (0, 1):
         out = tmp_path / f"run-{workers}"
@@ -155,7 +155,7 @@ def test_the_task_of_the_example_trains(environment: dict[str, str], tmp_path: P
         ({"algorithm": {"name": "pfedgp"}}, ["pfedgp", "task"]),
     ],
 )
-def test_values_that_do_not_fit_the_task_of_the_example_are_refused(
+def test_values_that_do_not_fit_the_example_task_are_rejected(
     environment: dict[str, str], tmp_path: Path, changes: dict[str, Any], facts: list[str]
 ) -> None:
     waits(tmp_path, **changes)
@@ -165,7 +165,7 @@ def test_values_that_do_not_fit_the_task_of_the_example_are_refused(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_task_that_cannot_be_added_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_registered_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
     (tmp_path / "site" / "fedloom_odd.py").write_text(
         "from fedloom.tasks.regression import Regression\nTAKEN = Regression()\n"
@@ -178,7 +178,7 @@ def test_a_task_that_cannot_be_added_is_named(environment: dict[str, str], tmp_p
         assert tells(refused.stderr, "fedloom.tasks", *facts), refused.stderr
 
 
-def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
+def test_a_faulty_example_file_is_rejected(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     text = (people / "people.csv").read_text().replace("vowel-3", "umlaut", 1)
     (people / "people.csv").write_text(text)
     refused = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", tmp_path / "data")
@@ -187,7 +187,7 @@ def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], pe
     assert not (tmp_path / "data" / "datasets" / "people").exists()
 
 
-def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_imported_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
     points.write_text("[fedloom.datasets]\nbroken = fedloom_extras.nowhere:THING\n")
     refused = fedloom(environment, "data", "fetch", "people")
@@ -216,7 +216,7 @@ def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], t
         ("fedloom_extras.fedsgd:FedSGDSettings", ["ModelMetaclass", "Algorithm"]),
     ],
 )
-def test_a_method_that_cannot_be_loaded_is_named(
+def test_a_method_that_cannot_be_imported_is_reported(
     environment: dict[str, str], tmp_path: Path, value: str, facts: list[str]
 ) -> None:
     points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
@@ -231,7 +231,7 @@ def test_a_method_that_cannot_be_loaded_is_named(
         assert tells(refused.stderr, where, *facts), refused.stderr
 
 
-def test_the_page_shows_the_files_as_they_are() -> None:
+def test_the_page_shows_the_current_files() -> None:
     page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     files = [path.read_text(encoding="utf-8") for path in sorted((EXAMPLES / "fedloom_extras").glob("*.py"))]

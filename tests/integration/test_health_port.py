@@ -25,7 +25,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_probes_are_answered_on_a_port_of_their_own_and_nothing_else_is() -> None:
+def test_the_health_port_serves_only_probes() -> None:
     address = f"127.0.0.1:{free_port()}"
     aggregator = make_aggregator(health=address)
     aggregator.start("127.0.0.1:0")
@@ -59,7 +59,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0
 
 
 @pytest.mark.parametrize("said", [b"", b"PRI * HT", PREFACE], ids=["nothing", "half a greeting", "a greeting"])
-def test_idle_connections_do_not_keep_a_probe_out(said: bytes) -> None:
+def test_idle_connections_do_not_block_a_probe(said: bytes) -> None:
     address = f"127.0.0.1:{free_port()}"
     aggregator = make_aggregator(health=address)
     aggregator.start("127.0.0.1:0")
@@ -76,7 +76,7 @@ def test_idle_connections_do_not_keep_a_probe_out(said: bytes) -> None:
         aggregator.stop()
 
 
-def test_watchers_of_health_hear_that_it_shuts_down() -> None:
+def test_health_watchers_are_notified_of_a_shutdown() -> None:
     """Also after another watcher has left, who took the news with it once."""
     address = f"127.0.0.1:{free_port()}"
     aggregator = make_aggregator(health=address)
@@ -93,7 +93,7 @@ def test_watchers_of_health_hear_that_it_shuts_down() -> None:
         assert next(stays).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_a_taken_port_for_probes_is_said_before_anything_is_served() -> None:
+def test_a_taken_health_port_is_reported_before_serving() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -103,7 +103,7 @@ def test_a_taken_port_for_probes_is_said_before_anything_is_served() -> None:
         assert f"port {port}" in str(refused.value)
 
 
-def test_a_process_that_stays_waits_for_a_signal() -> None:
+def test_a_lingering_process_waits_for_a_signal() -> None:
     stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
     threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
     stop.wait()

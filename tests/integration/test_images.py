@@ -224,7 +224,7 @@ def test_images_have_their_packages_and_no_build_tools(engine: Engine, images: d
     assert found["cuda"] is None
 
 
-def test_a_federation_of_containers(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
+def test_a_federation_in_containers(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
     """An aggregator that is stopped and started anew, and two workers: the numbers of one process, to the bit."""
     alone, pods = place.run("alone"), place.run("pods")
     told = {"environment": place.environment}

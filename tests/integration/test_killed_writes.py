@@ -29,7 +29,7 @@ def killed_at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
 
 
 @pytest.mark.exhaustive
-def test_a_run_killed_before_some_of_its_writes(fresh_root: Path, tmp_path: Path) -> None:
+def test_a_run_killed_at_a_write_can_be_resumed(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root, **SECTIONS)
     whole = tmp_path / "whole"
     code, said = killed_at(0, whole, "run", path)

@@ -91,7 +91,7 @@ def deployed(objects: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, ClusterSettings(image="registry.example/fedloom/aggregator:1")])
-def test_the_objects_are_of_kserves_schema_and_the_pod_is_restricted(settings: ClusterSettings) -> None:
+def test_objects_match_kserves_schema_and_the_pod_is_restricted(settings: ClusterSettings) -> None:
     objects = kserve_objects("s3://bucket/run", "flowers", settings)
     check(objects)
     runtime, service = objects
@@ -127,7 +127,7 @@ def test_the_schema_rejects_keys_that_kubernetes_would_drop() -> None:
             check([runtime])
 
 
-def test_exported_models_are_for_a_stock_runtime() -> None:
+def test_exported_models_suit_a_stock_runtime() -> None:
     objects = kserve_objects("pvc://claim/onnx", "flowers", ClusterSettings(), "onnx")
     check(objects)
     (service,) = objects
@@ -149,7 +149,7 @@ def test_exported_models_are_for_a_stock_runtime() -> None:
         ("image", {"settings": ClusterSettings()}),
     ],
 )
-def test_values_that_kserve_would_refuse_are_refused(key: str, changes: dict[str, Any]) -> None:
+def test_values_that_kserve_would_reject_are_rejected(key: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ExperimentError) as refused:
         kserve_objects(**{"uri": "s3://bucket/run", "name": "x", "settings": SETTINGS, **changes})
     assert refused.value.key == key
@@ -304,7 +304,7 @@ def test_a_killed_container_restarts_and_one_without_models_gives_the_reason(run
     assert str(bare / "models") in json.dumps(failure)
 
 
-def test_the_command_of_the_hint_saves_the_models_of_the_run(run: Path, tmp_path: Path) -> None:
+def test_the_command_in_the_hint_saves_the_models_of_the_run(run: Path, tmp_path: Path) -> None:
     with refusing(ExperimentError, "models"):
         save_models(run, run / "models", suffix=".pt2")  # a new folder
     made = CliRunner().invoke(app, ["personalize", str(run), "--out", str(tmp_path / "models"), "--format", "pt2"])

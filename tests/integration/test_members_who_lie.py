@@ -63,7 +63,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_member_that_lies_about_its_clients_does_not_join(aggregator: Any, lie: str) -> None:
+def test_a_member_with_false_claims_about_its_clients_cannot_join(aggregator: Any, lie: str) -> None:
     clients, told, fact = LIES[lie]
     before = [worker.name for worker in aggregator.workers()]
     _, part = aggregator.member("liar", clients, told)
@@ -91,7 +91,7 @@ def moments(count: float, total: float, squares: float) -> InputMoments:
         (40, 1e300, 1e300),
     ],
 )
-def test_sums_that_no_examples_have_are_left_out_of_the_normalization(aggregator: Any, lie: tuple[float, ...]) -> None:
+def test_impossible_sums_are_excluded_from_the_normalization(aggregator: Any, lie: tuple[float, ...]) -> None:
     """Ten images of four pixels: the honest ones are black and white by halves."""
     liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
     honest, _ = aggregator.member("second", ("bo",), [HONEST])
@@ -104,7 +104,7 @@ def test_sums_that_no_examples_have_are_left_out_of_the_normalization(aggregator
     assert (normalization.mean, normalization.std) == ((0.5,), (0.5,))
 
 
-def test_without_any_sums_that_can_be_there_is_no_normalization(aggregator: Any) -> None:
+def test_without_plausible_sums_there_is_no_normalization(aggregator: Any) -> None:
     liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
     until(lambda: len(aggregator.workers()) == 2)
     with ThreadPoolExecutor(1) as pool:
@@ -118,7 +118,7 @@ def test_without_any_sums_that_can_be_there_is_no_normalization(aggregator: Any)
 @pytest.mark.parametrize(
     "name", ["antigravity.fly", "antigravity:fly", "os.system", "builtins.eval", "InputMoments\0", ""]
 )
-def test_a_name_in_a_message_loads_nothing(aggregator: Any, name: str) -> None:
+def test_a_name_in_a_message_imports_nothing(aggregator: Any, name: str) -> None:
     """A class is looked up among those that are awaited, never imported."""
     liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
     until(lambda: len(aggregator.workers()) == 2)

@@ -14,7 +14,7 @@ from fedloom.models.lenet import LeNet
 MB = 1 << 20
 
 
-def test_the_state_has_one_size(tmp_path: Path) -> None:
+def test_state_size_does_not_depend_on_the_number_of_clients(tmp_path: Path) -> None:
     pefll = find_algorithm("pefll")
     settings = pefll.settings.model_validate(
         {"local": {"steps": 1}, "descriptor": {"size": 25}, "server": {"rule": "adam"}}
@@ -53,7 +53,7 @@ def peak_memory(path: Path, out: Path) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("runs")
-def test_ten_times_the_clients_take_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
+def test_ten_times_the_clients_use_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.experiment import load_experiment
     from fedloom.runner.assemble import make_partition
 

@@ -71,7 +71,7 @@ def samples(activity: Activity, certificate_end: float | None = None) -> dict[tu
     }
 
 
-def test_every_part_of_an_activity_is_a_metric() -> None:
+def test_every_part_of_an_activity_is_exported_as_a_metric() -> None:
     end = (datetime.now(UTC) + timedelta(days=1)).timestamp()
     found = samples(NOW, end)
     expected = {
@@ -119,13 +119,13 @@ def test_headline_metric_of_another_task_is_exported() -> None:
     assert not any(name == "fedloom_accuracy" for name, _ in found)
 
 
-def test_unknown_values_are_no_metrics() -> None:
+def test_unknown_values_are_not_exported() -> None:
     found = {name for name, _ in samples(Activity("a", "fedavg", "waiting", 1.0, 1.0))}
     assert "fedloom_round" in found
     assert not found & {"fedloom_durable_round", "fedloom_accuracy", "fedloom_certificate_end_timestamp_seconds"}
 
 
-def test_page_dashboard_and_alerts_name_metrics_that_there_are() -> None:
+def test_page_dashboard_and_alerts_name_existing_metrics() -> None:
     there = {name for name, _ in samples(replace(NOW, rounds=20), 1.0)}
     page = (ROOT / "docs" / "metrics.md").read_text()
     for path in (ROOT / "charts/fedloom/templates/monitoring.yaml", ROOT / "charts/fedloom/files/dashboard.json"):
@@ -135,7 +135,7 @@ def test_page_dashboard_and_alerts_name_metrics_that_there_are() -> None:
     assert [name for name in there if f"`{name}`" not in page] == []
 
 
-def test_metrics_are_served_while_the_aggregator_lives() -> None:
+def test_metrics_are_served_while_the_aggregator_runs() -> None:
     aggregator = make_aggregator()
     aggregator.start("127.0.0.1:0")
     with socket.socket() as chosen:
@@ -189,7 +189,7 @@ with metrics_served(f"127.0.0.1:{port}", lambda: ()):
 
 
 @pytest.mark.slow
-def test_idle_connections_take_neither_descriptors_nor_the_place_of_a_scrape(tmp_path: Path) -> None:
+def test_idle_connections_block_neither_descriptors_nor_a_scrape(tmp_path: Path) -> None:
     """Three times as many connections as the process may have files; later none can be accepted for a while."""
     program = tmp_path / "crowded.py"
     program.write_text(CROWDED)
@@ -219,7 +219,7 @@ def test_idle_connections_take_neither_descriptors_nor_the_place_of_a_scrape(tmp
     assert (process.returncode, said) == (0, "200\n")
 
 
-def test_a_connection_that_dawdles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte after the other keeps no thread for longer than a connection may take in all."""
     monkeypatch.setattr(bounded_http, "CONNECTION_S", 1.0)
     port = free_port()
@@ -231,7 +231,7 @@ def test_a_connection_that_dawdles_ends(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("line", [b"x-a: " + b"a" * 65_000, b"x-a: b"], ids=["long lines", "many lines"])
-def test_a_request_with_large_headers_is_refused_before_it_is_read(line: bytes) -> None:
+def test_a_request_with_large_headers_is_rejected_before_it_is_read(line: bytes) -> None:
     """The standard library reads a hundred headers of 64 KiB: 460 MB for sixteen connections."""
     port = free_port()
     with (

@@ -44,14 +44,14 @@ def test_invalid_rates(text: str) -> None:
     assert tells(str(error.value), "bandwidth", "256kbit/s", repr(text), "Mbit/s")
 
 
-def test_a_line_without_a_rate_is_always_free() -> None:
+def test_a_limiter_without_a_rate_never_delays() -> None:
     line = BandwidthLimiter(None)
     line.charge(1 << 40)
     assert line._free_at == 0.0
 
 
 @pytest.mark.parametrize("limited", ["up", "down"])
-def test_a_worker_takes_no_more_of_its_line_than_it_is_told(limited: str) -> None:
+def test_a_worker_stays_below_its_bandwidth_limit(limited: str) -> None:
     """Two megabytes each way; a busy machine may be slower than the rate, never faster."""
     rate, passed = 2e6, {"up": 0, "down": 0}
     began, faster = time.monotonic(), []
@@ -82,7 +82,7 @@ def test_a_worker_takes_no_more_of_its_line_than_it_is_told(limited: str) -> Non
     assert took_s >= (2e6 - FRAME_BYTES - (1 << 18)) / rate
 
 
-def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reconnects_when_its_network_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long before HTTP/2's pings notice, which end at a proxy anyway."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.0)
@@ -106,7 +106,7 @@ def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.Mon
         member.leave()
 
 
-def test_a_line_that_is_taken_and_then_silent_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_reconnects_if_its_connection_gets_no_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the Hello goes out on it; gRPC alone would wait for 20 s."""
     monkeypatch.setattr("fedloom.transport.worker_connection.WELCOME_TIMEOUT_S", 1.0)
     aggregator = make_aggregator()
@@ -120,7 +120,7 @@ def test_a_line_that_is_taken_and_then_silent_is_dialled_again(monkeypatch: pyte
         member.leave()
 
 
-def test_heartbeats_are_no_sign_that_a_worker_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_an_inactive_worker_are_reassigned_despite_its_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that one sits on are asked of another, though it says all the time that it is there."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     aggregator = make_aggregator()

@@ -41,7 +41,7 @@ def trained(folder: Path, members: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_the_noise_of_members_does_not_follow_from_the_seed(tmp_path: Path, members: Path) -> None:
+def test_noise_of_members_does_not_follow_from_the_seed(tmp_path: Path, members: Path) -> None:
     one, other = (trained(tmp_path / name, members) for name in ("one", "other"))
     for state in (one, other):
         assert state["theta"].isfinite().all()

@@ -89,7 +89,7 @@ def round_done(notices: ProgressPublisher, round: int, of: int = 7) -> None:
     notices.round_done(attempt, of)
 
 
-def test_a_run_is_told_from_its_workers_to_its_end(notices: ProgressPublisher, address: str) -> None:
+def test_a_watcher_follows_a_run_from_its_workers_to_its_end(notices: ProgressPublisher, address: str) -> None:
     watcher = Watcher(address)
     notices.tell("waiting", "waiting for workers")
     (*_, waiting) = watcher.until(message="waiting for workers")
@@ -123,9 +123,7 @@ def test_a_run_is_told_from_its_workers_to_its_end(notices: ProgressPublisher, a
     assert worker.over is False  # it was told to go, the run was not over
 
 
-def test_rounds_in_quick_succession_are_told_at_once_and_no_evaluation_is_left_out(
-    notices: ProgressPublisher, address: str
-) -> None:
+def test_quick_rounds_are_merged_and_no_evaluation_is_left_out(notices: ProgressPublisher, address: str) -> None:
     watcher = Watcher(address)
     watcher.until(phase="waiting")
     for round in range(1, 2001):
@@ -149,7 +147,7 @@ def test_a_late_watcher_gets_the_newest_evaluation_and_the_end(notices: Progress
     assert (told.phase, told.message, told.measured) == ("failed", "the disk is full", measured(2))
 
 
-def test_a_stream_that_breaks_is_abandoned(notices: ProgressPublisher, address: str) -> None:
+def test_watching_a_broken_stream_ends_as_abandoned(notices: ProgressPublisher, address: str) -> None:
     proxy = Proxy(address)
     watcher = Watcher(proxy.address)
     watcher.until(phase="waiting")
@@ -158,7 +156,7 @@ def test_a_stream_that_breaks_is_abandoned(notices: ProgressPublisher, address: 
     proxy.close()
 
 
-def test_an_aggregator_that_stops_before_the_end_is_abandoned(notices: ProgressPublisher) -> None:
+def test_watching_an_aggregator_that_stops_early_ends_as_abandoned(notices: ProgressPublisher) -> None:
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     watcher = Watcher(aggregator.start("127.0.0.1:0"))
     watcher.until(phase="waiting")
@@ -166,7 +164,7 @@ def test_an_aggregator_that_stops_before_the_end_is_abandoned(notices: ProgressP
     assert isinstance(watcher.ended(), AbandonedError)
 
 
-def test_nobody_there_is_abandoned() -> None:
+def test_watching_without_an_aggregator_ends_as_abandoned() -> None:
     proxy = Proxy("127.0.0.1:1")
     address = proxy.address
     proxy.close()
@@ -174,21 +172,21 @@ def test_nobody_there_is_abandoned() -> None:
         next(follow(address, connect_s=0.3))
 
 
-def test_watching_is_refused() -> None:
+def test_watching_can_be_refused() -> None:
     aggregator = make_aggregator()
     with pytest.raises(RefusedError, match="not a FedLoom aggregator"):
         next(follow(aggregator.start("127.0.0.1:0"), connect_s=10))
     aggregator.stop()
 
 
-def test_text_of_the_aggregator_cannot_draw_on_the_terminal() -> None:
+def test_text_from_the_aggregator_cannot_control_the_terminal() -> None:
     told = from_wire(wire.Activity(run="a\x1b[2J", message="one\ntwo\x07", phase=wire.PHASE_TRAINING))
     assert told.run.isprintable()
     assert told.message.replace("\n", "").isprintable()
     assert told.message.count("\n") == 1
 
 
-def test_watchers_are_counted_and_the_time_without_them(notices: ProgressPublisher, address: str) -> None:
+def test_watchers_and_the_time_without_them_are_tracked(notices: ProgressPublisher, address: str) -> None:
     until(lambda: notices.unwatched_s > 0.05)
     watcher = Watcher(address)
     watcher.until(phase="waiting")
@@ -206,7 +204,7 @@ def test_watchers_are_counted_and_the_time_without_them(notices: ProgressPublish
     until(lambda: notices.unwatched_s > 0)
 
 
-def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: ProgressPublisher, address: str) -> None:
+def test_the_end_waits_for_watchers_for_a_limited_time(notices: ProgressPublisher, address: str) -> None:
     started = time.monotonic()
     notices.read_within(60)
     assert time.monotonic() - started < 30  # nobody watches
@@ -221,7 +219,7 @@ def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: ProgressPub
     assert time.monotonic() - started < 30
 
 
-def test_workers_that_come_after_the_end_are_let_go(notices: ProgressPublisher) -> None:
+def test_workers_that_connect_after_the_end_are_dismissed(notices: ProgressPublisher) -> None:
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")
     early = Worker(address, "early", CLIENTS)
@@ -254,7 +252,7 @@ for progress in follow(sys.argv[1], connect_s=60):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # half a minute of waiting
-def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: ProgressPublisher) -> None:
+def test_a_vanished_worker_and_watcher_are_detected(notices: ProgressPublisher) -> None:
     """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")

@@ -143,9 +143,7 @@ def equal_to_the_replay(federation: Federation, out: Path, *observes: int) -> No
 
 
 @pytest.mark.slow
-def test_members_come_leave_and_are_killed_as_is_the_aggregator_and_the_replay_is_equal(
-    federation: Federation, tmp_path: Path
-) -> None:
+def test_joins_leaves_and_kills_do_not_change_the_replay(federation: Federation, tmp_path: Path) -> None:
     aggregator = federation.aggregator()
     first = federation.worker(0, name="first", observes=(3,))
     until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
@@ -188,7 +186,7 @@ def test_members_come_leave_and_are_killed_as_is_the_aggregator_and_the_replay_i
 
 
 @pytest.mark.parametrize("evaluated", [False, True])
-def test_a_replay_evaluates_before_other_settings_what_the_run_did(tmp_path: Path, *, evaluated: bool) -> None:
+def test_a_replay_with_other_settings_evaluates_as_the_run_did(tmp_path: Path, *, evaluated: bool) -> None:
     """It was stopped after a round that was to be evaluated, and resumed with settings that do not want that."""
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)
@@ -206,7 +204,7 @@ def test_a_replay_evaluates_before_other_settings_what_the_run_did(tmp_path: Pat
     assert [(leg.upto, leg.measured) for leg in legs] == [(20, evaluated), (21, True)]
 
 
-def test_below_min_clients_it_waits_and_says_so_until_it_is_told_to_stop(federation: Federation) -> None:
+def test_a_run_below_min_clients_waits_until_it_is_stopped(federation: Federation) -> None:
     aggregator = federation.aggregator()
     assert aggregator.stdout is not None
     said = next(line for line in aggregator.stdout if "federation.min_clients" in line)
@@ -251,7 +249,7 @@ def test_a_rejected_member_gets_the_reason_and_the_others_continue(
 
 
 @pytest.mark.slow
-def test_it_goes_on_elsewhere_with_what_is_published(
+def test_a_published_run_resumes_on_another_machine(
     federation: Federation, s3_server: S3Server, tmp_path: Path
 ) -> None:
     environment, url = s3_server.environment, f"s3://{s3_server.new_bucket()}/runs/vowels"
@@ -277,7 +275,7 @@ def test_it_goes_on_elsewhere_with_what_is_published(
 
 
 @pytest.mark.slow
-def test_a_copy_that_was_made_while_it_ran_is_a_backup(federation: Federation, tmp_path: Path) -> None:
+def test_a_copy_of_a_running_run_is_a_backup(federation: Federation, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "running-a-federation.md").read_text(encoding="utf-8")
     script = re.search(r"^```sh\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert script is not None
@@ -353,7 +351,7 @@ def test_replies_to_a_killed_aggregator_count(federation: Federation) -> None:
 
 
 @pytest.mark.slow
-def test_draws_of_private_clients_follow_the_roster_and_count_whatever_becomes_of_them(federation: Federation) -> None:
+def test_private_cohorts_follow_the_roster_and_count_every_draw(federation: Federation) -> None:
     """Sampling rates are those of each round's roster; the clipping norm adapts and survives a kill."""
     privacy = "{clip: 0.05, noise_multiplier: 1.0, delta: 1e-3, adaptive_clip: {count_noise: 1.0}}"
     keys = (f"federation.privacy={privacy}", "federation.clients_per_round=2", "algorithm.weighting=uniform")
@@ -381,7 +379,7 @@ def test_draws_of_private_clients_follow_the_roster_and_count_whatever_becomes_o
 
 
 @pytest.mark.slow
-def test_changes_that_resume_does_not_allow_are_refused(federation: Federation) -> None:
+def test_changes_not_allowed_on_resume_are_rejected(federation: Federation) -> None:
     aggregator = federation.aggregator("--set", "federation.rounds=2")
     worker = federation.worker(0, 1, name="first")
     ended(aggregator, 0)
@@ -414,7 +412,7 @@ def two_members_end_the_run(federation: Federation, aggregator: Any, crowd: Sile
 
 @pytest.mark.slow
 @pytest.mark.parametrize("observes", [False, True], ids=["ghosts that train", "ghosts that observe"])
-def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_longer_than_said(
+def test_a_member_with_silent_clients_delays_a_run_only_for_the_stated_time(
     federation: Federation, tmp_path: Path, *, observes: bool
 ) -> None:
     """Three hundred of them and two that answer, which are after them in every list; evaluations ask two at a time."""
@@ -440,9 +438,7 @@ def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_long
     "refuses",
     [pytest.param(False, id="silent"), pytest.param(True, id="refusing", marks=pytest.mark.exhaustive)],  # 200 rounds
 )
-def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_no_run(
-    federation: Federation, *, refuses: bool
-) -> None:
+def test_a_silent_crowd_in_larger_cohorts_does_not_end_a_run(federation: Federation, *, refuses: bool) -> None:
     """Two members answer, and a cohort has room for five."""
     changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=20")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
@@ -460,7 +456,7 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
 
 
 @pytest.mark.slow
-def test_a_crowd_that_refuses_before_others_have_joined_ends_no_run(federation: Federation) -> None:
+def test_a_crowd_that_refuses_before_others_join_does_not_end_a_run(federation: Federation) -> None:
     """Three hundred refuse all that they are asked; the two that train come once a round has failed."""
     changed = ("rounds=4", "deadline_s=5", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=60")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
@@ -516,7 +512,7 @@ class Silent:
         self._thread.join(30)
 
 
-def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
+def test_rounds_end_at_the_early_stopping_condition(members: Path, tmp_path: Path) -> None:
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)
     data = tuple(members / f"s{i}" for i in range(3))
@@ -537,7 +533,7 @@ def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
             assert all(score < 0.2 for t, score in scores.items() if t < summary["rounds"])
 
 
-def test_threshold_of_the_wrong_direction_is_refused_before_round_1(members: Path, tmp_path: Path) -> None:
+def test_a_threshold_of_the_wrong_direction_is_rejected_before_round_1(members: Path, tmp_path: Path) -> None:
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)
     e = load_experiment(path, ["federation.until={at_most: 1.5}"])

@@ -86,7 +86,7 @@ def check_units(found: torch.Tensor, y: Any, targets: Targets) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
-def test_members_train_and_newcomers_ask_in_their_own_units(
+def test_members_train_and_new_clients_get_predictions_in_own_units(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y, own, model = CASES[case]

@@ -49,7 +49,7 @@ identities:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_replay_is_equal(tmp_path: Path) -> None:
+def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     for name in MEMBERS:
         np.savez(tmp_path / "source.npz", x=random.normal(size=(40, 4)), y=np.arange(40) % 2)
@@ -129,7 +129,7 @@ def fedloom_or(otherwise: str, *arguments: object, environment: dict[str, str] |
 
 
 @pytest.mark.slow
-def test_more_rounds_of_a_federation_that_stays_are_made_by_the_same_worker(fresh_root: Path, tmp_path: Path) -> None:
+def test_a_staying_federation_gets_more_rounds_from_the_same_worker(fresh_root: Path, tmp_path: Path) -> None:
     """A service is replaced when its experiment changes, and its workers reconnect."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"

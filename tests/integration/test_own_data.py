@@ -99,7 +99,7 @@ def of(path: Path, *overrides: str) -> Experiment:
 
 
 @pytest.mark.slow
-def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_replay(
+def test_own_data_give_equal_results_in_process_with_workers_and_on_replay(
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:
     first = run_experiment(of(experiment), options(packed, tmp_path / "a"))
@@ -115,7 +115,7 @@ def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_repla
 
 
 @pytest.mark.slow
-def test_a_member_without_labels_trains_by_a_method_that_can_and_by_no_other(
+def test_a_member_without_labels_trains_only_with_a_suitable_method(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
     """Its data alter the run; it is not measured, because it has no labels."""
@@ -139,9 +139,7 @@ def test_a_member_without_labels_trains_by_a_method_that_can_and_by_no_other(
 
 
 @pytest.mark.slow
-def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_cannot_repeat_it(
-    packed: Path, experiment: Path, tmp_path: Path
-) -> None:
+def test_noise_with_workers_is_secret_and_a_replay_is_rejected(packed: Path, experiment: Path, tmp_path: Path) -> None:
     privacy = "{clip: 0.5, noise_multiplier: 1.0, delta: 1e-3, sampling: fixed, noise: distributed}"
     keys = (
         f"federation.privacy={privacy}",
@@ -193,7 +191,7 @@ def test_canaries_among_packed_clients_are_found(
     assert {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()} == before
 
 
-def test_canaries_need_data_that_are_here(packed: Path, experiment: Path, tmp_path: Path) -> None:
+def test_canaries_need_data_on_this_machine(packed: Path, experiment: Path, tmp_path: Path) -> None:
     """Members of a live federation keep theirs, so nobody can put canaries among them."""
     dealt = {
         "name": "e",
@@ -218,7 +216,7 @@ OF_CLIENTS = "federation.privacy={clip: 1.0, noise_multiplier: 4.0, delta: 1e-4}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("private", [OF_EXAMPLES, OF_CLIENTS])
-def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
+def test_a_ledger_counts_the_training_of_its_owner(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run, private: str
 ) -> None:
     keys = (private, GIVEN, "runtime.workers=1", "algorithm.weighting=uniform")
@@ -247,7 +245,7 @@ def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
 
 
 @pytest.mark.slow
-def test_a_client_that_training_never_asked_has_spent_nothing(
+def test_a_client_never_asked_to_train_has_spent_nothing(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
     keys = (OF_EXAMPLES, GIVEN, "runtime.workers=1", "algorithm.weighting=uniform", "federation.rounds=1")
@@ -261,7 +259,7 @@ def test_a_client_that_training_never_asked_has_spent_nothing(
 
 
 @pytest.mark.slow
-def test_ledger_completes_a_claim_and_refuses_trainings_that_protect_nobody(
+def test_a_ledger_completes_a_claim_and_rejects_unprotected_training(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
     keys = (OF_EXAMPLES, GIVEN, "algorithm.weighting=uniform", "federation.clients_per_round=5")
@@ -289,7 +287,7 @@ def test_ledger_completes_a_claim_and_refuses_trainings_that_protect_nobody(
 
 
 @pytest.mark.slow
-def test_descriptors_of_a_client_that_trained_without_privacy_have_no_total(
+def test_descriptors_of_a_client_trained_without_privacy_have_no_total(
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:
     method = (
@@ -305,7 +303,7 @@ def test_descriptors_of_a_client_that_trained_without_privacy_have_no_total(
 
 
 @pytest.mark.slow
-def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_the_same_clients(packed: Path, experiment: Path, tmp_path: Path) -> None:
     run_experiment(of(experiment, "federation.rounds=2"), options(packed, tmp_path / "a"))
     more = dataclasses.replace(options(packed, tmp_path / "a"), resume=True)
     run_experiment(of(experiment), more)
@@ -316,7 +314,7 @@ def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: P
         run_experiment(of(experiment, "federation.rounds=5"), others)
 
 
-def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experiment: Path, tmp_path: Path) -> None:
+def test_clients_with_own_data_are_measured_and_get_models(packed: Path, experiment: Path, tmp_path: Path) -> None:
     summary = run_experiment(of(experiment), options(packed, tmp_path / "a")).summary
     measured = trained.evaluate(tmp_path / "a", data=[packed / f"s{i}" for i in range(4)]).statistics
     for group in ("seen", "unseen"):
@@ -340,7 +338,7 @@ def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experime
 
 
 @pytest.mark.slow
-def test_a_given_normalization_is_the_one_that_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:
+def test_a_given_normalization_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:
     numbers = ", ".join(["0.5"] * 9)
     e = of(experiment, f"data.own.normalization={{mean: [{numbers}], std: [{numbers}]}}")
     run_experiment(e, options(packed, tmp_path / "a"))
@@ -401,7 +399,7 @@ def test_dry_run_marks_values_with_noise(
     assert "InputMoments" not in said
 
 
-def test_unusable_folders_are_refused(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
+def test_unusable_folders_are_rejected(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
     dealt = tmp_path / "dealt.yaml"
     dealt.write_text(
         "{name: d, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, "
@@ -439,7 +437,9 @@ def test_unusable_folders_are_refused(packed: Path, experiment: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_columns_in_another_order_get_no_model(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
+def test_a_client_with_reordered_columns_gets_no_model(
+    packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
+) -> None:
     rows = [line.split(",") for line in (tmp_path / "speaker-4.csv").read_text().splitlines()]
     swapped = tmp_path / "swapped.csv"
     swapped.write_text("\n".join(",".join([row[0], row[2], row[1], *row[3:]]) for row in rows))
@@ -452,7 +452,7 @@ def test_columns_in_another_order_get_no_model(packed: Path, experiment: Path, t
     assert fedloom(*asked, tmp_path / "ordered")[0] == 0
 
 
-def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(experiment: Path) -> None:
+def test_a_resolved_experiment_reads_back_unchanged_and_reaches_workers(experiment: Path) -> None:
     e = of(experiment)
     assert parse_experiment(e.resolved_yaml()) == e
     assert from_shared_json(e.shared_json(), root="/nowhere").data == e.data
@@ -480,7 +480,7 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
         ("algorithm={name: pefll}", ("algorithm.descriptor.size", "null", "a number", "data.own")),
     ],
 )
-def test_keys_that_an_open_federation_refuses(override: str, facts: tuple[object, ...], experiment: Path) -> None:
+def test_keys_that_an_open_federation_rejects(override: str, facts: tuple[object, ...], experiment: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         load_experiment(experiment, [override])
     assert tells(str(caught.value), *facts), str(caught.value)

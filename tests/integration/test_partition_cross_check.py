@@ -84,7 +84,7 @@ def pairs(counts: NDArray[np.int64]) -> int:
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_classes_are_dealt_like_flowers_and_more_evenly(k: int) -> None:
+def test_classes_are_assigned_like_flowers_and_more_evenly(k: int) -> None:
     n = 100
     flower = theirs(
         partitioners.PathologicalPartitioner(

@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("private"))
 
 
-def test_no_folder_is_made_where_the_accountant_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_folder_is_created_if_the_accountant_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse to account for privacy in an image without the extra."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ExperimentError) as refused:
@@ -83,7 +83,7 @@ def test_no_folder_is_made_where_the_accountant_is_missing(tmp_path: Path, monke
     assert not (tmp_path / "run").exists()
 
 
-def test_claim_is_about_the_sums_that_were_released(whole: Path) -> None:
+def test_the_claim_covers_the_released_sums(whole: Path) -> None:
     summary = summary_of(whole)
     told = summary["training_privacy"]
     assert told["epsilon"] == pytest.approx(epsilon_of({DRAWN: 6}, 1e-3))
@@ -98,20 +98,20 @@ def test_claim_is_about_the_sums_that_were_released(whole: Path) -> None:
     assert RunStatus(RunFolder(whole)).activity().privacy is not None
 
 
-def test_run_without_privacy_says_nothing_of_it(tmp_path: Path) -> None:
+def test_a_run_without_privacy_reports_no_privacy(tmp_path: Path) -> None:
     run = trained(tmp_path, privacy=None)
     assert not {"training_privacy", "ended_by"} & summary_of(run).keys()
     assert all("privacy" not in line for line in metrics_of(run))
     assert not (run / "releases.jsonl").exists()
 
 
-def test_everyone_in_every_round_is_not_amplified(tmp_path: Path) -> None:
+def test_full_participation_is_not_amplified(tmp_path: Path) -> None:
     told = summary_of(trained(tmp_path, clients_per_round=12))["training_privacy"]
     assert told["sampling"] == ["all"]
     assert told["epsilon"] == pytest.approx(gaussian_epsilon(3.0, 1e-3, 6), rel=1e-6)
 
 
-def test_budget_ends_a_run_which_resumes_with_a_larger_one(tmp_path: Path) -> None:
+def test_the_budget_ends_a_run_and_a_larger_one_resumes_it(tmp_path: Path) -> None:
     limit = epsilon_of({DRAWN: 3}, 1e-3)
     run = trained(tmp_path, privacy={**PRIVACY, "budget": limit})
     summary = summary_of(run)
@@ -131,7 +131,7 @@ def test_budget_ends_a_run_which_resumes_with_a_larger_one(tmp_path: Path) -> No
     assert summary_of(run)["training_privacy"]["sums"] == 6
 
 
-def test_replay_ends_where_the_budget_ended_the_run(tmp_path: Path) -> None:
+def test_a_replay_ends_where_the_budget_ended_the_run(tmp_path: Path) -> None:
     settings = {**PRIVACY, "budget": epsilon_of({DRAWN: 3}, 1e-3)}
     run = trained(tmp_path, privacy=settings)
     again = trained(tmp_path, "again", replay=run, privacy=settings)
@@ -140,7 +140,7 @@ def test_replay_ends_where_the_budget_ended_the_run(tmp_path: Path) -> None:
     assert (run / last).read_bytes() == (again / last).read_bytes()
 
 
-def test_noise_is_found_for_an_epsilon_and_kept_on_resume(tmp_path: Path) -> None:
+def test_noise_is_calibrated_to_an_epsilon_and_kept_on_resume(tmp_path: Path) -> None:
     asked = {"clip": 1.0, "epsilon": 2.0, "delta": 1e-3}
     run = trained(tmp_path, privacy=asked)
     found = RunFolder(run).experiment().federation.privacy
@@ -154,7 +154,7 @@ def test_noise_is_found_for_an_epsilon_and_kept_on_resume(tmp_path: Path) -> Non
     assert refused.value.key == "federation.privacy.noise_multiplier"
 
 
-def test_models_and_pages_tell_the_claim(whole: Path, tmp_path: Path) -> None:
+def test_models_and_pages_show_the_claim(whole: Path, tmp_path: Path) -> None:
     told = summary_of(whole)["training_privacy"]
     save_models(whole, tmp_path / "models", clients="client-0000")
     (model,) = (tmp_path / "models").glob("*.safetensors")
@@ -167,7 +167,7 @@ def test_models_and_pages_tell_the_claim(whole: Path, tmp_path: Path) -> None:
     assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", rounded_up(told["epsilon"]))
 
 
-def test_plan_is_what_the_run_spends(whole: Path, tmp_path: Path) -> None:
+def test_the_planned_privacy_loss_equals_the_runs(whole: Path, tmp_path: Path) -> None:
     """The clients of the data set are counted in its partition, which this machine has."""
     planned = fedloom.privacy_cost({**experiment(whole.parent), "runtime": {"workers": 0}})
     assert (planned.clients, planned.cohort) == (12, 3)
@@ -189,7 +189,7 @@ def visits(run: Path) -> Counter[str]:
     return Counter(client for clients in held for client in clients)
 
 
-def test_steps_of_the_client_that_trained_most_are_claimed_toward_everyone(tmp_path: Path) -> None:
+def test_the_claim_covers_the_client_with_most_steps(tmp_path: Path) -> None:
     run = trained(tmp_path, privacy=OF_EXAMPLES, rounds=12)
     told = summary_of(run)["training_privacy"]
     most = max(visits(run).values())
@@ -200,7 +200,7 @@ def test_steps_of_the_client_that_trained_most_are_claimed_toward_everyone(tmp_p
 
 
 @pytest.mark.slow
-def test_noise_of_examples_is_found_for_an_epsilon_that_few_visits_exceed(tmp_path: Path) -> None:
+def test_noise_for_example_privacy_is_calibrated_to_an_epsilon(tmp_path: Path) -> None:
     asked = {**OF_EXAMPLES, "noise_multiplier": None, "epsilon": 3.0}
     run = trained(tmp_path, privacy=asked, rounds=12)
     assert 1.5 < summary_of(run)["training_privacy"]["epsilon"] <= 3.0
@@ -212,7 +212,7 @@ def test_noise_of_examples_is_found_for_an_epsilon_that_few_visits_exceed(tmp_pa
     assert everywhere.noise_multiplier < planned.noise_multiplier
 
 
-def test_budget_of_examples_ends_before_a_client_exceeds_it(tmp_path: Path) -> None:
+def test_the_example_budget_ends_training_before_a_client_exceeds_it(tmp_path: Path) -> None:
     limit = epsilon_of({STEP: 4}, 1e-3)  # two visits of two steps
     run = trained(tmp_path, privacy={**OF_EXAMPLES, "budget": limit}, rounds=40)
     summary = summary_of(run)

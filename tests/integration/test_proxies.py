@@ -82,7 +82,7 @@ SECTIONS = [f"{proxy}, {how}" for proxy in ("nginx", "Envoy") for how in (ENDED,
 
 
 @pytest.mark.parametrize(("section", "changes"), [*((section, None) for section in SECTIONS), (SECTIONS[0], PLAIN)])
-def test_a_conversation_of_several_megabytes_each_way(way, section: str, changes) -> None:
+def test_exchanging_several_megabytes_in_both_directions(way, section: str, changes) -> None:
     """More than the megabyte that nginx lets a request have by default."""
     there = way(section, changes)
     worker = there.worker()
@@ -99,7 +99,7 @@ def test_a_conversation_of_several_megabytes_each_way(way, section: str, changes
     assert worker.over is True
 
 
-def test_with_the_body_size_that_nginx_allows_by_default_a_larger_answer_never_arrives(way) -> None:
+def test_nginxs_default_body_size_blocks_larger_replies(way) -> None:
     """Show the need for the setting: each stream is cut after a megabyte, and the next starts from the beginning."""
     there = way(SECTIONS[0], {"client_max_body_size 0;": ""})
     worker = there.worker()
@@ -112,7 +112,7 @@ def test_with_the_body_size_that_nginx_allows_by_default_a_larger_answer_never_a
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_workers_are_more_than_the_streams_of_one_connection(way, section: str) -> None:
+def test_more_workers_than_streams_per_connection(way, section: str) -> None:
     there = way(section)
     workers = [there.worker(f"w{i}", (CLIENTS[i % 3],)) for i in range(9)]
     there.aggregator.wait_for(CLIENTS, 20, workers=9)
@@ -165,7 +165,7 @@ def long_exchange(there: Way, over: Callable[[], bool], meanwhile: Callable[[], 
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_heartbeats_keep_a_stream_that_is_idle_for_longer_than_the_proxy_allows(
+def test_heartbeats_keep_an_idle_stream_open_beyond_the_proxys_timeout(
     way, section: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.5)
@@ -176,7 +176,7 @@ def test_heartbeats_keep_a_stream_that_is_idle_for_longer_than_the_proxy_allows(
 
 
 @pytest.mark.parametrize("section", [f"{proxy}, {ENDED}" for proxy in ("nginx", "Envoy")])
-def test_without_heartbeats_it_is_cut_and_nothing_is_lost(
+def test_without_heartbeats_an_idle_stream_is_cut_and_nothing_is_lost(
     way, section: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stream, "HEARTBEAT_S", 3600.0)
@@ -186,13 +186,13 @@ def test_without_heartbeats_it_is_cut_and_nothing_is_lost(
 
 
 @pytest.mark.parametrize(("section", "how"), [*((section, "restart") for section in SECTIONS), (SECTIONS[0], "reload")])
-def test_a_proxy_that_is_restarted_in_the_middle_of_a_round(way, section: str, how: str, caplog) -> None:
+def test_restarting_a_proxy_during_a_round(way, section: str, how: str, caplog) -> None:
     there = way(section, {"shutdown_timeout 30s": "shutdown_timeout 1s"} if how == "reload" else None)
     with caplog.at_level(logging.INFO):
         long_exchange(there, lambda: joins(caplog) == 2, meanwhile=lambda: getattr(there.proxy, how)())
 
 
-def test_a_worker_that_vanishes_behind_a_proxy_is_noticed(way, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vanished_worker_behind_a_proxy_is_detected(way, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy answers the aggregator's pings, whoever is gone on its other side."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.5)

@@ -36,7 +36,7 @@ def root(fashion_mnist_root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_published_numbers(root: Path) -> None:
+def test_datasets_have_the_published_sizes(root: Path) -> None:
     official = datasets.load_dataset(datasets.find_dataset("fashion-mnist"), root)
     assert official.train.inputs.shape == (60000, 1, 28, 28)
     assert np.bincount(official.train.labels).tolist() == [6000] * 10
@@ -62,7 +62,7 @@ def test_mnist() -> None:
     assert official.train.labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
 
 
-def test_cifar10_where_it_is_already() -> None:
+def test_cifar10_if_it_is_available() -> None:
     source = datasets.find_dataset("cifar10")
     if not source.folder(data_root()).exists():
         pytest.skip("CIFAR-10 is not here, and too large to fetch in a test (139 MB): fedloom data fetch cifar10")
@@ -100,7 +100,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 @pytest.mark.slow
-def test_shakespeares_roles_in_time_and_memory() -> None:
+def test_shakespeare_roles_within_time_and_memory_limits() -> None:
     start = time.monotonic()
     official = had("shakespeare")
     assert time.monotonic() - start < 60  # 2 s on an idle machine, once it is fetched
@@ -122,14 +122,14 @@ def test_shakespeares_roles_in_time_and_memory() -> None:
     assert len(mine) + 80 == int(0.8 * (len(mine) + tested + 160))
 
 
-def test_vowel_in_its_package_is_the_fixture(tmp_path: Path) -> None:
+def test_the_packaged_vowel_data_equal_the_fixture(tmp_path: Path) -> None:
     package = had("vowel", tmp_path / "package")
     fixture = had("vowel", tmp_path / "fixture", FIXTURES)
     assert np.array_equal(package.train.inputs, fixture.train.inputs)
     assert package.owners == fixture.owners
 
 
-def test_the_protocol_of_the_papers(root: Path) -> None:
+def test_the_partition_protocol_of_the_papers(root: Path) -> None:
     folder = partition_dataset(
         "fashion-mnist",
         PartitionSettings(ClassesScheme(clients=100, classes_per_client=2), 1, 0.1, 1 / 6),
@@ -146,7 +146,7 @@ def test_the_protocol_of_the_papers(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Path) -> None:
+def test_new_clients_of_every_seed_have_images_unseen_in_training(root: Path) -> None:
     def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
         scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
         how = {"held_out_fraction": 0.1, "validation_fraction": 1 / 6}
@@ -168,7 +168,7 @@ def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Pat
     assert before.clients == 10
 
 
-def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
+def test_a_thousand_clients_are_partitioned_in_seconds(root: Path) -> None:
     start = time.monotonic()
     folder = partition_dataset(
         "fashion-mnist",
@@ -192,7 +192,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.slow
-def test_processes_that_partition_at_once_make_one_partition_without_torch(root: Path) -> None:
+def test_concurrent_partitioning_creates_one_partition_without_torch(root: Path) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", PARTITION, str(root)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -205,7 +205,7 @@ def test_processes_that_partition_at_once_make_one_partition_without_torch(root:
     assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
 
 
-def test_the_data_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path))
     assert data_root() == tmp_path
     assert data_root("elsewhere") == Path("elsewhere")

@@ -61,14 +61,14 @@ def back_to(copy: Path, round: int) -> None:
 # --- what is there already --------------------------------------------------------------------------------------------
 
 
-def test_an_existing_run_is_not_touched_without_resume(small_run: tuple[Path, Path], copy: Path) -> None:
+def test_an_existing_run_is_kept_without_resume(small_run: tuple[Path, Path], copy: Path) -> None:
     before = files(copy)
     said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy)
     assert "resume=True" in said
     assert files(copy) == before
 
 
-def test_a_folder_that_is_no_run_is_not_touched(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_kept(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     for resume in (False, True):
@@ -77,7 +77,7 @@ def test_a_folder_that_is_no_run_is_not_touched(small_run: tuple[Path, Path], tm
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
-def test_other_settings_are_named_and_refused(small_run: tuple[Path, Path], copy: Path) -> None:
+def test_changed_settings_are_named_and_rejected(small_run: tuple[Path, Path], copy: Path) -> None:
     before = files(copy)
     overrides = ["seed=6", "algorithm.local={epochs: 3, batch_size: 16, lr: 0.02}", "federation.min_replies=2"]
     said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], set_=overrides, out=copy, resume=True)
@@ -87,7 +87,7 @@ def test_other_settings_are_named_and_refused(small_run: tuple[Path, Path], copy
     assert files(copy) == before
 
 
-def test_another_partition_is_refused(small_run: tuple[Path, Path], copy: Path) -> None:
+def test_another_partition_is_rejected(small_run: tuple[Path, Path], copy: Path) -> None:
     document = json.loads((copy / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
     del document["digest"]
@@ -115,7 +115,7 @@ def test_only_one_process_works_on_a_run(small_run: tuple[Path, Path], copy: Pat
         (lambda line: {**line, "surprise": 1}, 4, "not a journal of this version"),
     ],
 )
-def test_journals_that_cannot_be_replayed_are_refused_at_once(
+def test_journals_that_cannot_be_replayed_are_rejected_at_once(
     small_run: tuple[Path, Path],
     copy: Path,
     tmp_path: Path,
@@ -134,7 +134,7 @@ def test_journals_that_cannot_be_replayed_are_refused_at_once(
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
-def test_half_written_lines_and_files_of_a_crash(small_run: tuple[Path, Path], copy: Path) -> None:
+def test_partially_written_lines_and_files_of_a_crash(small_run: tuple[Path, Path], copy: Path) -> None:
     back_to(copy, 3)
     RunFolder(copy).reopen_lines()
     for name in ("journal.jsonl", "metrics.jsonl"):
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_cannot_be_written(small_run: tuple[Path, Path], copy:
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_data_set_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_data_set(tmp_path: Path) -> None:
     path = experiment(tmp_path, tmp_path / "nowhere")
     said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
     assert "fedloom data fetch fashion-mnist" in said
@@ -209,7 +209,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     make_partition(load_experiment(path))
 
 
-def test_a_finished_run_that_is_started_again_says_which_round_is_durable(copy: Path) -> None:
+def test_restarting_a_finished_run_reports_its_durable_round(copy: Path) -> None:
     """Without it the alert for pods that serve models would be silent: docs/chart.md."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

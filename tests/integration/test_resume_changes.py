@@ -70,7 +70,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_another_run_that_is_published_there_touches_nothing(bucket: str, experiment: Any, tmp_path: Path) -> None:
+def test_publishing_over_another_run_changes_nothing(bucket: str, experiment: Any, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     command(experiment("fedavg", 1), out=mine)
     command(experiment("fedavg", 2), out=tmp_path / "other", publish=f"{bucket}/other")
@@ -82,9 +82,7 @@ def test_another_run_that_is_published_there_touches_nothing(bucket: str, experi
     assert files(mine) == before
 
 
-def test_another_partition_that_is_published_there_touches_nothing(
-    bucket: str, experiment: Any, tmp_path: Path
-) -> None:
+def test_publishing_over_another_partition_changes_nothing(bucket: str, experiment: Any, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     command(experiment("fedavg"), out=mine, publish=f"{bucket}/other")
     document = json.loads((mine / "partition.json").read_text())
@@ -97,7 +95,7 @@ def test_another_partition_that_is_published_there_touches_nothing(
     assert files(mine) == before
 
 
-def test_the_states_of_clients_stay_where_they_are(bucket: str, experiment: Any, tmp_path: Path) -> None:
+def test_client_states_stay_in_place(bucket: str, experiment: Any, tmp_path: Path) -> None:
     path = experiment("pfedbayes")
     more = ["federation.rounds=2"]
     local, published = tmp_path / "local", tmp_path / "published"
@@ -122,7 +120,7 @@ def test_the_states_of_clients_stay_where_they_are(bucket: str, experiment: Any,
     assert (tmp_path / "elsewhere" / last).read_bytes() == (local / last).read_bytes()
 
 
-def test_a_run_without_states_may_be_published_elsewhere(bucket: str, experiment: Any, tmp_path: Path) -> None:
+def test_a_run_without_client_states_may_be_published_elsewhere(bucket: str, experiment: Any, tmp_path: Path) -> None:
     path = experiment("fedavg")
     command(path, out=tmp_path / "run", publish=f"{bucket}/one")
     command(path, set_=["federation.rounds=2"], out=tmp_path / "run", publish=f"{bucket}/two", resume=True)
@@ -131,9 +129,7 @@ def test_a_run_without_states_may_be_published_elsewhere(bucket: str, experiment
     assert not (tmp_path / "run" / "published.json").exists()
 
 
-def test_a_point_of_a_sweep_is_complete_once_it_is_reported_and_published(
-    bucket: str, experiment: Any, tmp_path: Path
-) -> None:
+def test_a_sweep_point_is_complete_once_reported_and_published(bucket: str, experiment: Any, tmp_path: Path) -> None:
     path = experiment("fedavg")
     out = tmp_path / "run"
     command(path, out=out)  # as if killed before the report was there
@@ -147,7 +143,7 @@ def test_a_point_of_a_sweep_is_complete_once_it_is_reported_and_published(
     assert not sweep.complete(RunFolder(out), load_experiment(path))
 
 
-def test_a_run_without_a_report_says_nothing_of_one(
+def test_a_run_without_a_report_logs_nothing_about_it(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, out = experiment("fedavg"), tmp_path / "run"
@@ -188,7 +184,7 @@ def test_a_finished_run_needs_no_worker(by: str, experiment: Any, tmp_path: Path
     assert json.loads((out / "summary.json").read_text())["rounds"] == 2
 
 
-def test_a_finished_run_whose_checkpoint_is_damaged_is_not_fine(experiment: Any, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_with_a_damaged_checkpoint_fails(experiment: Any, tmp_path: Path) -> None:
     path, out = experiment("fedavg"), tmp_path / "run"
     command(path, out=out)
     last = out / "checkpoints" / "round-000001.safetensors"
@@ -198,7 +194,7 @@ def test_a_finished_run_whose_checkpoint_is_damaged_is_not_fine(experiment: Any,
 
 
 @pytest.mark.exhaustive  # a server lingers for twenty seconds
-def test_a_finished_run_is_published_elsewhere_than_where_it_ended(
+def test_a_finished_run_can_be_published_elsewhere(
     bucket: str, experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed before its last publication; no worker is there any more, and the folder is gone with its machine."""

@@ -81,7 +81,7 @@ def in_process(
 
 
 @pytest.mark.slow
-def test_validation_chooses_and_the_chosen_trial_alone_shows_test_results(root: Path, tmp_path: Path) -> None:
+def test_trials_are_chosen_on_validation_and_only_the_best_shows_test_results(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "s"
     done = search(root, out, {**SPACE, "trials": 4}, "--report")
     assert done.returncode == 0, done.stderr
@@ -176,7 +176,7 @@ class Events(SweepObserver):
 
 
 @pytest.mark.slow
-def test_trials_that_fall_behind_are_stopped_between_rounds(root: Path, tmp_path: Path) -> None:
+def test_trials_that_fall_behind_are_pruned_between_rounds(root: Path, tmp_path: Path) -> None:
     seen = Events()
     rates = {"algorithm.local.lr": {"choices": [0.2, 0.21, 0.22, 0.23, 0.24, 1e-5, 2e-5]}}
     space = {"parameters": rates, "sampler": "grid", "early_stopping": "median", "seed": 0}
@@ -196,7 +196,7 @@ def test_trials_that_fall_behind_are_stopped_between_rounds(root: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_trial_that_diverges_is_a_result(root: Path, tmp_path: Path) -> None:
+def test_a_diverged_trial_is_recorded(root: Path, tmp_path: Path) -> None:
     seen = Events()
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.1, 1e30]}}, "sampler": "grid"}
     found = in_process(root, tmp_path / "s", space, seen, "federation.attempts=1")
@@ -215,14 +215,14 @@ def test_a_trial_that_diverges_is_a_result(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
-def test_parallel_trials_of_a_grid_equal_sequential_ones(root: Path, tmp_path: Path) -> None:
+def test_parallel_grid_trials_equal_sequential_ones(root: Path, tmp_path: Path) -> None:
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.01, 0.1, 0.3]}}, "sampler": "grid"}
     one, two = (in_process(root, tmp_path / f"{n}", space, parallel=n) for n in (1, 2))
     assert {**two.summary, "digest": "", "parallel": 1} == {**one.summary, "digest": ""}
 
 
 @pytest.mark.slow
-def test_the_budget_of_epsilon_ends_trials(root: Path, tmp_path: Path) -> None:
+def test_the_epsilon_budget_ends_trials(root: Path, tmp_path: Path) -> None:
     noise = {"federation.privacy.noise_multiplier": {"choices": [1.0, 20.0]}}
     private = ("federation.privacy={clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-3}", "algorithm.weighting=uniform")
     space = {"parameters": noise, "sampler": "grid", "epsilon": 3.0}

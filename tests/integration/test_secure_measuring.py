@@ -118,7 +118,7 @@ def losing(inner: Transport, when: type[Message], *clients: str) -> Disturbed:
 Packed = tuple[Own, dict[str, ClientCard]]
 
 
-def test_a_secure_sum_gives_the_bits_of_plain_measuring(packed: Packed) -> None:
+def test_a_secure_sum_equals_plain_measuring_to_the_bit(packed: Packed) -> None:
     own, cards = packed
     found = measure(in_process(cards), own, cards)
     assert found == plain(own, cards)
@@ -127,21 +127,19 @@ def test_a_secure_sum_gives_the_bits_of_plain_measuring(packed: Packed) -> None:
 
 
 @pytest.mark.parametrize("when", [SumSession, KeyRoster, ShareDelivery])
-def test_a_client_that_drops_out_before_its_sums_have_arrived_is_not_in_them(
-    packed: Packed, when: type[Message]
-) -> None:
+def test_a_client_that_drops_out_before_its_sums_arrive_is_excluded(packed: Packed, when: type[Message]) -> None:
     own, cards = packed
     found = measure(losing(in_process(cards), when, "c4"), own, cards)
     assert found == plain(own, cards, [client for client in cards if client != "c4"])
 
 
 @pytest.mark.parametrize("when", [Survivors, ConfirmationDelivery])
-def test_a_client_that_drops_out_later_is_in_them(packed: Packed, when: type[Message]) -> None:
+def test_a_client_that_drops_out_later_is_included(packed: Packed, when: type[Message]) -> None:
     own, cards = packed
     assert measure(losing(in_process(cards), when, "c1"), own, cards) == plain(own, cards)
 
 
-def test_a_sum_with_too_few_clients_fails_and_may_be_repeated(packed: Packed) -> None:
+def test_a_sum_with_too_few_clients_fails_and_can_be_repeated(packed: Packed) -> None:
     own, cards = packed
     transport = in_process(cards, RevealedSums())
     with pytest.raises(QuorumError) as error:
@@ -154,7 +152,7 @@ def test_a_sum_with_too_few_clients_fails_and_may_be_repeated(packed: Packed) ->
 
 
 @pytest.mark.parametrize("round", [0, 7])
-def test_members_do_not_reveal_sums_that_differ_by_one_of_them(packed: Packed, round: int, tmp_path: Path) -> None:
+def test_members_refuse_sums_that_differ_by_one_of_them(packed: Packed, round: int, tmp_path: Path) -> None:
     """An aggregator asks again without a client; it may say that this is another round, or be another process."""
     own, cards = packed
     measure(in_process(cards, RevealedSums(tmp_path)), own, cards)
@@ -182,7 +180,7 @@ def lying(card: ClientCard, **moments: tuple[float, ...]) -> ClientCard:
 
 
 @pytest.mark.parametrize("first", [1e30, -1e30])
-def test_sums_that_no_examples_have_are_refused(packed: Packed, first: float) -> None:
+def test_impossible_sums_are_rejected(packed: Packed, first: float) -> None:
     own, cards = packed
     false = cards | {"c3": lying(cards["c3"], sum=(first,) * own.numbers)}
     with pytest.raises(QuorumError) as error:
@@ -191,7 +189,7 @@ def test_sums_that_no_examples_have_are_refused(packed: Packed, first: float) ->
 
 
 @pytest.mark.parametrize("moments", [{"sum": (1e43,)}, {"squares": (1e43,)}, {"sum": (2.0**-160,)}])
-def test_sums_that_overflow_are_left_out(packed: Packed, moments: dict[str, tuple[float]]) -> None:
+def test_overflowing_sums_are_excluded(packed: Packed, moments: dict[str, tuple[float]]) -> None:
     own, cards = packed
     wrong = {name: value * own.numbers for name, value in moments.items()}
     found = measure(in_process(cards | {"c3": lying(cards["c3"], **wrong)}), own, cards)
@@ -199,7 +197,7 @@ def test_sums_that_overflow_are_left_out(packed: Packed, moments: dict[str, tupl
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_garbage_digits_of_a_member_give_no_normalization(packed: Packed, seed: int) -> None:
+def test_garbage_digits_give_no_normalization(packed: Packed, seed: int) -> None:
     own, cards = packed
     random = torch.Generator().manual_seed(seed)
 
@@ -249,7 +247,7 @@ def over_grpc(cards: Mapping[str, ClientCard], stops: Mapping[str, threading.Eve
 
 
 @pytest.mark.parametrize("when", [None, ShareDelivery])
-def test_over_grpc_with_a_worker_that_is_killed_in_the_middle(packed: Packed, when: type[Message] | None) -> None:
+def test_secure_measuring_over_grpc_survives_a_killed_worker(packed: Packed, when: type[Message] | None) -> None:
     own, cards = packed
     stops = {client: threading.Event() for client in cards}
     with over_grpc(cards, stops) as aggregator:

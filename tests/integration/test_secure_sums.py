@@ -63,7 +63,7 @@ def credentials(folder: Path, *speakers: int) -> dict[int, Path]:
 
 
 @pytest.mark.slow
-def test_members_know_each_other_by_a_register_of_keys(federation: Federation, tmp_path: Path) -> None:
+def test_members_verify_each_other_by_a_key_register(federation: Federation, tmp_path: Path) -> None:
     """One is killed in the middle, and the run goes on; its journal's replay gives the same bits."""
     folders = credentials(tmp_path, *range(5))
     aggregator = federation.aggregator("--set", "federation.rounds=30")
@@ -75,7 +75,7 @@ def test_members_know_each_other_by_a_register_of_keys(federation: Federation, t
     equal_to_the_replay(federation, tmp_path / "again")
 
 
-def test_the_aggregator_is_killed_again_and_again_and_goes_on(unsigned: Federation, tmp_path: Path) -> None:
+def test_the_run_survives_repeated_kills_of_the_aggregator(unsigned: Federation, tmp_path: Path) -> None:
     """Attempts that it dies in are lost, members stay; the bits are those of its journal's replay.
 
     It waits for all of them: over fewer, they would not help to reveal the sum of a round again.
@@ -107,7 +107,7 @@ def test_the_aggregator_is_killed_again_and_again_and_goes_on(unsigned: Federati
         (LARGE.replace("signatures: keys", "signatures: keys, neighbours: 20, threshold: 11"), ("threshold", 11)),
     ],
 )
-def test_a_member_that_gives_only_sums_refuses_other_experiments(
+def test_a_member_with_only_sums_rejects_other_experiments(
     tmp_path: Path, members: Path, experiment: str, facts: tuple[object, ...]
 ) -> None:
     with contextlib.ExitStack() as processes:
@@ -117,15 +117,13 @@ def test_a_member_that_gives_only_sums_refuses_other_experiments(
         assert mentions(ended(worker, 4), "--only-sums", *facts)
 
 
-def test_a_member_without_a_signature_key_says_which_files_it_needs(federation: Federation) -> None:
+def test_a_member_without_a_signature_key_names_the_required_files(federation: Federation) -> None:
     federation.aggregator()
     assert mentions(ended(federation.worker(0, name="w0"), 2), "signing.key", "signing-keys.txt", "--credentials")
 
 
 @pytest.mark.slow
-def test_measured_normalization_is_that_of_all_examples_and_restarted_members_remember_it(
-    tmp_path: Path, members: Path
-) -> None:
+def test_measured_normalization_covers_all_examples_and_survives_restarts(tmp_path: Path, members: Path) -> None:
     """Members that give only sums reveal their inputs' sums over the same clients, and not over one less."""
     folders = credentials(tmp_path, *range(5))
     with contextlib.ExitStack() as processes:
@@ -162,7 +160,7 @@ def test_measured_normalization_is_that_of_all_examples_and_restarted_members_re
             ended(worker, 0)
 
 
-def test_a_member_refuses_to_serve_with_a_damaged_record(tmp_path: Path, members: Path) -> None:
+def test_a_member_with_a_damaged_record_refuses_to_serve(tmp_path: Path, members: Path) -> None:
     with contextlib.ExitStack() as processes:
         federation = Federation(tmp_path, members, processes, UNSIGNED)
         federation.aggregator()

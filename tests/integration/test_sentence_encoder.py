@@ -29,7 +29,7 @@ def tokens(texts: list[str]) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in ("input_ids", "attention_mask")}
 
 
-def test_the_program_s_model_is_the_whole_encoder() -> None:
+def test_the_programs_model_equals_the_whole_encoder() -> None:
     model = program.sentence_classifier(3).eval()
     whole = transformers.AutoModel.from_pretrained(str(program.encoder_folder()), add_pooling_layer=False).eval()
     x = tokens([PRAISE[0], " ".join(BLAME)[:60]])

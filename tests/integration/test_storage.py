@@ -63,7 +63,7 @@ def test_contents_are_read_as_written_and_replaced(store: Store) -> None:
     assert (store.read("a/b.bin"), store.read("empty")) == (b"two", b"")
 
 
-def test_absent_objects_are_named(store: Store, tmp_path: Path) -> None:
+def test_missing_objects_are_named(store: Store, tmp_path: Path) -> None:
     store.write("there", b"")
     for absent in (lambda: store.read("no/such"), lambda: store.download("no/such", tmp_path / "x" / "y")):
         with pytest.raises(Absent, match="no/such"):
@@ -72,7 +72,7 @@ def test_absent_objects_are_named(store: Store, tmp_path: Path) -> None:
     store.remove(["no/such", "nor/this"])
 
 
-def test_created_once(store: Store) -> None:
+def test_create_fails_if_the_object_exists(store: Store) -> None:
     store.create("x/round-1", b"first")
     with pytest.raises(Taken, match="x/round-1"):
         store.create("x/round-1", b"second")
@@ -113,7 +113,7 @@ def test_entries_by_prefix_in_order_with_sizes(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_more_entries_than_one_answer_holds(store: Store) -> None:
+def test_listing_more_entries_than_one_page(store: Store) -> None:
     names = [f"shards/{i:04d}" for i in range(1001)]  # S3 lists, and removes, a thousand at a time
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: store.write(name, b"1", durably=False), names))
@@ -122,7 +122,7 @@ def test_more_entries_than_one_answer_holds(store: Store) -> None:
     assert list(store.entries()) == []
 
 
-def test_a_store_under_a_folder_of_another(store: Store) -> None:
+def test_a_store_below_the_folder_of_another(store: Store) -> None:
     below = store.under("runs").under("r1")
     assert below.url == f"{store.url}/runs/r1"
     below.write("x", b"1")
@@ -132,7 +132,7 @@ def test_a_store_under_a_folder_of_another(store: Store) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_large_files_travel_in_parts_and_come_back_whole(store: Store, tmp_path: Path) -> None:
+def test_large_files_are_transferred_in_parts(store: Store, tmp_path: Path) -> None:
     content = os.urandom(MIB) * 11
     (tmp_path / "large").write_bytes(content)
     store.upload("checkpoints/large", tmp_path / "large")
@@ -146,7 +146,7 @@ def test_large_files_travel_in_parts_and_come_back_whole(store: Store, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["", "/a", "a//b", "a/", "../a", "a/../b", ".", "a\0"])
-def test_names_that_could_lead_elsewhere_are_refused(store: Store, name: str) -> None:
+def test_names_that_could_escape_the_store_are_rejected(store: Store, name: str) -> None:
     for attempt in (
         lambda: store.read(name),
         lambda: store.write(name, b""),
@@ -161,7 +161,7 @@ def test_names_that_could_lead_elsewhere_are_refused(store: Store, name: str) ->
 # --- a folder ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_lists_no_half_written_file(tmp_path: Path) -> None:
+def test_a_folder_lists_no_partially_written_file(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     store.write("x", b"1")
     (tmp_path / ".y.1-2.partial").write_bytes(b"half")
@@ -172,14 +172,14 @@ def test_a_folder_lists_no_half_written_file(tmp_path: Path) -> None:
     ("number", "advice"),
     [(errno.ENOSPC, "space"), (errno.EDQUOT, "space"), (errno.ENOENT, "path"), (errno.EACCES, "permissions")],
 )
-def test_only_a_full_disk_is_to_be_made_room_on(tmp_path: Path, number: int, advice: str) -> None:
+def test_only_a_full_disk_advises_to_free_space(tmp_path: Path, number: int, advice: str) -> None:
     with pytest.raises(StorageError) as raised, storing(tmp_path / "a"):
         raise OSError(number, os.strerror(number))
     assert tells(str(raised.value), tmp_path / "a", os.strerror(number).lower(), advice)
     assert ("resume" in str(raised.value)) is (advice == "space")
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     store = open_store(tmp_path / "file")
     for attempt in (store.check, lambda: store.write("x", b""), lambda: store.create("x", b"")):
@@ -203,7 +203,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
         ("s3://b.u-1/a/b c/", ("b.u-1", "a/b c")),
     ],
 )
-def test_places(text: str, place: tuple[str, str] | None) -> None:
+def test_parsing_of_store_urls(text: str, place: tuple[str, str] | None) -> None:
     assert s3_place(text) == place
     assert is_url(text) == (place is not None)
 
@@ -225,16 +225,14 @@ def test_malformed_claims(url: str) -> None:
         open_store(url, {})
 
 
-def test_a_claim_that_is_not_mounted_is_told_at_once_and_nothing_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unmounted_claim_is_reported_and_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "claims"))
     with refusing(StorageError, "pvc://shared/runs", tmp_path / "claims" / "shared"):
         open_store("pvc://shared/runs")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_claim_is_the_same_place_in_every_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_has_the_same_path_in_every_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "claims" / "shared").mkdir(parents=True)
     monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "claims"))
     run = open_store("pvc://shared/fed/").under("runs/one")
@@ -250,12 +248,12 @@ def test_a_claim_is_the_same_place_in_every_pod(tmp_path: Path, monkeypatch: pyt
     ]
 
 
-def test_a_bucket_is_told_what_it_may_be_called() -> None:
+def test_an_invalid_bucket_name_is_explained() -> None:
     with pytest.raises(ExperimentError, match="3 to 63 lower-case letters"):
         s3_place("s3://ab")
 
 
-def test_a_url_that_went_through_a_path_is_no_folder() -> None:
+def test_a_url_passed_as_a_path_is_rejected() -> None:
     with pytest.raises(ExperimentError, match="s3:/bucket/x"):
         open_store(Path("s3://bucket/x"))
 
@@ -276,14 +274,14 @@ COMPLETE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "very-secret"}
         ({"AWS_REGION": "not a region"}, ExperimentError, "AWS_REGION"),
     ],
 )
-def test_an_environment_that_cannot_be_right(change: dict[str, str], error: type[FedloomError], says: str) -> None:
+def test_an_invalid_environment_is_rejected(change: dict[str, str], error: type[FedloomError], says: str) -> None:
     with pytest.raises(error) as raised:
         open_store("s3://bucket/x", {**COMPLETE, **change})
     assert says in str(raised.value)
     assert "very-secret" not in str(raised.value)
 
 
-def test_without_the_extra_a_url_is_answered_with_what_to_install() -> None:
+def test_a_url_without_the_extra_names_the_package_to_install() -> None:
     script = (
         "import sys; sys.modules['minio'] = None\n"
         "from fedloom.storage import open_store; from fedloom.errors import ExperimentError\n"
@@ -295,7 +293,7 @@ def test_without_the_extra_a_url_is_answered_with_what_to_install() -> None:
     assert "pip install 'fedloom[s3]'" in done.stdout
 
 
-def test_a_folder_needs_no_client_of_s3() -> None:
+def test_a_folder_needs_no_s3_client() -> None:
     script = "import sys, fedloom.storage; fedloom.storage.open_store('x'); print('minio' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "False"
@@ -332,7 +330,7 @@ def test_unknown_key(s3_server: S3Server) -> None:
     assert "InvalidAccessKeyId" in str(error)
 
 
-def test_absent_bucket(s3_server: S3Server) -> None:
+def test_missing_bucket(s3_server: S3Server) -> None:
     error = refusal(s3_server, "s3://not-there/x", lambda s: s.check())
     assert error.exit_code == ExitCode.STORAGE
     assert "s3://not-there" in str(error)
@@ -351,7 +349,7 @@ def test_unreachable_endpoint(s3_server: S3Server) -> None:
     assert "FEDLOOM_S3_ENDPOINT" in str(error)
 
 
-def test_https_where_there_is_none(s3_server: S3Server) -> None:
+def test_https_to_a_plaintext_server(s3_server: S3Server) -> None:
     endpoint = s3_server.endpoint.replace("http:", "https:")
     error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
     assert "TLS failed" in str(error)
@@ -359,7 +357,7 @@ def test_https_where_there_is_none(s3_server: S3Server) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_a_certificate_of_its_own(s3_server: S3Server, tmp_path: Path) -> None:
+def test_self_signed_certificates(s3_server: S3Server, tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
@@ -383,7 +381,7 @@ def test_a_certificate_of_its_own(s3_server: S3Server, tmp_path: Path) -> None:
     proxy.close()
 
 
-def test_an_endpoint_that_never_answers(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_that_never_responds(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 * s3.CHECK_S + s3.FIRST_PAUSE_S < 20
     monkeypatch.setattr(s3, "CHECK_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody reads
@@ -393,7 +391,7 @@ def test_an_endpoint_that_never_answers(s3_server: S3Server, monkeypatch: pytest
     assert endpoint in str(error)
 
 
-def test_an_identity_that_may_only_read(s3_server: S3Server, tmp_path: Path) -> None:
+def test_a_read_only_identity(s3_server: S3Server, tmp_path: Path) -> None:
     url = f"s3://{s3_server.new_bucket()}/x"
     open_store(url, s3_server.environment).write("there", b"1")
     reader = open_store(url, s3_server.reader_environment)
@@ -423,7 +421,7 @@ def test_removal_continues_past_objects_that_may_not_be_removed(s3_server: S3Ser
 # --- connections that break -------------------------------------------------------------------------------------------
 
 
-def test_requests_that_break_are_made_again(through: Callable[[], Store], proxy: BreakingProxy, tmp_path: Path) -> None:
+def test_broken_requests_are_retried(through: Callable[[], Store], proxy: BreakingProxy, tmp_path: Path) -> None:
     content = os.urandom(3 * MIB)
     proxy.faults = [("up", 100_000), ("down", 0)]
     through().write("x", content)
@@ -453,16 +451,14 @@ def test_an_upload_in_parts_survives_broken_connections(
     assert through().read("large") == content
 
 
-def test_a_creation_whose_answer_was_lost_is_still_ours(through: Callable[[], Store], proxy: BreakingProxy) -> None:
+def test_a_create_whose_response_was_lost_succeeds(through: Callable[[], Store], proxy: BreakingProxy) -> None:
     proxy.faults = [("down", 0)]  # done, and nobody heard of it
     through().create("round", b"ours")
     assert proxy.broken == 1
     assert through().read("round") == b"ours"
 
 
-def test_a_creation_that_somebody_else_was_faster_with_is_not(
-    through: Callable[[], Store], proxy: BreakingProxy
-) -> None:
+def test_a_retried_create_fails_if_another_writer_was_first(through: Callable[[], Store], proxy: BreakingProxy) -> None:
     through().write("round", b"theirs")
     proxy.faults = [("up", 10)]
     with pytest.raises(Taken):
@@ -471,7 +467,7 @@ def test_a_creation_that_somebody_else_was_faster_with_is_not(
     assert through().read("round") == b"theirs"
 
 
-def test_a_service_that_stays_away_is_given_up(
+def test_requests_to_an_unavailable_service_time_out(
     through: Callable[[], Store], proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
@@ -544,7 +540,7 @@ def other_service() -> Iterator[tuple[type[OtherService], Store]]:
         server.shutdown()
 
 
-def test_a_service_that_ignores_conditions_is_found_out(other_service: tuple[type[OtherService], Store]) -> None:
+def test_a_service_that_ignores_conditions_is_detected(other_service: tuple[type[OtherService], Store]) -> None:
     handler, store = other_service
     with pytest.raises(RefusedError, match="If-None-Match"):
         store.check()
@@ -552,21 +548,21 @@ def test_a_service_that_ignores_conditions_is_found_out(other_service: tuple[typ
     store.check(writing=False)
 
 
-def test_a_service_that_refuses_conditions_says_so(other_service: tuple[type[OtherService], Store]) -> None:
+def test_a_service_that_rejects_conditions_is_reported(other_service: tuple[type[OtherService], Store]) -> None:
     handler, store = other_service
     handler.conditional = "refused"
     with pytest.raises(RefusedError, match=r"does not support the operation \(NotImplemented\)"):
         store.check()
 
 
-def test_a_conflict_of_two_conditional_writes_is_tried_again(other_service: tuple[type[OtherService], Store]) -> None:
+def test_a_conflict_of_conditional_writes_is_retried(other_service: tuple[type[OtherService], Store]) -> None:
     handler, store = other_service
     handler.conditional = "conflict"
     store.create("a", b"1")
     assert handler.seen == ["PUT If-None-Match: *"] * 2
 
 
-def test_a_service_that_is_busy_is_asked_again(
+def test_a_busy_service_is_retried(
     other_service: tuple[type[OtherService], Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "FIRST_PAUSE_S", 0.01)
@@ -576,7 +572,7 @@ def test_a_service_that_is_busy_is_asked_again(
     assert len(handler.seen) == 3
 
 
-def test_a_web_server_is_no_service(s3_server: S3Server) -> None:
+def test_a_web_server_is_not_an_s3_service(s3_server: S3Server) -> None:
     class Web(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -600,7 +596,7 @@ STATE, OTHER = "runs/r/states/c0/1-1-0-0-7.safetensors", "runs/sweep/point/state
 OF_OTHERS = ("runs/r/published/00000001.json", "runs/r/experiment.yaml", "runs/r/blobs/00000001-ff", "secret")
 
 
-def test_a_worker_has_the_permissions_that_it_needs(s3_server: S3Server) -> None:
+def test_a_worker_has_only_the_permissions_it_needs(s3_server: S3Server) -> None:
     """The identity that docs/storage.md gives it: it reads partitions, keeps states, and nothing besides."""
     url = f"s3://{s3_server.new_bucket()}/team"
     everything, worker = open_store(url, s3_server.environment), open_store(url, s3_server.worker_environment)
@@ -635,7 +631,7 @@ def test_a_worker_has_the_permissions_that_it_needs(s3_server: S3Server) -> None
         ("s3:PutBucketPolicy", "team/partitions/ff", False),
     ],
 )
-def test_the_policy_of_a_worker_says_the_same(action: str, name: str, allowed: bool) -> None:
+def test_the_documented_worker_policy_is_the_tested_one(action: str, name: str, allowed: bool) -> None:
     """Read the policy as S3 does: one statement must allow the action, and stars stand for any text."""
     statements = documented("Statement", "bucket", "team")["Statement"]
     found = [
@@ -647,7 +643,7 @@ def test_the_policy_of_a_worker_says_the_same(action: str, name: str, allowed: b
     assert bool(found) is allowed
 
 
-def test_a_folder_is_its_owners_alone(tmp_path: Path) -> None:
+def test_a_store_folder_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     """Shards and what clients keep: whatever umask the process has."""
     before = os.umask(0)
     try:

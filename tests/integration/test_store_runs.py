@@ -133,9 +133,7 @@ def watched(port: int) -> Iterator[list[Activity]]:
     assert not thread.is_alive()
 
 
-def test_a_federation_that_shares_nothing_but_the_store(
-    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
-) -> None:
+def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
     """Each worker serves its block alone, and fetches no other shard; its credentials allow what it needs."""
     ids = [entry.id for entry in stateful.manifest.clients]
     run = tmp_path / "a" / "run"
@@ -172,7 +170,7 @@ def test_a_federation_that_shares_nothing_but_the_store(
 
 
 @pytest.mark.exhaustive
-def test_aggregator_and_worker_killed_and_started_elsewhere(
+def test_a_killed_aggregator_and_worker_are_restarted_elsewhere(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:
     run, again = tmp_path / "a" / "run", tmp_path / "b" / "run"
@@ -232,7 +230,7 @@ def test_a_second_aggregator_takes_over_and_the_first_stops(
 
 
 @pytest.mark.exhaustive  # real deadlines: half a minute
-def test_nobody_watches(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
+def test_a_run_without_watchers_ends(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
     run = tmp_path / "a" / "run"
     order = stateful.aggregator("orphan", run, port)
     said = fedloom(*order, "--orphan-after", 1, code=8, environment=elsewhere("a"))
@@ -261,7 +259,7 @@ def test_nobody_watches(stateful: Place, elsewhere: Any, tmp_path: Path, port: i
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_is_told_to_go_is_followed_by_one_that_comes_late(
+def test_a_late_worker_continues_after_a_terminated_one(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:
     run = tmp_path / "a" / "run"
@@ -309,7 +307,7 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
     assert json.loads(stateful.store("runs/small").read("summary.json"))["rounds"] == 6
 
 
-def test_models_of_a_run_that_is_published_are_those_of_its_folder(
+def test_models_of_a_published_run_equal_those_of_its_folder(
     stateful: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in stateful.environment.items():
@@ -339,7 +337,7 @@ def test_models_of_a_run_that_is_published_are_those_of_its_folder(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_another_partition_than_the_experiments(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_partition_of_another_experiment_is_rejected(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
     for name, value in stateful.environment.items():
         monkeypatch.setenv(name, value)
     for change, said in (
@@ -358,7 +356,7 @@ def test_another_partition_than_the_experiments(stateful: Place, tmp_path: Path,
     assert not (tmp_path / "run").exists()
 
 
-def test_places_that_are_none(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
+def test_invalid_places_are_rejected(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
     for name, value in stateful.environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ExperimentError, match=r"publish must be a store.*here"):

@@ -55,7 +55,7 @@ def sweep(root: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root: Path, tmp_path: Path) -> None:
+def test_a_sweep_resumes_and_survives_a_diverging_setting(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     first = sweep(root, out, "--seeds", "1,2")
     assert first.returncode == 0, first.stderr
@@ -86,7 +86,7 @@ def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root:
 
 
 @pytest.mark.slow
-def test_a_tracker_that_fails_in_a_run_beside_others_is_told_of(
+def test_a_failing_tracker_in_a_parallel_run_is_reported(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = tmp_path / "site" / "broken_tracker-0.1.dist-info"
@@ -135,7 +135,7 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
-def test_a_run_leaves_no_data_to_the_process(root: Path, tmp_path: Path) -> None:
+def test_a_run_leaves_no_data_in_memory(root: Path, tmp_path: Path) -> None:
     gc.collect()  # what other tests left
     gc.disable()  # a collection by chance would hide what the run leaves
     try:
@@ -172,9 +172,7 @@ class KillsTheFirst(SweepObserver):
 
 
 @pytest.mark.slow
-def test_runs_side_by_side_give_the_same_bits_and_one_that_is_killed_does_not_keep_others(
-    root: Path, tmp_path: Path
-) -> None:
+def test_parallel_runs_give_equal_bits_and_a_killed_one_does_not_stop_others(root: Path, tmp_path: Path) -> None:
     keys = {"data__root": str(root), "federation__rounds": 2, "runtime__workers": 0, "algorithm__personalize_steps": 5}
     e = experiments.of(REPOSITORY / "experiments" / "vowel.yaml", **keys)
     points, out, seen = experiments.points(e, (), "1,2", []), tmp_path / "sweep", KillsTheFirst()
@@ -194,7 +192,7 @@ def test_runs_side_by_side_give_the_same_bits_and_one_that_is_killed_does_not_ke
             assert there.read_bytes() == here.read_bytes()
 
 
-def test_cores_are_shared_out() -> None:
+def test_cores_are_divided_among_parallel_runs() -> None:
     cores = os.sched_getaffinity(0)
     for parallel in (1, 2, 3, 64):
         found = core_shares(parallel)
@@ -204,7 +202,7 @@ def test_cores_are_shared_out() -> None:
             assert sum(map(len, found)) == len(cores)
 
 
-def test_nothing_runs_if_a_point_is_not_allowed(root: Path, tmp_path: Path) -> None:
+def test_no_run_starts_if_a_sweep_point_is_invalid(root: Path, tmp_path: Path) -> None:
     refused = sweep(root, tmp_path / "sweep", "--grid", "algorithm.local.lr=0.1,-1")
     assert refused.returncode == 2
     assert "at algorithm.local.lr=-1: " in refused.stderr

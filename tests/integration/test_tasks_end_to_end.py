@@ -100,9 +100,7 @@ PREDICTED = {"regression": PRICES, "multilabel": LABELS}
     "method", [{"name": "pefll", "embedding": EMBEDDING}, {"name": "pfedhn"}, {"name": "pfedbayes"}]
 )
 @pytest.mark.parametrize("task", PREDICTED)
-def test_methods_of_the_papers_do_other_tasks_from_data_to_summary(
-    task: str, method: dict[str, Any], tmp_path: Path
-) -> None:
+def test_methods_of_the_papers_support_other_tasks(task: str, method: dict[str, Any], tmp_path: Path) -> None:
     run = ran(ROWS, PREDICTED[task], tmp_path, MLP, method)
     assert run.summary["task"] == task
     assert np.isfinite(run.summary["seen"]["metrics"][run.summary["headline"]["name"]]["mean"])
@@ -194,7 +192,7 @@ def served(run: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("case", ["regression", "multilabel", "named inputs", "integers as numbers", "next token"])
-def test_newcomers_get_the_same_model_from_a_folder_and_over_the_network(
+def test_new_clients_get_equal_models_from_a_folder_and_over_the_network(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y, model = CASES[case]
@@ -217,7 +215,7 @@ def test_newcomers_get_the_same_model_from_a_folder_and_over_the_network(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["knn-per", "pfedgp", "pefll"])
-def test_methods_that_need_one_tensor_refuse_named_inputs(method: str, tmp_path: Path) -> None:
+def test_methods_that_need_one_tensor_reject_named_inputs(method: str, tmp_path: Path) -> None:
     x = {"row": ROWS, "codes": CODES}
     how: dict[str, Any] = {"name": method} if method == "pfedgp" else {"name": method, "local": {"steps": 1}}
     with pytest.raises(ExperimentError) as error:

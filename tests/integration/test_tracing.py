@@ -62,7 +62,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.mark.slow
-def test_each_clients_work_is_in_its_exchange_of_its_round(
+def test_client_spans_are_children_of_their_rounds_exchange(
     collector: Collector, tmp_path: Path, fresh_root: Path
 ) -> None:
     """And the numbers are those of a run that nobody traces, also where nobody listens for the traces."""
@@ -102,7 +102,7 @@ def test_each_clients_work_is_in_its_exchange_of_its_round(
         assert len(pairs) == len({*pairs}) == 3 * CLIENTS
 
 
-def test_tracing_that_is_off_is_not_imported_and_is_silent() -> None:
+def test_disabled_tracing_imports_nothing_and_logs_nothing() -> None:
     """The parent of a span is nobody's business then: no context, no attribute, one shared object."""
     assert tracing.here() == ""
     assert tracing.span("round", round=1) is tracing.span("exchange") is tracing.within("00-1-2-01")
@@ -110,6 +110,6 @@ def test_tracing_that_is_off_is_not_imported_and_is_silent() -> None:
     assert run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout == "False\n"
 
 
-def test_another_protocol_is_refused(tmp_path: Path) -> None:
+def test_another_trace_protocol_is_rejected(tmp_path: Path) -> None:
     said = fedloom("--tracing", "run", tmp_path, code=2, environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
     assert tells(said, "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf")

@@ -44,7 +44,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.exhaustive
-def test_runs_side_by_side_send_their_numbers_to_mlflow_and_wandb(tmp_path: Path) -> None:
+def test_parallel_runs_log_to_mlflow_and_wandb(tmp_path: Path) -> None:
     if not (ROOT / ".venv" / "bin" / "uv").exists():
         pytest.skip("there is no uv, which installs in seconds")
     home = tmp_path / "data" / "datasets" / "vowel"

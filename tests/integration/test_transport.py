@@ -93,7 +93,7 @@ def test_a_conversation_with_one_worker(aggregator, worker):
     assert payload < aggregator.traffic.up < payload + 20_000
 
 
-def test_two_workers_get_equal_shares_and_broadcasts_travel_once_per_worker(aggregator, worker):
+def test_workers_get_equal_shares_and_each_broadcast_once(aggregator, worker):
     first, second = worker("w1"), worker("w2")
     aggregator.wait_for(set(CLIENTS), 5, workers=2)
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
@@ -104,7 +104,7 @@ def test_two_workers_get_equal_shares_and_broadcasts_travel_once_per_worker(aggr
     assert (first.session.computed, second.session.computed) == (6, 4)
 
 
-def test_data_in_one_place_is_served_there_and_an_id_may_repeat(aggregator, worker):
+def test_data_on_one_worker_are_served_there_and_client_ids_may_repeat(aggregator, worker):
     first, second = worker("w1", ("anna", "bo")), worker("w2", ("bo", "carla"))
     cohort = ("anna", "bo", "bo", "carla")
     aggregator.wait_for(set(cohort), 30)
@@ -114,7 +114,7 @@ def test_data_in_one_place_is_served_there_and_an_id_may_repeat(aggregator, work
     assert {row for _, row in second.session.held} == {2, 3}
 
 
-def test_conversations_interleave(aggregator, worker, background):
+def test_conversations_can_be_interleaved(aggregator, worker, background):
     worker()
     aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS, the_key=key(number)) for number in range(4)]
@@ -122,7 +122,7 @@ def test_conversations_interleave(aggregator, worker, background):
         check(answers.result(10), call)
 
 
-def test_replies_arrive_while_later_rows_are_computed_and_a_lost_row_is_only_that(aggregator, worker, background):
+def test_replies_stream_while_later_rows_are_computed_and_a_lost_row_loses_no_other(aggregator, worker, background):
     served = worker()
     go_on = threading.Event()
 
@@ -144,7 +144,7 @@ def test_replies_arrive_while_later_rows_are_computed_and_a_lost_row_is_only_tha
     assert all(torch.equal(answers[row].x, expected([call], row)) for row in (0, 3, 4))
 
 
-def test_rows_that_dropped_out_are_not_sent_on(aggregator, worker):
+def test_dropped_rows_are_not_forwarded(aggregator, worker):
     worker()
     aggregator.wait_for(set(CLIENTS), 30)
     first = start_call(CLIENTS)
@@ -153,7 +153,7 @@ def test_rows_that_dropped_out_are_not_sent_on(aggregator, worker):
     check(aggregator.exchange(second), first, second)
 
 
-def test_a_cut_connection_costs_nobody_and_nothing_is_computed_twice(aggregator, worker, background):
+def test_a_cut_connection_loses_no_client_and_repeats_no_computation(aggregator, worker, background):
     proxy = Proxy(aggregator.address)
     served = worker(address=proxy.address)
     aggregator.wait_for(set(CLIENTS), 30)
@@ -176,7 +176,7 @@ def test_a_cut_connection_costs_nobody_and_nothing_is_computed_twice(aggregator,
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_connections_cut_at_random_change_nothing(aggregator, worker, background, seed):
+def test_randomly_cut_connections_change_nothing(aggregator, worker, background, seed):
     """Two workers, three conversations at once, connections cut every few milliseconds: every answer is right."""
     proxies = [Proxy(aggregator.address) for _ in range(2)]
     for i, proxy in enumerate(proxies):
@@ -210,7 +210,7 @@ def test_connections_cut_at_random_change_nothing(aggregator, worker, background
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, seed):
+def test_connections_cut_every_few_kilobytes_lose_no_client(aggregator, worker, seed):
     """Most cuts come while an earlier message is on its way: only what has arrived may be taken for known."""
     d, calls = 1_000, []
     proxies = [Proxy(aggregator.address, cut_after=30_000, seed=10 * seed + i) for i in range(2)]
@@ -237,7 +237,7 @@ def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, see
         (True, b"Sum", b"Sun"),
     ],
 )
-def test_damaged_frames_are_sent_again(aggregator, worker, up, word, damaged_word):
+def test_damaged_frames_are_resent(aggregator, worker, up, word, damaged_word):
     """Damage that is well-formed: without a checksum it is another name, another learning rate, another client."""
     damaged = []
 
@@ -280,7 +280,7 @@ def test_complete_transfers_are_not_repeated(aggregator, worker, background):
     proxy.close()
 
 
-def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, worker):
+def test_a_worker_with_a_failing_session_exits_and_another_takes_over(aggregator, worker):
     failing = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
 
@@ -296,7 +296,7 @@ def test_a_failing_session_ends_its_worker_and_another_takes_over(aggregator, wo
     assert isinstance(failing.error, MemoryError)
 
 
-def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, worker, background, monkeypatch):
+def test_a_worker_with_a_failing_stream_exits_and_another_takes_over(aggregator, worker, background, monkeypatch):
     """Without memory for a request, a worker that lives on would serve nobody for ever."""
     failing = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
@@ -319,7 +319,7 @@ def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, 
     check(answers.result(10), call)
 
 
-def test_a_request_that_is_too_large_loses_its_rows_and_not_the_stream(aggregator, worker, monkeypatch):
+def test_a_request_that_is_too_large_loses_only_its_rows(aggregator, worker, monkeypatch):
     monkeypatch.setattr("fedloom.transport.worker_requests.REQUEST_BYTES", 4 << 20)
     served = worker()
     aggregator.wait_for(set(CLIENTS), 30)
@@ -364,7 +364,7 @@ def test_another_worker_takes_over_in_the_middle_of_an_exchange(aggregator, work
     assert second.session.computed > 4
 
 
-def test_clients_whose_worker_is_replaced_are_counted_before_they_are_asked_again(aggregator, worker):
+def test_clients_of_a_replaced_worker_are_charged_before_they_are_asked_again(aggregator, worker):
     """The noise of a private answer is a secret of the worker's process: another one's is another answer."""
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
@@ -393,7 +393,7 @@ def test_clients_whose_worker_is_replaced_are_counted_before_they_are_asked_agai
     assert len(told) == len(set(told))
 
 
-def test_a_client_that_cannot_be_counted_is_not_asked_again(aggregator, worker):
+def test_a_client_that_cannot_be_charged_is_not_asked_again(aggregator, worker):
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
 
@@ -414,7 +414,7 @@ def test_a_client_that_cannot_be_counted_is_not_asked_again(aggregator, worker):
     assert second[0].sessions == [] or second[0].session.computed == 0
 
 
-def test_a_worker_that_lost_the_conversation_says_so_and_is_told_again(aggregator, worker):
+def test_a_worker_that_lost_the_conversation_requests_a_replay(aggregator, worker):
     served = worker()
     aggregator.wait_for(set(CLIENTS), 30)
     calls = [start_call(CLIENTS), step_call(CLIENTS, 1)]
@@ -425,7 +425,7 @@ def test_a_worker_that_lost_the_conversation_says_so_and_is_told_again(aggregato
     assert served.session.computed == 5 + 3 + 2 * 2
 
 
-def test_a_new_aggregator_gets_a_new_session(worker, aggregator):
+def test_a_restarted_aggregator_starts_a_new_session(worker, aggregator):
     served = worker(reconnect_s=10)
     aggregator.wait_for(set(CLIENTS), 30)
     aggregator.exchange(start_call(CLIENTS, d=10))
@@ -442,7 +442,7 @@ def test_a_new_aggregator_gets_a_new_session(worker, aggregator):
         successor.stop()
 
 
-def test_a_worker_past_its_deadline_is_silent_until_it_speaks(aggregator, worker):
+def test_a_worker_past_its_deadline_is_silent_until_it_replies(aggregator, worker):
     """Also where nobody waits for its answer any more, and the conversation is closed."""
     served, release = worker(), threading.Event()
     served.before = lambda client, exchange: release.wait(20) and None
@@ -470,7 +470,7 @@ def test_a_silent_worker_that_joins_again_is_asked_again(aggregator, worker):
     release.set()
 
 
-def test_the_deadline_loses_who_is_late_and_only_them(aggregator, worker):
+def test_the_deadline_loses_only_late_clients(aggregator, worker):
     served = worker()
     slept = threading.Event()
 
@@ -494,19 +494,19 @@ def test_the_deadline_loses_who_is_late_and_only_them(aggregator, worker):
     assert served.session.computed == 4 + 5, "a worker does not go on with what nobody waits for"
 
 
-def test_without_any_worker_the_deadline_ends_it(aggregator):
+def test_the_deadline_ends_an_exchange_without_workers(aggregator):
     answers = aggregator.exchange(start_call(CLIENTS, d=10, deadline_s=0.1))
     assert all(isinstance(answer, Lost) for answer in answers)
 
 
-def test_an_exchange_waits_for_a_worker_to_come(aggregator, worker, background):
+def test_an_exchange_waits_for_a_worker_to_connect(aggregator, worker, background):
     call = start_call(CLIENTS, deadline_s=None)
     answers = background(aggregator.exchange, call)
     worker()
     check(answers.result(10), call)
 
 
-def test_clients_without_a_worker_are_reported_at_once_with_their_deadline(worker, aggregator, background):
+def test_clients_without_a_worker_are_reported_with_their_deadline(worker, aggregator, background):
     said: list[str] = []
     ours = make_aggregator(say=said.append)
     address = ours.start("127.0.0.1:0")
@@ -535,7 +535,7 @@ def test_clients_without_a_worker_are_reported_at_once_with_their_deadline(worke
     ours.stop()
 
 
-def test_an_aggregator_that_is_not_there_is_told_once_and_then_seldom(worker, caplog, monkeypatch):
+def test_an_unreachable_aggregator_is_logged_once_and_then_rarely(worker, caplog, monkeypatch):
     monkeypatch.setattr("fedloom.transport.worker_connection.FIRST_NOTICE_S", 0.4)
     with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
         alone = worker(address="127.0.0.1:1", reconnect_s=1.5)
@@ -547,7 +547,7 @@ def test_an_aggregator_that_is_not_there_is_told_once_and_then_seldom(worker, ca
         assert not re.search("UNAVAILABLE|ipv4:|last error", text), text
 
 
-def test_an_address_without_an_aggregator_is_reported_in_a_sentence(worker):
+def test_an_address_without_an_aggregator_is_reported_in_one_sentence(worker):
     class Web(http.server.BaseHTTPRequestHandler):
         """An HTTP server, which is not what the worker looks for."""
 
@@ -561,14 +561,14 @@ def test_an_address_without_an_aggregator_is_reported_in_a_sentence(worker):
     server.server_close()
 
 
-def test_clients_that_nobody_serves_are_named(aggregator, worker):
+def test_clients_without_a_worker_are_named(aggregator, worker):
     worker("w1", ("anna",))
     aggregator.wait_for({"anna"}, 30)
     with pytest.raises(QuorumError, match=r"2 of 3 clients: bo, carla .*w1"):
         aggregator.wait_for({"anna", "bo", "carla"}, 0.05)
 
 
-def test_waiting_for_more_workers_than_come_and_while_stopping(aggregator, worker, background):
+def test_waiting_for_too_many_workers_times_out_or_stops(aggregator, worker, background):
     worker("w1")
     with pytest.raises(QuorumError, match="1 of 2 workers"):
         aggregator.wait_for(set(CLIENTS), 1, workers=2)
@@ -580,7 +580,7 @@ def test_waiting_for_more_workers_than_come_and_while_stopping(aggregator, worke
     aggregator.close(key())
 
 
-def test_exchanges_out_of_order_are_the_callers_mistake(aggregator, worker):
+def test_exchanges_out_of_order_raise_an_error(aggregator, worker):
     worker()
     aggregator.wait_for(set(CLIENTS), 30)
     with pytest.raises(ValueError, match="not open"):
@@ -592,14 +592,14 @@ def test_exchanges_out_of_order_are_the_callers_mistake(aggregator, worker):
     aggregator.close(key())
 
 
-def test_a_port_that_is_taken(aggregator):
+def test_a_taken_port_is_reported(aggregator):
     port = aggregator.address.rsplit(":", 1)[1]
     with pytest.raises(ExperimentError, match=f"port {port} is taken") as caught:
         make_aggregator().start(aggregator.address)
     assert caught.value.exit_code == ExitCode.EXPERIMENT
 
 
-def test_a_port_that_there_is_not():
+def test_an_invalid_port_is_reported():
     with pytest.raises(ExperimentError, match=r"HOST:PORT.*127\.0\.0\.1:99999"):
         make_aggregator().start("127.0.0.1:99999")
 
@@ -611,7 +611,7 @@ def test_a_port_that_there_is_not():
         ({"algorithms": {}}, ["toy"]),
     ],
 )
-def test_another_version_is_refused(aggregator, worker, change, said):
+def test_a_client_of_another_version_is_rejected(aggregator, worker, change, said):
     refused = worker(**change)
     refused.thread.join(30)
     assert isinstance(refused.error, RefusedError)
@@ -619,7 +619,7 @@ def test_another_version_is_refused(aggregator, worker, change, said):
     assert aggregator.refusals.counts == {Refusal.HELLO: 1}
 
 
-def test_a_live_worker_keeps_its_name_and_another_waits(aggregator, worker):
+def test_a_second_worker_with_the_same_name_waits(aggregator, worker):
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
     second = worker("w1", reconnect_s=30)
@@ -633,7 +633,7 @@ def test_a_live_worker_keeps_its_name_and_another_waits(aggregator, worker):
     assert second.session.computed == 10
 
 
-def test_workers_beyond_what_may_join_at_once_come_again(worker, monkeypatch):
+def test_workers_beyond_the_join_limit_retry(worker, monkeypatch):
     monkeypatch.setattr("fedloom.transport.worker_streams.JOINS", (1.5, 0.25))  # a Hello costs 1, and its bytes
     aggregator = make_aggregator()
     address = aggregator.start("127.0.0.1:0")
@@ -648,7 +648,7 @@ def test_workers_beyond_what_may_join_at_once_come_again(worker, monkeypatch):
     aggregator.stop()
 
 
-def test_a_join_costs_what_its_own_clients_cost():
+def test_the_cost_of_a_join_does_not_depend_on_other_clients():
     """Not a look at each client of each worker that is there already, which 10,000 would make ten times as dear."""
 
     def join_and_leave(clients: int) -> int:
@@ -673,7 +673,7 @@ def test_a_join_costs_what_its_own_clients_cost():
     assert join_and_leave(10_000) < 2 * join_and_leave(1_000)
 
 
-def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_open(worker, monkeypatch):
+def test_a_restarted_worker_joins_though_its_old_stream_is_half_open(worker, monkeypatch):
     """End the stream of a machine that is gone by keepalive: nothing else does."""
     often = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
     options = tuple({**dict(SERVER_OPTIONS), **often}.items())
@@ -692,7 +692,7 @@ def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_op
     aggregator.stop()
 
 
-def test_a_stream_that_was_up_is_lost_and_not_dialled_in_vain(aggregator, worker, caplog):
+def test_a_lost_stream_is_reported_as_lost_and_not_as_a_failed_connection(aggregator, worker, caplog):
     with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
         alone = worker(reconnect_s=0.5)
         aggregator.wait_for(set(CLIENTS), 30)
@@ -702,7 +702,7 @@ def test_a_stream_that_was_up_is_lost_and_not_dialled_in_vain(aggregator, worker
     assert [line.split(" at ")[0] for line in told[:2]] == ["joined run run-1", "lost the aggregator"]
 
 
-def test_an_aggregator_that_is_gone(worker):
+def test_a_stopped_aggregator_ends_its_workers(worker):
     began = time.monotonic()
     alone = worker(address="127.0.0.1:1", reconnect_s=0.3)
     alone.thread.join(30)
@@ -711,7 +711,7 @@ def test_an_aggregator_that_is_gone(worker):
     assert time.monotonic() - began < 3
 
 
-def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
+def test_workers_leave_at_the_end_of_a_run(aggregator, worker):
     served = worker()
     aggregator.wait_for(set(CLIENTS), 30)
     aggregator.stop(finished=True)
@@ -721,7 +721,7 @@ def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_worker_that_connects_as_a_run_ends_learns_of_the_end(worker, background, monkeypatch, resumed):
+def test_a_worker_that_connects_at_the_end_of_a_run_is_notified(worker, background, monkeypatch, resumed):
     """A worker that lost its connection, to this aggregator or to the one before, hears the end."""
     monkeypatch.setattr("fedloom.transport.connected.LINGER_S", 3.0 if resumed else 60.0)
     monkeypatch.setattr("fedloom.transport.worker_connection.LAST_BACKOFF_S", 0.2)
@@ -747,7 +747,7 @@ def test_a_worker_that_connects_as_a_run_ends_learns_of_the_end(worker, backgrou
     proxy.close()
 
 
-def test_an_end_with_everyone_told_waits_for_nobody(aggregator, worker):
+def test_shutdown_returns_once_every_worker_is_notified(aggregator, worker):
     served = worker()
     aggregator.wait_for(set(CLIENTS), 30)
     began = time.monotonic()

@@ -152,7 +152,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("attack", BAD)
-def test_a_bad_reply_loses_its_row_only_and_the_stream_lives_on(aggregator, honest, hostile, background, attack):
+def test_a_bad_reply_loses_only_its_row_and_the_stream_continues(aggregator, honest, hostile, background, attack):
     send, refusal = BAD[attack]
     aggregator.wait_for(set(COHORT), 30)
     calls = [start_call(COHORT, deadline_s=5), step_call(COHORT, 1, deadline_s=5)]
@@ -190,7 +190,7 @@ MISADDRESSED = {
 
 
 @pytest.mark.parametrize("address", MISADDRESSED)
-def test_a_reply_to_something_else_is_dropped_and_costs_nobody(aggregator, honest, hostile, background, address):
+def test_a_misaddressed_reply_is_dropped_without_losing_a_client(aggregator, honest, hostile, background, address):
     changes, refusal = MISADDRESSED[address]
     aggregator.wait_for(set(COHORT), 30)
     call = start_call(COHORT, deadline_s=5)
@@ -249,7 +249,7 @@ def of(request, *rows):
     return {"rows": rows, "clients": [request.clients[row] for row in rows]}
 
 
-def test_rows_of_one_reply_are_an_answer_each(aggregator, many):
+def test_each_row_of_a_reply_counts_as_one_answer(aggregator, many):
     hostile, request, answers = many
     sent = torch.randn(4, 4)
     hostile.send(hostile.transfer(request, Sum(sent[[0, 2, 3]]), **of(request, 0, 2, 3)))
@@ -259,7 +259,7 @@ def test_rows_of_one_reply_are_an_answer_each(aggregator, many):
     assert aggregator.refusals.counts == {}
 
 
-def test_a_row_that_has_its_answer_is_left_out_of_a_reply_and_keeps_it(aggregator, many):
+def test_a_row_already_answered_keeps_its_first_answer(aggregator, many):
     hostile, request, answers = many
     first, second = torch.randn(1, 4), torch.randn(4, 4)
     hostile.send(hostile.transfer(request, Sum(first), **of(request, 1)))
@@ -269,7 +269,7 @@ def test_a_row_that_has_its_answer_is_left_out_of_a_reply_and_keeps_it(aggregato
     assert aggregator.refusals.counts == {Refusal.LATE: 1}
 
 
-def test_a_nan_in_a_row_loses_that_row_only(aggregator, many):
+def test_a_nan_loses_only_its_row(aggregator, many):
     hostile, request, answers = many
     sent = torch.randn(4, 4)
     sent[2, 1] = torch.nan
@@ -281,7 +281,7 @@ def test_a_nan_in_a_row_loses_that_row_only(aggregator, many):
 
 
 @pytest.mark.parametrize("wrong", ["fewer rows", "more rows", "a client", "an early end"])
-def test_a_reply_that_is_wrong_loses_its_rows_only(aggregator, many, wrong):
+def test_an_invalid_reply_loses_only_its_rows(aggregator, many, wrong):
     hostile, request, answers = many
     address = of(request, 0, 1)
     message = Sum(torch.randn({"fewer rows": 1, "more rows": 3}.get(wrong, 2), 4))
@@ -298,7 +298,7 @@ def test_a_reply_that_is_wrong_loses_its_rows_only(aggregator, many, wrong):
 
 
 @pytest.mark.parametrize("numbers", [(1, 0), (1, 1), (0, 77)])
-def test_rows_out_of_order_twice_or_unknown_cost_nobody(aggregator, many, numbers):
+def test_out_of_order_repeated_or_unknown_rows_lose_no_client(aggregator, many, numbers):
     hostile, request, answers = many
     clients = [request.clients[row] if row < 4 else "a" for row in numbers]
     hostile.send(hostile.transfer(request, Sum(torch.randn(2, 4)), rows=numbers, clients=clients))
@@ -308,7 +308,7 @@ def test_rows_out_of_order_twice_or_unknown_cost_nobody(aggregator, many, number
     assert aggregator.refusals.counts == {Refusal.CLIENT: 1}
 
 
-def test_small_answers_of_an_honest_worker_share_a_transfer(aggregator, monkeypatch):
+def test_small_replies_share_a_transfer(aggregator, monkeypatch):
     """Four rows come in one Begin or a few, as the millisecond has it; large ones in one each."""
     begun = []
     begin = Receiver._begin
@@ -327,7 +327,7 @@ def test_small_answers_of_an_honest_worker_share_a_transfer(aggregator, monkeypa
     worker.leave()
 
 
-def test_chunks_of_a_transfer_that_never_began(aggregator, honest, hostile, background):
+def test_chunks_of_an_unknown_transfer_are_counted_once(aggregator, honest, hostile, background):
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()
@@ -347,9 +347,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE.keys())
-def test_garbage_ends_the_stream_with_a_status_and_the_row_is_dealt_again(
-    aggregator, honest, hostile, background, data
-):
+def test_garbage_ends_the_stream_and_the_row_is_reassigned(aggregator, honest, hostile, background, data):
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=10))
     hostile.request()
@@ -363,7 +361,7 @@ def test_garbage_ends_the_stream_with_a_status_and_the_row_is_dealt_again(
     successor.leave()
 
 
-def test_a_frame_that_grpc_itself_refuses(aggregator, honest, hostile, background):
+def test_a_frame_that_grpc_rejects(aggregator, honest, hostile, background):
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=0.5))
     hostile.request()
@@ -389,7 +387,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, hostile, background, caplog, flood):
+def test_a_flood_of_useless_messages_ends_its_stream(aggregator, honest, hostile, background, caplog, flood):
     """It costs a few parts, however many are sent, and a few lines of log."""
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=20))
@@ -405,7 +403,7 @@ def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, h
     successor.leave()
 
 
-def test_rows_that_silent_joiners_sit_on_are_asked_of_others_and_they_are_dealt_less(aggregator):
+def test_rows_of_silent_workers_are_reassigned_and_they_get_fewer(aggregator):
     """Five who join and say nothing cost seconds, once, and not a deadline each round."""
     everyone = ("anna", "bo", "carla", "dai", "emil", "honest")
     silent = [Hostile(aggregator.address, name=f"a{i}", clients=everyone) for i in range(5)]
@@ -430,7 +428,7 @@ def test_rows_that_silent_joiners_sit_on_are_asked_of_others_and_they_are_dealt_
         each.leave()
 
 
-def test_a_second_who_refuses_a_row_loses_it_for_nobody(aggregator, monkeypatch, background):
+def test_a_second_worker_that_refuses_a_row_does_not_lose_it(aggregator, monkeypatch, background):
     """The first is slow; the second gives the row up, or sends what is refused: the first is waited for."""
     slow = Worker(aggregator.address, "slow", ["mallory"])
     aggregator.wait_for(["mallory"], 30)
@@ -451,7 +449,7 @@ def test_a_second_who_refuses_a_row_loses_it_for_nobody(aggregator, monkeypatch,
     hostile.leave()
 
 
-def test_refusals_that_nobody_reads_are_few():
+def test_unread_refusals_are_bounded():
     async def flooded():
         link = Link(WorkerInfo("w", "1", Clients({}, ()), "cpu"), allowance=10_000)
         board = Dispatcher(served_run(), lambda come, gone: None, lambda text: None)
@@ -462,7 +460,7 @@ def test_refusals_that_nobody_reads_are_few():
     assert asyncio.run(flooded()) == UNREAD_REFUSALS
 
 
-def test_a_worker_that_reads_nothing_is_let_go(aggregator):
+def test_a_worker_that_does_not_read_is_disconnected(aggregator):
     hostile = Hostile(aggregator.address)
     hostile.join()
     for number in range(2 * UNREAD_LANES):
@@ -474,7 +472,7 @@ def test_a_worker_that_reads_nothing_is_let_go(aggregator):
     hostile.leave()
 
 
-def test_a_worker_that_always_lacks_the_conversation_is_let_go_and_loses_nobody(
+def test_a_worker_that_always_lacks_the_conversation_is_disconnected_without_loss(
     aggregator, honest, hostile, background
 ):
     aggregator.wait_for(set(COHORT), 30)
@@ -491,7 +489,7 @@ def test_a_worker_that_always_lacks_the_conversation_is_let_go_and_loses_nobody(
     successor.leave()
 
 
-def test_a_row_may_only_be_given_up_by_its_worker(aggregator, honest, hostile, background):
+def test_a_row_can_only_be_given_up_by_its_worker(aggregator, honest, hostile, background):
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()
@@ -534,7 +532,7 @@ def test_names_and_reasons_of_workers_are_printable(aggregator, honest, backgrou
         ({"clients": ("mallory", "nobody\n")}, wire.REFUSAL_CODE_CLIENTS, ("no client", "nobody\\n")),
     ],
 )
-def test_a_hello_that_is_refused_says_why(aggregator, hello, code, facts):
+def test_a_rejected_hello_gets_a_reason(aggregator, hello, code, facts):
     hostile = Hostile(aggregator.address, **hello)
     refused = hostile.join().refused
     assert refused.code == code
@@ -545,7 +543,7 @@ def test_a_hello_that_is_refused_says_why(aggregator, hello, code, facts):
     hostile.leave()
 
 
-def test_a_stream_that_does_not_begin_with_hello(aggregator):
+def test_a_stream_that_does_not_begin_with_hello_is_rejected(aggregator):
     for data in (seal_frame([b"\xff\xff"]), seal_frame(serialize(wire.WorkerPart(end=wire.End())))):
         hostile = Hostile(aggregator.address)
         hostile.raw(data)
@@ -553,7 +551,7 @@ def test_a_stream_that_does_not_begin_with_hello(aggregator):
         hostile.leave()
 
 
-def test_a_bool_and_a_broadcast_in_a_reply_are_checked_too(background):
+def test_booleans_and_broadcasts_in_a_reply_are_checked(background):
     class Flags(Message):
         on: Tensor = rows(Quantity.OTHER)
         shared: Tensor = broadcast(Quantity.OTHER)
@@ -606,7 +604,7 @@ worker.thread.join(10)
 
 
 @pytest.mark.slow
-def test_idle_connections_leave_descriptors_for_files(tmp_path):
+def test_idle_connections_leave_file_descriptors_free(tmp_path):
     """More connections than the process may have files: it goes on, and says that it is full."""
     program = tmp_path / "crowded.py"
     program.write_text(CROWDED)
@@ -639,7 +637,7 @@ def asked_for(service):
 
 
 @pytest.mark.parametrize("call", [WATCH_HEALTH, CHECK_HEALTH])
-def test_health_takes_in_no_names_but_those_of_a_service(aggregator, call):
+def test_health_accepts_only_service_names(aggregator, call):
     with anonymous(aggregator.address) as channel:
         for name, code in (
             ("x" * 900_000, grpc.StatusCode.INVALID_ARGUMENT),
@@ -661,7 +659,7 @@ def anything_of(answers):
         return
 
 
-def test_watchers_of_health_are_so_many_and_the_newest_stay(aggregator):
+def test_health_watchers_are_bounded_and_the_newest_stay(aggregator):
     """Twenty connections with as many streams each as a connection may have."""
     channels = [anonymous(aggregator.address) for _ in range(20)]
     try:
@@ -680,7 +678,7 @@ def test_watchers_of_health_are_so_many_and_the_newest_stay(aggregator):
             channel.close()
 
 
-def test_calls_whose_request_does_not_come_end_and_keep_no_check_out(aggregator):
+def test_calls_without_a_request_end_and_block_no_health_check(aggregator):
     channels = [anonymous(aggregator.address) for _ in range(20)]
     over = threading.Event()
 

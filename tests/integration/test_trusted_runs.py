@@ -42,9 +42,7 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
 
 
-def test_a_federation_over_mutual_tls_with_tokens_gives_the_same_numbers(
-    tmp_path: Path, fashion_mnist_root: Path
-) -> None:
+def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnist_root: Path) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY)
     fedloom("run", path, "--out", tmp_path / "alone")
     make_ca(tmp_path / "ca")
@@ -87,9 +85,7 @@ def test_a_federation_over_mutual_tls_with_tokens_gives_the_same_numbers(
         assert text not in said
 
 
-def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
-    tmp_path: Path, fashion_mnist_root: Path
-) -> None:
+def test_workers_of_a_run_authenticate_with_its_own_secret_token(tmp_path: Path, fashion_mnist_root: Path) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY, runtime={"workers": 1})
     elsewhere = {"FEDLOOM_TLS_CA": "/absent/ca.crt", "FEDLOOM_TOKEN": make_token().get_secret_value()}
     endless = ["--set", "federation.rounds=100000"]
@@ -134,7 +130,7 @@ def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
         ),
     ],
 )
-def test_mistakes_are_said_before_anything_is_read_or_made(
+def test_errors_are_reported_before_anything_is_read_or_created(
     tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], code: int, facts: tuple[str, ...]
 ) -> None:
     token = make_token().get_secret_value()
@@ -147,7 +143,7 @@ def test_mistakes_are_said_before_anything_is_read_or_made(
 
 
 @pytest.mark.slow
-def test_a_member_that_is_revoked_is_out_and_the_run_waits_for_another(
+def test_a_revoked_member_is_disconnected_and_the_run_waits_for_another(
     tmp_path: Path, fashion_mnist_root: Path
 ) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY)

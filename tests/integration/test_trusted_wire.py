@@ -285,7 +285,7 @@ def dialled(federation: Federation):
     return grpc.secure_channel(federation.address, trusted, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-def test_the_table_of_the_page_is_that_of_the_tests_and_of_the_gate() -> None:
+def test_the_documented_permission_table_matches_tests_and_interceptor() -> None:
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
     _, _, rest = page.partition("| call | ")
     head, _, *rows = rest.partition("\n\n")[0].splitlines()
@@ -308,7 +308,7 @@ def test_the_table_of_the_page_is_that_of_the_tests_and_of_the_gate() -> None:
 
 
 @pytest.mark.parametrize(("call", "role"), MAY)
-def test_each_role_may_call_what_the_table_says(by_role, call: str, role: str | None) -> None:
+def test_each_role_may_make_the_documented_calls(by_role, call: str, role: str | None) -> None:
     federation, notices, tokens = by_role
     (aggregator,) = federation.running
     metadata = () if role is None else (("authorization", f"Bearer {tokens[role]}"),)
@@ -338,7 +338,7 @@ def test_each_role_may_call_what_the_table_says(by_role, call: str, role: str | 
         ("worker", ("a-1\x1b[31m/../x",), ("worker", "a-1")),
     ],
 )
-def test_nobody_announces_the_clients_of_others(by_role, role: str, clients: tuple[str, ...], facts) -> None:
+def test_clients_of_other_identities_cannot_be_announced(by_role, role: str, clients: tuple[str, ...], facts) -> None:
     federation, _, tokens = by_role
     (aggregator,) = federation.running
     until(lambda: not aggregator.workers())
@@ -366,7 +366,7 @@ def test_nobody_announces_the_clients_of_others(by_role, role: str, clients: tup
         (("x-token", "{worker}"),),
     ],
 )
-def test_near_tokens_are_rejected(by_role, metadata) -> None:
+def test_almost_equal_tokens_are_rejected(by_role, metadata) -> None:
     federation, _, tokens = by_role
     sent = tuple((key, value.format(**tokens)) for key, value in metadata)
     with dialled(federation) as channel, pytest.raises(grpc.RpcError) as refused:
@@ -376,7 +376,7 @@ def test_near_tokens_are_rejected(by_role, metadata) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"\xff" * 9, b"", None])
-def test_nothing_of_what_a_stranger_sends_is_parsed_or_waited_for(
+def test_data_from_strangers_are_neither_parsed_nor_awaited(
     federation: Federation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sent: bytes | None
 ) -> None:
     monkeypatch.setattr(audit, "REPEATED_S", 0.0)  # each refusal has its line
@@ -406,7 +406,7 @@ def test_nothing_of_what_a_stranger_sends_is_parsed_or_waited_for(
 
 
 @pytest.mark.parametrize("sent", [[b"\xff" * 9], []])
-def test_a_request_of_somebody_known_that_cannot_be_read(
+def test_an_unreadable_request_from_a_known_identity(
     by_role, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sent: list[bytes]
 ) -> None:
     monkeypatch.setattr(audit, "REPEATED_S", 0.0)
@@ -423,7 +423,7 @@ def test_a_request_of_somebody_known_that_cannot_be_read(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_a_call_that_nobody_knows(by_role) -> None:
+def test_an_unknown_call(by_role) -> None:
     federation, _, tokens = by_role
     metadata = (("authorization", f"Bearer {tokens['admin']}"),)
     with dialled(federation) as channel, pytest.raises(grpc.RpcError) as refused:
@@ -431,7 +431,7 @@ def test_a_call_that_nobody_knows(by_role) -> None:
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_an_identity_that_calls_again_and_again_is_told_to_wait_and_the_others_are_not(
+def test_an_identity_that_calls_too_often_is_throttled_alone(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "CALLS", (5, 0.0))
@@ -455,7 +455,7 @@ def test_an_identity_that_calls_again_and_again_is_told_to_wait_and_the_others_a
 # ---- names
 
 
-def test_another_identity_never_takes_a_workers_place_and_the_same_one_does_at_once(federation: Federation) -> None:
+def test_only_the_same_identity_can_replace_a_worker(federation: Federation) -> None:
     aggregator = federation.start()
     federation.worker(federation.member("north"), name="shared")
     aggregator.wait_for(CLIENTS, 10)
@@ -473,7 +473,7 @@ def test_another_identity_never_takes_a_workers_place_and_the_same_one_does_at_o
 # ---- the time that a stream has
 
 
-def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed_twice(
+def test_a_stream_past_its_lifetime_reconnects_without_repeated_computation(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "LONGEST_S", 0.4)
@@ -492,7 +492,7 @@ def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed
     assert federation.events("revoked") == []
 
 
-def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_has_a_maximum_age(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the life of a connection, so that a caller is verified again after a change of the CA."""
     monkeypatch.setattr(gate, "LONGEST_S", 0.3)
     federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
@@ -510,7 +510,7 @@ def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: 
     proxy.close()
 
 
-def test_a_revoked_member_is_out_within_seconds_and_the_others_continue(federation: Federation) -> None:
+def test_a_revoked_member_is_disconnected_within_seconds_and_others_continue(federation: Federation) -> None:
     aggregator = federation.start()
     first = federation.worker(federation.member("north"), name="first")
     aggregator.wait_for(CLIENTS, 10)
@@ -530,7 +530,7 @@ def test_a_revoked_member_is_out_within_seconds_and_the_others_continue(federati
     assert ended(again).exit_code == ExitCode.REFUSED
 
 
-def test_a_token_is_rotated_without_an_end_and_revoked_with_one(federation: Federation) -> None:
+def test_a_token_is_rotated_without_interruption_and_its_revocation_ends_the_stream(federation: Federation) -> None:
     text = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: ["*"]}\n'
     aggregator = federation.start(text, mutual=False, tokens=True)
     worker = federation.worker(federation.member(None, token="x"))
@@ -555,7 +555,7 @@ X = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: 
 
 
 @pytest.mark.parametrize("first", ["the member's", "the aggregator's", "the tokens"])
-def test_files_that_change_one_after_the_other_end_no_worker(federation: Federation, first: str) -> None:
+def test_credential_files_updated_one_after_the_other_end_no_worker(federation: Federation, first: str) -> None:
     """Refresh token and table one after the other, as Kubernetes does; in between the token is unknown."""
     aggregator = federation.start(X, mutual=False, tokens=True)
     worker = federation.worker(federation.member(None, token="x"), reconnect_s=60)
@@ -583,7 +583,7 @@ def test_files_that_change_one_after_the_other_end_no_worker(federation: Federat
     assert worker.session.computed == 2 * len(CLIENTS)
 
 
-def test_a_token_that_stays_unknown_ends_a_worker_after_reconnect_and_a_revoked_one_at_once(
+def test_an_unknown_token_ends_a_worker_after_reconnect_s_and_a_revoked_one_at_once(
     federation: Federation,
 ) -> None:
     aggregator = federation.start(X, mutual=False, tokens=True)
@@ -603,7 +603,7 @@ def test_a_token_that_stays_unknown_ends_a_worker_after_reconnect_and_a_revoked_
     assert ended(federation.worker(stranger, name="stranger", reconnect_s=60)).exit_code == ExitCode.REFUSED
 
 
-def test_a_launcher_watches_again_when_its_token_is_known_again(
+def test_a_launcher_resumes_watching_once_its_token_is_valid_again(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An aggregator that nobody watches ends (``cluster.orphan_after_s``)."""
@@ -627,7 +627,7 @@ def test_a_launcher_watches_again_when_its_token_is_known_again(
     assert len([line for line in said if id in line]) == 2, said  # when it was put out, and when it came again
 
 
-def test_a_revoked_member_is_put_out_though_another_was_refused_since(
+def test_a_revoked_member_is_disconnected_even_after_another_rejection(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that is refused reads the files; that they have changed must still be seen by who reviews streams."""
@@ -642,7 +642,7 @@ def test_a_revoked_member_is_put_out_though_another_was_refused_since(
     assert tells(str(ended(first)), "x", "revoked at")
 
 
-def test_a_stream_ends_with_its_certificate(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_when_its_certificate_expires(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     aggregator = federation.start()
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(hours=23, minutes=59, seconds=55))
@@ -656,7 +656,7 @@ def test_a_stream_ends_with_its_certificate(federation: Federation, monkeypatch:
     assert federation.events("revoked") == []
 
 
-def test_that_the_servers_certificate_is_about_to_end_is_said_once(
+def test_expiry_of_the_servers_certificate_is_announced_once(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "CERTIFICATE_S", 0.01)
@@ -684,7 +684,7 @@ def test_that_the_servers_certificate_is_about_to_end_is_said_once(
     assert len(said) == 1
 
 
-def test_a_damaged_table_puts_nobody_out(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_identity_file_disconnects_nobody(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
     aggregator = federation.start()
     federation.worker(federation.member("north"))
     aggregator.wait_for(CLIENTS, 10)
@@ -696,7 +696,7 @@ def test_a_damaged_table_puts_nobody_out(federation: Federation, caplog: pytest.
     until(lambda: len(aggregator.workers()) == 2, 10)
 
 
-def test_certificates_and_authorities_are_rotated_while_a_conversation_goes_on(federation: Federation) -> None:
+def test_certificates_and_authorities_are_rotated_during_a_conversation(federation: Federation) -> None:
     """First everybody is given both authorities, then the new certificates, and then the old authority goes."""
     aggregator = federation.start()
     credentials = federation.member("north")
@@ -736,7 +736,7 @@ def pair(federation: Federation, name: str, ca: Path) -> tuple[Path, Path]:
     return made.certificate, made.key
 
 
-def test_tls_connections_cut_every_few_kilobytes_lose_nobody(federation: Federation) -> None:
+def test_tls_connections_cut_every_few_kilobytes_lose_no_client(federation: Federation) -> None:
     """In handshakes, too: the aggregator is not taken for one that cannot be believed."""
     aggregator = federation.start()
     proxies = [Proxy(federation.address, cut_after=30_000, seed=seed) for seed in range(2)]
@@ -767,7 +767,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return at
 
 
-def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federation, at) -> None:
+def test_a_server_with_an_expired_certificate_does_not_start(federation: Federation, at) -> None:
     at(-20)
     make_ca(federation.folder / "old")
     make_certificate("server", federation.folder, federation.ca, hosts=["127.0.0.1"], days=10, replace=True)
@@ -786,7 +786,7 @@ def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federat
     ],
 )
 @pytest.mark.parametrize("who", ["worker", "watcher"])
-def test_a_server_that_is_not_believed(
+def test_a_server_with_an_untrusted_certificate_is_rejected(
     federation: Federation, monkeypatch: pytest.MonkeyPatch, what: str, facts: tuple[str, ...], who: str
 ) -> None:
     hosts = ["elsewhere.example"] if what == "host" else ["127.0.0.1"]
@@ -826,7 +826,9 @@ def test_a_server_that_is_not_believed(
         ("authority", ("urn:fedloom:north", "of another CA")),
     ],
 )
-def test_a_member_that_is_not_believed(federation: Federation, what: str, facts: tuple[str, ...]) -> None:
+def test_a_member_with_an_untrusted_certificate_is_rejected(
+    federation: Federation, what: str, facts: tuple[str, ...]
+) -> None:
     aggregator = federation.start()
     if what == "authority":
         make_ca(federation.folder / "stranger")
@@ -843,7 +845,7 @@ def test_a_member_that_is_not_believed(federation: Federation, what: str, facts:
 
 
 @pytest.mark.parametrize(("days", "word"), [(-20, "expired at"), (20, "is not valid before")])
-def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
+def test_a_member_with_an_invalid_certificate_fails_before_connecting(
     federation: Federation, at, days: float, word: str
 ) -> None:
     at(days)
@@ -852,7 +854,7 @@ def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
     assert tells(str(refused.value), "north/tls.crt", word, "clock")
 
 
-def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) -> None:
+def test_plaintext_and_tls_peers_report_the_mismatch(federation: Federation) -> None:
     federation.start()
     plain = federation.worker(None, name="plain", reconnect_s=0.5)
     asked: list[FedloomError] = [ended(plain)]
@@ -876,7 +878,7 @@ def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) 
     assert tells(str(error), federation.address, "does not use TLS")
 
 
-def test_an_aggregator_that_is_gone_is_gone_over_tls_too(federation: Federation) -> None:
+def test_a_worker_ends_when_its_aggregator_stops_over_tls(federation: Federation) -> None:
     aggregator = federation.start()
     worker = federation.worker(federation.member("north"), reconnect_s=0.5)
     aggregator.wait_for(CLIENTS, 10)
@@ -887,7 +889,7 @@ def test_an_aggregator_that_is_gone_is_gone_over_tls_too(federation: Federation)
 # ---- without TLS
 
 
-def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
+def test_a_plaintext_token_is_sent_only_to_this_machine() -> None:
     token = make_token()
     for host in ("localhost", "127.0.0.1", "[::1]", "127.8.9.1"):
         assert Credentials(ClientOptions(token=token)).show(host).token == token
@@ -900,7 +902,7 @@ def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
-def test_an_unprotected_aggregator_listens_on_this_machine_alone(federation: Federation, listen: str) -> None:
+def test_an_unprotected_aggregator_listens_only_on_this_machine(federation: Federation, listen: str) -> None:
     token = make_token()
     pair = (federation.folder / "server/tls.crt", federation.folder / "server/tls.key")
     for options, missing in (
@@ -946,13 +948,13 @@ def test_a_shared_token_in_plaintext(federation: Federation) -> None:
         (ClientOptions(token_file=Path("a"), token=make_token()), ("FEDLOOM_TOKEN_FILE", "FEDLOOM_TOKEN")),
     ],
 )
-def test_options_that_do_not_go_together(options: ServerOptions | ClientOptions, facts: tuple[str, ...]) -> None:
+def test_conflicting_options(options: ServerOptions | ClientOptions, facts: tuple[str, ...]) -> None:
     with pytest.raises(ExperimentError) as error:
         Protection(options) if isinstance(options, ServerOptions) else Credentials(options)
     assert tells(str(error.value), *facts)
 
 
-def test_nobody_is_let_in_whom_the_audit_log_would_not_know(federation: Federation) -> None:
+def test_nobody_is_admitted_while_the_audit_log_cannot_be_written(federation: Federation) -> None:
     federation.audit = federation.folder / "absent" / "audit.jsonl"
     aggregator = federation.start()
     worker = federation.worker(federation.member("north"), reconnect_s=60)
@@ -994,7 +996,7 @@ def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.Lo
         assert not any(secret in text for text in told)
 
 
-def test_a_hostile_peer_with_an_identity_answers_for_its_own_clients_alone(federation: Federation) -> None:
+def test_a_hostile_peer_with_an_identity_can_only_answer_for_its_own_clients(federation: Federation) -> None:
     """It knows the run and everybody's rows, and says that it has the answer of a client that is another's."""
     token = make_token()
     aggregator = make_aggregator(protection=Protection(ServerOptions(token=token)), audit=Audit(federation.audit))
@@ -1040,7 +1042,7 @@ def announcing(federation: Federation, name: str, clients: list[str], token: str
     )
 
 
-def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(federation: Federation) -> None:
+def test_the_client_limit_of_an_identity_spans_its_workers(federation: Federation) -> None:
     table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["g-*"], max_clients: 5}\n'
     token = add_token(federation.tokens, "m")[0].get_secret_value()
     aggregator = federation.start(table, mutual=False, tokens=True, presence=AvailableClients(), classes=2, clients=())
@@ -1065,7 +1067,7 @@ def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(fe
 @pytest.mark.parametrize(
     "table", ['version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n', None]
 )
-def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation, table: str | None) -> None:
+def test_a_pattern_alone_does_not_allow_thousands_of_clients(federation: Federation, table: str | None) -> None:
     token = add_token(federation.tokens, "m")[0].get_secret_value()
     aggregator = federation.start(table, mutual=False, tokens=True, presence=AvailableClients(), classes=2, clients=())
     ghosts = announcing(federation, "ghosts", [f"g-{i}" for i in range(5_000)], token)
@@ -1076,7 +1078,7 @@ def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation, 
     ghosts.leave()
 
 
-def test_an_identity_holds_so_many_streams_that_watch(
+def test_an_identity_has_a_limited_number_of_watch_streams(
     by_role: tuple[Federation, ProgressPublisher, dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "WATCHING", 3)
@@ -1100,7 +1102,7 @@ def _watched(channel, method, metadata) -> bool:
         return False
 
 
-def test_a_long_table_is_read_beside_what_the_aggregator_does(
+def test_a_long_identity_file_is_read_in_the_background(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call after a change waits until the table is read; health, as everything else on the event loop, does not."""

@@ -123,7 +123,7 @@ def test_the_first_experiment(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_newcomer(tmp_path: Path) -> None:
+def test_a_new_client_gets_a_model(tmp_path: Path) -> None:
     port = free_port()
     with contextlib.ExitStack() as processes:
         shell = Shell(tmp_path, processes)

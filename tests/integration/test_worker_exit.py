@@ -25,7 +25,7 @@ def partition(path: Path) -> Path:
     return next(Path(word) for word in said.split() if (Path(word) / "partition.json").is_file())
 
 
-def test_a_worker_that_is_refused_says_so_while_its_parent_lives(fresh_root: Path, tmp_path: Path) -> None:
+def test_a_rejected_worker_reports_the_reason_while_its_parent_runs(fresh_root: Path, tmp_path: Path) -> None:
     """A process of its own: how an interpreter ends is the point."""
     aggregator = make_aggregator()  # of a method that no worker has
     address = aggregator.start("127.0.0.1:0")
@@ -48,7 +48,7 @@ def test_a_worker_that_is_refused_says_so_while_its_parent_lives(fresh_root: Pat
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_fails_for_good_ends_the_run_with_its_code(
+def test_a_worker_that_fails_permanently_ends_the_run_with_its_exit_code(
     small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path
 ) -> None:
     """Killed, it is started again, and finds another partition where its own was. No forks: see above."""

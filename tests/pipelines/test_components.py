@@ -142,7 +142,7 @@ def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_fetch_from_a_folder_and_from_a_store(
+def test_fetching_from_a_folder_and_from_a_store(
     fashion_mnist_root: Path, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{s3_server.new_bucket()}/fashion"
@@ -166,7 +166,7 @@ def test_fetch_from_a_folder_and_from_a_store(
     assert (tmp_path / "of-a-pod" / "datasets" / "fashion-mnist").is_dir()
 
 
-def test_fetch_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetching_from_an_empty_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = artifact(dsl.Dataset, tmp_path / "files")
     for dataset, source, code in (("fashion-mnist", str(tmp_path / "none"), 3), ("nothing", "", 2)):
         with pytest.raises(SystemExit) as ended:
@@ -175,7 +175,7 @@ def test_fetch_where_nothing_is(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_partition_is_whole_and_repeatable(made: Chain, tmp_path: Path) -> None:
+def test_a_partition_is_complete_and_repeatable(made: Chain, tmp_path: Path) -> None:
     again = artifact(dsl.Dataset, tmp_path / "shards")
     body("partition")(made.plan.data, made.files, again)
     assert again.metadata == made.shards.metadata
@@ -186,7 +186,7 @@ def test_partition_is_whole_and_repeatable(made: Chain, tmp_path: Path) -> None:
     assert {path.name for path in Path(made.files.path).iterdir()} == {"about.json", "datasets"}  # only read
 
 
-def test_partition_that_cannot_be_dealt(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_partition_that_cannot_be_created(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(made.plan.data)
     data["partition"] |= {"classes_per_client": 11, "shares": None}
     with pytest.raises(SystemExit) as ended:
@@ -257,7 +257,7 @@ sys.exit("torch" in sys.modules or "kfp" in sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=200)
 
 
-def test_evaluate_a_checkpoint_of_ones_choice(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluating_a_chosen_checkpoint(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = evaluated(tmp_path / "1", made.model, made.shards, "1")
     measured, summary = (json.loads(Path(metrics.path).read_text()) for metrics in (found.metrics, made.metrics))
     assert measured["round"] == 1
@@ -269,7 +269,7 @@ def test_evaluate_a_checkpoint_of_ones_choice(made: Chain, tmp_path: Path, capsy
     assert tells(capsys.readouterr().err, "checkpoint", "last, best", "'newest'")
 
 
-def test_evaluate_refuses_other_data(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_rejects_other_data(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = artifact(dsl.Dataset, tmp_path / "other")
     shutil.copytree(made.shards.path, other.path)
     path = Path(other.path) / "partition.json"
@@ -313,11 +313,11 @@ def test_data_without_classes(tmp_path: Path) -> None:
     assert all(f"{loss[key]:.4g}" in seen for key in ("mean", "worst", "worst_decile", "pooled"))
 
 
-def test_cleanup_has_nothing_to_do_for_processes() -> None:
+def test_cleanup_removes_nothing_for_local_processes() -> None:
     body("cleanup")("run-1", "local", "")
 
 
-def test_numbers_are_federated_evaluated_and_reported(tmp_path: Path) -> None:
+def test_regression_data_are_federated_evaluated_and_reported(tmp_path: Path) -> None:
     random = np.random.default_rng(2)
     x = random.normal(5, 3, (160, 4)).astype(np.float32)
     y = x @ np.array([4.0, -2.0, 1.0, 3.0]) * 100 + 5000

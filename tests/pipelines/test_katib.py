@@ -105,7 +105,7 @@ def test_katib_and_kubernetes_accept_the_objects(
     assert job["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
 
 
-def test_settings_of_the_pods_are_those_of_other_pods() -> None:
+def test_pod_settings_apply_to_katib_trials() -> None:
     job = made(planned(cluster=FULL))[1]["spec"]["trialTemplate"]["trialSpec"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -151,7 +151,7 @@ def test_names_of_searches() -> None:
 
 
 @pytest.mark.parametrize(("sampler", "parameters"), [("grid", GRID), ("random", DRAWN)])
-def test_the_trials_are_those_of_a_search_without_a_cluster(
+def test_trials_equal_those_of_a_search_without_a_cluster(
     sampler: str, parameters: dict[str, Any], tmp_path: Path
 ) -> None:
     """Compare samplers whose values do not depend on results; with the same Optuna they even come in the same order."""
@@ -167,7 +167,7 @@ def test_the_trials_are_those_of_a_search_without_a_cluster(
         assert {texts["algorithm.local.lr"] for texts in ours} == {"0.1", "0.2", "0.3", "0.4", "0.5"}
 
 
-def test_searches_that_katib_cannot_do_are_refused() -> None:
+def test_searches_unsupported_by_katib_are_rejected() -> None:
     with refusing(ExperimentError, "algorithm.local.lr", "median"):
         search_objects(planned({"algorithm.local.lr": SPACE["algorithm.local.lr"]}, early_stopping="hyperband"))
     momentum = {"algorithm.local.momentum": {"min": 0, "max": 0.9}}
@@ -189,7 +189,7 @@ def test_searches_that_katib_cannot_do_are_refused() -> None:
         planned(DRAWN, "data.root=${trialSpec.Name}")
 
 
-def test_overrides_reach_the_trial_as_they_were_given() -> None:
+def test_overrides_reach_the_trial_unchanged() -> None:
     """Kubernetes expands $(NAME) and halves $$ in a container's arguments, and a shell reads the rest."""
     override = 'data.root=/d$$$/$(TRIAL)/$(date)/it\'s "$HOME"'
     spec = made(planned(DRAWN, override))[1]["spec"]
@@ -204,7 +204,7 @@ def test_overrides_reach_the_trial_as_they_were_given() -> None:
     assert "runs/vowel-a" in heard.split("\0")
 
 
-def test_the_collector_reads_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_katibs_collector_reads_the_metric_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headline = {"headline": {"name": "rmse", "higher_is_better": False, "percent": False}}
     values = [0.5, 1e-7, 123456789.0, 3e22, 1.0]
     lines = [

@@ -165,7 +165,7 @@ def _longer(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.cluster
-def test_a_search_on_katib_has_the_results_of_one_without_a_cluster(
+def test_a_search_on_katib_equals_one_without_a_cluster(
     storage: str, root: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = objects(storage, RATES, sampler="grid", seed=4)

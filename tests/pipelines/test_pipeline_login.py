@@ -107,7 +107,7 @@ def test_a_long_wait_outlives_its_tokens(
     assert not mentions(result.output, tokens[0][-40:])
 
 
-def test_a_token_near_its_end_is_replaced_before_it_is_refused(
+def test_an_expiring_token_is_replaced_before_it_is_rejected(
     api: KubeflowApi, issuer: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -123,7 +123,7 @@ def test_a_token_near_its_end_is_replaced_before_it_is_refused(
     assert api.tokens[tokens[1]] == 99
 
 
-def test_a_command_that_fails_for_a_while_does_not_end_a_valid_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_temporarily_failing_command_keeps_a_valid_token(caplog: pytest.LogCaptureFixture) -> None:
     soon = jwt(lasts_s=30)
     answers: list[str | None] = [soon, None, None]
 
@@ -140,7 +140,7 @@ def test_a_command_that_fails_for_a_while_does_not_end_a_valid_token(caplog: pyt
         credential.renew()  # it was refused: another is needed
 
 
-def test_a_wait_has_patience_with_a_command_that_fails_for_a_while(
+def test_waiting_tolerates_a_temporarily_failing_command(
     api: KubeflowApi, submit: Callable[..., Result], issuer: Callable[..., str], tmp_path: Path
 ) -> None:
     first, second = jwt(1), jwt(2)
@@ -151,7 +151,7 @@ def test_a_wait_has_patience_with_a_command_that_fails_for_a_while(
     assert (tmp_path / "issued").read_text() == "4"
 
 
-def test_the_examples_of_the_page_are_valid() -> None:
+def test_examples_on_the_page_are_valid() -> None:
     """The file of an installation, and the object that gives pods a token, as a pod has it."""
     page = (Path(__file__).parents[2] / "docs" / "kubeflow.md").read_text()
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
@@ -170,7 +170,7 @@ def test_the_examples_of_the_page_are_valid() -> None:
     assert path == default["env"][0]["value"] == authentication.TOKEN_FILE
 
 
-def test_a_projected_token_is_read_again_where_the_first_was_refused(
+def test_a_rejected_projected_token_is_read_again(
     api: KubeflowApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kubelet replaces the file between our reading of it and the API's look at the token."""
@@ -190,7 +190,7 @@ def test_a_projected_token_is_read_again_where_the_first_was_refused(
     assert api.tokens == {new: 9}
 
 
-def test_kfps_own_client_takes_our_credentials(api: KubeflowApi, issuer: Callable[..., str]) -> None:
+def test_kfps_client_accepts_our_credentials(api: KubeflowApi, issuer: Callable[..., str]) -> None:
     import kfp
 
     tokens = [jwt(number) for number in range(3)]
@@ -213,7 +213,7 @@ def test_a_request_without_a_login_explains_how_to_log_in(
 
 
 @pytest.mark.parametrize("gateway", [None, Gateway()])
-def test_a_refused_token_is_described_without_its_text(
+def test_a_rejected_token_is_described_without_its_text(
     api: KubeflowApi, submit: Callable[..., Result], gateway: Gateway | None
 ) -> None:
     ended = jwt(lasts_s=-60.0, aud=["https://kubernetes.default.svc"])
@@ -224,7 +224,7 @@ def test_a_refused_token_is_described_without_its_text(
     assert not any(part in said for part in ended.split("."))
 
 
-def test_a_command_whose_new_token_is_refused_too_is_run_once_more_only(
+def test_a_token_command_is_rerun_only_once(
     api: KubeflowApi, submit: Callable[..., Result], issuer: Callable[..., str], tmp_path: Path
 ) -> None:
     api.tokens = {jwt(9): 10}
@@ -232,7 +232,7 @@ def test_a_command_whose_new_token_is_refused_too_is_run_once_more_only(
     assert (tmp_path / "issued").read_text() == "2"
 
 
-def test_a_gateway_that_does_not_know_service_accounts(api: KubeflowApi, submit: Callable[..., Result]) -> None:
+def test_a_gateway_without_service_account_support(api: KubeflowApi, submit: Callable[..., Result]) -> None:
     api.gateway, api.tokens = Gateway(trusts_accounts=False), {jwt(): 10}
     assert tells(failed(submit(token=jwt()), RefusedError), "m2m-dex-only", "cookie", "port-forward")
 
@@ -251,7 +251,7 @@ def test_a_session_behind_oauth2_proxy(api: KubeflowApi, submit: Callable[..., R
 
 
 @pytest.mark.parametrize("redirects", [False, True])
-def test_a_session_that_ends_while_waiting(
+def test_a_session_that_expires_while_waiting(
     api: KubeflowApi, submit: Callable[..., Result], tmp_path: Path, redirects: bool
 ) -> None:
     """A new cookie in the file continues; otherwise the run does, and the command says so."""
@@ -268,20 +268,20 @@ def test_a_session_that_ends_while_waiting(
     assert api.gateway.cookies[-1] == "oauth2_proxy_kubeflow=second"
 
 
-def test_a_login_page_with_status_200_does_not_pass_for_a_run(api: KubeflowApi) -> None:
+def test_a_login_page_with_status_200_is_not_taken_for_a_run(api: KubeflowApi) -> None:
     kubeflow = client(api, token="known")
     api.login_page = True
     with pytest.raises(RefusedError):
         kubeflow.run("00000000-0000-0000-0000-000000000000")
 
 
-def test_a_moved_installation_is_named(api: KubeflowApi, submit: Callable[..., Result]) -> None:
+def test_a_moved_installation_is_reported(api: KubeflowApi, submit: Callable[..., Result]) -> None:
     moved = "https://kubeflow.example/pipeline/apis/v2beta1/healthz"
     api.faults = [Fault("GET /healthz", status=301, location=moved)]
     assert tells(failed(submit(), ExperimentError), "https://kubeflow.example/pipeline;")
 
 
-def test_rights_that_are_missing_are_named(api: KubeflowApi, submit: Callable[..., Result]) -> None:
+def test_missing_rights_are_named(api: KubeflowApi, submit: Callable[..., Result]) -> None:
     said = failed(submit(namespace="team-b"), RefusedError)
     assert tells(said, "system:serviceaccount:team-a:default-editor", "list pipelines", "team-b", "kubeflow-edit")
 
@@ -313,7 +313,7 @@ def test_a_run_of_another_profile(api: KubeflowApi, submit: Callable[..., Result
         ({"cookie": "a=b\nHost: c"}, RefusedError, ("cookie",)),
     ],
 )  # fmt: skip
-def test_logins_that_cannot_be_used(
+def test_invalid_logins(
     api: KubeflowApi,
     submit: Callable[..., Result],
     settings: dict[str, Any],
@@ -326,7 +326,7 @@ def test_logins_that_cannot_be_used(
     assert api.asked == []
 
 
-def test_a_command_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_command_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "COMMAND_S", 0.2)
     with pytest.raises(RefusedError):
         api_credential(token_command=shlex.join([sys.executable, "-S", "-c", "import time; time.sleep(60)"]))
@@ -339,7 +339,7 @@ def test_the_content_of_binary_files_is_not_shown(tmp_path: Path) -> None:
     assert "geheim" not in f"{refused.value}{refused.value.__cause__}"
 
 
-def test_the_environment_gives_a_login_only_where_the_file_gives_none(tmp_path: Path) -> None:
+def test_a_login_file_takes_precedence_over_the_environment(tmp_path: Path) -> None:
     environment = {"FEDLOOM_KUBEFLOW_TOKEN": "t", "FEDLOOM_KUBEFLOW_COOKIE": "a=b", "KF_PIPELINES_ENDPOINT": "http://x"}
     file = tmp_path / "kubeflow.yaml"
     file.write_text("token_command: kubectl create token default-editor\n")
@@ -361,7 +361,7 @@ def test_the_environment_gives_a_login_only_where_the_file_gives_none(tmp_path: 
         ("..".join("ab"), None),
     ],
 )
-def test_the_end_of_a_token(token: str, ends: float | None) -> None:
+def test_expiry_of_a_token(token: str, ends: float | None) -> None:
     assert expiry_of(token) == ends
 
 

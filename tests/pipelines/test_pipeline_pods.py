@@ -78,7 +78,7 @@ def tasks(spec: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", compiling.NAMES)
-def test_without_settings_the_pipeline_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None:
+def test_without_settings_the_pipeline_is_byte_identical(name: str, tmp_path: Path) -> None:
     compiling.compile_to(name, tmp_path / "by_kfp.yaml")
     expected = (tmp_path / "by_kfp.yaml").read_bytes()
     for settings in (None, {}, {"all": {}, "tasks": {}}):
@@ -90,7 +90,7 @@ def test_without_settings_the_pipeline_is_the_same_to_the_byte(name: str, tmp_pa
     assert (tmp_path / "by_kfp.yaml").read_bytes() == expected
 
 
-def test_settings_have_the_effect_of_kfps_own_functions(compiled: Callable[..., Any]) -> None:
+def test_pod_settings_equal_those_of_kfps_functions(compiled: Callable[..., Any]) -> None:
     spec, executors = compiled({"tasks": {"report": EVERYTHING}})
     container = configured.pipeline_spec.deployment_spec["executors"]["exec-report"]["container"]
     theirs = {key: value for key, value in dict(container["resources"]).items() if key.startswith("resource")}
@@ -104,7 +104,7 @@ def test_settings_have_the_effect_of_kfps_own_functions(compiled: Callable[..., 
     )
 
 
-def test_settings_of_a_task_take_precedence_over_those_of_all(compiled: Callable[..., Any]) -> None:
+def test_settings_of_a_task_override_those_of_all_tasks(compiled: Callable[..., Any]) -> None:
     everywhere = {"labels": {"team": "a", "x": "1"}, "tolerations": [{"key": "b"}], "requests": {"cpu": "1"}}
     own = {"labels": {"team": "c"}, "tolerations": [{"key": "d"}], "limits": {"memory": "8Gi"}}
     spec, executors = compiled({"all": everywhere, "tasks": {"evaluate": own}})
@@ -119,7 +119,7 @@ def test_settings_of_a_task_take_precedence_over_those_of_all(compiled: Callable
     assert containers["exec-partition"]["resources"]["resourceMemoryRequest"] == "4Gi"
 
 
-def test_settings_of_the_federation_are_of_its_own_pod(compiled: Callable[..., Any]) -> None:
+def test_federation_settings_apply_only_to_its_pod(compiled: Callable[..., Any]) -> None:
     """With `--backend local` it trains; Kubeflow would hand them to the component otherwise (passthroughs)."""
     spec, _ = compiled({"tasks": {"federate": {"limits": {"cpu": "4", "memory": "8Gi"}, "gpu": {"count": 1}}}})
     assert "taskConfigPassthroughs" not in spec["components"]["comp-federate"]
@@ -130,7 +130,7 @@ def test_settings_of_the_federation_are_of_its_own_pod(compiled: Callable[..., A
 
 
 @pytest.mark.parametrize("name", compiling.NAMES)
-def test_no_task_takes_an_earlier_result_without_cache(name: str, compiled: Callable[..., Any]) -> None:
+def test_no_task_reuses_results_without_cache(name: str, compiled: Callable[..., Any]) -> None:
     with_cache, _ = compiled(None, name=name)
     without, _ = compiled(None, "--no-cache", name=name)
     enabled = [task["cachingOptions"].get("enableCache", False) for task in tasks(without).values()]
@@ -168,7 +168,7 @@ def test_claims_are_mounted_by_the_tasks_with_access_to_storage(compiled: Callab
         ({"claims": ["Upper"]}, ("pvc://Upper", "lower-case")),
     ],
 )
-def test_invalid_settings_are_refused_and_nothing_is_written(
+def test_invalid_settings_are_rejected_and_nothing_is_written(
     settings: dict[str, Any], facts: tuple[str, ...], tmp_path: Path
 ) -> None:
     result = command(tmp_path, settings, "personalized_federation")

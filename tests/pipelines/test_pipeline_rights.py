@@ -50,7 +50,7 @@ def test_stock_accounts_lack_only_the_rights_that_we_name() -> None:
     assert all(allows(shipped("rbac.yaml"), right) for right in {*needed, *FORWARDING})
 
 
-def test_an_editor_of_a_profile_may_do_all_that_the_commands_ask_for(tmp_path: Path) -> None:
+def test_a_profile_editor_has_all_rights_the_commands_need(tmp_path: Path) -> None:
     """Also where a submission fails, and what it made is removed."""
     experiment, place = tmp_path / "experiment.yaml", tmp_path / "kubeflow.yaml"
     experiment.write_text(yaml.safe_dump(EXPERIMENT))

@@ -96,9 +96,7 @@ def test_an_interval_and_missed_runs(api: KubeflowApi, pipeline: Callable[..., R
     assert (one["display_name"], one["no_catchup"]) == ("often", False)
 
 
-def test_kfps_own_client_reads_the_schedules_and_ours_reads_its(
-    api: KubeflowApi, pipeline: Callable[..., Result]
-) -> None:
+def test_kfps_client_and_ours_read_each_others_schedules(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
     import kfp
 
     done(pipeline("submit", *NIGHTLY))
@@ -140,11 +138,11 @@ def test_pause_resume_and_delete(api: KubeflowApi, pipeline: Callable[..., Resul
         failed(schedules(api, command, run), ExperimentError, run)
 
 
-def test_there_may_be_no_schedules(api: KubeflowApi) -> None:
+def test_a_namespace_without_schedules(api: KubeflowApi) -> None:
     assert done(schedules(api, "list")) == ""
 
 
-def test_more_schedules_than_a_page_holds(
+def test_schedules_beyond_one_page_are_listed(
     api: KubeflowApi, pipeline: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done(pipeline("submit", *NIGHTLY))
@@ -162,7 +160,7 @@ def test_more_schedules_than_a_page_holds(
         (Fault("POST /recurringruns", status=403), RefusedError),
     ],
 )
-def test_a_schedule_that_fails_leaves_nothing(
+def test_a_failed_schedule_leaves_nothing_behind(
     fault: Fault, kind: type[FedloomError], api: KubeflowApi, pipeline: Callable[..., Result]
 ) -> None:
     """Not even one that Kubeflow made without an answer."""
@@ -200,7 +198,7 @@ def test_errors_are_reported_before_any_request(
         ("5/10 * 31 12 0", "0 5/10 * 31 12 0"),
     ],
 )
-def test_five_fields_get_the_second_0(given: str, sent: str) -> None:
+def test_the_second_is_prepended_to_five_cron_fields(given: str, sent: str) -> None:
     """Kubeflow would take five fields for second to month."""
     assert cron_with_seconds(given) == sent
     kfp_recurring.parsed(sent)
@@ -268,7 +266,7 @@ def test_the_claim_of_the_storage_is_mounted(api: KubeflowApi, pipeline: Callabl
     assert [one["mountPath"] for one in mounts] == ["/mnt/claims/datasets", "/mnt/claims/shared"]
 
 
-def test_withdrawing_a_run_keeps_another_of_the_same_name(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
+def test_withdrawing_a_run_keeps_another_with_the_same_name(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
     done(pipeline("submit", "--name", "same"))
     api.faults = [Fault("POST /runs", drop="after")]
     failed(pipeline("submit", "--name", "same"), StorageError)
@@ -327,9 +325,7 @@ def test_the_version_of_a_run_just_started_is_in_use(api: KubeflowApi, pipeline:
     assert names(api) == [old, new]
 
 
-def test_without_the_option_no_version_is_removed_nor_looked_for(
-    api: KubeflowApi, pipeline: Callable[..., Result]
-) -> None:
+def test_without_the_option_no_version_is_listed_or_removed(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
     for label in ("1", "2", "3"):
         submitted(api, pipeline, label)
     assert len(api.versions) == 3

@@ -138,7 +138,9 @@ def test_every_pipeline_can_be_submitted(
     assert {"backend", "cluster"}.isdisjoint(unseen)
 
 
-def test_the_stand_in_answers_kfps_own_client(api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path) -> None:
+def test_the_kfp_stand_in_supports_kfps_client(
+    api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path
+) -> None:
     """Read the stand-in's replies by Kubeflow's own client: otherwise our tests would prove nothing."""
     import kfp
 
@@ -158,7 +160,7 @@ def test_the_stand_in_answers_kfps_own_client(api: KubeflowApi, fedloom: Callabl
     assert again.pipeline_version_id in api.versions
 
 
-def test_many_users_each_in_a_namespace(fedloom: Callable[..., Result], described: Callable[..., str]) -> None:
+def test_several_users_with_a_namespace_each(fedloom: Callable[..., Result], described: Callable[..., str]) -> None:
     with serving(KubeflowApi(namespaces=("team-a",), token="secret")) as api:
 
         def of(**more: str) -> Result:
@@ -173,7 +175,7 @@ def test_many_users_each_in_a_namespace(fedloom: Callable[..., Result], describe
         assert len(api.runs) == 1
 
 
-def test_one_user_has_no_namespace(
+def test_a_single_user_has_no_namespace(
     api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
 ) -> None:
     said = failed(fedloom("--kubeflow", described(host=api.host, namespace="team-a")), ExperimentError)
@@ -201,7 +203,7 @@ def test_tokens(
         assert len(api.runs) == 2
 
 
-def test_a_token_that_changes_while_a_run_is_waited_for(api: KubeflowApi, tmp_path: Path) -> None:
+def test_a_token_that_changes_during_a_wait(api: KubeflowApi, tmp_path: Path) -> None:
     """Tokens last an hour, runs longer: one from a file is read again."""
     token = tmp_path / "token"
     token.write_text("first")
@@ -241,7 +243,7 @@ def test_servers_that_are_not_kubeflow(api: KubeflowApi, fedloom: Callable[..., 
         (STORE, ("--set", "runtime.device=cuda"), None, ("cluster.gpu is not set",)),
     ],
 )
-def test_impossible_runs_are_refused_before_anything_is_uploaded(
+def test_invalid_runs_are_rejected_before_anything_is_uploaded(
     api: KubeflowApi,
     fedloom: Callable[..., Result],
     where: tuple[str, ...],
@@ -256,9 +258,7 @@ def test_impossible_runs_are_refused_before_anything_is_uploaded(
     assert api.asked == []
 
 
-def test_cluster_settings_that_are_wrong(
-    api: KubeflowApi, fedloom: Callable[..., Result], files: tuple[Path, Path]
-) -> None:
+def test_invalid_cluster_settings(api: KubeflowApi, fedloom: Callable[..., Result], files: tuple[Path, Path]) -> None:
     files[1].write_text("image: fedloom/worker:latest\nworker: 3\n")
     said = failed(fedloom("--kubeflow", api.host), ExperimentError)
     assert str(files[1]) in said
@@ -268,7 +268,7 @@ def test_cluster_settings_that_are_wrong(
     assert api.asked == []
 
 
-def test_a_request_whose_answer_was_lost_is_repeated(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_request_whose_response_was_lost_is_repeated(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.faults = [Fault("GET /pipelines", status=503, times=2), Fault("GET /experiments", drop="before", times=1)]
     assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 1)
@@ -285,7 +285,7 @@ def test_a_request_whose_answer_was_lost_is_repeated(api: KubeflowApi, fedloom: 
         {"drop": "after"},
     ],
 )
-def test_a_failed_submission_leaves_nothing(
+def test_a_failed_submission_leaves_nothing_behind(
     api: KubeflowApi, fedloom: Callable[..., Result], request_: str, fault: dict[str, Any]
 ) -> None:
     api.faults = [Fault(request_, **fault)]
@@ -296,7 +296,7 @@ def test_a_failed_submission_leaves_nothing(
     assert api.counts() == (1, 1, 1, 1)
 
 
-def test_earlier_objects_stay(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_existing_objects_are_kept(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     assert fedloom("--kubeflow", api.host).exit_code == 0
     api.faults = [Fault("POST /runs", status=500)]
     failed(fedloom("--kubeflow", api.host), StorageError)
@@ -334,7 +334,9 @@ def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("request_", [pytest.param("GET /experiments", marks=pytest.mark.exhaustive), "POST /runs"])
-def test_an_interrupted_submit_leaves_nothing(api: KubeflowApi, files: tuple[Path, Path], request_: str) -> None:
+def test_an_interrupted_submission_leaves_nothing_behind(
+    api: KubeflowApi, files: tuple[Path, Path], request_: str
+) -> None:
     """Also where the request that starts the run had been heard, and only its answer was not there yet."""
     api.faults = [Fault(request_, delay_s=3.0 if request_.startswith("GET") else 0.0, times=1)]
     if request_ == "POST /runs":
@@ -398,7 +400,7 @@ def recorded(error: FedloomError) -> str:
         ("", QuorumError, "kubectl describe workflows,pods -n kubeflow -l pipeline/runid="),
     ],
 )
-def test_the_outcome_is_the_exit_codes(
+def test_the_exit_code_gives_the_outcome(
     api: KubeflowApi, fedloom: Callable[..., Result], printed: str, kind: type[FedloomError], said: str
 ) -> None:
     """Kubeflow tells no error of a task: the record is in what the task has printed."""
@@ -409,9 +411,7 @@ def test_the_outcome_is_the_exit_codes(
     assert "federate" in found or "plan" in found
 
 
-def test_an_attempt_that_was_repeated_with_success_is_not_why_a_run_failed(
-    api: KubeflowApi, fedloom: Callable[..., Result]
-) -> None:
+def test_a_retried_attempt_is_not_reported_as_the_cause(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     lost, few = recorded(StorageError("fetch: no network")), recorded(QuorumError("federate: few"))
     fetched = [("fetch", "FAILED", lost), ("fetch(1)", "SUCCEEDED", "")]
     api.script = [("FAILED", [*fetched, ("federate", "FAILED", few)])]
@@ -421,7 +421,7 @@ def test_an_attempt_that_was_repeated_with_success_is_not_why_a_run_failed(
 
 
 @pytest.mark.parametrize("fault", [{"status": 403}, {"status": 404}, {"status": 500}, {"drop": "before"}])
-def test_a_log_that_cannot_be_read_hides_no_failure(
+def test_an_unreadable_log_does_not_hide_the_failure(
     api: KubeflowApi, fedloom: Callable[..., Result], fault: dict[str, Any]
 ) -> None:
     api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("no")))])]
@@ -429,7 +429,7 @@ def test_a_log_that_cannot_be_read_hides_no_failure(
     assert "kubectl describe workflows,pods" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
 
 
-def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_component_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:
     @step
     def federate() -> None:
         raise RefusedError("the token is not known", hint="ask for another")
@@ -443,9 +443,7 @@ def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pyte
     assert str(found) == "federate: the token is not known\n  ask for another"
 
 
-def test_a_run_that_is_stopped_while_waiting_is_reported_as_stopped(
-    api: KubeflowApi, fedloom: Callable[..., Result]
-) -> None:
+def test_a_run_stopped_during_the_wait_is_reported_as_stopped(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     """Kubeflow ends it as FAILED, after CANCELING."""
     api.script = [("RUNNING", []), ("CANCELING", []), ("FAILED", [("federate", "FAILED", "")])]
     assert "was stopped" in failed(fedloom("--kubeflow", api.host, "--wait"), InterruptedRun)
@@ -461,7 +459,7 @@ def test_a_pod_that_does_not_start_is_reported_once(
 
 
 @pytest.mark.cluster
-def test_the_workflow_explains_why_pods_do_not_start_or_were_not_created(
+def test_the_workflow_explains_why_pods_did_not_start_or_were_not_created(
     api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes as Argo writes them (workflow_types.go), for whoever may list Workflows."""
@@ -518,7 +516,7 @@ def test_other_services_are_recognized(fedloom: Callable[..., Result], s3_server
         server.stop(None)
 
 
-def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_an_expired_token_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.script = [("RUNNING", [])]
     api.faults = [Fault("GET /runs/.*", status=401, skip=1)]
     assert "the run continues: " in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
@@ -527,7 +525,7 @@ def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("terminate", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], terminate: bool) -> None:
+def test_ctrl_c_during_the_wait(api: KubeflowApi, files: tuple[Path, Path], terminate: bool) -> None:
     api.script = [("RUNNING", [("federate", "RUNNING", "")])]
     looked = api.hears("GET /runs/.*")
     process = started(api, files, "--wait", *(["--terminate-on-interrupt"] if terminate else []))
@@ -541,7 +539,7 @@ def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], termin
     assert terminate or f"fedloom pipeline stop {run['run_id']}" in said
 
 
-def test_wait_and_stop_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_waiting_for_and_stopping_a_run_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     assert fedloom("--kubeflow", api.host).exit_code == 0
     (run,) = api.runs
     assert CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host]).exit_code == 0

@@ -55,7 +55,7 @@ def test_compilation_is_deterministic(compiled: Path, tmp_path: Path) -> None:
         assert compiling.version_of(tmp_path / f"{name}.yaml").startswith(f"{fedloom.__version__}-")
 
 
-def test_all_that_is_committed_is_of_a_pipeline() -> None:
+def test_all_committed_files_belong_to_a_pipeline() -> None:
     assert {path.stem for path in PIPELINES.glob("*.yaml")} == set(compiling.NAMES)
 
 
@@ -73,7 +73,7 @@ def test_every_task_is_pinned_bounded_and_in_the_image(name: str) -> None:
     assert secrets == {"exec-fetch", "exec-federate", "exec-evaluate"} & set(executors)
 
 
-def test_federations_are_never_cached_and_leave_their_resources_to_client_pods() -> None:
+def test_federations_are_not_cached_and_leave_resources_to_client_pods() -> None:
     for name in ("personalized_federation", "compare_methods"):
         spec = next(yaml.safe_load_all((PIPELINES / f"{name}.yaml").read_text()))
         (task,) = [
@@ -88,7 +88,7 @@ def test_federations_are_never_cached_and_leave_their_resources_to_client_pods()
         assert "resources" not in spec["deploymentSpec"]["executors"]["exec-federate"]["container"]
 
 
-def test_knobs_of_a_task_reach_the_launcher() -> None:
+def test_parameters_of_a_task_reach_the_launcher() -> None:
     """A pipeline of one's own may set GPUs, tolerations and places on the task, as on any other of Kubeflow's."""
     from google.protobuf.json_format import MessageToDict
     from own_pipeline import own
@@ -104,7 +104,7 @@ def test_knobs_of_a_task_reach_the_launcher() -> None:
 @pytest.mark.parametrize(
     "image", ["fedloom/components:latest", "fedloom/components", "registry:5000/components", "a b:1", ":1"]
 )
-def test_an_image_that_may_change_is_refused(image: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_image_with_a_mutable_tag_is_rejected(image: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDLOOM_IMAGE", image)
     with pytest.raises(ExperimentError, match="not :latest"):
         component_image()
@@ -113,7 +113,7 @@ def test_an_image_that_may_change_is_refused(image: str, monkeypatch: pytest.Mon
     assert not (tmp_path / "out").exists()
 
 
-def test_another_image(tmp_path: Path) -> None:
+def test_pipelines_with_another_image(tmp_path: Path) -> None:
     image = "registry.example:5000/components@sha256:" + "0" * 64
     command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "unseen-clients", "--out", str(tmp_path)]
     subprocess.run([*command, "--image", image], check=True, stdout=subprocess.DEVNULL)
@@ -124,6 +124,6 @@ def test_another_image(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["unseen_clients.yaml"]
 
 
-def test_a_pipeline_that_is_not_there() -> None:
+def test_a_missing_pipeline() -> None:
     result = CliRunner().invoke(app, ["pipeline", "compile", "nothing"])
     assert tells(str(result.exception), "'nothing'", "personalized_federation")

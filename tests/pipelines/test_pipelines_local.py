@@ -51,7 +51,7 @@ def personalized(small_run: tuple[Path, Path], tmp_path_factory: pytest.TempPath
     return out
 
 
-def test_the_run_is_that_of_fedloom_run(personalized: Path, small_run: tuple[Path, Path]) -> None:
+def test_the_run_equals_that_of_fedloom_run(personalized: Path, small_run: tuple[Path, Path]) -> None:
     bare, run = small_run[1], personalized / "run"
     assert summary(run) == summary(bare)
     names = [path.name for path in sorted((bare / "checkpoints").glob("*.safetensors"))]
@@ -121,7 +121,7 @@ def test_new_clients_get_their_models_by_algorithm_1_alone(
     assert "| seen |" not in (out / "report.md").read_text()
 
 
-def test_new_clients_ask_a_server_for_their_models(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_new_clients_get_their_models_from_a_server(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     """They get what an evaluation of the served checkpoint gives them; a server of another run is refused."""
     common = ("--set", "seed=9", "--set", "data.partition.clients=10")
     path, run = small_run
@@ -159,7 +159,7 @@ federate_task(text, Path(shards), Path(out), backend="local", cluster="", storag
 """
 
 
-def test_a_task_whose_pod_was_killed_continues_from_its_store(
+def test_a_task_whose_pod_was_killed_resumes_from_its_store(
     small_run: tuple[Path, Path], personalized: Path, tmp_path: Path
 ) -> None:
     """A pod's folder is lost with it; the rounds of the attempt before are in the store, where no other run is."""
@@ -209,7 +209,7 @@ def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> No
     assert "PeFLL" in (out / "compare.html").read_text()
 
 
-def test_errors_are_reported_before_anything_is_done(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_errors_are_reported_before_any_work(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
     said = fedloom(*arguments, "--set", "federation.rouns=3", "--set", "data.partition.clients=0", code=2)
@@ -231,7 +231,7 @@ def test_a_federation_that_fails_gives_its_own_exit_code(small_run: tuple[Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_that_is_taken(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_existing_folder(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     said = fedloom("pipeline", "local", "unseen-clients", small_run[0], "--model", "x", "--out", tmp_path, code=2)
     assert tells(said, "--out", tmp_path)
@@ -245,7 +245,7 @@ def descendants(pid: int) -> set[int]:
     return found.union(*(descendants(child) for child in found))
 
 
-def test_one_that_is_stopped_leaves_no_process(small_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_stopped_pipeline_leaves_no_process(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     """Also where only the command itself gets the signal, as from `kill`; a federation with workers is under way."""
     path = experiment(tmp_path / "long", Path(yaml.safe_load(small_run[0].read_text())["data"]["root"]))
     out = tmp_path / "out"

@@ -60,7 +60,7 @@ def numbers(run: Path) -> dict[str, Any]:
     return found | {"communication": {k: v for k, v in found["communication"].items() if "wire" not in k}}
 
 
-def test_the_whole_pipeline_with_pods_gives_the_run_of_one_process(
+def test_the_pipeline_with_pods_gives_the_results_of_one_process(
     cluster: FakeCluster, s3_server: S3Server, fresh_root: Path, tmp_path: Path
 ) -> None:
     """Its clients keep states, which stay in the store: the evaluation finds them there."""
@@ -97,7 +97,7 @@ def test_a_claim_in_place_of_a_bucket(
     assert Api().select("Job")[0] == []
 
 
-def test_a_grid_of_federations_at_once(
+def test_parallel_federations_of_a_grid(
     cluster: FakeCluster, s3_server: S3Server, fresh_root: Path, tmp_path: Path
 ) -> None:
     """Federations of one pipeline run have names of their own."""

@@ -118,7 +118,7 @@ def digest_of(artifact: dict[str, Any]) -> str:
     return str(plain(artifact["customProperties"])["checkpoint_digest"])
 
 
-def test_the_same_checkpoint_is_registered_once_and_another_is_refused(run: Path, registry: StandIn) -> None:
+def test_registering_a_checkpoint_again_is_idempotent_and_another_is_rejected(run: Path, registry: StandIn) -> None:
     api = connected(registry)
     first = register_run(api, str(run), version="v1", uri=URI)
     again = register_run(api, str(run), version="v1", uri=URI)
@@ -133,7 +133,7 @@ def test_the_same_checkpoint_is_registered_once_and_another_is_refused(run: Path
     assert [len(kept) for kept in registry.objects.values()] == [1, 2, 2]
 
 
-def test_registration_that_was_cut_off_is_completed(run: Path, registry: StandIn) -> None:
+def test_an_interrupted_registration_is_completed(run: Path, registry: StandIn) -> None:
     api = connected(registry)
     register_run(api, str(run))
     for left in range(3):
@@ -168,7 +168,7 @@ def test_an_object_on_a_later_page_is_found(run: Path, registry: StandIn) -> Non
 
 
 @pytest.mark.slow
-def test_runs_registered_at_once_are_one_version(run: Path, registry: StandIn) -> None:
+def test_concurrent_registrations_of_a_run_create_one_version(run: Path, registry: StandIn) -> None:
     def register(_: int) -> bool:
         return register_run(connected(registry), str(run)).created
 
@@ -208,7 +208,7 @@ def test_a_token_from_a_file_is_read_for_each_request(run: Path, registry: Stand
         ({"failures": [429]}, 6, ["429"]),
     ],
 )
-def test_a_refusal_has_the_exit_code_of_its_class(
+def test_a_rejection_has_the_exit_code_of_its_class(
     run: Path, registry: StandIn, trouble: dict[str, Any], code: int, facts: list[str]
 ) -> None:
     vars(registry).update(trouble)
@@ -256,7 +256,7 @@ def test_an_address_of_another_service_is_reported(run: Path, registry: StandIn)
     assert ModelRegistry(f"{registry.url}/api/model_registry/v1alpha3/").url == registry.url
 
 
-def test_a_run_that_cannot_be_registered_is_refused_before_anything_is_sent(
+def test_a_run_that_cannot_be_registered_is_rejected_before_any_request(
     run: Path, registry: StandIn, tmp_path: Path
 ) -> None:
     api = connected(registry)
@@ -338,7 +338,7 @@ def test_the_component_compiles_without_packages_to_install(tmp_path: Path) -> N
     assert "pip install" not in str(spec["deploymentSpec"])
 
 
-def test_the_stand_in_is_as_strict_as_the_schema_and_the_registry(registry: StandIn) -> None:
+def test_the_registry_stand_in_is_as_strict_as_the_schema_and_the_registry(registry: StandIn) -> None:
     """Send what FedLoom never sends."""
 
     def sent(path: str, body: dict[str, Any]) -> int:

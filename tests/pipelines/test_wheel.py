@@ -30,7 +30,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
-def test_no_file_of_the_repository_has_two_paths() -> None:
+def test_no_repository_file_is_packaged_twice() -> None:
     listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert [line for line in listed.splitlines() if line.startswith("120000")] == []  # symlinks
     assert catalog.ROOT == ROOT

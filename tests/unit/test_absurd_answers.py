@@ -88,7 +88,7 @@ LIES: dict[str, tuple[Lie, str]] = {
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_client_that_answers_nonsense_is_lost_and_the_run_goes_on(tmp_path: Path, name: str) -> None:
+def test_a_client_with_invalid_replies_is_lost_and_the_run_continues(tmp_path: Path, name: str) -> None:
     lie, said = LIES[name]
     f = fedavg(tmp_path / "a", lie, rounds=3)
     f.run()
@@ -109,7 +109,7 @@ def test_a_client_that_answers_nonsense_is_lost_and_the_run_goes_on(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", LIES)
-def test_a_majority_of_liars_decides_nothing(tmp_path: Path, name: str) -> None:
+def test_a_majority_of_invalid_replies_changes_nothing(tmp_path: Path, name: str) -> None:
     lie, said = LIES[name]
     f = fedavg(tmp_path, lie, "c0", "c1", rounds=2)
     f.run()
@@ -118,7 +118,7 @@ def test_a_majority_of_liars_decides_nothing(tmp_path: Path, name: str) -> None:
         assert all(said in loss.reason for loss in attempt.conversations[0].lost)
 
 
-def test_the_right_message_in_another_exchange_is_the_wrong_one(tmp_path: Path) -> None:
+def test_a_message_of_another_exchange_is_rejected(tmp_path: Path) -> None:
     """PeFLL's second answer in answer to its first request."""
     settings = PeFLLSettings(local=LocalSGD(steps=1, batch_size=2))
 
@@ -174,13 +174,13 @@ def put(field: str, *where: int, value: float) -> Callable[[dict[str, Tensor]], 
         put("uncertainty", 2, value=-5),
     ],
 )
-def test_impossible_measurements_are_refused(change: Callable[[dict[str, Tensor]], None]) -> None:
+def test_impossible_measurements_are_rejected(change: Callable[[dict[str, Tensor]], None]) -> None:
     assert implausible(measured(lambda tensors: None), PLAN, validation=3, test=2) is None
     assert implausible(PLAN.nothing(1, 1), PLAN, validation=3, test=2) is None
     assert implausible(measured(change), PLAN, validation=3, test=2)
 
 
-def test_an_absurd_measurement_is_left_out_of_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_measurement_is_left_out_of_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedloom.evaluation import measure
 
     honest = measure._measure
@@ -200,7 +200,7 @@ def test_an_absurd_measurement_is_left_out_of_the_evaluation(tmp_path: Path, mon
     assert {a.outcome for a in f.loop.journal.attempts} == {"done", "evaluated"}
 
 
-def test_the_limits_themselves_are_allowed() -> None:
+def test_values_at_the_limits_are_accepted() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     good = Update(torch.full((1, 2), VALUE_LIMIT), COUNT_LIMIT * one, -LOSS_LIMIT * one)
     assert out_of_range(good, {}) is None
@@ -209,7 +209,7 @@ def test_the_limits_themselves_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("error", [AttributeError, OverflowError, ValueError, RuntimeError, KeyError])
-def test_an_error_of_the_server_over_replies_fails_the_attempt(
+def test_a_server_error_about_replies_fails_the_attempt(
     tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     f = fedavg(tmp_path, instead, "nobody", rounds=2)
@@ -239,7 +239,7 @@ def test_an_error_of_the_server_over_replies_fails_the_attempt(
     assert again.loop.round == 4
 
 
-def test_errors_of_the_transport_stay_bugs(tmp_path: Path) -> None:
+def test_transport_errors_remain_bugs(tmp_path: Path) -> None:
     f = fedavg(tmp_path, instead, "nobody", rounds=1)
     f.run()
     f = fedavg(tmp_path, instead, "nobody", rounds=2)
@@ -253,7 +253,7 @@ def test_errors_of_the_transport_stay_bugs(tmp_path: Path) -> None:
         f.run()
 
 
-def test_statistics_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
+def test_non_finite_statistics_are_never_written(tmp_path: Path) -> None:
     f = fedavg(tmp_path, instead, "nobody", rounds=1)
     honestly = f.loop.server.train_round
     f.loop.server.train_round = lambda round: honestly(round) | {"loss": math.inf}  # type: ignore[method-assign]
@@ -264,7 +264,7 @@ def test_statistics_that_are_not_finite_are_never_written(tmp_path: Path) -> Non
     assert not f.loop.checkpoints.rounds() or f.loop.checkpoints.rounds() == [0]
 
 
-def test_a_reason_that_a_client_gives_ends_no_line_and_is_cut(tmp_path: Path) -> None:
+def test_a_clients_reason_is_one_line_and_truncated(tmp_path: Path) -> None:
     def lie(answer: Message) -> Message:
         raise FloatingPointError("\u2028\x1b[2J\u202e\x85" * 1000)
 
@@ -280,7 +280,7 @@ def test_a_reason_that_a_client_gives_ends_no_line_and_is_cut(tmp_path: Path) ->
     assert again.loop.round == 3
 
 
-def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path: Path) -> None:
+def test_a_state_corrupted_in_place_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     """Keep the durable state of a method that changes its tensors in place without a check."""
     f = fedavg(tmp_path, instead, "nobody", rounds=3)
     f.run()
@@ -305,7 +305,7 @@ def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path:
 
 
 @pytest.mark.slow
-def test_refusals_that_are_counted_while_an_attempt_is_written_down_harm_nothing(tmp_path: Path) -> None:
+def test_refusals_counted_during_a_journal_write_are_safe(tmp_path: Path) -> None:
     """The wire counts in a thread of its own: here, whenever a number is looked at."""
 
     class Counted(int):
@@ -324,7 +324,7 @@ def test_refusals_that_are_counted_while_an_attempt_is_written_down_harm_nothing
     assert f.loop.round == 1
 
 
-def test_training_that_diverges_to_finite_values_is_told_with_the_bound_and_the_key_to_lower(tmp_path: Path) -> None:
+def test_finite_divergence_is_reported_with_the_bound_and_the_key_to_lower(tmp_path: Path) -> None:
     f = fedavg(tmp_path, changed(delta_theta=1e13), rounds=1)
     f.run()
     (loss,) = f.loop.journal.attempts[0].conversations[0].lost
@@ -334,7 +334,7 @@ def test_training_that_diverges_to_finite_values_is_told_with_the_bound_and_the_
     assert "server_lr" in loss.reason
 
 
-def test_a_state_that_is_not_finite_is_told_with_the_keys_to_lower(tmp_path: Path) -> None:
+def test_a_state_that_is_not_finite_is_reported_with_the_keys_to_lower(tmp_path: Path) -> None:
     settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2), server_lr=1e305, max_norm=1e9)
     algorithm = lying(FEDAVG, changed(delta_theta=1e11))
     f = federation(tmp_path, algorithm, settings, setup(), clients([4, 5, 6]), rounds=1)

@@ -48,7 +48,9 @@ def multiplier_for(epsilon: float, delta: float, release: Release, rounds: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
-def test_epsilon_of_poisson_samples_is_the_package_s_own(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
+def test_epsilon_of_poisson_samples_equals_dp_accountings(
+    n: int, m: int, rounds: int, at_8: float, at_2: float
+) -> None:
     delta = n**-1.1
     for z, by_renyi in ((at_8, 8), (at_2, 2)):
         own = dp.pld.PLDAccountant()
@@ -61,7 +63,7 @@ def test_epsilon_of_poisson_samples_is_the_package_s_own(n: int, m: int, rounds:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
-def test_noise_for_an_epsilon_spends_it_and_no_more(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
+def test_calibrated_noise_spends_at_most_its_epsilon(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
     delta = n**-1.1
     for epsilon, by_renyi in ((8.0, at_8), (2.0, at_2)):
         release = sampled("poisson", n, m, 1.0)
@@ -70,7 +72,7 @@ def test_noise_for_an_epsilon_spends_it_and_no_more(n: int, m: int, rounds: int,
         assert z < by_renyi * 1.02
 
 
-def test_epsilon_without_replacement_counts_half_of_the_noise() -> None:
+def test_epsilon_without_replacement_uses_half_of_the_noise() -> None:
     """Replacing a clipped term changes a sum by up to 2C."""
     own = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     own.compose(dp.SampledWithoutReplacementDpEvent(900, 45, dp.GaussianDpEvent(12.0 / 2)), 5000)
@@ -78,7 +80,7 @@ def test_epsilon_without_replacement_counts_half_of_the_noise() -> None:
     assert found == pytest.approx(own.get_epsilon(1e-4), rel=0.01)
 
 
-def test_sampling_never_costs_more_than_none() -> None:
+def test_sampling_never_increases_epsilon() -> None:
     """The bound for samples without replacement exceeds that of no sampling at large rates."""
     for rate in (800, 899):
         found = epsilon_of({without_replacement(4.0, 900, rate): 10}, 1e-5)
@@ -96,7 +98,7 @@ def test_epsilon_without_sampling_is_exact(z: float, rounds: int) -> None:
     )
 
 
-def test_sampling_hides_nothing_from_who_knows_the_cohort() -> None:
+def test_a_known_cohort_is_not_amplified() -> None:
     known = poisson(3.0).without_sampling()
     assert epsilon_of({known: 20}, 1e-5) == pytest.approx(gaussian_epsilon(3.0, 1e-5, 20), rel=1e-6)
     replaced = without_replacement(3.0).without_sampling()
@@ -116,7 +118,7 @@ def test_different_releases_compose() -> None:
     assert together > max(epsilon_of({release: count}, 1e-5) for release, count in found.items())
 
 
-def test_sums_of_both_kinds_are_accounted_for_replacing_one() -> None:
+def test_sums_of_both_kinds_are_accounted_under_replace_one() -> None:
     mixed = {without_replacement(12.0): 100, gaussian_release(20.0): 3}
     assert neighbouring_relation(mixed) == "replace-one"
     assert neighbouring_relation({without_replacement(12.0): 0, gaussian_release(20.0): 3}) == "add-or-remove-one"
@@ -126,7 +128,7 @@ def test_sums_of_both_kinds_are_accounted_for_replacing_one() -> None:
     assert epsilon_of(mixed, 1e-5) == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
 
 
-def test_bound_is_fast_and_above() -> None:
+def test_the_bound_is_an_upper_bound_within_a_factor_of_6() -> None:
     for counts in (
         {poisson(1.5): 200, poisson(1.0, 0.02): 100, gaussian_release(4.0): 3},
         {poisson(0.5, 0.001): 3},
@@ -137,7 +139,7 @@ def test_bound_is_fast_and_above() -> None:
         assert exact * 0.999 <= epsilon_bound(counts, 1e-5) <= 6 * exact
 
 
-def test_many_rates_are_rounded_up() -> None:
+def test_many_sampling_rates_are_rounded_up() -> None:
     """Populations of an open federation vary: the ε is an upper bound, and close to that of the mean."""
     counts = {sampled("poisson", 900 + i, 45, 2.0): 5 for i in range(60)}
     found = epsilon_of(counts, 1e-5)
@@ -148,14 +150,14 @@ def test_many_rates_are_rounded_up() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("q", "z", "rounds"), [(1e-6, 0.5, 10**5), (0.3, 1e-12, 3), (0.05, 1e6, 5000), (0.5, 0.1, 10)])
-def test_extreme_releases_take_little_memory_and_are_within_the_bound(q: float, z: float, rounds: int) -> None:
+def test_extreme_releases_use_little_memory_and_stay_within_the_bound(q: float, z: float, rounds: int) -> None:
     counts = {poisson(z, q): rounds}
     found: list[float] = []
     assert bytes_held(lambda: found.append(epsilon_of(counts, 1e-5))) < 200e6
     assert 0 <= found[0] <= epsilon_bound(counts, 1e-5)
 
 
-def test_no_noise_is_no_privacy() -> None:
+def test_without_noise_epsilon_is_infinite() -> None:
     assert epsilon_of({poisson(0.0): 1}, 1e-5) == math.inf
     assert epsilon_of({poisson(0.0): 0}, 1e-5) == 0
     assert epsilon_of({}, 1e-5) == 0
@@ -171,7 +173,7 @@ def test_rounds_within_a_budget() -> None:
     assert rounds_within(0.001, 1e-5, release, {release: 100}) == 0
 
 
-def test_five_thousand_rounds_cost_little_more_than_ten() -> None:
+def test_five_thousand_rounds_take_little_longer_than_ten() -> None:
     epsilon_of({poisson(2.0): 1}, 1e-5)  # imports the package, and makes the distribution of one sum
     assert lines_run(lambda: epsilon_of({poisson(2.0): 4999}, 1e-5)) < 3 * lines_run(
         lambda: epsilon_of({poisson(2.0): 10}, 1e-5)
@@ -181,12 +183,12 @@ def test_five_thousand_rounds_cost_little_more_than_ten() -> None:
 @pytest.mark.parametrize(
     "values", [(0.0, 1.0, "poisson"), (1.5, 1.0, "poisson"), (0.5, -1.0, "fixed"), (0.5, 1, "all")]
 )
-def test_releases_without_meaning_are_refused(values: tuple[float, float, accounting.Sampling]) -> None:
+def test_invalid_releases_are_rejected(values: tuple[float, float, accounting.Sampling]) -> None:
     with pytest.raises(ValueError, match="got"):
         Release(values[0], values[1], 10, 5, values[2])
 
 
-def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     assert epsilon_of({gaussian_release(2.0): 3}, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5, 3))  # needs none
     with pytest.raises(ExperimentError) as refused:

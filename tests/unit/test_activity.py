@@ -36,7 +36,7 @@ def attempt(round: int, *, lost: int = 0, outcome: str = "done") -> Attempt:
     )
 
 
-def test_a_monitor_tells_rounds_clients_rates_and_where_time_goes() -> None:
+def test_a_monitor_reports_rounds_clients_rates_and_time_by_phase() -> None:
     monitor = Monitor("vowels", "fedavg", None, "life-1")
     monitor.know([entry("a"), entry("b"), entry("c"), entry("o", seen=False)])
     assert monitor.now().phase == "waiting"
@@ -55,7 +55,7 @@ def test_a_monitor_tells_rounds_clients_rates_and_where_time_goes() -> None:
     assert set(now.totals.phases) == {"waiting", "training"}
 
 
-def test_a_monitor_tells_who_is_late_first_and_names_no_more_than_a_hundred() -> None:
+def test_a_monitor_lists_late_clients_first_and_at_most_a_hundred() -> None:
     monitor = Monitor()
     monitor.know(entry(f"c{i}") for i in range(300))
     awaiting = [Awaited(f"c{i}", "w", 100.0 + i, None, late=False) for i in range(200)]
@@ -69,7 +69,7 @@ def test_a_monitor_tells_who_is_late_first_and_names_no_more_than_a_hundred() ->
     assert now.totals.refusals == {"late or repeated reply": 3}
 
 
-def test_phases_within_phases_and_nothing_after_the_end() -> None:
+def test_nested_phases_and_no_updates_after_the_end() -> None:
     monitor = Monitor()
     monitor.enter("training", doing=3)
     with monitor.during("saving"):
@@ -82,7 +82,7 @@ def test_phases_within_phases_and_nothing_after_the_end() -> None:
     assert (monitor.now().phase, monitor.now().message) == ("failed", "the disk is full")
 
 
-def test_the_loop_tells_what_it_does(tmp_path: Path) -> None:
+def test_the_loop_updates_its_monitor(tmp_path: Path) -> None:
     settings = FedAvgSettings.model_validate({"local": {"steps": 1, "batch_size": 4, "lr": 0.1}})
     held = federation(tmp_path, FEDAVG, settings, setup(n=3), clients([4, 6, 8]), rounds=3, checkpoint_every_s=0)
     held.run()
@@ -97,6 +97,6 @@ def test_the_loop_tells_what_it_does(tmp_path: Path) -> None:
     assert now.totals.seconds == pytest.approx(sum(now.totals.exchanges.values()))
 
 
-def test_the_snapshot_needs_no_torch() -> None:
+def test_a_snapshot_needs_no_torch() -> None:
     script = "import fedloom.federation.monitor, sys; assert not {'torch', 'numpy', 'grpc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -110,7 +110,7 @@ def permitted(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- θ ----------------------------------------------------------------------------------------------------------------
 
 
-def test_theta_is_the_adapters_and_the_named_layers() -> None:
+def test_theta_holds_the_adapters_and_the_named_layers() -> None:
     model = made()
     two_factors, head = 2 * 16 * 2, 16 * CLASSES + CLASSES
     assert model.layout.size == 2 * 2 * two_factors + head  # two layers, two matrices each
@@ -127,7 +127,7 @@ def test_theta_is_the_adapters_and_the_named_layers() -> None:
     assert all(any(t.shape == k.shape and torch.equal(t, k) for k in kept) for t in frozen.values())
 
 
-def test_the_first_model_is_the_pretrained_one() -> None:
+def test_training_starts_at_the_pretrained_model() -> None:
     """B = 0, so for any A the outputs are the base's."""
     x = torch.from_numpy(TOKENS[:5])
     expected = adapter_models.bert(CLASSES).eval()(input_ids=x).logits
@@ -137,7 +137,7 @@ def test_the_first_model_is_the_pretrained_one() -> None:
         assert torch.equal(model.logits(theta, x), expected)
 
 
-def test_bad_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_adapters_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with refusing(ExperimentError, "model.lora.targets", "nowhere", "query"):
         made({**LORA, "targets": ["nowhere"]})
     with refusing(ExperimentError, "model.lora.train", "nowhere"):
@@ -155,7 +155,7 @@ def test_bad_adapters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- generated adapters -----------------------------------------------------------------------------------------------
 
 
-def test_a_hypernetwork_that_starts_at_a_model_gives_it_to_everyone() -> None:
+def test_a_hypernetwork_initialized_at_a_model_gives_it_to_every_client() -> None:
     h = Hypernetwork(4, 30)
     random = torch.Generator().manual_seed(0)
     drawn, theta = h.layout.split(h.init(random)), torch.randn(30, generator=random)
@@ -214,7 +214,7 @@ def test_the_pretrained_embedding_is_an_mlp_on_standardized_features(labels: boo
     assert p["fc1.weight"].shape == (7, 16 + CLASSES * labels)
 
 
-def test_the_pretrained_embedding_takes_named_inputs() -> None:
+def test_the_pretrained_embedding_accepts_named_inputs() -> None:
     shape = {
         name: SingleInput("integers", (LENGTH,), high) for name, high in (("input_ids", WORDS), ("attention_mask", 2))
     }
@@ -278,7 +278,7 @@ def logits_of(model: str, module: nn.Module, personal: Any) -> Tensor:
 @pytest.mark.sampled(2)  # of a table of odd width: each model and each method is in it
 @pytest.mark.parametrize("model", ["bert", "vit", "gpt"])
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pefll"])
-def test_peft_opens_the_adapter_of_every_client(model: str, method: str, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_of_every_client(model: str, method: str, tmp_path: Path) -> None:
     pefll = {**PEFLL, "embedding": {"network": "lstm", "width": 4}} if model == "gpt" else PEFLL
     algorithm = {"fedavg": FEDAVG, "ditto": {"name": "ditto", "local": LOCAL}, "pefll": pefll}[method]
     run = ran(model, algorithm, tmp_path)
@@ -321,7 +321,7 @@ def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_an_adapter_saved_over_another_keeps_none_of_its_files(tmp_path: Path) -> None:
+def test_saving_an_adapter_over_another_removes_its_files(tmp_path: Path) -> None:
     for name in ("sentences", "bert"):  # only the first trains layers beside the adapter
         ran(name, FEDAVG, tmp_path / name).models("a").save(tmp_path / "a.peft")
     assert not (tmp_path / "a.peft" / "trained_beside.safetensors").exists()
@@ -342,7 +342,7 @@ def test_the_command_line_saves_adapters(tmp_path: Path) -> None:
         assert refused.key == "format"
 
 
-def test_a_newcomer_saves_its_adapter(tmp_path: Path) -> None:
+def test_a_new_client_saves_its_adapter(tmp_path: Path) -> None:
     run = ran("bert", PEFLL, tmp_path)
     personal = fedloom.personalize(run.folder, TOKENS[:20], LABELS[:20])
     personal.save(tmp_path / "new.peft")
@@ -350,7 +350,7 @@ def test_a_newcomer_saves_its_adapter(tmp_path: Path) -> None:
     torch.testing.assert_close(found, personal(torch.from_numpy(TOKENS[:7])), rtol=0, atol=1e-6)
 
 
-def test_a_server_gives_the_adapter_that_the_folder_gives(tmp_path: Path) -> None:
+def test_a_server_and_a_folder_give_equal_adapters(tmp_path: Path) -> None:
     run = ran("bert", PEFLL, tmp_path)
     here = fedloom.personalize(run.folder, TOKENS[:20], LABELS[:20], client="new")
     stop, ready, at = threading.Event(), threading.Event(), list[str]()
@@ -385,7 +385,7 @@ def test_a_resumed_run_has_the_same_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_models_without_one_adapter_are_refused(tmp_path: Path) -> None:
+def test_models_without_a_single_adapter_are_rejected(tmp_path: Path) -> None:
     neighbours = ran("bert", {"name": "knn-per", "local": LOCAL}, tmp_path / "knn").models("a")
     with refusing(ExperimentError, ".peft", "adapters"):
         neighbours.save(tmp_path / "a.peft")
@@ -400,7 +400,7 @@ def test_models_without_one_adapter_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_that_changes_its_base_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_changes_its_base_is_rejected(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights="olora", modules_to_save=["classifier"])
     x, y = inputs("bert")
     run = fedloom.run(

@@ -112,7 +112,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_fedavg_of_adapters_equals_a_loop_over_the_module(tmp_path: Path) -> None:
+def test_fedavg_of_adapters_equals_a_plain_loop_over_the_module(tmp_path: Path) -> None:
     m = model(one)
     assert m.layout.size == 2 * (256 + 6) + 2 * (6 + 5) + 5 * CLASSES + CLASSES  # of 1 640 parameters of the base
     f = run(tmp_path, FEDAVG, m, personalize_steps=3)
@@ -147,7 +147,7 @@ def test_named_parameters_stay_with_clients_and_the_others_are_averaged(
     assert half.personalization_steps("personal", 6) == 2 * EPOCHS
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     p = setup(MLP(IMAGE, [5], CLASSES))
     s = FEDSA_LORA.settings.model_validate({"local": LOCAL, "local_parameters": ["*bias"], "personalize_epochs": 1})
     server = FEDSA_LORA.server(s, p, torch.Generator().manual_seed(1))
@@ -160,7 +160,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
     ("patterns", "told"),
     [(("*lora_B*",), ("lora_B", "peft")), (("*bias", "*head*"), ("*head*",)), (("*",), ("shared",))],
 )
-def test_patterns_that_leave_nothing_to_keep_or_to_share_are_refused(patterns: tuple[str, ...], told: Any) -> None:
+def test_patterns_without_kept_or_shared_parameters_are_rejected(patterns: tuple[str, ...], told: Any) -> None:
     m = MLP(IMAGE, [5], CLASSES)
     with refusing(ExperimentError, m.layout.entries[0][0], *told) as error:
         FEDSA_LORA.check_model(FEDSA_LORA.settings(local_parameters=patterns), m)

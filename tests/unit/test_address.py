@@ -32,7 +32,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "[0::0]", "[::0.0.0.0]"])
-def test_nobody_is_told_to_dial_every_address(host: str) -> None:
+def test_wildcard_addresses_are_not_shown_as_addresses_to_connect_to(host: str) -> None:
     assert dialable(f"{host}:7733") == "HOST:7733"
     for address in ("127.0.0.1:7733", "fl.team-a.svc:7733", "[::1]:7733", "[fe80::1%eth0]:7733"):
         assert dialable(address) == address
@@ -51,20 +51,20 @@ def test_invalid_addresses(text: str) -> None:
             split_address(text, what="--listen", lowest=lowest)
 
 
-def test_port_0_is_for_serving_alone() -> None:
+def test_port_0_is_only_valid_for_listening() -> None:
     assert split_address("127.0.0.1:0", what="--listen", lowest=0) == ("127.0.0.1", 0)
     with refusing(ExperimentError, "--aggregator", "127.0.0.1:0", "HOST:PORT", 1, 65535):
         split_address("127.0.0.1:0", what="--aggregator", lowest=1)
 
 
-def test_the_commands_refuse_it_before_they_read_anything(tmp_path: Path) -> None:
+def test_invalid_addresses_are_rejected_before_anything_is_read(tmp_path: Path) -> None:
     with refusing(ExperimentError, "--listen", "127.0.0.1:99999"):
         aggregator(str(tmp_path / "nowhere.yaml"), listen="127.0.0.1:99999")
     with refusing(ExperimentError, "aggregator", "foo"):
         worker("foo", str(tmp_path / "nowhere"))
 
 
-def test_nobody_waits_less_than_no_time() -> None:
+def test_a_negative_wait_is_rejected() -> None:
     app = typer.Typer()
     app.command()(aggregator)
     done = CliRunner().invoke(app, ["nowhere.yaml", "--wait", "-1"])

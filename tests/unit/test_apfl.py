@@ -55,7 +55,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("mix", [{"alpha": 0.0, "adaptive": False}, {"alpha": 0.7}], ids=["none", "adaptive"])
-def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, Any]) -> None:
+def test_the_shared_model_equals_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, Any]) -> None:
     """With α = 0 the personal models are the shared one, too."""
     mine = run(tmp_path / "apfl", made(**mix), rounds=3, cohort=2)
     s = FedAvgSettings.model_validate({"local": LOCAL})
@@ -69,7 +69,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, A
     assert losses[0] == losses[1]
 
 
-def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_path: Path) -> None:
+def test_alpha_1_equals_local_training_to_the_bit(tmp_path: Path) -> None:
     data, f = clients(SIZES), run(tmp_path / "run", made(alpha=1.0, adaptive=False), rounds=2)
     start = federation(tmp_path / "start", APFL, made(), setup(), data).state["theta"]
     for c in data:
@@ -81,7 +81,7 @@ def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_pa
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path) -> None:
     """v, w and α, with momentum and λ_θ, which belong to each model's own loss."""
     s, data = made(alpha=0.6), clients(SIZES)
     f = federation(tmp_path, APFL, s, setup(), data, rounds=3, unseen=["c2"])
@@ -120,7 +120,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("centre", "alpha"), [(0.9, 0.5 + 0.3 * 0.2 * 0.2), (20.0, 1.0), (-20.0, 0.0)])
-def test_the_share_goes_where_the_loss_falls_and_stays_a_share(centre: float, alpha: float) -> None:
+def test_alpha_follows_the_loss_and_stays_between_0_and_1(centre: float, alpha: float) -> None:
     """f(θ) = (θ - c)²/2 at v = 0.8, w = 0.6: α ← α - η (v - w)(v̄ - c), v̄ being 0.7 and η 0.3."""
     split = Split(torch.full((4, 1), centre, dtype=torch.float64), None)
     state = {"v": torch.tensor([0.8], dtype=torch.float64), "alpha": torch.tensor([0.5], dtype=torch.float64)}
@@ -130,7 +130,7 @@ def test_the_share_goes_where_the_loss_falls_and_stays_a_share(centre: float, al
     assert members.kept[0]["alpha"].item() == pytest.approx(alpha, abs=1e-12)
 
 
-def test_a_client_without_a_model_of_its_own_gets_the_shared_one(tmp_path: Path) -> None:
+def test_a_client_without_a_personal_model_gets_the_shared_one(tmp_path: Path) -> None:
     """To the bit, or fine-tuned; also for a client that is lost in every round."""
     data = clients(SIZES)
     f = run(tmp_path / "none", made(), rounds=2, unseen=["c2"], lost={0: 1})
@@ -145,7 +145,7 @@ def test_a_client_without_a_model_of_its_own_gets_the_shared_one(tmp_path: Path)
     )
 
 
-def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
+def test_held_out_examples_change_no_model(tmp_path: Path) -> None:
     data = clients(SIZES)
     one, other = (
         run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
@@ -156,13 +156,13 @@ def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
         assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
 
 
-def test_a_share_is_between_0_and_1() -> None:
+def test_alpha_must_be_between_0_and_1() -> None:
     for alpha in (-0.1, 1.1):
         with pytest.raises(ValidationError, match="alpha"):
             made(alpha=alpha)
 
 
-def test_a_client_whose_own_model_diverges_is_lost() -> None:
+def test_a_client_whose_personal_model_diverges_is_lost() -> None:
     """Lose the client although training of its shared model does not diverge."""
     split = Split(torch.zeros(4, 1).double(), None)
     state = {"v": torch.tensor([1e200]).double(), "alpha": torch.tensor([1.0]).double()}
@@ -173,7 +173,7 @@ def test_a_client_whose_own_model_diverges_is_lost() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     """One of them has a v and an α, the others have none."""
     random = torch.Generator().manual_seed(3)
     opening, _, ask = APFL.messages

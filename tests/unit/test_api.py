@@ -52,7 +52,7 @@ def run(vowels: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> fed
     return fedloom.run(vowels, out=out, report=False, progress=False)
 
 
-def test_a_run_is_tables(run: fedloom.Run) -> None:
+def test_a_run_offers_tables(run: fedloom.Run) -> None:
     history = run.history
     assert list(history.index) == [0, 1, 2]
     last = history.loc[2]
@@ -69,7 +69,7 @@ def test_a_run_is_tables(run: fedloom.Run) -> None:
     assert run.experiment.federation.rounds == 2
 
 
-def test_clients_without_an_answer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_reports_clients_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
     group = {"accuracy_mean": 0.5, "accuracy_pooled": 0.5, "loss_mean": 1.0}
     line = {"round": 3, "seen": group, "unseen": None, "global": None, "left_out": {"absent": 2, "untested": 0}}
     Watch().evaluated(line)
@@ -86,7 +86,7 @@ def test_clients_without_an_answer_are_told(capsys: pytest.CaptureFixture[str]) 
     assert "no validation examples" in capsys.readouterr().err
 
 
-def test_the_models_are_those_that_were_measured(run: fedloom.Run) -> None:
+def test_models_are_those_that_were_evaluated(run: fedloom.Run) -> None:
     threads = torch.get_num_threads()
     models = run.models()
     assert set(models) == set(run.clients.index)
@@ -109,7 +109,7 @@ def test_the_models_are_those_that_were_measured(run: fedloom.Run) -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
+def test_figures_are_matplotlib_figures(run: fedloom.Run, tmp_path: Path) -> None:
     assert run.figures
     figure = run.figure(run.figures[0])
     figure.savefig(tmp_path / "figure.png")
@@ -120,7 +120,7 @@ def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_drawn_again_when_a_file_changes_and_keeps_its_size(run: fedloom.Run, tmp_path: Path) -> None:
+def test_figures_are_redrawn_when_a_file_changes_but_not_its_size(run: fedloom.Run, tmp_path: Path) -> None:
     folder = shutil.copytree(run.folder, tmp_path / "run")
     copy = fedloom.load(folder)
     before = copy.figure(copy.figures[0])
@@ -131,7 +131,7 @@ def test_figures_are_drawn_again_when_a_file_changes_and_keeps_its_size(run: fed
     assert copy.figure(copy.figures[0]) is not before
 
 
-def test_forms_of_an_experiment_are_equal(vowels: dict[str, Any], tmp_path: Path) -> None:
+def test_every_form_of_an_experiment_gives_equal_results(vowels: dict[str, Any], tmp_path: Path) -> None:
     import yaml
 
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(vowels))
@@ -156,7 +156,7 @@ def test_forms_of_an_experiment_are_equal(vowels: dict[str, Any], tmp_path: Path
         (None, {"federation__clients_per_round": 50}, ("federation.clients_per_round", "50")),
     ],
 )
-def test_bad_experiments_are_a_sentence(
+def test_an_invalid_experiment_gives_a_one_sentence_error(
     vowels: dict[str, Any], what: Any, keys: dict[str, Any], said: tuple[str, ...], tmp_path: Path
 ) -> None:
     with refused(ExperimentError, *said):
@@ -184,7 +184,7 @@ def test_a_finished_run_is_loaded_and_compared(run: fedloom.Run, vowels: dict[st
         fedloom.load(tmp_path / "nowhere")
 
 
-def test_an_unfinished_run_has_a_history_and_says_so(run: fedloom.Run, tmp_path: Path) -> None:
+def test_an_unfinished_run_has_a_history_but_no_summary(run: fedloom.Run, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()
     loaded = fedloom.load(tmp_path / "run")
@@ -193,7 +193,7 @@ def test_an_unfinished_run_has_a_history_and_says_so(run: fedloom.Run, tmp_path:
         _ = loaded.summary
 
 
-def test_importing_it_is_quick_and_torch_waits() -> None:
+def test_importing_fedloom_is_fast_and_does_not_import_torch() -> None:
     code = """
 import sys, fedloom
 heavy = {"torch", "numpy", "pandas", "pydantic", "rich", "matplotlib", "grpc", "typer"}
@@ -205,14 +205,16 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_every_name_that_is_offered_is_there() -> None:
+def test_every_exported_name_exists() -> None:
     for name in fedloom.__all__:
         assert getattr(fedloom, name).__doc__
     with pytest.raises(AttributeError):
         _ = fedloom.nothing
 
 
-def test_errors_name_keywords_and_not_options(run: fedloom.Run, vowels: dict[str, Any], tmp_path: Path) -> None:
+def test_errors_name_keyword_arguments_instead_of_options(
+    run: fedloom.Run, vowels: dict[str, Any], tmp_path: Path
+) -> None:
     def told(kind: type[Exception], **how: Any) -> str:
         with pytest.raises(kind) as error:
             fedloom.run(vowels, progress=False, **how)
@@ -242,7 +244,7 @@ def test_errors_name_keywords_and_not_options(run: fedloom.Run, vowels: dict[str
     assert "--" not in str(error.value)
 
 
-def test_one_is_several_of_one_and_other_kinds_are_named(vowels: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_track_grid_and_seeds_are_rejected(vowels: dict[str, Any], tmp_path: Path) -> None:
     with refused(ExperimentError, "'tensorbord'", "tensorboard"):
         fedloom.run(vowels, track="tensorbord", out=tmp_path / "run")
     for values in (0.1, "0.1"):
@@ -252,7 +254,7 @@ def test_one_is_several_of_one_and_other_kinds_are_named(vowels: dict[str, Any],
         fedloom.sweep(vowels, seeds=3, out=tmp_path / "sweep")  # type: ignore[arg-type]
 
 
-def test_fetched_data_sets_are_found(vowels: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetch_returns_the_folder_of_a_dataset(vowels: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     root = vowels["data"]["root"]
     assert fedloom.fetch("vowel", root) == Path(root) / "datasets" / "vowel"
     with refused(ExperimentError, "'vowels'", "vowel"):

@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> fedloom.Run:
     return fedloom.audit(made, invert=True)
 
 
-def test_audit_has_every_predictor_of_seen_and_unseen_clients(run: fedloom.Run) -> None:
+def test_an_audit_covers_every_predictor_of_seen_and_unseen_clients(run: fedloom.Run) -> None:
     found = run.audit["membership"]
     assert found["round"] == 3
     assert found["predictors"].keys() == {"personal", "global"}
@@ -73,7 +73,7 @@ def test_audit_has_every_predictor_of_seen_and_unseen_clients(run: fedloom.Run) 
     assert run.audit["claim"] is None
 
 
-def test_inversion_shows_a_copy_from_one_example(run: fedloom.Run) -> None:
+def test_inversion_reconstructs_a_single_example(run: fedloom.Run) -> None:
     cases = run.audit["inversion"]["cases"]
     assert [case["update"] for case in cases] == ["one example", "one mini-batch", "sum of a cohort"]
     assert cases[0]["psnr_best"] > 60
@@ -83,14 +83,14 @@ def test_inversion_shows_a_copy_from_one_example(run: fedloom.Run) -> None:
     assert mentions(inversion_note(run.audit["inversion"]), "one step of FedAvg")
 
 
-def test_a_second_audit_keeps_what_other_attacks_found(run: fedloom.Run) -> None:
+def test_a_second_audit_keeps_the_results_of_other_attacks(run: fedloom.Run) -> None:
     before = run.audit["inversion"]
     audit_run(run.folder)
     assert run.audit["inversion"] == before
 
 
 @pytest.mark.slow
-def test_report_shows_the_audit(run: fedloom.Run) -> None:
+def test_the_report_shows_the_audit(run: fedloom.Run) -> None:
     page = write_report(run.folder).read_text()
     assert mentions(page, "Privacy audit", "Membership inference", "Gradient inversion", "one mini-batch")
     assert "membership" in run.figures
@@ -98,7 +98,7 @@ def test_report_shows_the_audit(run: fedloom.Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
-def test_report_of_a_damaged_audit_says_so(run: fedloom.Run, tmp_path: Path) -> None:
+def test_the_report_marks_a_damaged_audit(run: fedloom.Run, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.folder, copy.path)
     document = copy.json("audit.json")
@@ -111,7 +111,7 @@ def test_report_of_a_damaged_audit_says_so(run: fedloom.Run, tmp_path: Path) -> 
     assert mentions(page, "audit.json", "damaged", "membership.predictors.personal.seen")
 
 
-def test_command_shows_one_screen(run: fedloom.Run, fedloom: Command) -> None:
+def test_the_command_prints_one_screen(run: fedloom.Run, fedloom: Command) -> None:
     code, out, _ = fedloom("audit", run.folder, "--invert")
     assert code == 0
     assert len(out.splitlines()) < 45
@@ -119,7 +119,7 @@ def test_command_shows_one_screen(run: fedloom.Run, fedloom: Command) -> None:
     assert mentions(out, "AUC", "personal, seen clients", "sum of a cohort", "audit.json")
 
 
-def test_image_run_has_pictures(tmp_path: Path, tiny_root: Path) -> None:
+def test_an_image_run_has_pictures(tmp_path: Path, tiny_root: Path) -> None:
     data = {"dataset": "tiny", "partition": {"scheme": "iid", "clients": 6}, "held_out_fraction": 0.0}
     loop(tmp_path, {**data, "root": str(tiny_root)}, {"name": "mlp", "hidden": [8]}, FEDAVG).run()
     parts, _, dataset = restore(tmp_path / "run")
@@ -128,7 +128,7 @@ def test_image_run_has_pictures(tmp_path: Path, tiny_root: Path) -> None:
     assert len(case["original"]) == len(case["original"][0]) == 6
 
 
-def test_secure_aggregation_has_no_single_update(run: fedloom.Run) -> None:
+def test_secure_aggregation_reveals_no_single_update(run: fedloom.Run) -> None:
     parts, _, dataset = restore(run.folder)
     e = parts.experiment
     federation = e.federation.model_copy(update={"secure_aggregation": SecureAggregation()})
@@ -140,7 +140,7 @@ def test_secure_aggregation_has_no_single_update(run: fedloom.Run) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("of", "steps", "least"), [("clients", 5, 0.5), ("examples", 30, 0.1)])
-def test_canaries_of_a_run_without_noise_are_found(tmp_path: Path, of: str, steps: int, least: float) -> None:
+def test_canaries_of_a_run_without_noise_are_detected(tmp_path: Path, of: str, steps: int, least: float) -> None:
     found = fedloom.audit(
         experiment(tmp_path), canaries=60, of=of, seed=4, out=tmp_path / "audit", report=False, progress=False,
         federation__rounds=10, model__hidden=[64], algorithm__local={"steps": steps, "lr": 0.05, "batch_size": 8},
@@ -173,7 +173,7 @@ def test_canaries_of_a_method_with_state(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
-def test_command_with_canaries_says_what_the_bound_says(tmp_path: Path, fedloom: Command) -> None:
+def test_the_canary_command_explains_the_bound(tmp_path: Path, fedloom: Command) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(experiment(tmp_path)))
     code, out, _ = fedloom("audit", path, "--canaries", 16, "--out", tmp_path / "audit", "--set", "federation.rounds=1")
@@ -198,7 +198,7 @@ def test_command_with_canaries_says_what_the_bound_says(tmp_path: Path, fedloom:
         (["--canaries", "3"], ["--canaries", "3"]),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_conflicting_options_are_rejected(
     run: fedloom.Run, fedloom: Command, options: list[str], facts: list[str]
 ) -> None:
     where = run.folder / "experiment.yaml" if "--canaries" in options else run.folder
@@ -207,7 +207,7 @@ def test_options_that_do_not_fit_are_refused(
     assert mentions(err, *facts)
 
 
-def test_run_that_cannot_be_audited_is_refused(tmp_path: Path, run: fedloom.Run) -> None:
+def test_a_run_that_cannot_be_audited_is_rejected(tmp_path: Path, run: fedloom.Run) -> None:
     unfinished = on_vowels(tmp_path, FEDAVG)
     with refusing(DataError, "not finished"):
         audit_run(unfinished.folder.path)
@@ -221,7 +221,7 @@ def test_run_that_cannot_be_audited_is_refused(tmp_path: Path, run: fedloom.Run)
         fedloom.audit(run, invert=True, client="nobody")
 
 
-def test_claim_is_that_of_the_summary(run: fedloom.Run, tmp_path: Path) -> None:
+def test_the_claim_is_that_of_the_summary(run: fedloom.Run, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.folder, copy.path)
     assert claim_of(copy) is None
@@ -235,14 +235,16 @@ def test_claim_is_that_of_the_summary(run: fedloom.Run, tmp_path: Path) -> None:
     ("bound", "most", "facts"),
     [(3.0, 5.0, ["exceeds"]), (1.0, 5.0, ["below"]), (1.0, 1.5, ["below", "so few"]), (None, None, ["exceeds"])],
 )
-def test_verdict_compares_the_bound_with_the_claim(bound: float | None, most: float | None, facts: list[str]) -> None:
+def test_the_verdict_compares_the_bound_with_the_claim(
+    bound: float | None, most: float | None, facts: list[str]
+) -> None:
     found = {"of": "clients", "epsilon": bound, "largest_bound": most}
     claim = {"of": "clients", "epsilon": 2.0, "delta": 1e-5}
     assert mentions(audit_verdict(found, claim), "ε = 2", *facts)
     assert mentions(audit_verdict({**found, "of": "examples"}, claim), "examples")
 
 
-def test_audits_restore_the_number_of_threads(run: fedloom.Run) -> None:
+def test_an_audit_restores_the_number_of_threads(run: fedloom.Run) -> None:
     before = torch.get_num_threads()
     audit_run(run.folder)
     assert torch.get_num_threads() == before

@@ -71,7 +71,7 @@ def test_pixels_are_recovered_exactly(mean: float, std: float) -> None:
     assert torch.equal(Augmentation([], about).pixels(normalized(x, about)), x)
 
 
-def test_each_image_is_changed_by_its_own_draws_as_torchvision_does() -> None:
+def test_each_image_is_augmented_by_its_own_draws_as_in_torchvision() -> None:
     x, transforms = pixels(64), v2.Compose([v2.RandomCrop(16, padding=3), v2.RandomHorizontalFlip()])
     augment = augmentation(CROP_AND_FLIP, SHAPE)
     assert augment is not None
@@ -87,7 +87,7 @@ def test_each_image_is_changed_by_its_own_draws_as_torchvision_does() -> None:
     assert 15 < int(changed.any(1).sum()) < 49  # some are, and some are not
 
 
-def test_a_change_of_every_image_trains_as_on_changed_data_to_the_bit() -> None:
+def test_augmenting_every_image_equals_training_on_transformed_data_to_the_bit() -> None:
     """A flip with probability 1; and with probability 0 nothing changes."""
     always, never = ({"RandomHorizontalFlip": {"p": p}} for p in (1.0, 0.0))
     c, mirrored = client("c0", 11), client("c0", 11, change=lambda x: x.flip(3))
@@ -101,7 +101,7 @@ def test_a_change_of_every_image_trains_as_on_changed_data_to_the_bit() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("length", [{"steps": 5}, {"epochs": 2, "steps": None}], ids=["steps", "epochs"])
-def test_a_stack_is_changed_as_its_clients_one_by_one(length: dict[str, Any], accumulate: int) -> None:
+def test_stacked_clients_are_augmented_as_single_ones(length: dict[str, Any], accumulate: int) -> None:
     s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.1, "accumulate": accumulate, **length})
     data, theta = [client(f"c{i}", n, i) for i, n in enumerate((11, 3, 6, 1))], start(4)
     together = train(MODEL, group(data, CROP_AND_FLIP), theta, s)
@@ -110,7 +110,7 @@ def test_a_stack_is_changed_as_its_clients_one_by_one(length: dict[str, Any], ac
         torch.testing.assert_close(together.theta[i], alone.theta[0], rtol=0, atol=1e-5)
 
 
-def test_no_other_generator_draws_or_is_drawn_from() -> None:
+def test_augmentation_neither_uses_nor_advances_other_generators() -> None:
     c = client("c0", 11)
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -176,7 +176,7 @@ def final(root: Path, out: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("forks")
-def test_a_run_has_the_same_bits_for_any_number_of_workers_when_resumed_and_when_replayed(tmp_path: Path) -> None:
+def test_results_are_equal_for_any_number_of_workers_on_resume_and_on_replay(tmp_path: Path) -> None:
     """Combine random changes, an optimizer with a state, a schedule and averaged mini-batches."""
     keys = {"augment": [v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip(), v2.RandomErasing()]}
     run(tmp_path, "whole", **keys)
@@ -193,7 +193,7 @@ def test_a_run_has_the_same_bits_for_any_number_of_workers_when_resumed_and_when
 
 
 @pytest.mark.slow
-def test_objects_and_keys_say_the_same(tmp_path: Path) -> None:
+def test_transform_objects_and_keys_give_equal_results(tmp_path: Path) -> None:
     """In the data, in the call, and as the section of a file, of a module in memory too."""
     objects = v2.Compose([v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip()])
     as_keys = [{"RandomCrop": {"size": [12, 12], "padding": [2, 2, 2, 2]}}, "RandomHorizontalFlip"]
@@ -224,7 +224,7 @@ def some_transforms() -> list[Any]:
 
 
 @pytest.mark.parametrize("transform", some_transforms(), ids=lambda t: type(t).__name__)
-def test_an_object_and_its_description_change_images_alike(transform: Any) -> None:
+def test_a_transform_and_its_description_give_equal_images(transform: Any) -> None:
     described = describe_transforms(transform)
     assert json.loads(json.dumps(described)) == described
     check_augment(described, "pixels", (3, 32, 32))
@@ -237,7 +237,7 @@ def test_an_object_and_its_description_change_images_alike(transform: Any) -> No
             assert torch.equal(again(image), expected)
 
 
-def test_objects_of_the_older_module_and_chains_are_described_as_those_of_v2() -> None:
+def test_v1_transforms_and_compositions_are_described_as_v2() -> None:
     import torchvision.transforms as v1
 
     old = [
@@ -272,7 +272,7 @@ def test_objects_of_the_older_module_and_chains_are_described_as_those_of_v2() -
         (lambda: [v2.RandomHorizontalFlip(), lambda x: x], ("function",)),
     ],
 )
-def test_an_object_that_no_file_can_describe_is_refused(given: Callable[[], Any], facts: tuple[str, ...]) -> None:
+def test_a_transform_that_cannot_be_described_is_rejected(given: Callable[[], Any], facts: tuple[str, ...]) -> None:
     with refusing(ExperimentError, "augment", *facts):
         describe_transforms(given())
 
@@ -296,7 +296,7 @@ STANDARD = v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scal
         ([{"AutoAugment": {"policy": "mnist"}}], ("mnist", "cifar10")),
     ],
 )
-def test_transforms_that_cannot_change_these_images_are_refused(described: Any, facts: tuple[Any, ...]) -> None:
+def test_transforms_that_do_not_fit_the_images_are_rejected(described: Any, facts: tuple[Any, ...]) -> None:
     with refusing(ExperimentError, "data.augment", *facts) as error:
         check_augment(described, "pixels", IMAGE)
     assert error.value.key == "data.augment"
@@ -314,7 +314,7 @@ def experiment(tmp_path: Path, **changes: str) -> Path:
 FLIPPED = "clients: 4}, augment: [RandomHorizontalFlip]}"
 
 
-def test_a_file_is_refused_where_augmentation_would_be_ignored_or_fail(tmp_path: Path) -> None:
+def test_augmentation_that_would_be_ignored_or_fail_is_rejected(tmp_path: Path) -> None:
     assert load_experiment(experiment(tmp_path, partition=FLIPPED)).data.augment == ("RandomHorizontalFlip",)
     with pytest.raises(ExperimentError) as error:
         load_experiment(experiment(tmp_path, partition=FLIPPED, method="{name: pfedgp}"))
@@ -328,7 +328,7 @@ def test_a_file_is_refused_where_augmentation_would_be_ignored_or_fail(tmp_path:
         check_augment(["RandomHorizontalFlip"], "tokens", (8,))
 
 
-def test_clients_with_data_of_their_own_augment_too(tmp_path: Path) -> None:
+def test_clients_with_own_data_augment_too(tmp_path: Path) -> None:
     own = "{own: {kind: pixels, input_shape: [1, 16, 16], classes: [a, b]}, augment: [RandomHorizontalFlip]}"
     path = tmp_path / "own.yaml"
     path.write_text(GOOD.replace("{dataset: mnist, partition: {scheme: iid, clients: 4}}", own))
@@ -339,9 +339,7 @@ def test_clients_with_data_of_their_own_augment_too(tmp_path: Path) -> None:
     assert tells(str(error.value), "data.augment: ", "Normalize")
 
 
-def test_without_torchvision_a_run_is_refused_and_can_still_be_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torchvision_a_run_is_rejected_but_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = load_experiment(experiment(tmp_path, partition=FLIPPED)).resolved_yaml()
     monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
     with pytest.raises(ExperimentError) as error:
@@ -367,14 +365,14 @@ class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 @pytest.mark.parametrize("then", [[], [v2.ToDtype(torch.float32, scale=True)], list(STANDARD.transforms[1:])])
-def test_images_that_differ_at_every_reading_are_refused(tmp_path: Path, then: list[Any]) -> None:
+def test_images_that_differ_between_reads_are_rejected(tmp_path: Path, then: list[Any]) -> None:
     given = Pictures(v2.Compose([v2.RandomHorizontalFlip(), *then]))
     with refusing(DataError, "dataset[", "augment="):
         fedloom.Federated.from_torchvision(given, {"scheme": "iid", "clients": 2}, root=tmp_path)
 
 
 @pytest.mark.slow
-def test_images_with_separate_transforms_train_alike(tmp_path: Path) -> None:
+def test_images_with_separate_transforms_train_equally(tmp_path: Path) -> None:
     data = fedloom.Federated.from_torchvision(
         Pictures(v2.ToDtype(torch.float32, scale=True)),
         {"scheme": "iid", "clients": 2},

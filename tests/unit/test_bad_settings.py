@@ -47,7 +47,7 @@ def refusal(tmp_path: Path, algorithm: str, key: str) -> str:
         ("{name: pfedhn, server_lr: 10, server_decay: 0.1}", "server_lr", (10, "server_decay", 0.1)),
     ],
 )
-def test_a_step_that_must_overshoot_is_refused(
+def test_an_overshooting_step_size_is_rejected(
     tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]
 ) -> None:
     assert tells(refusal(tmp_path, algorithm, key), *found)
@@ -82,13 +82,11 @@ def test_a_step_that_must_overshoot_is_refused(
         ("{name: drfa, local: {epochs: 1}}", "local.epochs", ("local.steps",)),
     ],
 )
-def test_a_setting_without_a_meaning_is_refused(
-    tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]
-) -> None:
+def test_invalid_settings_are_rejected(tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]) -> None:
     assert mentions(refusal(tmp_path, algorithm, key), *found)
 
 
-def test_clients_with_whom_a_method_cannot_train_are_counted(tmp_path: Path) -> None:
+def test_clients_a_method_cannot_train_are_counted(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text(GOOD.replace("fedavg", "knn-per"))
     experiment = load_experiment(tmp_path / "few.yaml")
     with pytest.raises(ExperimentError) as refused:

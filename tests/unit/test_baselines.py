@@ -16,7 +16,7 @@ def test_every_method_has_equally_many_settings_and_folders(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(baselines.REGIMES))
-def test_the_ends_of_every_grid_are_experiments_and_no_method_has_more_rounds(name: str) -> None:
+def test_the_first_and_last_settings_of_every_grid_are_valid_with_equal_rounds(name: str) -> None:
     regime = baselines.REGIMES[name]
     file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"
     for where in (regime.search, *regime.tests.values()):
@@ -28,7 +28,7 @@ def test_the_ends_of_every_grid_are_experiments_and_no_method_has_more_rounds(na
         assert len(rounds - {0}) == 1  # 0: Local
 
 
-def test_a_setting_reaches_all_keys_of_its_axis() -> None:
+def test_a_setting_sets_all_keys_of_its_axis() -> None:
     regime = baselines.REGIMES["adapt"]
     ditto = regime.methods["ditto"]
     file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"

@@ -71,7 +71,7 @@ def torchs(parameters: dict[str, Tensor]) -> nn.Sequential:
     return made
 
 
-def test_a_prediction_is_torchs_in_evaluation() -> None:
+def test_predictions_equal_torchs_in_evaluation_mode() -> None:
     parameters, x, _ = example()
     expected = torchs(parameters).eval()(x)
     torch.testing.assert_close(MODEL.forward(parameters, x), expected, rtol=1e-10, atol=1e-12)
@@ -80,7 +80,7 @@ def test_a_prediction_is_torchs_in_evaluation() -> None:
     torch.testing.assert_close(alone, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_training_is_torchs_in_training() -> None:
+def test_training_equals_torchs_in_training_mode() -> None:
     """Losses, gradients, and a tenth of the way to the batch's statistics, which have no gradient."""
     parameters, x, y = example()
     theirs, before = torchs(parameters).train(), {name: leaf.detach().clone() for name, leaf in parameters.items()}
@@ -109,7 +109,7 @@ def test_training_is_torchs_in_training() -> None:
             torch.testing.assert_close(leaves.buffers[name], expected, rtol=1e-8, atol=1e-10)
 
 
-def test_masks_and_bfloat16_train_by_the_batch_too() -> None:
+def test_masks_and_bfloat16_work_with_batch_statistics() -> None:
     parameters, x, y = example()
     absent = torch.tensor([False, False, True])
     theirs = torchs(parameters).train()(x).masked_fill(absent, -torch.inf)
@@ -124,7 +124,7 @@ def test_masks_and_bfloat16_train_by_the_batch_too() -> None:
     torch.testing.assert_close(rough.double(), exact, rtol=0.1, atol=0.1)
 
 
-def test_a_step_moves_the_statistics_a_tenth_of_the_way_and_the_server_averages_them(tmp_path: Path) -> None:
+def test_statistics_move_by_a_tenth_and_the_server_averages_them(tmp_path: Path) -> None:
     data = clients(SIZES)
     local = {"steps": 1, "batch_size": 3, "lr": 0.25, "momentum": 0.0}
     before = SMALL.layout.split(SMALL.init(torch.Generator().manual_seed(5), torch.float64))
@@ -144,7 +144,7 @@ def test_a_step_moves_the_statistics_a_tenth_of_the_way_and_the_server_averages_
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - REFUSED))
-def test_every_method_carries_the_statistics(tmp_path: Path, name: str) -> None:
+def test_every_method_transfers_the_statistics(tmp_path: Path, name: str) -> None:
     made = made_by(run(tmp_path, name, SMALL))
     assert all(value.isfinite().all() for value in made.values())
     where = slice(3 * 9 + 2 * 3, 3 * 9 + 3 * 3)  # of the means, behind kernel, gain and shift
@@ -155,7 +155,7 @@ def test_every_method_carries_the_statistics(tmp_path: Path, name: str) -> None:
     assert all(theta.flatten()[where].abs().min() > 0 for theta in models)
 
 
-def test_clients_together_are_refused() -> None:
+def test_training_clients_together_is_rejected() -> None:
     data = clients(SIZES)
     theta = torch.stack([SMALL.init(torch.Generator().manual_seed(1), torch.float64)] * len(data))
     with pytest.raises(ExperimentError) as error:
@@ -164,7 +164,7 @@ def test_clients_together_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_method_that_cannot_train_it_says_so(name: str) -> None:
+def test_a_method_without_support_for_batch_norm_is_rejected(name: str) -> None:
     method = find_algorithm(name.split()[0])
     with pytest.raises(ExperimentError) as error:
         method.check_model(method.settings.model_validate(METHODS[name]), SMALL)

@@ -78,7 +78,7 @@ methods = pytest.mark.parametrize("case", CASES, ids=lambda case: case.algorithm
 
 
 @methods
-def test_only_the_shared_part_travels_and_held_out_examples_change_nothing(case: Case, tmp_path: Path) -> None:
+def test_only_the_shared_part_is_sent_and_held_out_examples_change_nothing(case: Case, tmp_path: Path) -> None:
     data = clients(SIZES)
     one, other = (case.run(tmp_path / str(i), d) for i, d in enumerate((data, held_out_elsewhere(data))))
     attempts = one.loop.journal.counted()
@@ -92,7 +92,7 @@ def test_only_the_shared_part_travels_and_held_out_examples_change_nothing(case:
 
 
 @methods
-def test_a_group_answers_as_its_clients_do_alone(case: Case) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(case: Case) -> None:
     """One of them has a part of its own already, the others have none."""
     theta, own = (SMALL.init(torch.Generator().manual_seed(seed), torch.float64) for seed in (3, 4))
     states = None if case.kept is None else [None, {case.name: own[case.kept]}, None]
@@ -104,7 +104,7 @@ def test_a_group_answers_as_its_clients_do_alone(case: Case) -> None:
 
 
 @methods
-def test_a_model_of_one_layer_is_refused(case: Case) -> None:
+def test_a_model_of_one_layer_is_rejected(case: Case) -> None:
     with pytest.raises(ExperimentError) as refused:
         case.algorithm.check_model(case.settings, MLP(IMAGE, [], CLASSES))
     assert refused.value.key == "model.name"

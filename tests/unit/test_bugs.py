@@ -100,12 +100,12 @@ LINE = inspect.getsourcelines(everywhere)[1] + 1
         (ArithmeticError("a contract"), True),
     ],
 )
-def test_which_exceptions_lose_a_client(error: Exception, bug: bool) -> None:
+def test_exceptions_that_lose_a_client(error: Exception, bug: bool) -> None:
     assert is_bug(error) is bug
     assert safe_reason(error)
 
 
-def test_in_process_a_bug_of_a_client_half_is_raised_where_it_is_at_the_first_attempt(
+def test_a_client_bug_in_process_is_raised_at_the_first_attempt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     f = made(tmp_path, lambda group: None, rounds=2)
@@ -127,7 +127,7 @@ def test_in_process_a_bug_of_a_client_half_is_raised_where_it_is_at_the_first_at
     assert again.loop.round == 4
 
 
-def test_an_error_of_a_clients_data_loses_that_client_alone(tmp_path: Path) -> None:
+def test_an_error_in_a_clients_data_loses_only_that_client(tmp_path: Path) -> None:
     def own(group: ClientGroup) -> None:
         if group.clients[0].id == "c1":
             raise torch.linalg.LinAlgError("the kernel of Jane Doe is singular")
@@ -141,7 +141,7 @@ def test_an_error_of_a_clients_data_loses_that_client_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fault", [typo, everywhere])
-def test_over_a_wire_a_bug_is_told_with_its_class_and_line(
+def test_a_client_bug_over_the_wire_is_reported_with_class_and_line(
     fault: Callable[[ClientGroup], None], tmp_path: Path
 ) -> None:
     f = made(tmp_path, fault, rounds=1)
@@ -164,7 +164,7 @@ class Checked(pydantic.BaseModel):
     value: int
 
 
-def test_a_bug_of_a_server_half_is_raised_in_process_and_told_by_the_line_of_the_method(tmp_path: Path) -> None:
+def test_a_server_bug_is_raised_in_process_and_reported_with_its_line(tmp_path: Path) -> None:
     def broken(round: Any) -> Any:
         return Checked(value="no number")  # type: ignore[arg-type]
 
@@ -183,7 +183,7 @@ def test_a_bug_of_a_server_half_is_raised_in_process_and_told_by_the_line_of_the
     assert [a.attempt for a in f.loop.journal.attempts if a.attempt] == [1, 2, 3]
 
 
-def test_a_bug_is_looked_for_in_the_users_code_then_in_fedlooms() -> None:
+def test_tracebacks_point_to_the_users_code_before_fedlooms() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.zeros(2).view(3)
     assert place(raised.value).startswith("test_bugs.py, line")
@@ -228,7 +228,7 @@ class Late(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_bug_of_a_module_that_no_check_finds_is_raised(tmp_path: Path) -> None:
+def test_a_module_bug_that_no_check_finds_is_raised(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
     with pytest.raises(KeyError, match="nobody tried") as raised:
         fedloom.run(TASK, data=data, model=Late(), out=tmp_path / "run", report=False, progress=False)
@@ -236,9 +236,7 @@ def test_a_bug_of_a_module_that_no_check_finds_is_raised(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_command_ends_with_a_traceback_or_with_the_line_and_the_traceback_in_the_workers_log(
-    workers: int, tmp_path: Path
-) -> None:
+def test_a_command_shows_a_traceback_or_the_line_and_the_workers_log(workers: int, tmp_path: Path) -> None:
     (tmp_path / "late_models.py").write_text(MODULE)
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
     tree = {

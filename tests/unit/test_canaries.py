@@ -40,13 +40,13 @@ from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
 
 @given(st.integers(1, 3000))
-def test_guesses_are_of_some_canaries_and_of_enough(canaries: int) -> None:
+def test_guess_counts_are_balanced_and_large_enough(canaries: int) -> None:
     for ins, outs in guess_counts(canaries):
         assert 8 <= ins + outs <= canaries
         assert ins == outs or outs - ins == 1 or outs == 0
 
 
-def test_right_guesses_are_at_both_ends() -> None:
+def test_guesses_use_both_ends_of_the_scores() -> None:
     scores = np.array([5.0, 4, 3, 2, 1, 0])
     coins = np.array([True, False, True, False, True, False])
     assert right_guesses(scores, coins, 2, 0) == 1
@@ -55,14 +55,14 @@ def test_right_guesses_are_at_both_ends() -> None:
     assert right_guesses(scores, coins, 3, 3) == 4
 
 
-def test_scores_that_say_everything_give_the_largest_bound() -> None:
+def test_perfect_scores_give_the_largest_bound() -> None:
     coins = np.arange(400) % 2 == 0
     found = canary_document(coins.astype(float), coins, delta=1e-6, confidence=0.95)
     assert found["epsilon"] == found["largest_bound"] > 4
     assert found["right"] == found["guesses_in"] + found["guesses_out"] == 400
 
 
-def test_estimate_needs_two_of_each() -> None:
+def test_the_estimate_needs_two_canaries_of_each_kind() -> None:
     scores = np.array([1.0, 2.0, 3.0])
     assert normal_estimate(scores, np.array([True, False, False]), delta=1e-5) is None
 
@@ -86,7 +86,7 @@ def noisy_sum(seed: int, multiplier: float, *, canaries: int, size: int, rounds:
 
 
 @pytest.mark.slow
-def test_bound_stays_below_the_claim_with_noise_and_exceeds_it_without() -> None:
+def test_the_bound_is_below_the_claim_with_noise_and_above_without() -> None:
     delta, rounds, multiplier = 1e-5, 4, 3.0
     claim = gaussian_epsilon(multiplier, delta, rounds)
     settings = {"canaries": 400, "size": 4000, "rounds": rounds}
@@ -117,7 +117,7 @@ def vowels(tmp_path_factory: pytest.TempPathFactory) -> FederatedDataset:
     return FederatedDataset.open(folder)
 
 
-def test_canary_clients_hold_copies_and_enter_no_result(vowels: FederatedDataset, tmp_path: Path) -> None:
+def test_canary_clients_hold_copies_and_are_in_no_result(vowels: FederatedDataset, tmp_path: Path) -> None:
     names = canary_names(vowels, 12)
     write_with_clients(vowels, tmp_path, names, 7)
     found = FederatedDataset.open(tmp_path)
@@ -136,7 +136,7 @@ def test_canary_clients_hold_copies_and_enter_no_result(vowels: FederatedDataset
         canary_names(found, 12)
 
 
-def test_canary_examples_are_in_with_a_wrong_target_or_not_at_all(vowels: FederatedDataset, tmp_path: Path) -> None:
+def test_canary_examples_have_a_wrong_target_or_are_absent(vowels: FederatedDataset, tmp_path: Path) -> None:
     canaries = draw_examples(vowels, 60, 3)
     assert len({(canary.client, canary.place) for canary in canaries}) == 60
     coins = make_rng(1, "coins").random(60) < 0.5
@@ -160,12 +160,12 @@ def test_canary_examples_are_in_with_a_wrong_target_or_not_at_all(vowels: Federa
         torch.testing.assert_close(found.client(client.id).test.x, vowels.client(client.id).test.x)
 
 
-def test_more_canaries_than_half_of_the_examples_are_refused(vowels: FederatedDataset) -> None:
+def test_canaries_beyond_half_of_the_examples_are_rejected(vowels: FederatedDataset) -> None:
     with pytest.raises(ExperimentError):
         draw_examples(vowels, 10_000, 3)
 
 
-def test_target_of_another_task_is_that_of_another_example(vowels: FederatedDataset) -> None:
+def test_a_canary_of_another_task_takes_the_target_of_another_example(vowels: FederatedDataset) -> None:
     y = torch.tensor([0.5, 1.5, 2.5])
     canary = draw_examples(vowels, 1, 1)[0]
     some = [type(canary)("a", 0, 2), type(canary)("a", 1, 0)]
@@ -195,7 +195,7 @@ def answers(method: str, canaries: CanarySet, client: str, round: int | None = 1
 
 
 @pytest.mark.parametrize("norm", [None, 0.5])
-def test_canary_that_is_in_sends_its_direction_and_others_nothing(norm: float | None) -> None:
+def test_a_canary_sends_its_direction_and_other_clients_nothing(norm: float | None) -> None:
     canaries = CanarySet(("a", "b"), np.array([True, False]), 5, norm)
     answer, honest = answers("fedavg", canaries, "a")
     assert isinstance(answer, Update)
@@ -219,7 +219,7 @@ def test_directions_have_norm_1_and_are_nearly_orthogonal() -> None:
 @pytest.mark.parametrize(
     "method", ["fedavg", "fedprox", "scaffold", "fedadam", "fedrep", "fedbabu", "lg-fedavg", "drfa", "afl", "ditto"]
 )
-def test_methods_with_one_shared_model_can_have_canaries(method: str) -> None:
+def test_methods_with_one_shared_model_support_canaries(method: str) -> None:
     algorithm, model = find_algorithm(method), MLP((4,), [3], 5)
     setup = Setup(model, classes=5, input_shape=(4,), clients=3, roster=("a", "b", "c"))
     server = algorithm.server(algorithm.settings(), setup, torch.Generator().manual_seed(0))
@@ -231,7 +231,7 @@ def test_methods_with_one_shared_model_can_have_canaries(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["local", "pfedhn", "heurfedamp"])
-def test_methods_without_a_shared_model_cannot(method: str) -> None:
+def test_methods_without_a_shared_model_reject_canaries(method: str) -> None:
     algorithm, model = find_algorithm(method), MLP((4,), [3], 5)
     setup = Setup(model, classes=5, input_shape=(4,), clients=3, roster=("a", "b", "c"))
     server = algorithm.server(algorithm.settings(), setup, torch.Generator().manual_seed(0))

@@ -62,7 +62,7 @@ def test_a_server_and_a_member_shake_hands(ca: Path, tmp_path: Path) -> None:
     assert handshake(ca, north, "localhost", north) != "", "a member could pass for the server"
 
 
-def test_another_authority_is_not_believed(ca: Path, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_rejected(ca: Path, tmp_path: Path) -> None:
     make_certificate("server", tmp_path, ca, hosts=["localhost"])
     make_ca(tmp_path / "other")
     make_certificate("thief", tmp_path, tmp_path / "other", hosts=["localhost"])
@@ -90,7 +90,7 @@ def test_no_certificate_outlives_its_authority(tmp_path: Path) -> None:
     assert make_certificate("north", tmp_path, tmp_path / "short", days=30).ends == authority.ends
 
 
-def test_nothing_takes_the_place_of_what_is_there_unasked(ca: Path, tmp_path: Path) -> None:
+def test_existing_files_are_only_replaced_on_request(ca: Path, tmp_path: Path) -> None:
     made = make_certificate("north", tmp_path, ca)
     before = made.certificate.read_bytes(), made.key.read_bytes()
     with pytest.raises(ExperimentError):
@@ -104,7 +104,7 @@ def test_nothing_takes_the_place_of_what_is_there_unasked(ca: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("made_at", "word"), [(-30, "expired at"), (30, "is not valid before")])
-def test_a_certificate_outside_of_its_time(
+def test_a_certificate_outside_its_validity(
     ca: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_at: int, word: str
 ) -> None:
     with monkeypatch.context() as patch:
@@ -127,7 +127,9 @@ def test_a_certificate_outside_of_its_time(
         ("north/tls.crt", "locked.key", ("tls.key", "encrypted")),
     ],
 )
-def test_files_that_do_not_do(ca: Path, tmp_path: Path, certificate: str, key: str, facts: tuple[str, ...]) -> None:
+def test_unusable_credential_files(
+    ca: Path, tmp_path: Path, certificate: str, key: str, facts: tuple[str, ...]
+) -> None:
     from cryptography.hazmat.primitives import serialization
 
     for name in ("north", "south"):
@@ -187,7 +189,7 @@ def test_a_folder_of_credentials(tmp_path: Path, ca: Path, monkeypatch: pytest.M
         assert (error.value.key, error.value.found) == ("credentials", folder)
 
 
-def test_a_new_authority_joins_the_old_one(tmp_path: Path, ca: Path) -> None:
+def test_a_new_authority_is_added_to_the_old_one(tmp_path: Path, ca: Path) -> None:
     make_certificate("north", tmp_path, ca)
     make_ca(tmp_path / "next")
     made = make_certificate("north", tmp_path, tmp_path / "next", replace=True).certificate.parent
@@ -208,7 +210,9 @@ def test_a_new_authority_joins_the_old_one(tmp_path: Path, ca: Path) -> None:
         (("new", "a", "--ca", "absent"), ("absent/ca.crt", "no such file")),
     ],
 )
-def test_mistakes(fedloom: Fedloom, tmp_path: Path, arguments: tuple[str, ...], facts: tuple[str, ...]) -> None:
+def test_invalid_arguments(
+    fedloom: Fedloom, tmp_path: Path, arguments: tuple[str, ...], facts: tuple[str, ...]
+) -> None:
     make_ca(tmp_path / "certificates")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     code, out, err = fedloom("certificates", *arguments)
@@ -217,7 +221,7 @@ def test_mistakes(fedloom: Fedloom, tmp_path: Path, arguments: tuple[str, ...], 
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-def test_an_authority_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expired_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(certificates, "_now", lambda: datetime.now(UTC) - timedelta(days=30))
         make_ca(tmp_path, days=10)

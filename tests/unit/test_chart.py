@@ -65,7 +65,7 @@ def of_kind(text: str, kind: str) -> list[dict[str, Any]]:
 # ---- what needs no Helm
 
 
-def test_the_readme_is_up_to_date_with_the_values() -> None:
+def test_the_chart_readme_is_up_to_date() -> None:
     assert generator().readme() == (CHART / "README.md").read_text(), "make docs"
 
 
@@ -87,7 +87,7 @@ def test_every_value_has_a_schema_and_every_key_of_the_schema_a_value() -> None:
     compare(values(), schema, "")
 
 
-def test_chart_and_project_have_one_version() -> None:
+def test_chart_and_project_have_the_same_version() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert about["appVersion"] == fedloom.__version__
     assert "dependencies" not in about
@@ -108,7 +108,7 @@ def test_scenarios_match_their_golden_files(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_objects_are_valid_and_named_apart(scenario: str) -> None:
+def test_objects_are_valid_and_have_unique_names(scenario: str) -> None:
     found = helm.objects(helm.rendered(scenario))
     names = [(item["apiVersion"], item["kind"], item["metadata"]["name"]) for item in found]
     assert len(names) == len(set(names))
@@ -120,7 +120,7 @@ def test_objects_are_valid_and_named_apart(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_pods_stand_the_restricted_standard_and_have_no_rights(scenario: str) -> None:
+def test_pods_meet_the_restricted_standard_and_have_no_rights(scenario: str) -> None:
     text = helm.rendered(scenario)
     assert not [item for item in helm.objects(text) if "rbac" in item["apiVersion"] or item["kind"] == "ServiceAccount"]
     for name, pod in helm.pods(text):
@@ -144,7 +144,7 @@ def test_pods_stand_the_restricted_standard_and_have_no_rights(scenario: str) ->
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_no_object_holds_a_secret(scenario: str) -> None:
+def test_no_object_contains_a_secret(scenario: str) -> None:
     text = helm.rendered(scenario)
     assert not of_kind(text, "Secret")
     assert "BEGIN" not in text
@@ -157,7 +157,7 @@ def test_no_object_holds_a_secret(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", sampled(SCENARIOS, {"silos"}))
-def test_rendered_twice_the_bytes_are_equal(scenario: str) -> None:
+def test_rendering_is_deterministic(scenario: str) -> None:
     helm.rendered.cache_clear()
     first = helm.rendered(scenario)
     helm.rendered.cache_clear()
@@ -165,7 +165,7 @@ def test_rendered_twice_the_bytes_are_equal(scenario: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "member"])
-def test_the_aggregator_is_one_and_is_probed_where_probes_can(scenario: str) -> None:
+def test_there_is_one_aggregator_with_reachable_probes(scenario: str) -> None:
     text = helm.rendered(scenario)
     (aggregator,) = [item for item in of_kind(text, "StatefulSet") if item["metadata"]["name"].endswith("-aggregator")]
     assert aggregator["spec"]["replicas"] == 1
@@ -193,7 +193,7 @@ def serving_settings(container: dict[str, Any]) -> dict[str, str]:
     return dict(one.partition("=")[::2] for one in given)
 
 
-def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
+def test_model_servers_scale_drain_and_spread() -> None:
     text = helm.rendered("silos")
     (serve,) = of_kind(text, "Deployment")
     (scaler,) = of_kind(text, "HorizontalPodAutoscaler")
@@ -238,7 +238,7 @@ def test_pods_are_spread_over_nodes_where_that_is_possible(scenario: str) -> Non
         assert constraint.get("matchLabelKeys") == revisions
 
 
-def test_constraints_of_ones_own_count_the_pods_of_their_component(tmp_path: Path) -> None:
+def test_custom_constraints_select_the_pods_of_their_component(tmp_path: Path) -> None:
     base = yaml.safe_load((CHART / "ci" / "silos-values.yaml").read_text())
     zone = {"topologyKey": "topology.kubernetes.io/zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
     chosen = {"labelSelector": {"matchLabels": {"team": "a"}}}
@@ -270,7 +270,7 @@ def test_workers_with_a_gpu_are_placed_by_node_labels(tmp_path: Path) -> None:
             assert not any("/" in resource for resource in given)
 
 
-def test_with_a_store_no_volume_has_to_move() -> None:
+def test_a_store_needs_no_volume() -> None:
     """A lost node takes with it only what a restart makes anew: no claim, and no folder of the node."""
     text = helm.rendered("silos")
     assert not of_kind(text, "PersistentVolumeClaim")
@@ -284,7 +284,7 @@ def test_with_a_store_no_volume_has_to_move() -> None:
     )
 
 
-def test_a_drain_is_never_blocked() -> None:
+def test_a_node_drain_is_never_blocked() -> None:
     """Every budget allows a disruption, also of one pod, and also of pods that are not ready."""
     for scenario in SCENARIOS:
         text = helm.rendered(scenario)
@@ -294,7 +294,7 @@ def test_a_drain_is_never_blocked() -> None:
             assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_a_member_elsewhere_has_its_worker_and_nothing_else() -> None:
+def test_an_external_member_installs_only_its_worker() -> None:
     text = helm.rendered("member")
     kinds = {named(item) for item in helm.objects(text)}
     assert kinds == {("NetworkPolicy", "north-worker"), ("Service", "north-worker"), ("StatefulSet", "north-worker")}
@@ -316,7 +316,7 @@ def test_a_member_elsewhere_has_its_worker_and_nothing_else() -> None:
     assert not of_kind(helm.rendered("member", *issued), "Issuer")
 
 
-def test_a_member_of_the_aggregators_own_cluster_may_have_its_own_data(tmp_path: Path) -> None:
+def test_a_member_in_the_aggregators_cluster_may_have_own_data(tmp_path: Path) -> None:
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
     own = {"workers": {"kind": "StatefulSet", "replicas": 1, "data": "/data"}}
     found = dict(helm.pods(installed(merged(base, own), tmp_path)))
@@ -325,7 +325,7 @@ def test_a_member_of_the_aggregators_own_cluster_may_have_its_own_data(tmp_path:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_network_policies_are_closed(scenario: str) -> None:
+def test_network_policies_deny_by_default(scenario: str) -> None:
     text = helm.rendered(scenario)
     policies = of_kind(text, "NetworkPolicy")
     selected = {json.dumps(policy["spec"]["podSelector"], sort_keys=True) for policy in policies}
@@ -347,7 +347,7 @@ def rule_of(policy: dict[str, Any], direction: str, port: int) -> list[dict[str,
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_network_policies_name_only_pods_that_there_are(scenario: str) -> None:
+def test_network_policies_select_existing_pods(scenario: str) -> None:
     text = helm.rendered(scenario)
     components = {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in of_kind(text, "Pod")}
     components |= {
@@ -363,7 +363,7 @@ def test_network_policies_name_only_pods_that_there_are(scenario: str) -> None:
         assert set(named) <= components, policy["metadata"]["name"]
 
 
-def test_policies_allow_the_listed_connections() -> None:
+def test_network_policies_allow_the_listed_connections() -> None:
     """Check the allowed connections of each component of ``silos``, port by port."""
     found = {policy["metadata"]["name"]: policy for policy in of_kind(helm.rendered("silos"), "NetworkPolicy")}
     store, monitoring = {"ipBlock": {"cidr": "198.51.100.7/32"}}, "kubernetes.io/metadata.name"
@@ -394,7 +394,7 @@ def test_policies_allow_the_listed_connections() -> None:
     assert not any(rule_of(policy, "ingress", 7735) for policy in found.values())  # the kubelet's, which is let in
 
 
-def test_dns_may_be_on_another_port() -> None:
+def test_dns_may_use_another_port() -> None:
     text = helm.rendered("trial", "--set", "networkPolicy.dns.port=5353")
     for policy in of_kind(text, "NetworkPolicy"):
         if not policy["metadata"]["name"].endswith("-seaweedfs"):
@@ -403,7 +403,7 @@ def test_dns_may_be_on_another_port() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_refused_experiment_does_not_keep_a_rollback_from_being_taken_up(scenario: str) -> None:
+def test_a_rejected_experiment_does_not_block_a_rollback(scenario: str) -> None:
     """With ``OrderedReady`` the controller waits for a pod that will never be ready (Kubernetes: forced rollback)."""
     for item in of_kind(helm.rendered(scenario), "StatefulSet"):
         assert item["spec"]["podManagementPolicy"] == "Parallel"
@@ -427,7 +427,7 @@ def test_servers_listen_on_the_port_of_the_headless_service() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_mounts_of_secrets_and_settings_are_read_only_and_only_those_requested(scenario: str) -> None:
+def test_mounts_of_secrets_and_settings_are_read_only_and_minimal(scenario: str) -> None:
     for name, pod in helm.pods(helm.rendered(scenario)):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
@@ -441,7 +441,7 @@ def test_mounts_of_secrets_and_settings_are_read_only_and_only_those_requested(s
                     assert volume["secret"]["defaultMode"] == 0o440
 
 
-def test_workers_that_sign_have_their_key_and_the_register() -> None:
+def test_signing_workers_have_their_key_and_the_register() -> None:
     given = {
         "experiment.configMap.name": "mine",
         "experiment.values": "null",
@@ -463,7 +463,7 @@ def test_workers_that_sign_have_their_key_and_the_register() -> None:
     assert [item["path"] for item in volume["items"]] == ["own.key", "signing-keys.txt"]
 
 
-def test_certificates_have_every_name_under_which_members_dial(tmp_path: Path) -> None:
+def test_certificates_cover_every_address_of_the_aggregator(tmp_path: Path) -> None:
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
     base |= {"ingress": {"enabled": True, "host": "in.example.org"}}
     base |= {"gateway": {"parentRefs": [{"name": "g"}], "hostnames": ["fl.example.org", "gw.example.org"]}}
@@ -476,7 +476,7 @@ def test_certificates_have_every_name_under_which_members_dial(tmp_path: Path) -
     assert len(names) == len(set(names))
 
 
-def test_own_labels_appear_once(tmp_path: Path) -> None:
+def test_custom_labels_appear_once(tmp_path: Path) -> None:
     """Let the more specific of two values for a label win: kubectl refuses YAML with a key twice."""
 
     class Strict(yaml.SafeLoader):
@@ -511,7 +511,7 @@ A, B = "sha256:" + 64 * "a", "sha256:" + 64 * "b"
         ({"tag": "1.2.3"}, {"digest": B, "tag": "9.9.9"}, ":1.2.3", f"fedloom/aggregator@{B}"),
     ],
 )
-def test_workers_have_the_aggregators_image_unless_they_set_their_own(
+def test_workers_use_the_aggregators_image_by_default(
     common: dict[str, str], own: dict[str, str], aggregator: str, worker: str, tmp_path: Path
 ) -> None:
     base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
@@ -521,7 +521,7 @@ def test_workers_have_the_aggregators_image_unless_they_set_their_own(
     assert found["fed-fedloom-worker"] == worker
 
 
-def test_annotations_of_every_object_are_those_of_every_pod() -> None:
+def test_common_annotations_are_on_every_pod() -> None:
     text = helm.rendered("trial", "--set", "commonAnnotations.team=a")
     for item in helm.objects(text):
         assert item["metadata"]["annotations"]["team"] == "a", named(item)
@@ -529,7 +529,7 @@ def test_annotations_of_every_object_are_those_of_every_pod() -> None:
             assert item["spec"]["template"]["metadata"]["annotations"]["team"] == "a", named(item)
 
 
-def test_alerts_see_a_crash_loop_and_no_stall_after_a_pause() -> None:
+def test_alerts_detect_a_crash_loop_and_ignore_a_stall_after_a_pause() -> None:
     text = helm.rendered("members", "--set", "metrics.prometheusRule.stalledAfterSeconds=600")
     (rule,) = of_kind(text, "PrometheusRule")
     alerts = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
@@ -543,7 +543,7 @@ def test_alerts_see_a_crash_loop_and_no_stall_after_a_pause() -> None:
     assert re.search(worked, alerts["FedLoomRoundsStalled"])
 
 
-def test_two_releases_have_a_dashboard_each() -> None:
+def test_each_release_has_its_own_dashboard() -> None:
     (first,) = [c for c in of_kind(helm.rendered("members"), "ConfigMap") if named(c)[1].endswith("-dashboard")]
     second_text = helm.rendered("members", "--set", "fullnameOverride=other")
     (second,) = [c for c in of_kind(second_text, "ConfigMap") if named(c)[1].endswith("-dashboard")]
@@ -553,13 +553,13 @@ def test_two_releases_have_a_dashboard_each() -> None:
     assert len({*first["data"], *second["data"]}) == 2
 
 
-def test_an_ingress_ends_tls_with_the_certificate_that_is_named() -> None:
+def test_an_ingress_terminates_tls_with_the_named_certificate() -> None:
     text = helm.rendered("plaintext-gateway", "--set", "ingress.tlsSecret=fl-old-tls")
     (ingress,) = of_kind(text, "Ingress")
     assert ingress["spec"]["tls"] == [{"hosts": ["fl-old.example.org"], "secretName": "fl-old-tls"}]
 
 
-def test_trackers_are_the_aggregators_and_their_secrets_are_references(tmp_path: Path) -> None:
+def test_only_the_aggregator_gets_trackers_and_secret_references(tmp_path: Path) -> None:
     token = {"valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "token"}}}
     told = [{"name": "MLFLOW_TRACKING_URI", "value": "https://m"}, {"name": "MLFLOW_TRACKING_TOKEN", **token}]
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
@@ -576,7 +576,7 @@ def test_trackers_are_the_aggregators_and_their_secrets_are_references(tmp_path:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_selectors_find_the_pods_that_they_mean(scenario: str) -> None:
+def test_selectors_match_the_intended_pods(scenario: str) -> None:
     text = helm.rendered(scenario)
     labels = [
         item["spec"]["template"]["metadata"]["labels"]
@@ -600,9 +600,7 @@ def selector_of(item: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("scenario", sampled(SCENARIOS, {"silos"}))
-def test_an_upgrade_changes_nothing_that_cannot_change_and_restarts_nothing_by_itself(
-    scenario: str, tmp_path: Path
-) -> None:
+def test_an_upgrade_keeps_immutable_fields_and_restarts_nothing(scenario: str, tmp_path: Path) -> None:
     later = tmp_path / "fedloom"
     shutil.copytree(CHART, later)
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
@@ -623,7 +621,7 @@ def named(item: dict[str, Any]) -> tuple[str, str]:
     return item["kind"], item["metadata"]["name"]
 
 
-def test_another_experiment_rolls_the_aggregator_over_and_nobody_else() -> None:
+def test_a_changed_experiment_restarts_only_the_aggregator() -> None:
     before = {named(item): item for item in helm.objects(helm.rendered("trial"))}
     changed = helm.rendered("trial", "--set", "experiment.values.federation.rounds=60")
     after = {named(item): item for item in helm.objects(changed)}
@@ -638,7 +636,7 @@ def test_another_experiment_rolls_the_aggregator_over_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["members", "trial", "gateway"])
-def test_the_experiment_in_the_config_map_is_the_one_that_was_given(scenario: str, tmp_path: Path) -> None:
+def test_the_config_map_contains_the_given_experiment(scenario: str, tmp_path: Path) -> None:
     given = yaml.safe_load((CHART / "ci" / f"{scenario}-values.yaml").read_text())["experiment"]["values"]
     (config,) = [item for item in of_kind(helm.rendered(scenario), "ConfigMap") if "experiment.yaml" in item["data"]]
     (tmp_path / "given.yaml").write_text(yaml.safe_dump(given))
@@ -924,7 +922,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("wrong", sampled(REFUSED, {"two aggregators", "plaintext", "latest"}))
-def test_impossible_values_are_refused_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
+def test_invalid_values_are_rejected_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
     given, said = REFUSED[wrong]
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
     base["metrics"] = {}
@@ -957,7 +955,7 @@ def test_all_errors_are_listed() -> None:
         assert key in done.stderr
 
 
-def test_an_older_kubernetes_is_refused() -> None:
+def test_an_older_kubernetes_is_rejected() -> None:
     values_file = CHART / "ci" / "members-values.yaml"
     done = helm.run("template", "fed", CHART, "-f", values_file, "--kube-version", "1.30.0")
     assert done.returncode != 0
@@ -1019,7 +1017,7 @@ TABLE_OF_WORKERS = {
         ("trial", {**TEST_TOKEN, **TABLE_OF_WORKERS}, (None, ("own", "own.token"))),
     ],
 )
-def test_the_test_shows_a_credential_of_its_own_or_the_workers(
+def test_the_helm_test_uses_its_own_credential_or_the_workers(
     scenario: str, given: dict[str, str], shown: tuple[str | None, tuple[str, str] | None] | None
 ) -> None:
     """Never the workers' token beside a certificate of its own: that would be two identities."""
@@ -1037,7 +1035,7 @@ def test_the_test_shows_a_credential_of_its_own_or_the_workers(
         assert env.get("FEDLOOM_TOKEN_FILE") == (token and f"/etc/fedloom/token/{token[1]}")
 
 
-def test_the_table_has_identities_of_the_chart_that_can_be_shown() -> None:
+def test_the_identity_file_lists_usable_chart_identities() -> None:
     def names(*arguments: str) -> list[str]:
         text = helm.rendered("silos", *arguments)
         (config,) = [item for item in of_kind(text, "ConfigMap") if "identities.yaml" in item["data"]]
@@ -1071,7 +1069,7 @@ SHOWN = "--credentials DIR"
         ("silos", {}, None, SHOWN),
     ],
 )
-def test_the_notes_give_commands_that_can_connect(
+def test_commands_in_the_notes_can_connect(
     scenario: str, given: dict[str, str], worker: str | None, personalize: str | None
 ) -> None:
     notes = notes_of(scenario, *settings(given))
@@ -1097,7 +1095,7 @@ def notes_of(scenario: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_commands_and_variables_are_those_of_our_command_line(scenario: str) -> None:
+def test_commands_and_variables_exist_in_the_command_line(scenario: str) -> None:
     commands: Any = get_command(app)
     known = {"FEDLOOM_S3_ENDPOINT", *(each.envvar for each in commands.params)}
     for name, pod in helm.pods(helm.rendered(scenario)):

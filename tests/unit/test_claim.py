@@ -22,7 +22,7 @@ def made(counts: dict[str, dict[Release, int]], *, simulated: bool = False, **re
     return claim(TrainingPrivacy.model_validate(settings), counts, simulated=simulated, **how)
 
 
-def test_central_noise_protects_from_readers_and_not_from_the_aggregator() -> None:
+def test_central_noise_protects_from_readers_but_not_from_the_aggregator() -> None:
     found = made({"": {SUM: 300}})
     assert found.epsilon == found.to_readers.epsilon == epsilon_of({SUM: 300}, 1e-5)
     assert found.to_readers.amplified
@@ -32,7 +32,7 @@ def test_central_noise_protects_from_readers_and_not_from_the_aggregator() -> No
     assert made({"": {SUM: 300}}, secure=True).to_aggregator.because != found.to_aggregator.because
 
 
-def test_sampling_does_not_count_toward_the_aggregator() -> None:
+def test_sampling_does_not_amplify_against_the_aggregator() -> None:
     found = made({"": {SUM: 300}}, noise="distributed")
     assert found.to_aggregator.epsilon == pytest.approx(gaussian_epsilon(2.0, 1e-5, 300), rel=1e-6)
     assert not found.to_aggregator.amplified
@@ -42,7 +42,7 @@ def test_sampling_does_not_count_toward_the_aggregator() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
-def test_observers_that_know_more_are_promised_less(sampling: Literal["poisson", "fixed"]) -> None:
+def test_observers_with_more_knowledge_get_a_weaker_guarantee(sampling: Literal["poisson", "fixed"]) -> None:
     """For the same neighbouring data sets."""
     found = made({"": {sampled(sampling, 12, 6, 5.0): 30}}, noise="distributed", sampling=sampling)
     assert found.to_readers.epsilon is not None
@@ -50,12 +50,12 @@ def test_observers_that_know_more_are_promised_less(sampling: Literal["poisson",
     assert found.to_readers.epsilon <= found.to_aggregator.epsilon
 
 
-def test_fixed_cohorts_are_accounted_for_replacing_one() -> None:
+def test_fixed_cohorts_are_accounted_under_replace_one() -> None:
     found = made({"": {sampled("fixed", 900, 45, 20.0): 30}}, sampling="fixed")
     assert (found.neighbouring, found.sampling) == ("replace-one", ("fixed",))
 
 
-def test_examples_of_the_client_that_released_most_count() -> None:
+def test_the_claim_covers_the_client_with_most_example_releases() -> None:
     steps = sampled("poisson", 500, 32, 4.0)
     rare = sampled("poisson", 5000, 32, 4.0)
     found = made({"a": {steps: 100}, "b": {steps: 300, gaussian_release(5.0): 2}, "c": {rare: 400}}, of="examples")
@@ -64,12 +64,12 @@ def test_examples_of_the_client_that_released_most_count() -> None:
     assert (found.sums, set(found.sampling)) == (302, {"all", "poisson"})
 
 
-def test_releases_about_everyone_count_for_each_client() -> None:
+def test_releases_about_all_clients_count_for_each() -> None:
     found = made({"": {SUM: 10}, "a": {gaussian_release(3.0): 1}, "b": {}})
     assert found.epsilon == epsilon_of({SUM: 10, gaussian_release(3.0): 1}, 1e-5)
 
 
-def test_nothing_is_claimed_without_noise_or_count() -> None:
+def test_without_noise_or_count_there_is_no_claim() -> None:
     for found in (made({"": {sampled("poisson", 900, 45, 0.0): 1}}), made({"": {SUM: 5}}, unknown="it resumed")):
         assert found.epsilon is None
         assert found.to_readers.because
@@ -78,7 +78,7 @@ def test_nothing_is_claimed_without_noise_or_count() -> None:
     assert made({"": Counter()}).sums == 0
 
 
-def test_claim_is_json_and_says_when_noise_can_be_subtracted() -> None:
+def test_a_claim_is_json_and_tells_if_noise_can_be_subtracted() -> None:
     found = made({"": {SUM: 300}}, simulated=True, covers=["Update"], does_not_cover=["DescriptorUpdate"])
     document = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert document["noise"] == "seed"

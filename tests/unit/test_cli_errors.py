@@ -64,7 +64,7 @@ def test_usage_errors(fedloom: Fedloom, arguments: list[str]) -> None:
     assert "Traceback" not in err
 
 
-def test_a_mistake_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+def test_an_error_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     code, out, err = fedloom("partition", experiment, "--set", "data.partition.clients=ten", "--out", "there")
     assert (code, out) == (ExitCode.EXPERIMENT, "")
@@ -73,7 +73,7 @@ def test_a_mistake_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_absent_file(fedloom: Fedloom) -> None:
+def test_a_missing_file(fedloom: Fedloom) -> None:
     code, _, err = fedloom("partition", "absent.yaml")
     assert code == ExitCode.EXPERIMENT
     assert tells(err, "error: absent.yaml", "no such file")
@@ -86,20 +86,20 @@ def test_verbose_shows_the_traceback(fedloom: Fedloom) -> None:
     assert "Traceback" in err
 
 
-def test_an_output_folder_that_exists(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+def test_an_existing_output_folder(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
     code, _, err = fedloom("partition", experiment, "--out", tmp_path)
     assert code == ExitCode.EXPERIMENT
     assert "a new folder" in err
 
 
-def test_missing_data_names_the_command_that_fetches_them(fedloom: Fedloom, experiment: Path) -> None:
+def test_missing_data_name_the_command_that_fetches_them(fedloom: Fedloom, experiment: Path) -> None:
     code, _, err = fedloom("partition", experiment)
     assert code == ExitCode.DATA
     assert "fedloom data fetch fashion-mnist" in err
     assert "Traceback" not in err
 
 
-def test_an_unknown_data_set(fedloom: Fedloom) -> None:
+def test_an_unknown_dataset(fedloom: Fedloom) -> None:
     code, _, err = fedloom("data", "fetch", "nope")
     assert code == ExitCode.EXPERIMENT
     assert "fashion-mnist" in err
@@ -111,7 +111,7 @@ def test_a_full_disk(fedloom: Fedloom) -> None:
     assert (code, err) == (ExitCode.STORAGE, "error: no space left on device\n")
 
 
-def test_a_folder_that_is_not_there(fedloom: Fedloom) -> None:
+def test_a_missing_folder(fedloom: Fedloom) -> None:
     code, _, err = fedloom("schema", "--out", "no/such/folder/schema.json")
     assert code == ExitCode.STORAGE
     assert tells(err, "error: no/such/folder/schema.json: ", "no such file")
@@ -125,7 +125,7 @@ def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:
     assert json.loads(out) == json.loads((tmp_path / "schema.json").read_text())
 
 
-def test_interrupt() -> None:
+def test_keyboard_interrupt() -> None:
     """Ctrl-C while it waits for an experiment from a store that does not answer."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -151,7 +151,7 @@ def test_interrupt() -> None:
     assert "Traceback" not in err
 
 
-def test_the_documented_table_is_the_one_in_the_code() -> None:
+def test_the_documented_exit_codes_match_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     documented = {int(code): name for code, name in re.findall(r"^\| (\d+) \| `(\w+)`", page, re.MULTILINE)}
     assert documented == {code.value: code.name for code in ExitCode}

@@ -47,7 +47,7 @@ def starts(model: FlatModel, g: int) -> Tensor:
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 40), epochs=st.integers(1, 4), extra=st.integers(0, 5))
-def test_batches_are_fresh_permutations_with_the_remainder_dropped(n: int, size: int, epochs: int, extra: int) -> None:
+def test_batches_are_fresh_permutations_without_the_remainder(n: int, size: int, epochs: int, extra: int) -> None:
     b = min(size, n)
     per_epoch = n // b
     steps = epochs * per_epoch + extra
@@ -77,7 +77,7 @@ def test_step_counts(n: int, size: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("length", [{}, {"steps": 3, "epochs": 2}])
-def test_exactly_one_length_is_asked_for(length: dict[str, int]) -> None:
+def test_exactly_one_length_is_required(length: dict[str, int]) -> None:
     with pytest.raises(ValidationError, match=r"steps=.*epochs="):
         LocalSGD(**length)
 
@@ -126,7 +126,7 @@ CASES = [(name, "loss") for name in VARIANTS] + [("decay", "optimizer")]
 
 
 @pytest.mark.parametrize(("name", "decay"), CASES)
-def test_local_sgd_is_torchs_sgd(name: str, decay: str) -> None:
+def test_local_sgd_equals_torchs_sgd(name: str, decay: str) -> None:
     s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
     c = client("c0", 11)
     theta = starts(SMALL, 1)
@@ -141,7 +141,7 @@ def test_local_sgd_is_torchs_sgd(name: str, decay: str) -> None:
     assert (found - theta).abs().max() > 1e-4
 
 
-def test_lenet_trains_as_torchs_does() -> None:
+def test_lenet_trains_as_in_torch() -> None:
     """Channels-last leaves and ReLU after the pooling change no number beyond rounding."""
     model, c = LeNet(IMAGE, CLASSES), client("c0", 9)
     s = LocalSGD(steps=4, batch_size=4, lr=0.05, lambda_theta=0.01)
@@ -150,14 +150,14 @@ def test_lenet_trains_as_torchs_does() -> None:
     torch.testing.assert_close(found[0], by_torch(model, theta[0], c, s, "loss")[0], rtol=0, atol=1e-12)
 
 
-def test_momentum_is_fresh_at_every_visit() -> None:
+def test_momentum_is_reset_at_every_visit() -> None:
     s, c = LocalSGD(steps=3, batch_size=4), client("c0", 11)
     once = train(SMALL, group([c]), starts(SMALL, 1), s).theta
     again = train(SMALL, group([c]), starts(SMALL, 1), s).theta
     assert torch.equal(once, again)
 
 
-def test_without_momentum_the_bits_are_those_of_a_momentum_of_nothing() -> None:
+def test_zero_momentum_equals_no_momentum_to_the_bit() -> None:
     """Its buffers are left out: they would be 0 · m + g."""
     model, one = MLP(IMAGE, [5], CLASSES), client("c0", 11)
     s = LocalSGD(steps=7, batch_size=4, lr=0.1, momentum=0.0)
@@ -166,7 +166,7 @@ def test_without_momentum_the_bits_are_those_of_a_momentum_of_nothing() -> None:
     assert torch.equal(found, train(model, group([one]), starts(model, 1), tiny).theta)
 
 
-def test_two_names_of_one_model_are_one_predictor() -> None:
+def test_equal_models_share_one_predictor() -> None:
     model = MLP(IMAGE, [5], CLASSES)
     theta = starts(model, 2)
     named = predictors_of(model, **{"personal": theta, "global": theta, "other": theta.clone()})
@@ -174,7 +174,7 @@ def test_two_names_of_one_model_are_one_predictor() -> None:
     assert named[0]["personal"] is not named[1]["personal"]
 
 
-def test_the_purpose_picks_the_batches() -> None:
+def test_the_purpose_determines_the_batches() -> None:
     s, c = LocalSGD(steps=3, batch_size=4), client("c0", 11)
     trained, tuned = (train(SMALL, group([c]), starts(SMALL, 1), s, purpose=p).theta for p in ("train", "fine-tune"))
     assert not torch.equal(trained, tuned)
@@ -184,7 +184,7 @@ def test_the_purpose_picks_the_batches() -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_group_is_trained_as_its_clients_one_by_one(name: str) -> None:
+def test_clients_train_together_as_one_by_one(name: str) -> None:
     s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
     data = clients((11, 3, 6, 1))  # smaller than a batch too; of unequal step counts under epochs
     theta = starts(SMALL, len(data))
@@ -194,7 +194,7 @@ def test_a_group_is_trained_as_its_clients_one_by_one(name: str) -> None:
     )
 
 
-def test_a_group_of_lenets_is_trained_as_its_clients_one_by_one() -> None:
+def test_lenets_train_together_as_one_by_one() -> None:
     model, data = LeNet(IMAGE, CLASSES), clients((7, 3))
     s = LocalSGD(epochs=2, batch_size=3, lr=0.05)
     theta = starts(model, 2)
@@ -214,7 +214,7 @@ def compare(together: Trained, alone: Sequence[Trained]) -> None:
 
 
 @pytest.mark.parametrize("g", [1, 2], ids=["alone", "group"])
-def test_under_the_mask_rows_of_absent_labels_get_no_gradient(g: int) -> None:
+def test_masked_rows_of_absent_labels_get_no_gradient(g: int) -> None:
     data = clients((6, 7)[:g])
     for c in data:
         assert c.train.y is not None
@@ -237,7 +237,7 @@ def test_under_the_mask_rows_of_absent_labels_get_no_gradient(g: int) -> None:
 
 @pytest.mark.parametrize("g", [1, 2], ids=["alone", "group"])
 @pytest.mark.parametrize("fault", ["no labels", "no examples"])
-def test_clients_that_cannot_train_say_so(g: int, fault: str) -> None:
+def test_clients_that_cannot_train_report_the_reason(g: int, fault: str) -> None:
     data = clients((6, 7)[:g])
     c = data[-1]
     broken = Split(c.train.x, None) if fault == "no labels" else Split(c.train.x[:0], torch.zeros(0).long())
@@ -249,7 +249,7 @@ def test_clients_that_cannot_train_say_so(g: int, fault: str) -> None:
 # --- predictors -------------------------------------------------------------------------------------------------------
 
 
-def test_a_predictor_is_the_softmax_of_its_theta() -> None:
+def test_a_predictor_applies_softmax_to_its_model() -> None:
     theta = starts(SMALL, 2)
     x = client("c0", 5).test.x
     named = predictors_of(SMALL, personal=theta, other=theta.flip(0))
@@ -275,7 +275,7 @@ PULL: Change = lambda gradients, w, start, given: [  # noqa: E731
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 @pytest.mark.parametrize("only", ["all", "body", "head"])
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_all_that_train_can_do_is_the_same_for_a_stack(
+def test_all_options_of_train_work_for_stacked_clients(
     name: str, only: Literal["all", "body", "head"], model: Any
 ) -> None:
     """A correction by the weights, their start and a vector of each client; numbers of steps by client; a part of θ."""
@@ -303,7 +303,7 @@ def test_all_that_train_can_do_is_the_same_for_a_stack(
     assert torch.equal(together.theta[:, body:], theta[:, body:]) is (only == "body")
 
 
-def test_a_correction_is_added_to_the_gradient_before_the_rest() -> None:
+def test_a_correction_is_added_to_the_gradient_first() -> None:
     """By hand: a gradient, the correction, λ_θ, clipping, momentum."""
     c, theta, v = client("c0", 11), starts(SMALL, 1), starts(SMALL, 2)[1:]
     s = LocalSGD(steps=4, batch_size=4, lr=0.05, momentum=0.5, lambda_theta=0.1, clip=0.4)
@@ -322,7 +322,7 @@ def test_a_correction_is_added_to_the_gradient_before_the_rest() -> None:
 
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
-def test_losses_and_gradients_of_a_stack_are_those_of_each(
+def test_losses_and_gradients_of_stacked_clients_equal_those_of_each(
     model: FlatModel, mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On mini-batches, halves of them, and all data in pieces, whose numbers differ between clients."""
@@ -367,7 +367,7 @@ def test_losses_and_gradients_of_a_stack_are_those_of_each(
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_leaves() -> None:
+def test_a_gradient_covers_all_examples_and_selected_leaves() -> None:
     c, theta = client("c0", 11), starts(SMALL, 1)
     local = LocalTrainer(SMALL, group([c]))
     p = theta[0].clone().requires_grad_()
@@ -387,7 +387,7 @@ def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_l
 
 @pytest.mark.parametrize("sizes", [(11,), UNEVEN], ids=["alone", "stack"])
 @pytest.mark.usefixtures("each_task")
-def test_a_gradient_can_be_derived_again(sizes: tuple[int, ...]) -> None:
+def test_a_gradient_is_differentiable(sizes: tuple[int, ...]) -> None:
     """∇ ‖∇f(w)‖²/2 = ∇²f(w) ∇f(w), against autograd on the flat vector."""
     data, theta = clients(sizes), starts(SMALL, len(sizes))
     local = LocalTrainer(SMALL, group(data))
@@ -405,7 +405,7 @@ def test_a_gradient_can_be_derived_again(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: int) -> None:
+def test_a_diverging_client_is_lost_without_its_batch(at: int) -> None:
     data, s = clients((6, 6, 6)), LocalSGD(steps=5, batch_size=3, lr=0.05)
     theta = starts(SMALL, 3)
     data[at] = dataclasses.replace(data[at], train=Split(data[at].train.x * 1e200, data[at].train.y))
@@ -422,7 +422,7 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
         torch.testing.assert_close(together.loss[i : i + 1], one.loss, rtol=0, atol=1e-10)
 
 
-def test_a_start_with_an_infinite_loss_is_reported() -> None:
+def test_an_infinite_loss_at_the_start_is_reported() -> None:
     """The reason names the start, not the client's steps, for example after too large a step of the server."""
     s, theta = LocalSGD(steps=5, batch_size=3, lr=0.05), starts(SMALL, 2)
     theta[1] *= 1e200
@@ -433,7 +433,7 @@ def test_a_start_with_an_infinite_loss_is_reported() -> None:
     assert mentions(members.lost[1], "smaller steps earlier", "not finite", "start")
 
 
-def test_a_clients_state_is_a_row_of_its_group() -> None:
+def test_a_clients_state_is_a_row_of_its_batch() -> None:
     data = clients((3, 4))
     members = ClientGroup(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])
     assert members.load_state("x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]
@@ -456,7 +456,7 @@ class Watched(LeNet):
 
 
 @pytest.mark.parametrize("method", ["per-fedavg", "apfl", "comfedl"])
-def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
+def test_additional_models_have_the_same_memory_layout(method: str) -> None:
     """Otherwise a convolution of one channel takes half as long again without a visible reason."""
     model = Watched()
     split = Split(torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0]))
@@ -477,7 +477,7 @@ def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
 
 
 @pytest.mark.parametrize("g", [1, 2])
-def test_a_model_of_tokens_is_trained(g: int) -> None:
+def test_a_model_of_tokens_trains(g: int) -> None:
     """Tokens are bytes, in which a weight 1/b would be rounded to 0, so that nothing would be trained."""
     model = LSTM(CLASSES, embedding=2, hidden=4, layers=1)
     x, y = torch.arange(40).remainder(CLASSES).to(torch.uint8).view(10, 4), torch.arange(10).remainder(CLASSES)

@@ -86,7 +86,7 @@ def equal(one: Message | Lost, other: Message | Lost) -> bool:
     return all(torch.equal(tensor, other.tensors()[name]) for name, tensor in one.tensors().items())
 
 
-def test_a_conversation_from_beginning_to_end() -> None:
+def test_a_complete_conversation() -> None:
     found = Clients()
     for exchange, cls in enumerate((Descriptor, Update, EmbeddingUpdate)):
         answers = found.ask(exchange, range(4))
@@ -99,7 +99,7 @@ def test_a_conversation_from_beginning_to_end() -> None:
     assert tells(over[0].reason, "RuntimeError", "client_side.py", "line")
 
 
-def test_a_repeated_exchange_is_not_computed_again() -> None:
+def test_a_repeated_exchange_is_not_recomputed() -> None:
     found = Clients()
     for exchange in range(3):
         first = found.ask(exchange, [0, 2])
@@ -109,7 +109,7 @@ def test_a_repeated_exchange_is_not_computed_again() -> None:
     assert found.loads == ["c0", "c2"]
 
 
-def test_answers_come_one_by_one() -> None:
+def test_replies_are_yielded_one_by_one() -> None:
     """A client's answer is there before the next client's work begins."""
     found = Clients()
     answers = found.answer(KEY, 0, [0, 1, 2], ["c0", "c1", "c2"], TALK[0])
@@ -121,7 +121,7 @@ def test_answers_come_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("known", [0, 1])
-def test_an_exchange_without_the_ones_before_is_missing(known: int) -> None:
+def test_an_exchange_without_earlier_ones_is_reported_missing(known: int) -> None:
     found = Clients()
     for exchange in range(known):
         found.ask(exchange, [0])
@@ -141,7 +141,7 @@ def test_a_replay_after_a_restart_gives_equal_bits() -> None:
         assert all(equal(first[exchange][row], again[row]) for row in range(4))
 
 
-def test_an_opening_asked_again_later_starts_anew() -> None:
+def test_an_opening_repeated_later_restarts_the_conversation() -> None:
     found = Clients()
     first = [found.ask(exchange, [0, 1]) for exchange in range(2)]
     again = found.ask(0, [0])
@@ -150,7 +150,7 @@ def test_an_opening_asked_again_later_starts_anew() -> None:
     assert found.ask(1, [1])[1] is first[1][1]  # the other row goes on where it was
 
 
-def test_a_row_of_a_group_that_went_on_elsewhere_is_missing_and_begins_anew() -> None:
+def test_a_row_that_continued_elsewhere_is_missing_and_restarts() -> None:
     """Its group went on here without it; what became of it there is no answer."""
     found, undisturbed = Clients(at_once=2), Clients(at_once=2)
     expected = [undisturbed.ask(exchange, [0, 1]) for exchange in range(3)]
@@ -168,7 +168,7 @@ def test_a_row_of_a_group_that_went_on_elsewhere_is_missing_and_begins_anew() ->
         torch.testing.assert_close(answer.d_eta_v, expected[2][row].d_eta_v)  # type: ignore[union-attr]
 
 
-def test_conversations_do_not_disturb_each_other() -> None:
+def test_conversations_are_independent() -> None:
     found, alone = Clients(), Clients()
     other = ConversationKey(1, 1, 1, "train")
     expected = [alone.ask(exchange, [0]) for exchange in range(3)]
@@ -193,7 +193,7 @@ def test_conversations_do_not_disturb_each_other() -> None:
     ],
 )
 @pytest.mark.parametrize("exchange", [0, 1])
-def test_conversations_whose_end_was_not_told_end_with_the_next_attempt(later: ConversationKey, exchange: int) -> None:
+def test_unclosed_conversations_end_with_the_next_attempt(later: ConversationKey, exchange: int) -> None:
     """Their coroutines hold tensors; a worker that is away when they are closed is never told."""
     found = Clients()
     found.ask(0, [0, 1])
@@ -208,7 +208,7 @@ def test_conversations_whose_end_was_not_told_end_with_the_next_attempt(later: C
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
-def test_a_client_that_fails_stays_lost_and_the_others_go_on(at_once: int) -> None:
+def test_a_failed_client_stays_lost_and_others_continue(at_once: int) -> None:
     """Serve the others of its group one by one."""
     found, alone = Clients(at_once, broken="c3"), Clients()
     for exchange in range(3):
@@ -230,7 +230,9 @@ def test_a_client_that_fails_stays_lost_and_the_others_go_on(at_once: int) -> No
         ),
     ],
 )
-def test_why_a_client_is_lost_tells_neither_paths_nor_values(failure: Exception, facts: tuple[str, ...]) -> None:
+def test_the_reason_of_a_lost_client_reveals_neither_paths_nor_values(
+    failure: Exception, facts: tuple[str, ...]
+) -> None:
     (lost,) = Clients(broken="c3", failure=failure).ask(0, [3]).values()
     assert isinstance(lost, Lost)
     assert tells(lost.reason, *facts)
@@ -238,7 +240,7 @@ def test_why_a_client_is_lost_tells_neither_paths_nor_values(failure: Exception,
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_a_group_loses_only_the_client_that_cannot_train(at_once: int) -> None:
+def test_a_batch_loses_only_the_client_that_cannot_train(at_once: int) -> None:
     """By the method, and not by what is read: it is known in the round, as where labels are not told beforehand."""
     one = dataclasses.replace(DATA[1], train=Split(DATA[1].train.x, torch.zeros_like(DATA[1].train.y)))
     by_id = {c.id: c for c in (DATA[0], one, DATA[2])}
@@ -252,7 +254,7 @@ def test_a_group_loses_only_the_client_that_cannot_train(at_once: int) -> None:
     assert tells(lost.reason, "client c1", "one class")
 
 
-def test_a_group_that_does_not_fit_into_memory_is_computed_one_by_one_and_says_so(
+def test_a_batch_that_exceeds_the_memory_is_computed_one_by_one_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The error is torch's own; a CPU never raises it, so it comes from one client's data here."""
@@ -268,7 +270,7 @@ def test_a_group_that_does_not_fit_into_memory_is_computed_one_by_one_and_says_s
 
 
 @pytest.mark.parametrize(("failure", "traceback"), [(None, False), (ValueError("found 7"), True)])
-def test_a_mistake_in_a_clients_data_is_a_line_of_the_log_and_no_traceback(
+def test_an_error_in_a_clients_data_is_logged_without_a_traceback(
     caplog: pytest.LogCaptureFixture, failure: Exception | None, traceback: bool
 ) -> None:
     with caplog.at_level(logging.INFO, ClientSide.__module__):
@@ -282,7 +284,7 @@ def test_a_mistake_in_a_clients_data_is_a_line_of_the_log_and_no_traceback(
     assert caplog.records[-1].exc_info
 
 
-def test_a_state_that_does_not_fit_is_named() -> None:
+def test_a_state_of_the_wrong_shape_is_named() -> None:
     states, new = [{"head": torch.ones(3)}, {"head": torch.ones(4)}], torch.zeros(2, 3)
     assert torch.equal(
         ClientGroup(DATA[:1], group(DATA)._generator, states[:1]).load_state("head", new[:1]), torch.ones(1, 3)
@@ -291,14 +293,14 @@ def test_a_state_that_does_not_fit_is_named() -> None:
         ClientGroup(DATA[:2], group(DATA)._generator, states).load_state("head", new)
 
 
-def test_a_message_that_opens_nothing_loses_the_client_with_the_reason() -> None:
+def test_a_message_that_cannot_open_a_conversation_loses_the_client_with_the_reason() -> None:
     (answer,) = Clients().ask(0, [0], TALK[1]).values()
     assert isinstance(answer, Lost)
     assert answer.is_bug
     assert tells(answer.reason, "TypeError", "base.py", "line")
 
 
-def test_predictors_are_put_to_use_where_they_are() -> None:
+def test_predictors_are_evaluated_on_the_client() -> None:
     found = Clients()
     found.ask(0, range(4), DescriptorRequest(ETA_V))
     answers = found.ask(1, range(4), PersonalizedModel(THETA))
@@ -319,7 +321,7 @@ def near(one: Message | Lost, other: Message | Lost) -> None:
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-10)
 
 
-def test_groups_answer_as_single_clients_do() -> None:
+def test_batches_reply_as_single_clients() -> None:
     single, grouped = Clients(), Clients(at_once=3)  # groups of three and one
     for exchange in range(3):
         alone, together = single.ask(exchange, range(4)), grouped.ask(exchange, range(4))
@@ -330,7 +332,7 @@ def test_groups_answer_as_single_clients_do() -> None:
 
 @pytest.mark.parametrize("exchange", [1, 2])
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_group_goes_on_without_a_member(exchange: int, lost: int) -> None:
+def test_a_batch_continues_without_a_lost_client(exchange: int, lost: int) -> None:
     single, grouped = Clients(), Clients(at_once=3)
     alive = [0, 1, 2]
     for t in range(3):
@@ -342,7 +344,7 @@ def test_a_group_goes_on_without_a_member(exchange: int, lost: int) -> None:
             near(together[row], alone[row])
 
 
-def test_rows_of_one_client_are_rows_apart() -> None:
+def test_repeated_clients_have_separate_conversations() -> None:
     """A cohort drawn with replacement holds the same client twice: each row has a conversation of its own."""
     found = Clients()
     opened = dict(found.answer(KEY, 0, [0, 1], ["c2", "c2"], TALK[0]))

@@ -36,7 +36,7 @@ def test_a_job_may_have_no_status_yet() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Complete", "Failed"])
-def test_endings_of_a_job(kind: str) -> None:
+def test_conditions_of_a_finished_job(kind: str) -> None:
     condition = {"type": kind, "status": "True", "reason": "R", "message": "M"}
     assert end_of({"status": {"conditions": [condition]}}) == End(kind == "Complete", "R", "M")
 
@@ -48,7 +48,7 @@ def test_endings_of_a_job(kind: str) -> None:
         (7, WorkerLostError), (8, AbandonedError), (130, InterruptedRun), (1, WorkerLostError), (139, WorkerLostError),
     ],
 )  # fmt: skip
-def test_an_aggregators_code_is_its_failure_class(code: int, kind: type[FedloomError]) -> None:
+def test_exit_codes_map_to_failure_classes(code: int, kind: type[FedloomError]) -> None:
     told = json.dumps({"failure": kind("name: it is 3", hint="change it", key="name", found=3).as_json()})
     error = aggregator_failure(POLICY, [exited(7), exited(code, f'{{"notice": "something"}}\n{told}\n')])
     assert type(error) is kind
@@ -63,18 +63,18 @@ def test_the_last_line_of_a_bug_is_reported() -> None:
     assert "same run id" in str(error)  # it may be started again
 
 
-def test_memory_that_ran_out_names_the_setting() -> None:
+def test_out_of_memory_names_the_setting() -> None:
     error = aggregator_failure(BACKOFF, [exited(137, "", "OOMKilled")])
     assert "cluster.aggregator.limits.memory" in str(error)
 
 
-def test_a_deadline_names_the_setting() -> None:
+def test_an_exceeded_deadline_names_the_setting() -> None:
     error = aggregator_failure(End(False, "DeadlineExceeded", "Job was active longer than specified deadline"), [])
     assert isinstance(error, QuorumError)
     assert "cluster.deadline_s" in str(error)
 
 
-def test_a_failure_without_a_pod_has_the_words_of_the_job() -> None:
+def test_a_failure_without_a_pod_quotes_the_jobs_condition() -> None:
     assert "backoff limit" in str(aggregator_failure(BACKOFF, []))
 
 
@@ -94,18 +94,18 @@ def test_too_many_failed_workers() -> None:
 @pytest.mark.parametrize(
     ("code", "kind"), [(2, ExperimentError), (3, DataError), (4, RefusedError), (6, WorkerLostError)]
 )
-def test_workers_that_would_fail_again_say_why(code: int, kind: type[FedloomError]) -> None:
+def test_workers_with_permanent_errors_give_the_reason(code: int, kind: type[FedloomError]) -> None:
     assert type(workers_failure({}, TOO_MANY, [exited(code, "it is so")])) is kind
 
 
-def test_workers_that_were_dismissed_are_no_failure() -> None:
+def test_dismissed_workers_are_no_failure() -> None:
     assert workers_failure({}, End(True, "", ""), []) is None
     # One failed for good, within what is allowed; the other was told that the run is over.
     ended = End(False, "FailedIndexes", "Job has failed indexes")
     assert workers_failure({"status": {"completedIndexes": "1", "failedIndexes": "0"}}, ended, [exited(7)]) is None
 
 
-def test_exits_in_their_order() -> None:
+def test_exits_are_ordered_by_time() -> None:
     def pod(name: str, component: str, code: int, at: str) -> dict[str, Any]:
         ended = {"exitCode": code, "finishedAt": at, "message": "m", "reason": "Error"}
         labels = {"app.kubernetes.io/component": component}
@@ -122,7 +122,7 @@ def test_exits_in_their_order() -> None:
     assert [(found.pod, found.code) for found in exits(pods, "worker")] == [("a", 5), ("b", 7)]
 
 
-def test_a_pod_that_its_node_rejected_is_reported_with_the_nodes_reason() -> None:
+def test_a_pod_rejected_by_its_node_is_reported_with_the_reason() -> None:
     """No container ever started, such as for a second part of a shared GPU (NVIDIA's device plugin, README)."""
     reason = "Allocate failed due to rpc error: request for 'nvidia.com/gpu: 2' too large"
     status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": reason}

@@ -96,7 +96,7 @@ def test_manifests_are_valid(federation: FederationSpec) -> None:
     kubernetes_schemas.check(*objects(federation))
 
 
-def test_the_role_is_valid_and_allows_only_what_a_launcher_needs_and_events() -> None:
+def test_the_role_is_valid_and_grants_only_a_launchers_rights_and_events() -> None:
     for file in ("rbac-pipeline-runner.yaml", "rbac.yaml"):
         role, binding = yaml.safe_load_all((ROOT / "components/federate" / file).read_text())
         kubernetes_schemas.check(role, binding)
@@ -114,7 +114,7 @@ def test_the_role_is_valid_and_allows_only_what_a_launcher_needs_and_events() ->
 
 
 @pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
-def test_rules_between_fields_that_a_schema_does_not_have(federation: FederationSpec) -> None:
+def test_rules_between_fields_beyond_the_schema(federation: FederationSpec) -> None:
     aggregator, at, workers = objects(federation)
     for job in (aggregator, workers):
         spec, pod = job["spec"], job["spec"]["template"]["spec"]
@@ -148,7 +148,7 @@ def test_rules_between_fields_that_a_schema_does_not_have(federation: Federation
 
 
 @pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
-def test_pods_have_no_token_no_root_and_nothing_to_write_to_but_two_empty_folders(federation: FederationSpec) -> None:
+def test_pods_have_no_token_no_root_and_only_two_writable_empty_folders(federation: FederationSpec) -> None:
     for job in (aggregator_job(federation), worker_job(federation)):
         pod = job["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
@@ -165,7 +165,7 @@ def test_pods_have_no_token_no_root_and_nothing_to_write_to_but_two_empty_folder
         assert environment(job)["HOME"] == "/work"
 
 
-def test_credentials_are_only_ever_references() -> None:
+def test_credentials_are_only_referenced() -> None:
     for federation, keys in (
         (PLAIN, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")),
         (FULL, ("accesskey", "secretkey")),
@@ -240,7 +240,7 @@ def test_commands() -> None:
     assert "--orphan-after" not in container(aggregator_job(never))["args"]
 
 
-def test_a_block_of_clients_for_each_worker() -> None:
+def test_each_worker_serves_a_block_of_clients() -> None:
     job = worker_job(FULL)  # 25 clients, 10 for each
     assert job["spec"]["completions"] == 3
     assert container(job)["args"][-2:] == ["--clients", "$(JOB_COMPLETION_INDEX)/3"]
@@ -289,9 +289,7 @@ def test_gpus_and_settings_of_the_task_apply_to_workers() -> None:
         ),
     ],
 )  # fmt: skip
-def test_workers_are_spread_as_configured_and_a_constraint_counts_only_them(
-    told: list[dict[str, Any]] | None, made: Any
-) -> None:
+def test_workers_are_spread_and_a_constraint_selects_only_them(told: list[dict[str, Any]] | None, made: Any) -> None:
     spread = None if told is None else tuple(told)
     settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "topology_spread": spread})
     job = worker_job(dataclasses.replace(PLAIN, settings=settings))
@@ -315,7 +313,7 @@ def test_workers_are_spread_as_configured_and_a_constraint_counts_only_them(
             assert constraint["labelSelector"] == selector
 
 
-def test_environment_of_the_task_replaces_ours() -> None:
+def test_environment_settings_of_the_task_override_the_defaults() -> None:
     task = TaskConfig.read({"env": [{"name": "AWS_ACCESS_KEY_ID", "value": "theirs"}]})
     assert environment(worker_job(dataclasses.replace(PLAIN, task_config=task)))["AWS_ACCESS_KEY_ID"] == "theirs"
 
@@ -338,7 +336,7 @@ def test_resources(own: dict[str, Any], gpu: dict[str, int], task: dict[str, Any
     assert resources(Resources(**own), gpu, task) == expected
 
 
-def test_equal_specifications_have_equal_digests_and_others_have_not() -> None:
+def test_digests_differ_only_for_different_specifications() -> None:
     digests = {
         PLAIN.digest(),
         dataclasses.replace(PLAIN, experiment="name: other\n").digest(),
@@ -350,7 +348,7 @@ def test_equal_specifications_have_equal_digests_and_others_have_not() -> None:
     assert dataclasses.replace(PLAIN, settings=PLAIN.settings.model_copy()).digest() == PLAIN.digest()
 
 
-def test_names_come_from_run_and_task() -> None:
+def test_names_are_built_from_run_and_task() -> None:
     assert dataclasses.replace(PLAIN, run_id="run", task="a").name == f"fl-{identity('run', 'a')}"
     assert len({identity("run", "a"), identity("run", "b"), identity("other", "a")}) == 3
     assert label("run-1") == "run-1"

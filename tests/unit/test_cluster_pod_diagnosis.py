@@ -52,11 +52,11 @@ class Watched:
 
 
 @pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
-def test_running_and_finished_pods_are_no_trouble(phase: str) -> None:
+def test_running_and_finished_pods_are_not_reported(phase: str) -> None:
     assert diagnose(pod(phase=phase)) is None
 
 
-def test_pods_under_deletion_are_no_trouble() -> None:
+def test_deleted_pods_are_not_reported() -> None:
     leaving = waiting("ImagePullBackOff")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert diagnose(leaving) is None
@@ -76,13 +76,13 @@ def test_pods_under_deletion_are_no_trouble() -> None:
         (unscheduled("SchedulingGated"), Verdict.START),
     ],
 )
-def test_classes(found: dict[str, Any], verdict: Verdict) -> None:
+def test_error_classes(found: dict[str, Any], verdict: Verdict) -> None:
     seen = diagnose(found)
     assert seen is not None
     assert seen.verdict is verdict
 
 
-def test_an_image_that_cannot_be_pulled_fails_within_a_minute_for_any_reason() -> None:
+def test_an_image_that_cannot_be_pulled_fails_within_a_minute() -> None:
     watched = Watched()
     for now, reason in ((0.0, "ErrImagePull"), (5.0, "ImagePullBackOff"), (10.0, "ErrImagePull")):
         assert watched.check(now, waiting(reason, "i:1: not found")) == (False, None)
@@ -94,7 +94,7 @@ def test_an_image_that_cannot_be_pulled_fails_within_a_minute_for_any_reason() -
     assert watched.said[0] == "p waits: ErrImagePull: i:1: i:1: not found"
 
 
-def test_an_image_that_comes_late_is_forgiven() -> None:
+def test_a_late_image_pull_is_tolerated() -> None:
     watched = Watched()
     watched.check(0.0, waiting("ErrImagePull"))
     assert watched.check(14.0, pod(phase="Running")) == (True, None)
@@ -110,7 +110,7 @@ def test_a_missing_secret_gives_the_command_to_create_it() -> None:
     assert "kubectl create secret generic" in str(error)
 
 
-def test_a_gpu_is_waited_for_and_then_given_up_in_the_schedulers_words() -> None:
+def test_waiting_for_a_gpu_ends_with_the_schedulers_message() -> None:
     watched = Watched()
     assert watched.check(0.0, unscheduled()) == (False, None)
     assert watched.check(599.0, unscheduled()) == (False, None)
@@ -121,7 +121,7 @@ def test_a_gpu_is_waited_for_and_then_given_up_in_the_schedulers_words() -> None
     assert "waited 600 s" in str(error)
 
 
-def test_a_queue_may_take_its_time() -> None:
+def test_a_pod_may_wait_in_a_queue() -> None:
     watched = Watched()
     for now in (0.0, 10_000.0, 20_000.0):
         assert watched.check(now, unscheduled("SchedulingGated"))[1] is None
@@ -130,7 +130,7 @@ def test_a_queue_may_take_its_time() -> None:
     assert watched.check(1e6, of=suspended) == (True, None)
 
 
-def test_a_quota_shows_in_the_events_of_the_job_alone() -> None:
+def test_a_quota_appears_only_in_the_events_of_the_job() -> None:
     words = (
         'Error creating: pods "fl-1-worker-0-x" is forbidden: exceeded quota: small, requested: cpu=2, limited: cpu=1'
     )
@@ -143,7 +143,7 @@ def test_a_quota_shows_in_the_events_of_the_job_alone() -> None:
     assert "kubectl describe quota" in str(error)
 
 
-def test_a_volume_shows_in_the_events_of_the_pod_alone() -> None:
+def test_a_volume_problem_appears_only_in_the_events_of_the_pod() -> None:
     watched = Watched({"p": [warning("FailedMount", 'MountVolume.SetUp failed: configmap "ca" not found')]})
     watched.check(0.0, waiting("ContainerCreating"))
     assert watched.asked == []  # a pod that has just begun is not asked about
@@ -153,7 +153,7 @@ def test_a_volume_shows_in_the_events_of_the_pod_alone() -> None:
     assert 'configmap "ca" not found' in str(error)
 
 
-def test_without_rights_to_events_a_start_is_given_up_in_the_end() -> None:
+def test_without_rights_to_events_a_pending_pod_times_out() -> None:
     watched = Watched()
     assert watched.check(0.0, waiting("ContainerCreating"))[1] is None
     assert watched.check(599.0, waiting("ContainerCreating"))[1] is None
@@ -170,7 +170,7 @@ def test_without_rights_to_events_a_start_is_given_up_in_the_end() -> None:
         (job(6, failedIndexes="0,2-3"), ["Failed", "Running", "Running", "Running"], 0),
     ],
 )
-def test_pods_that_are_lacking(of: dict[str, Any], phases: list[str], expected: int) -> None:
+def test_counting_missing_pods(of: dict[str, Any], phases: list[str], expected: int) -> None:
     assert count_missing(of, [pod(phase=phase) for phase in phases]) == expected
 
 

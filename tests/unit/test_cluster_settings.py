@@ -33,12 +33,12 @@ def test_settings_survive_json() -> None:
 @pytest.mark.parametrize(
     "image", ["fedloom:0.1.0", "localhost:5000/a/fedloom:1", "ghcr.io/a/b@sha256:" + 64 * "0", "a:latest@sha256:00"]
 )
-def test_images_that_stay_the_same(image: str) -> None:
+def test_immutable_images(image: str) -> None:
     assert check_image(image) == image
 
 
 @pytest.mark.parametrize("image", ["", "fedloom", "fedloom:latest", "localhost:5000/fedloom", "a b:1", ":1@"])
-def test_images_that_may_change_are_refused(image: str) -> None:
+def test_mutable_images_are_rejected(image: str) -> None:
     with pytest.raises(ValueError, match="latest"):
         check_image(image)
 
@@ -80,7 +80,7 @@ def test_integers_that_kubeflow_passes_as_floats_are_restored() -> None:
         TaskConfig.read({"tolerations": "all"})
 
 
-def test_the_page_of_keys_is_that_of_the_code() -> None:
+def test_the_page_of_keys_matches_the_code() -> None:
     docs = Path(__file__).parents[2] / "docs"
     made = runpy.run_path(str(docs / "generate_keys.py"))["cluster_page"]()
     assert (docs / "cluster-keys.md").read_text(encoding="utf-8") == made, "run: make docs"
@@ -99,5 +99,5 @@ def test_the_page_of_keys_is_that_of_the_code() -> None:
         ("gpu", False),
     ],
 )
-def test_parts_of_a_gpu_are_gpus(resource: str, expected: bool) -> None:
+def test_fractional_gpus_are_recognized(resource: str, expected: bool) -> None:
     assert is_gpu(resource) is expected

@@ -89,7 +89,7 @@ def composed(
 
 @given(f=st.lists(st.floats(0, 5), min_size=2, max_size=6), gamma=st.sampled_from([0.1, 0.2, 1.0, 5.0]))
 @hypothesis_settings(max_examples=10)
-def test_lemma_1_the_weights_maximize_over_the_simplex(f: list[float], gamma: float) -> None:
+def test_lemma_1_weights_maximize_over_the_simplex(f: list[float], gamma: float) -> None:
     """By numerical optimization without the closed form: r = softmax(z) over all z."""
     losses = torch.tensor(f, dtype=torch.float64)
 
@@ -107,7 +107,7 @@ def test_lemma_1_the_weights_maximize_over_the_simplex(f: list[float], gamma: fl
     assert float(regularized_loss(losses, r, gamma)) == pytest.approx(float(composed_loss(losses, gamma)), abs=1e-12)
 
 
-def test_lemma_1_no_vertex_and_no_neighbour_is_better() -> None:
+def test_lemma_1_no_vertex_or_neighbour_is_better() -> None:
     losses, gamma = torch.tensor([2.3, 0.4, 1.1, 2.2], dtype=torch.float64), 0.5
     r = optimal_weights(losses, gamma)
     best = regularized_loss(losses, r, gamma)
@@ -121,7 +121,7 @@ def test_lemma_1_no_vertex_and_no_neighbour_is_better() -> None:
     assert all(regularized_loss(losses, other, gamma) < best for other in others)
 
 
-def test_the_composed_loss_is_between_mean_and_maximum_and_never_overflows() -> None:
+def test_the_composed_loss_lies_between_mean_and_maximum_without_overflow() -> None:
     losses = torch.tensor([1.0, 900.0, 3.0], dtype=torch.float64)
     assert float(composed_loss(losses, 1e-2)) == pytest.approx(900 - 1e-2 * math.log(3))
     assert float(composed_loss(losses, 1e9)) == pytest.approx(float(losses.mean()), abs=1e-3)
@@ -146,9 +146,7 @@ def shift_of(scale: str) -> Tensor:
 @pytest.mark.parametrize("scale", ["literal", "largest", "normalized"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.usefixtures("each_task")
-def test_local_steps_follow_the_derivative_of_the_whole_composition(
-    objective: str, scale: str, model: FlatModel
-) -> None:
+def test_local_steps_follow_the_gradient_of_the_whole_composition(objective: str, scale: str, model: FlatModel) -> None:
     """exp(ℓ(f(w))/γ) as one expression, differentiated as one; both batches from generators of their own."""
     s, c = made(scale=scale, **OBJECTIVES[objective], gamma=1.5), client("c0", 11)
     shift = shift_of(scale)
@@ -173,7 +171,7 @@ def test_local_steps_follow_the_derivative_of_the_whole_composition(
 
 
 @pytest.mark.parametrize("objective", ["robust", "damaml"])
-def test_one_step_follows_finite_differences(objective: str) -> None:
+def test_one_step_matches_finite_differences(objective: str) -> None:
     """Coordinate by coordinate, with no derivative on the testing side but the inner step's own."""
     s = made(scale="literal", **OBJECTIVES[objective], gamma=1.5, local={"steps": 1, "lr": 1.0})
     model, c = MLP(IMAGE, [], CLASSES), client("c0", 7)
@@ -192,7 +190,7 @@ def test_one_step_follows_finite_differences(objective: str) -> None:
         assert float(u[k]) == pytest.approx((value(theta[0] + e) - value(theta[0] - e)) / 2e-5, rel=1e-6, abs=1e-8)
 
 
-def test_the_second_order_is_in_it() -> None:
+def test_the_second_order_term_is_included() -> None:
     c, theta = client("c0", 11), starts(SMALL, 1)
     exact, first = (
         compositional_sgd(SMALL, theta, group([c]), made(**OBJECTIVES[o], local={"steps": 1}), ZERO).delta_theta
@@ -201,7 +199,7 @@ def test_the_second_order_is_in_it() -> None:
     assert (exact - first).abs().max() > 1e-3 * exact.abs().max()
 
 
-def test_the_two_batches_are_drawn_apart_from_each_other() -> None:
+def test_the_two_batches_are_drawn_independently() -> None:
     """Neither's draws depend on whether, or in what size, the other is drawn."""
     drawn: list[tuple[str, str]] = []
     c = client("c0", 30)
@@ -223,7 +221,7 @@ def test_the_two_batches_are_drawn_apart_from_each_other() -> None:
 
 
 @pytest.mark.parametrize("local", [{"lambda_theta": 0.1}, {"momentum": 0.5}, {"clip": 0.02}, {"mask_absent": True}])
-def test_options_the_paper_has_not_act_on_u(local: dict[str, Any]) -> None:
+def test_options_beyond_the_paper_act_on_u(local: dict[str, Any]) -> None:
     """At γ = 10⁹ and normalized, u is ∇f, so they must act as in local SGD."""
     c, theta = client("c0", 11), starts(SMALL, 1)
     if "mask_absent" in local:
@@ -241,7 +239,7 @@ def test_options_the_paper_has_not_act_on_u(local: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_scales_differ_by_a_constant_factor_alone(objective: str) -> None:
+def test_scales_differ_only_by_a_constant_factor(objective: str) -> None:
     """One step: u of `largest` is that of the literal form over exp(max f/γ), of `normalized` times γ/mean exp(f/γ)."""
     f = torch.tensor([1.9, 0.6], dtype=torch.float64)
     shifts = {"literal": ZERO, "largest": f.max()[None], "normalized": composed_loss(f, 0.7)[None]}
@@ -258,7 +256,9 @@ def test_scales_differ_by_a_constant_factor_alone(objective: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.usefixtures("each_task")
-def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_composed_loss(tmp_path: Path, objective: str) -> None:
+def test_a_full_batch_step_of_all_clients_is_a_gradient_step_on_the_composed_loss(
+    tmp_path: Path, objective: str
+) -> None:
     """Normalized, τ = 1: the mean of the clients' steps is exactly -η times the gradient of eq. 5."""
     s = made(**OBJECTIVES[objective], local={"steps": 1, "batch_size": 100})
     problem, data = setup(), clients(SIZES)
@@ -279,7 +279,7 @@ def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_composed_loss(t
     assert attempt.statistics["effective_clients"] == pytest.approx(float(1 / (r * r).sum()), abs=1e-9)
 
 
-def test_literal_and_largest_go_the_same_way(tmp_path: Path) -> None:
+def test_literal_and_largest_step_in_the_same_direction(tmp_path: Path) -> None:
     """From the same θ, one step of everyone: the rounds differ by the factor exp(max f/γ) alone."""
     problem, data, moved = setup(), clients(SIZES), {}
     for scale in ("literal", "largest"):
@@ -292,7 +292,7 @@ def test_literal_and_largest_go_the_same_way(tmp_path: Path) -> None:
     close(moved["literal"], moved["largest"] * math.exp(largest / 0.7), atol=1e-11)
 
 
-def test_with_a_large_gamma_it_is_uniform_fedavg(tmp_path: Path) -> None:
+def test_a_large_gamma_gives_uniform_fedavg(tmp_path: Path) -> None:
     """γ → ∞: r_i = 1/n (papers/002, below eq. 4), and both methods draw the same batches."""
     problem, data = setup(), clients(SIZES)
     local = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
@@ -313,7 +313,7 @@ def test_with_a_large_gamma_it_is_uniform_fedavg(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [0, 2])
 @pytest.mark.parametrize("factor_at", ["step", "round"])
-def test_the_mean_is_uniform_over_those_who_answered(tmp_path: Path, lost: int, factor_at: str) -> None:
+def test_the_mean_is_uniform_over_the_answering_clients(tmp_path: Path, lost: int, factor_at: str) -> None:
     """Sizes do not count, and a client that was lost before it sent its loss does not count in (5)."""
     s, problem, data = made(factor_at=factor_at), setup(), clients(SIZES)
     run = federation(tmp_path, COMFEDL, s, problem, data, lost={0: lost})
@@ -333,7 +333,9 @@ def test_the_mean_is_uniform_over_those_who_answered(tmp_path: Path, lost: int, 
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_the_loss_there_is_that_of_all_train_data_in_pieces(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_loss_may_be_that_of_all_train_data_in_chunks(
+    objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     s, data = made(**OBJECTIVES[objective]), clients((11, 3, 6))
     theta = starts(SMALL, 1).expand(3, -1)
     expected = torch.stack(
@@ -347,7 +349,7 @@ def test_the_loss_there_is_that_of_all_train_data_in_pieces(objective: str, monk
 
 
 @pytest.mark.parametrize("objective", ["robust", "damaml"])
-def test_the_loss_there_may_be_that_of_one_batch(objective: str) -> None:
+def test_the_start_loss_may_be_that_of_one_batch(objective: str) -> None:
     s, c, theta = made(**OBJECTIVES[objective], losses_on="batch"), client("c0", 11), starts(SMALL, 1)
     members = group([c])
     B, C = (next(batches(11, 3, 1, members.generator(0, p))) for p in ("loss", "loss-outer"))
@@ -356,7 +358,7 @@ def test_the_loss_there_may_be_that_of_one_batch(objective: str) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_held_factor_is_a_constant_step_size_of_each_client(objective: str) -> None:
+def test_a_fixed_factor_is_a_constant_step_size_per_client(objective: str) -> None:
     """n r_i times the gradient of the loss inside the exponential, at every step."""
     s, c, theta = made(**OBJECTIVES[objective]), client("c0", 11), starts(SMALL, 1)
     f = torch.tensor([[2.0], [0.3], [1.1]], dtype=torch.float64)
@@ -391,7 +393,7 @@ def rows(message: CompositionalUpdate) -> Sequence[Tensor]:
     ("name", "model", "sizes"),
     [(name, SMALL, (11, 3, 6, 1)) for name in GROUPED] + [("damaml", LeNet(IMAGE, CLASSES), (7, 3))],
 )
-def test_a_group_is_trained_as_its_clients_one_by_one(name: str, model: FlatModel, sizes: tuple[int, ...]) -> None:
+def test_clients_train_together_as_one_by_one(name: str, model: FlatModel, sizes: tuple[int, ...]) -> None:
     s, data = made(**GROUPED[name]), clients(sizes)
     theta = starts(model, len(data))
     shift = ZERO + 1.2
@@ -409,7 +411,7 @@ def test_a_group_is_trained_as_its_clients_one_by_one(name: str, model: FlatMode
         close(there[i : i + 1], loss_at_shared_model(model, theta[i : i + 1], group([c]), s), atol=1e-10)
 
 
-def test_a_diverged_client_does_not_disturb_its_group() -> None:
+def test_a_diverged_client_does_not_affect_its_batch() -> None:
     s, data = made(scale="literal", gamma=1e-3), clients((5, 5))
     theta = starts(SMALL, 2)
     theta[1] = 0  # loss log 3, exp(1098.6) is beyond float64
@@ -463,7 +465,9 @@ def test_a_finished_client_is_not_reported_as_diverged() -> None:
         ),
     ],
 )
-def test_the_user_is_told_who_left_the_finite_range_where(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_clients_with_non_finite_values_are_named_with_the_step(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     data = clients(SIZES)
     run = federation(tmp_path, COMFEDL, made(**changes), setup(), data)
     theta = run.state["theta"]
@@ -474,7 +478,7 @@ def test_the_user_is_told_who_left_the_finite_range_where(tmp_path: Path, change
 
 
 @pytest.mark.parametrize("scale", ["largest", "normalized"])
-def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: Path, scale: str) -> None:
+def test_a_client_with_a_non_finite_loss_is_reported(tmp_path: Path, scale: str) -> None:
     data = clients(SIZES)
     data[1].train.x[0] = torch.inf
     run = federation(tmp_path, COMFEDL, made(scale=scale), setup(MLP(IMAGE, [], CLASSES)), data)
@@ -496,7 +500,7 @@ def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: 
     ],
 )
 @pytest.mark.usefixtures("each_task")
-def test_personal_is_the_shared_model_after_its_steps_on_train_data(
+def test_the_personal_model_is_the_shared_one_trained_on_train_data(
     tmp_path: Path, changes: dict[str, Any], tuning: dict[str, Any] | None
 ) -> None:
     s, problem, data = made(**changes), setup(), clients(SIZES)
@@ -543,12 +547,12 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
         ({"scale": "clipped"}, "scale"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         made(**changes)
 
 
-def test_defaults_are_the_papers_where_it_states_them() -> None:
+def test_defaults_are_the_papers_if_stated() -> None:
     s = ComFedLSettings()
     assert (s.gamma, s.local.steps, s.local.lr) == (0.2, 5, 0.01)  # §5.1
     assert (s.local.momentum, s.local.lambda_theta, s.local.clip) == (0, 0, None)
@@ -568,7 +572,7 @@ def test_traffic_is_the_model_both_ways_and_a_few_scalars(tmp_path: Path, scale:
 
 
 @pytest.mark.slow
-def test_one_client_is_trained_without_sympy() -> None:
+def test_one_client_trains_without_sympy() -> None:
     """It takes torch seconds to import (docs/design.md, §9)."""
     program = """
 import json, sys, torch

@@ -125,7 +125,7 @@ def stepped(folder: Path, means: dict[int, float]) -> Path:
 # Rows
 
 
-def test_one_row_for_each_kind_of_model(tmp_path: Path) -> None:
+def test_each_kind_of_model_has_one_row(tmp_path: Path) -> None:
     folders = [
         run(tmp_path / "a", "pefll"),
         run(tmp_path / "b", "fedavg", predictors=("personal", "global"), new_client=COSTS),
@@ -173,7 +173,7 @@ def test_seeds_are_merged(tmp_path: Path) -> None:
     assert found.notices == ()
 
 
-def test_rows_of_a_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+def test_rows_of_a_method_are_labelled_by_their_differences(tmp_path: Path) -> None:
     settings = [lr(rate) | {"server": {"lr": 0.001}} for rate in (0.01, 0.05)]
     folders = [run(tmp_path / str(i), "pefll", settings=one) for i, one in enumerate(settings)]
     assert [row.details for row in compare_runs(folders).rows] == [("lr 0.01",), ("lr 0.05",)]
@@ -189,34 +189,34 @@ def test_rows_of_a_method_are_told_apart_by_what_differs(tmp_path: Path) -> None
     assert "data.partition.clients" not in found.differing
 
 
-def test_an_equal_seed_is_not_merged(tmp_path: Path) -> None:
+def test_equal_seeds_are_not_merged(tmp_path: Path) -> None:
     found = compare_runs([run(tmp_path / "c", "pefll"), run(tmp_path / "d", "pefll")])
     assert [row.label for row in found.rows] == ["PeFLL, c", "PeFLL, d"]
     assert found.chosen == ()  # they are one setting
     assert [(pair.clients, pair.better, pair.worse, pair.p) for pair in found.pairs] == [(9, 0, 0, 1), (3, 0, 0, 1)]
 
 
-def test_a_folder_given_twice_is_one_run(tmp_path: Path) -> None:
+def test_a_folder_given_twice_counts_once(tmp_path: Path) -> None:
     folder = run(tmp_path / "c", "pefll")
     (row,) = compare_runs([folder, tmp_path / "." / "c", tmp_path]).rows
     assert len(row.runs) == 1
 
 
-def test_a_personal_model_that_is_the_global_one_has_no_row(tmp_path: Path) -> None:
+def test_a_personal_model_equal_to_the_global_one_has_no_row(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "fedavg", predictors=("personal", "global"))
     summary = json.loads((folder / "summary.json").read_text())
     edit(folder, seen=summary["global"]["seen"], unseen=summary["global"]["unseen"])
     assert [row.method for row in compare_runs([folder]).rows] == ["FedAvg"]
 
 
-def test_a_method_without_an_answer_for_unseen_clients(tmp_path: Path) -> None:
+def test_a_method_without_results_for_unseen_clients(tmp_path: Path) -> None:
     found = compare_runs([edit(run(tmp_path / "a", "pefll"), unseen=None), run(tmp_path / "b", "local", rounds=(0,))])
     assert found.rows[0].over_seeds("unseen") is None
     assert text_rows(found)[0][3:5] == ["–", "–"]
     assert [pair.why for pair in found.pairs if pair.group == "unseen"] == ["PeFLL has no result for unseen clients"]
 
 
-def test_different_data_are_different_blocks(tmp_path: Path) -> None:
+def test_different_data_give_separate_blocks(tmp_path: Path) -> None:
     folders = [
         run(tmp_path / "a", "pefll"),
         run(tmp_path / "b", "pefll", clients=20, unseen=5),
@@ -233,7 +233,7 @@ def test_different_data_are_different_blocks(tmp_path: Path) -> None:
     assert any("never paired" in notice for notice in found.notices)
 
 
-def test_other_machines_and_seeds_are_reported(tmp_path: Path) -> None:
+def test_different_machines_and_seeds_are_reported(tmp_path: Path) -> None:
     folders = [run(tmp_path / "a", "pefll"), run(tmp_path / "b", "pefll", seed=2), run(tmp_path / "c", "local")]
     environment = json.loads((folders[0] / "environment.json").read_text())
     put(folders[0] / "environment.json", json.dumps(environment | {"torch": "1.0"}))
@@ -245,7 +245,7 @@ def test_other_machines_and_seeds_are_reported(tmp_path: Path) -> None:
 # Folders
 
 
-def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> None:
+def test_a_parent_folder_stands_for_its_finished_runs(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     for value in (0.1, 0.02, 0.003):
@@ -264,7 +264,7 @@ def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> 
         compare_runs([sweep])
 
 
-def test_folders_that_are_no_runs_are_named(tmp_path: Path) -> None:
+def test_folders_that_are_not_runs_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty.*experiment\.yaml"):
         compare_runs([tmp_path / "empty"])
@@ -297,7 +297,7 @@ def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str | None, 
         compare_runs([folder])
 
 
-def test_an_experiment_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_experiment(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     put(folder / "experiment.yaml", "name: x\n")
     with pytest.raises(DataError, match=r"experiment\.yaml"):
@@ -354,7 +354,7 @@ def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
     assert found.marks("seen", "pooled").count("tied") == 0
 
 
-def test_the_reference_is_what_validation_prefers_or_is_named(tmp_path: Path) -> None:
+def test_the_reference_is_chosen_on_validation_or_by_name(tmp_path: Path) -> None:
     folders = three(tmp_path)
     measured(folders[2], SIMILAR, 0.6)
     found = compare_runs(folders)
@@ -375,7 +375,7 @@ def test_the_reference_is_what_validation_prefers_or_is_named(tmp_path: Path) ->
         compare_runs(folders, "FedProx")
 
 
-def test_validation_selects_one_of_several_settings_of_a_method(tmp_path: Path) -> None:
+def test_the_best_of_several_settings_is_chosen_on_validation(tmp_path: Path) -> None:
     for value, validation in {0.01: 0.5, 0.02: 0.7, 0.04: 0.6}.items():
         measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), WORSE, validation)
     measured(run(tmp_path / "other", "local"), BETTER, 0.9)
@@ -384,7 +384,7 @@ def test_validation_selects_one_of_several_settings_of_a_method(tmp_path: Path) 
     assert [r.row for r in compare_runs([tmp_path], "PeFLL, lr 0.04").references.values()] == [2]
 
 
-def test_a_turned_pair_is_the_other_way_round(tmp_path: Path) -> None:
+def test_swapping_a_pair_flips_the_sign(tmp_path: Path) -> None:
     (pair, *_) = compare_runs(three(tmp_path)).pairs
     turned = pair.turned()
     assert pair.median is not None
@@ -420,20 +420,20 @@ def test_a_winner_is_significantly_better_than_every_other_row(tmp_path: Path) -
     assert tells(sentence(alone, seen), *facts)
 
 
-def test_a_winner_named_beforehand_is_corrected_over_its_own_pairs(tmp_path: Path) -> None:
+def test_a_named_reference_is_corrected_over_its_own_pairs(tmp_path: Path) -> None:
     found = compare_runs(three(tmp_path), "Local")
     pair = next(pair for pair in found.pairs if pair.group == "seen" and (pair.first, pair.second) == (1, 2))
     assert found_of(found, "seen").p == pair.p_against
 
 
-def test_rows_of_other_clients_are_untested(tmp_path: Path) -> None:
+def test_rows_of_different_clients_are_not_tested(tmp_path: Path) -> None:
     found = compare_runs([run(tmp_path / "a", "pefll"), run(tmp_path / "b", "local", seed=2)])
     for finding in findings(found):
         assert (finding.winner, finding.pair, finding.close) == (None, None, ())
         assert finding.untested == (finding.second,)
 
 
-def test_too_few_clients_for_any_difference_are_counted(tmp_path: Path) -> None:
+def test_too_few_clients_for_any_significance_are_counted(tmp_path: Path) -> None:
     found = compare_runs(three(tmp_path / "three"))
     assert found_of(found, "seen").too_few is None  # 3 · 2⁻⁸ = 0.012
     assert found_of(found, "unseen").too_few == 3
@@ -443,7 +443,7 @@ def test_too_few_clients_for_any_difference_are_counted(tmp_path: Path) -> None:
     assert "9 clients" in sentence(found, found_of(found, "seen"))
 
 
-def test_all_seeds_that_both_have_are_paired(tmp_path: Path) -> None:
+def test_pairs_use_all_common_seeds(tmp_path: Path) -> None:
     folders = [run(tmp_path / f"p{seed}", "pefll", seed=seed) for seed in (1, 2, 3)]
     folders += [run(tmp_path / f"l{seed}", "local", seed=seed) for seed in (2, 3, 4)]
     found = compare_runs(folders)
@@ -452,7 +452,7 @@ def test_all_seeds_that_both_have_are_paired(tmp_path: Path) -> None:
     assert found.tested_over == "seeds"
 
 
-def test_seeds_are_the_observations_where_there_are_several(tmp_path: Path) -> None:
+def test_several_seeds_are_the_observations(tmp_path: Path) -> None:
     """Three seeds of nine clients each, in one of which the methods are as good as each other."""
     gains = {1: 0.1, 2: 0.05, 3: 0.0}  # of every client
     base = [0.8, 0.7, 0.8, 0.5, 0.65, 0.7, 0.5, 0.75, 0.8]
@@ -524,7 +524,7 @@ def test_settings_are_chosen_on_validation_never_on_test(tmp_path: Path) -> None
     assert cells[1:4] == ("3", "80.0", "70.0")
 
 
-def test_the_choice_is_made_on_the_seeds_that_all_have(tmp_path: Path) -> None:
+def test_settings_are_chosen_on_the_common_seeds(tmp_path: Path) -> None:
     validation = {(0.1, 1): 0.5, (0.1, 2): 0.9, (0.2, 1): 0.6}
     for (value, seed), accuracy in validation.items():
         folder = run(tmp_path / f"lr={value},seed={seed}", "pefll", seed=seed, settings=lr(value))
@@ -535,7 +535,7 @@ def test_the_choice_is_made_on_the_seeds_that_all_have(tmp_path: Path) -> None:
     assert compare_runs([tmp_path]).chosen == ()
 
 
-def test_the_best_round_stands_beside_the_last(tmp_path: Path) -> None:
+def test_the_best_round_is_shown_beside_the_last(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll", rounds=(0, 100, 200))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = lines[1]
@@ -549,7 +549,7 @@ def test_the_best_round_stands_beside_the_last(tmp_path: Path) -> None:
 # Written
 
 
-def test_csv_has_everything_in_full_precision(tmp_path: Path) -> None:
+def test_csv_contains_everything_in_full_precision(tmp_path: Path) -> None:
     found = compare_runs(three(tmp_path))
     rows = list(csv.DictReader(rows_as_csv(found).splitlines()))
     assert [row["label"] for row in rows] == ["PeFLL", "Local", "FedAvg + fine-tuning"]
@@ -562,7 +562,7 @@ def test_csv_has_everything_in_full_precision(tmp_path: Path) -> None:
     assert len(pairs) == 6
 
 
-def test_latex_escapes() -> None:
+def test_latex_special_characters_are_escaped() -> None:
     expected = r"a\_b \& 5\% \#1 \{x\} \textasciitilde{}\textasciicircum{} \textbackslash{} \$"
     assert escaped("a_b & 5% #1 {x} ~^ \\ $") == expected
 
@@ -606,7 +606,7 @@ def written(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_comparison_on_paper(many: Path, written: Path) -> None:
+def test_a_printed_comparison(many: Path, written: Path) -> None:
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
     figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg", "figures/training-loss.svg"]
     assert files == ["compare.csv", "compare.html", "compare.tex", *sorted(figures), "pairs.csv"]
@@ -627,7 +627,7 @@ def test_a_comparison_on_paper(many: Path, written: Path) -> None:
 
 
 @UNRENDERED
-def test_many_methods_are_counted_where_their_names_would_fill_the_page(tmp_path: Path) -> None:
+def test_many_methods_are_counted_instead_of_listed(tmp_path: Path) -> None:
     names = ("apfl", "ditto", "fedavg", "fedper", "fedprox", "fedrep", "local", "pefll")
     for i, name in enumerate(names):  # one client's accuracy tells them apart, which no test takes for a difference
         folder = run(tmp_path / name, name, rounds=(0,) if name == "local" else (0, 2))
@@ -642,14 +642,14 @@ def test_many_methods_are_counted_where_their_names_would_fill_the_page(tmp_path
     assert all(title.endswith("PeFLL") for title in re.findall(r'<th scope="rowgroup"[^>]*>([^<]*)', table))
 
 
-def test_the_page_asks_nobody_for_anything(written: Path) -> None:
+def test_the_page_makes_no_external_requests(written: Path) -> None:
     page = (written / "compare.html").read_text()
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
     assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
 
 
-def test_colours_are_the_pages_and_the_same_in_every_figure(written: Path) -> None:
+def test_methods_keep_their_colours_in_every_figure(written: Path) -> None:
     page = (written / "compare.html").read_text()
     body = page[page.index("<main>") :]
     assert not any(colour in body for colour in COLOURS.values())
@@ -671,7 +671,7 @@ def test_a_repeated_comparison_writes_equal_bytes(many: Path, written: Path) -> 
 
 
 @UNRENDERED
-def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compare_runs([run(tmp_path / "a", "pefll")])
     write = Path.write_text
 
@@ -686,7 +686,7 @@ def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_kept(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     with pytest.raises(ExperimentError, match="folder"):
         write_comparison(compare_runs([folder]), folder)
@@ -694,7 +694,7 @@ def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
 
 
 @UNRENDERED
-def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
+def test_one_run_and_several_blocks_have_pages(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", "local", rounds=(0,), unseen=0)
     page = write_comparison(compare_runs([alone]), tmp_path / "one").read_text()
     assert "<h2>Paired comparison" not in page
@@ -707,7 +707,7 @@ def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
     assert "<pefll>" not in page
 
 
-def test_one_run_is_drawn_over_rounds_alone(tmp_path: Path) -> None:
+def test_one_run_is_drawn_only_over_rounds(tmp_path: Path) -> None:
     one, two = run(tmp_path / "a", "pefll"), run(tmp_path / "b", "fedavg")
     for folders, over in (([one], {"rounds"}), ([one, two], {"rounds", "communication", "client steps"})):
         page = write_comparison(compare_runs(folders), tmp_path / "out").read_text()
@@ -715,7 +715,7 @@ def test_one_run_is_drawn_over_rounds_alone(tmp_path: Path) -> None:
         assert "Training loss over rounds" in page
 
 
-def test_training_loss_is_the_mean_over_the_rounds_that_all_seeds_have(tmp_path: Path) -> None:
+def test_training_loss_is_averaged_over_the_common_rounds_of_all_seeds(tmp_path: Path) -> None:
     folders = [run(tmp_path / str(seed), "pefll", seed=seed) for seed in (1, 2)]
     for folder, losses in zip(folders, ({1: 4.0, 2: 3.0, 3: 1.0}, {1: 2.0, 2: 2.0}), strict=True):
         lines = [{"round": t, "outcome": "done", "statistics": {"loss": loss}} for t, loss in losses.items()]
@@ -724,7 +724,7 @@ def test_training_loss_is_the_mean_over_the_rounds_that_all_seeds_have(tmp_path:
     assert row.training_loss == {1: 3.0, 2: 2.5}
 
 
-def test_looks_are_told_apart() -> None:
+def test_line_styles_are_distinguishable() -> None:
     found = line_styles(map(str, range(20)))
     assert len(set(found.values())) == 20
 
@@ -738,7 +738,7 @@ def command(arguments: Sequence[str | Path], monkeypatch: pytest.MonkeyPatch) ->
 
 
 @UNRENDERED
-def test_the_command_fits_eighty_columns(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_fits_80_columns(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = command([many, "--out", tmp_path / "c"], monkeypatch)
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
@@ -755,20 +755,22 @@ def test_the_command_fits_eighty_columns(many: Path, tmp_path: Path, monkeypatch
     assert (tmp_path / "c" / "compare.html").exists()
 
 
-def test_the_command_refuses_before_it_reads(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_are_rejected_before_reading(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = command([many, "--out", tmp_path], monkeypatch)
     assert isinstance(done.exception, ExperimentError)
     assert done.output == ""
     assert isinstance(command([tmp_path], monkeypatch).exception, DataError)
 
 
-def test_settings_leave_out_what_changes_no_number(many: Path) -> None:
+def test_settings_without_effect_on_results_are_hidden(many: Path) -> None:
     settings: Mapping[str, Any] = compare_runs([many]).rows[0].settings
     assert not {"name", "seed", "data.root", "runtime.workers"} & set(settings)
 
 
 @pytest.mark.slow
-def test_many_methods_are_drawn_once_each_with_room_for_them(tmp_path: Path) -> None:
+def test_many_methods_are_drawn_with_enough_room(tmp_path: Path) -> None:
     """Leave room beside the legend, which alone filled the figure of sixteen methods with two models each."""
     methods = ("apfl", "ditto", "fedavg", "fedbabu", "fedprox", "fedrod", "per-fedavg", "pfedme", "scaffold")
     folders = [run(tmp_path / name, name, predictors=("personal", "global")) for name in methods]
@@ -799,7 +801,7 @@ def with_steps(tmp_path: Path) -> list[Path]:
     ]
 
 
-def test_steps_of_a_new_clients_own_are_one_line_for_each_run(tmp_path: Path) -> None:
+def test_own_steps_of_new_clients_are_one_line_per_run(tmp_path: Path) -> None:
     found = compare_runs(with_steps(tmp_path))
     (places,) = found.stepping.values()
     rows = [found.rows[i] for i in places]
@@ -813,7 +815,7 @@ def test_steps_of_a_new_clients_own_are_one_line_for_each_run(tmp_path: Path) ->
 
 
 @UNRENDERED
-def test_steps_of_their_own_are_on_the_page_and_in_a_table(tmp_path: Path) -> None:
+def test_own_steps_are_on_the_page_and_in_a_table(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_comparison(compare_runs(with_steps(tmp_path / "runs")), out)
     assert "New clients after local steps" in (out / "compare.html").read_text()

@@ -108,7 +108,7 @@ def with_losses(run_folder: Path, values: Sequence[float], validation: float) ->
 
 
 @pytest.mark.slow
-def test_rows_have_the_losses_of_their_runs(real: Path) -> None:
+def test_rows_contain_the_losses_of_their_runs(real: Path) -> None:
     found = compare_runs([real / "one"])
     assert found.headline == MODEL_LOSS
     assert [row.label for row in found.rows] == ["Alone", "Bias Correction"]
@@ -135,7 +135,7 @@ def test_rows_have_the_losses_of_their_runs(real: Path) -> None:
         assert decile.mean == pytest.approx(statistics.mean(worst))
 
 
-def test_everybody_who_is_user_0_needs_no_column_for_it(real: Path) -> None:
+def test_a_common_user_0_has_no_column(real: Path) -> None:
     found = compare_runs([real / "all"])
     assert found.groups == ("seen",)
     assert headings(found)[1:3] == ("seen", "worst decile")
@@ -152,7 +152,7 @@ LOW = [1.0, 1.1, 0.9, 1.2, 1.0, 1.3, 0.8, 1.0, 1.1, 1.2, 1.0, 0.9]
 HIGH = [1.1, 1.3, 1.0, 1.1, 1.2, 1.4, 0.9, 1.2, 1.2, 1.5, 1.1, 1.2]
 
 
-def test_less_is_better(copied: Path) -> None:
+def test_lower_losses_are_better(copied: Path) -> None:
     shutil.rmtree(copied / "lr=0.2")
     with_losses(copied / "lr=0.001", HIGH, 0.4)
     with_losses(copied / "lr=0.05", LOW, 0.6)
@@ -170,7 +170,7 @@ def test_less_is_better(copied: Path) -> None:
     assert (choice.row, choice.validation, choice.runner_up) == (high, 0.4, 0.6)
 
 
-def test_marks_are_of_the_lowest(real: Path) -> None:
+def test_the_lowest_losses_are_marked(real: Path) -> None:
     found = compare_runs([real / "one"])
     means = [row.over_seeds("users") for row in found.rows]
     values = [mean.mean for mean in means if mean is not None]
@@ -179,7 +179,7 @@ def test_marks_are_of_the_lowest(real: Path) -> None:
     assert [cell.mark for cell in (line[1] for line in cells)] == found.marks("users")
 
 
-def test_on_paper_there_is_no_accuracy(real: Path, tmp_path: Path) -> None:
+def test_the_printed_table_has_no_accuracy(real: Path, tmp_path: Path) -> None:
     one = write_comparison(compare_runs([real / "one"]), tmp_path / "one")
     page = one.read_text()
     assert "Test loss over rounds" in page
@@ -210,7 +210,7 @@ def test_on_paper_there_is_no_accuracy(real: Path, tmp_path: Path) -> None:
     assert "accurac" not in everybody.lower()
 
 
-def test_the_command_fits_eighty_columns(real: Path) -> None:
+def test_output_fits_80_columns(real: Path) -> None:
     done = command("compare", real / "one")
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines())) <= 80
@@ -236,7 +236,7 @@ def test_losses_of_different_models_are_not_compared(real: Path, copied: Path) -
     assert all(as_latex(found).count(label) for label in found.labels.values())
 
 
-def test_runs_with_classes_and_without_are_not_mixed(real: Path, tmp_path: Path) -> None:
+def test_runs_with_and_without_classes_are_not_mixed(real: Path, tmp_path: Path) -> None:
     text = {"name": "x", "seed": 1, "data": {"dataset": "fashion-mnist", "partition": {"scheme": "iid", "clients": 6}},
             "model": {"name": "lenet"}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 1}}  # fmt: skip
     other = write_run(tmp_path / "classes", n=6, unseen=2, rounds=(0, 1), experiment=yaml.safe_dump(text))
@@ -246,7 +246,7 @@ def test_runs_with_classes_and_without_are_not_mixed(real: Path, tmp_path: Path)
     assert isinstance(command("compare", real / "one", other).exception, ExperimentError)
 
 
-def test_digits_of_a_loss() -> None:
+def test_rounding_of_losses() -> None:
     values = {9.29: "9.2900", 0.0024412: "0.0024412", 123456.0: "1.2346e+05", 12345.0: "12345"}
     assert {value: MeanStd(value, None).shown(MODEL_LOSS) for value in values} == values
     assert MeanStd(1.0, 0.6).shown(MODEL_LOSS) == "1.0000 ± 0.60"

@@ -86,7 +86,7 @@ def shared(official: RawDataset, dealt: Assignment) -> set[str]:
     seed=st.integers(0, 1000),
     reserve=st.sampled_from([None, None, Reserve(share=0.2)]),
 )
-def test_no_input_is_in_two_splits_whatever_the_scheme(
+def test_no_input_is_in_two_splits_for_any_scheme(
     scheme: Scheme, copies: list[int], seed: int, reserve: Reserve | None
 ) -> None:
     official = own(copies, seed=seed)
@@ -99,7 +99,7 @@ def test_no_input_is_in_two_splits_whatever_the_scheme(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
-def test_a_data_set_with_copies_can_be_dealt(scheme: Scheme) -> None:
+def test_a_dataset_with_duplicates_can_be_partitioned(scheme: Scheme) -> None:
     """So that the property above is one of partitions, not of refusals."""
     dealt = [
         assign_examples(own([2] * 90, seed=seed), CLASSES, PartitionSettings(scheme, seed, 0.3, 0.25))
@@ -109,7 +109,7 @@ def test_a_data_set_with_copies_can_be_dealt(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
-def test_without_copies_nothing_is_dealt_otherwise(scheme: Scheme) -> None:
+def test_data_without_duplicates_are_partitioned_as_before(scheme: Scheme) -> None:
     official = own([1] * 120)
     bare = RawDataset(official.train, official.test, official.owners)
     one, two = (assign_examples(of, CLASSES, PartitionSettings(scheme, 5, 0.3, 0.25)) for of in (official, bare))
@@ -117,7 +117,7 @@ def test_without_copies_nothing_is_dealt_otherwise(scheme: Scheme) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(one.examples[split], two.examples[split], strict=True))
 
 
-def test_a_division_of_the_source_stays_and_its_common_inputs_are_noted() -> None:
+def test_predefined_splits_are_kept_and_their_duplicates_noted() -> None:
     official = own([3] * 40, divided=True)
     dealt = assign_examples(official, CLASSES, PartitionSettings(NaturalScheme(), 1, 0.3, 0.25))
     assert "train, validation" not in shared(official, dealt)
@@ -149,7 +149,7 @@ def test_reserved_examples_share_no_input_with_the_rest(scheme: Scheme) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=30), target=st.integers(0, 60), more=st.integers(0, 20))
-def test_groups_are_chosen_whole_and_near_to_the_target(sizes: list[int], target: int, more: int) -> None:
+def test_groups_are_chosen_whole_and_close_to_the_target(sizes: list[int], target: int, more: int) -> None:
     whole = np.array(sizes)
     target = min(target, int(whole.sum()))
     chosen = choose_about(whole, target)
@@ -167,7 +167,7 @@ def test_groups_are_chosen_whole_and_near_to_the_target(sizes: list[int], target
     assert not (first_groups(whole, target) & ~first_groups(whole, target + more)).any()
 
 
-def test_equal_inputs_are_equal_numbers() -> None:
+def test_equal_inputs_get_equal_numbers() -> None:
     x = np.array([[0.0, 1.0], [-0.0, 1.0], [1.0, 0.0], [0.0, 1.0]], dtype=np.float32)
     assert equal_inputs(x).tolist() == [0, 0, 2, 0]
 
@@ -217,7 +217,7 @@ def entrances(folder: Path) -> dict[str, fedloom.Federated]:
     }
 
 
-def test_every_way_to_data_of_ones_own_keeps_equal_inputs_in_one_split(tmp_path: Path) -> None:
+def test_own_data_in_every_form_keep_equal_inputs_in_one_split(tmp_path: Path) -> None:
     for name, data in entrances(tmp_path).items():
         for seed in (1, 2):
             opened = data.open(seed)
@@ -234,7 +234,7 @@ federation: {{rounds: 1, clients_per_round: 2}}
 """
 
 
-def test_a_column_of_splits_with_common_inputs_is_noted_on_the_command_line(
+def test_a_split_column_with_duplicates_is_noted_on_the_command_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x = RNG.normal(size=(40, 2)).round(3)
@@ -248,7 +248,7 @@ def test_a_column_of_splits_with_common_inputs_is_noted_on_the_command_line(
         assert any(tells(text, "split", 10, "10 test examples") for text in warned(caplog))
 
 
-def test_damaged_notes_are_refused_and_made_again(tmp_path: Path) -> None:
+def test_damaged_notes_are_rejected_and_rewritten(tmp_path: Path) -> None:
     data = {"all": (np.repeat(RNG.normal(size=(30, 3)), 2, 0), np.arange(60) % 2)}
     made = fedloom.Federated.from_arrays(data, root=tmp_path)
     (path,) = (tmp_path / "partitions").glob(f"{made.open().manifest.dataset}-*/notes.json")
@@ -282,7 +282,7 @@ def test_a_client_with_too_few_examples_is_named(tmp_path: Path, caplog: pytest.
     assert warned(caplog) == []
 
 
-def test_a_rare_class_that_limits_everybody_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rare_class_that_limits_all_clients_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     y = np.where(np.arange(2000) < 30, 2, np.arange(2000) % 2)
     data = {"all": (RNG.normal(size=(2000, 3)), y)}
     scheme = {"scheme": "dirichlet", "clients": 3, "alpha": 1.0}
@@ -300,7 +300,7 @@ def test_a_rare_class_that_limits_everybody_is_named(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("scheme", [{"scheme": "natural"}, {"scheme": "natural", "train_per_client": 5}])
-def test_an_unseen_clients_data_change_no_seen_clients_inputs(scheme: dict[str, Any], tmp_path: Path) -> None:
+def test_data_of_unseen_clients_do_not_change_inputs_of_seen_ones(scheme: dict[str, Any], tmp_path: Path) -> None:
     clients = {name: (RNG.normal(size=(40, 3)), np.arange(40) % 2) for name in ("ann", "bob", "cy", "dee")}
 
     def opened(clients: dict[str, Any]) -> FederatedDataset:
@@ -319,7 +319,7 @@ def test_an_unseen_clients_data_change_no_seen_clients_inputs(scheme: dict[str, 
         assert np.allclose(before.manifest.normalization.std, theirs.astype(np.float64).std(0))
 
 
-def test_normalization_over_the_pool_counts_unseen_clients_and_is_another_partition(tmp_path: Path) -> None:
+def test_normalization_over_the_pool_includes_unseen_clients_and_changes_the_partition(tmp_path: Path) -> None:
     clients = {name: (RNG.normal(size=(40, 3)) + at, np.arange(40) % 2) for at, name in enumerate(("ann", "bob", "cy"))}
 
     def opened(**keys: Any) -> FederatedDataset:
@@ -336,7 +336,7 @@ def test_normalization_over_the_pool_counts_unseen_clients_and_is_another_partit
     assert Manifest.from_json(pool.manifest.to_json()) == pool.manifest
 
 
-def test_examples_of_unseen_clients_and_those_kept_back_are_not_measured() -> None:
+def test_examples_of_unseen_clients_and_reserved_ones_are_not_measured() -> None:
     official = own([1] * 200)
     reserve = Reserve(share=0.2)
     for scheme in SCHEMES[2:6]:
@@ -353,7 +353,7 @@ def test_examples_of_unseen_clients_and_those_kept_back_are_not_measured() -> No
         )
 
 
-def test_classes_that_no_client_has_are_named() -> None:
+def test_classes_without_a_client_are_named() -> None:
     official = own([1] * 200)
     how = PartitionSettings(ClassesScheme(clients=2, classes_per_client=1), 1, 0.0, 0.25)
     dealt = assign_examples(official, CLASSES, how)

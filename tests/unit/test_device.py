@@ -23,7 +23,7 @@ runner = CliRunner()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clients_together_compute_what_clients_alone_do(dtype: torch.dtype) -> None:
+def test_clients_together_equal_single_ones(dtype: torch.dtype) -> None:
     found = checks.check_model("mlp", MLP(checks.IMAGE, [4], checks.CLASSES), dtype, CPU, 3)
     assert found.passes
     assert found.difference < checks.LIMITS[dtype]
@@ -31,7 +31,7 @@ def test_clients_together_compute_what_clients_alone_do(dtype: torch.dtype) -> N
     assert found.bytes_per_client is None
 
 
-def test_a_device_fails_by_its_values_or_by_other_bits_the_second_time() -> None:
+def test_a_device_fails_on_wrong_values_or_unrepeatable_bits() -> None:
     good = checks.DeviceCheck("mlp", "float32", 1e-7, 1e-3, True, 10.0, None)
     assert good.passes
     assert not dataclasses.replace(good, repeats=False).passes
@@ -40,7 +40,7 @@ def test_a_device_fails_by_its_values_or_by_other_bits_the_second_time() -> None
 
 
 @pytest.mark.slow
-def test_the_command_compares_each_model_in_each_type_and_exits_with_the_outcome(
+def test_the_command_checks_each_model_and_type_and_sets_the_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done = runner.invoke(app, ["device", "cpu", "--clients", "2", "--json"])
@@ -58,13 +58,13 @@ def test_the_command_compares_each_model_in_each_type_and_exits_with_the_outcome
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_missing_device_is_refused_with_torchs_reason() -> None:
+def test_a_missing_device_is_rejected_with_torchs_reason() -> None:
     with pytest.raises(ExperimentError) as error:
         use_device("cuda", 1)
     assert (error.value.key, error.value.found, error.value.allowed) == ("runtime.device", "cuda", ["cpu"])
 
 
-def test_a_device_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod was given a GPU, and its image has the torch of the CPU."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "/nvidia" not in str(checks.missing_device(tmp_path))

@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_content_is_given_back_without_its_digest(folder: RunFolder) -> None:
+def test_content_is_returned_without_its_digest(folder: RunFolder) -> None:
     assert list(folder.lines("metrics.jsonl")) == LINES
     assert [line.object for line in folder.line_file("metrics.jsonl").backwards()] == LINES[::-1]
     for name, text in WHOLE.items():
@@ -59,7 +59,7 @@ def test_content_is_given_back_without_its_digest(folder: RunFolder) -> None:
             assert folder.text(name) == text
 
 
-def test_other_programs_read_the_files(folder: RunFolder) -> None:
+def test_other_programs_can_read_the_files(folder: RunFolder) -> None:
     text = (folder.path / "metrics.jsonl").read_text()
     assert [list(json.loads(line))[-1] for line in text.splitlines()] == ["digest"] * len(LINES)
     assert list(json.loads((folder.path / "summary.json").read_text())) == ["seen", "name", "digest"]
@@ -68,7 +68,7 @@ def test_other_programs_read_the_files(folder: RunFolder) -> None:
 
 
 @pytest.mark.slow
-def test_any_flipped_bit_of_a_file_of_lines_is_found(folder: RunFolder) -> None:
+def test_any_flipped_bit_in_a_file_of_lines_is_detected(folder: RunFolder) -> None:
     """Except a cut of the end of the last line, which may never have been written."""
     path = folder.path / "metrics.jsonl"
     whole = path.read_bytes()
@@ -93,7 +93,7 @@ def test_any_flipped_bit_of_a_file_of_lines_is_found(folder: RunFolder) -> None:
         lambda lines: [*lines[:2], b"\n", *lines[2:]],
     ],
 )
-def test_lines_that_are_gone_moved_or_twice_there_are_found(
+def test_missing_moved_or_repeated_lines_are_detected(
     folder: RunFolder, change: Callable[[list[bytes]], list[bytes]], finished: bool
 ) -> None:
     if finished:
@@ -105,7 +105,7 @@ def test_lines_that_are_gone_moved_or_twice_there_are_found(
 
 
 @pytest.mark.parametrize("gone", [1, 2, 4])
-def test_last_lines_of_a_finished_run_that_are_gone_are_found(folder: RunFolder, gone: int) -> None:
+def test_missing_last_lines_of_a_finished_run_are_detected(folder: RunFolder, gone: int) -> None:
     folder.close_lines()
     path = folder.path / "metrics.jsonl"
     whole = path.read_bytes().splitlines(keepends=True)
@@ -118,7 +118,7 @@ def test_last_lines_of_a_finished_run_that_are_gone_are_found(folder: RunFolder,
     assert list(folder.lines("metrics.jsonl")) == []
 
 
-def test_a_line_is_found_damaged_from_the_end_as_well(folder: RunFolder) -> None:
+def test_a_damaged_line_is_detected_when_reading_backwards(folder: RunFolder) -> None:
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"round": 3'))
     reader = folder.line_file("metrics.jsonl").backwards()
@@ -127,13 +127,13 @@ def test_a_line_is_found_damaged_from_the_end_as_well(folder: RunFolder) -> None
         next(reader)
 
 
-def test_one_file_of_lines_is_not_taken_for_another(folder: RunFolder) -> None:
+def test_one_file_of_lines_is_not_accepted_as_another(folder: RunFolder) -> None:
     shutil.copy(folder.path / "metrics.jsonl", folder.path / "journal.jsonl")
     with pytest.raises(DataError, match=r"journal\.jsonl, line 1 is damaged"):
         folder.lines("journal.jsonl")
 
 
-def test_nothing_is_appended_to_what_has_no_end(folder: RunFolder) -> None:
+def test_nothing_is_appended_after_a_truncated_line(folder: RunFolder) -> None:
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="line 4 is damaged"):
@@ -141,7 +141,7 @@ def test_nothing_is_appended_to_what_has_no_end(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_any_flipped_bit_of_a_whole_file_is_found(folder: RunFolder, name: str) -> None:
+def test_any_flipped_bit_of_a_whole_file_is_detected(folder: RunFolder, name: str) -> None:
     """In YAML, a first line that is no longer a comment makes the file unreadable."""
     path = folder.path / name
     whole = path.read_bytes()
@@ -157,7 +157,7 @@ def test_any_flipped_bit_of_a_whole_file_is_found(folder: RunFolder, name: str) 
 
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("cut", [0, 1, 7])
-def test_a_file_that_was_cut_is_found(folder: RunFolder, name: str, cut: int) -> None:
+def test_a_truncated_file_is_detected(folder: RunFolder, name: str, cut: int) -> None:
     if name == "experiment.yaml" and cut == 0:
         pytest.skip("an empty file is no experiment: its reader says so")
     path = folder.path / name
@@ -166,7 +166,7 @@ def test_a_file_that_was_cut_is_found(folder: RunFolder, name: str, cut: int) ->
         folder.text(name)
 
 
-def test_an_experiment_that_was_edited_is_read_once_its_first_line_is_removed(folder: RunFolder) -> None:
+def test_an_edited_experiment_is_read_once_its_first_line_is_removed(folder: RunFolder) -> None:
     path = folder.path / "experiment.yaml"
     first, rest = path.read_text().split("\n", 1)
     path.write_text(f"{first}\n{rest.replace('1', '2')}")
@@ -177,14 +177,14 @@ def test_an_experiment_that_was_edited_is_read_once_its_first_line_is_removed(fo
 
 
 @pytest.mark.parametrize("name", ["partition.json", "clients.csv", "confusion.csv"])
-def test_digests_that_are_gone_are_missed(folder: RunFolder, name: str) -> None:
+def test_missing_digests_are_detected(folder: RunFolder, name: str) -> None:
     (folder.path / DIGESTS).unlink()
     with pytest.raises(DataError, match=rf"{name} is damaged"):
         folder.text(name)
 
 
 @pytest.mark.parametrize("name", ["partition.json", "clients.csv", "confusion.csv"])
-def test_killed_between_the_digest_and_the_file_both_hold(folder: RunFolder, name: str) -> None:
+def test_both_files_are_valid_after_a_kill_between_the_writes(folder: RunFolder, name: str) -> None:
     before = (folder.path / name).read_bytes()
     folder.write(name, "another")
     assert folder.text(name) == "another"
@@ -194,7 +194,7 @@ def test_killed_between_the_digest_and_the_file_both_hold(folder: RunFolder, nam
 
 @pytest.mark.slow
 @given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=4), st.randoms(use_true_random=False))
-def test_a_chain_of_any_objects(values: list[dict[str, Any]], rng: random.Random) -> None:
+def test_a_digest_chain_of_any_objects(values: list[dict[str, Any]], rng: random.Random) -> None:
     before, lines = digests.beginning("x"), []
     for value in values:
         lines.append(digests.line_of(value, before))

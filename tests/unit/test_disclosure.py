@@ -11,7 +11,7 @@ from fedloom.runner.disclosure import answers, measures
 
 
 @pytest.mark.parametrize("name", available())
-def test_exactly_the_sums_of_a_method_are_only_summed(name: str) -> None:
+def test_only_the_sums_of_a_method_are_marked_as_summed(name: str) -> None:
     method = find_algorithm(name)
     sums = method.sums(method.settings())
     told = answers(method, sums=sums)
@@ -22,7 +22,7 @@ def test_exactly_the_sums_of_a_method_are_only_summed(name: str) -> None:
     assert not any(one.only_summed for one in answers(method))
 
 
-def test_losses_at_the_shared_model_are_known_one_by_one() -> None:
+def test_losses_at_the_shared_model_are_marked_as_visible() -> None:
     method = find_algorithm("comfedl")
     told = {f"{one.message}.{one.field}": one for one in answers(method, sums=method.sums(method.settings()))}
     assert not told["LossAtSharedModel.loss"].only_summed
@@ -30,7 +30,7 @@ def test_losses_at_the_shared_model_are_known_one_by_one() -> None:
     assert "CompositionalUpdate.first" not in told  # not sent
 
 
-def test_measurements_have_the_shapes_of_those_that_are_summed() -> None:
+def test_measurements_have_the_shapes_of_the_summed_ones() -> None:
     plan = EvaluationPlan.of_classes(3)
     sent = summed_metrics(plan.nothing(1, 2), plan)
     told = measures(2, plan, only_summed=True)

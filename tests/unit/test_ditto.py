@@ -64,7 +64,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("proximity", [0.0, 5.0])
-def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float) -> None:
+def test_the_shared_model_equals_fedavgs_to_the_bit(tmp_path: Path, proximity: float) -> None:
     mine = run(tmp_path / "ditto", made(proximity=proximity), rounds=3, cohort=2)
     s = FedAvgSettings.model_validate({"local": LOCAL})
     average = federation(tmp_path / "avg", FEDAVG, s, setup(), clients(SIZES), rounds=3, cohort=2)
@@ -77,7 +77,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path) -> None:
     """v starts at the w of the client's first visit and continues from there, near the w of each round."""
     s, data = made(), clients(SIZES)
     f = federation(tmp_path, DITTO, s, setup(), data, rounds=2, unseen=["c2"])
@@ -100,7 +100,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     assert [half.personalization_steps(name, 6) for name in ("personal", "global")] == [2, 0]
 
 
-def test_without_the_term_it_is_training_alone_to_the_bit(tmp_path: Path) -> None:
+def test_without_the_proximal_term_it_equals_local_training_to_the_bit(tmp_path: Path) -> None:
     """With λ = 0, v depends on w only through its start."""
     one, other = (
         run(tmp_path / str(lr), made(proximity=0.0, local=LOCAL | {"lr": lr}), rounds=2) for lr in (0.05, 0.4)
@@ -128,7 +128,7 @@ def test_on_a_quadratic_v_is_the_proximal_point() -> None:
         close(found.theta[0], (h * c + strength * w) / (h + strength), atol=1e-9)
 
 
-def test_before_round_1_a_model_is_local_training_unless_new_clients_make_no_steps(tmp_path: Path) -> None:
+def test_the_model_before_round_1_is_trained_locally_unless_new_clients_make_no_steps(tmp_path: Path) -> None:
     """Check the models that ``best`` chooses among at round 0; without steps a client never drawn has w."""
     data = clients(SIZES)
     for steps in (50, 0):
@@ -151,7 +151,7 @@ def test_v_is_that_of_the_last_counted_round(tmp_path: Path) -> None:
     assert torch.equal(theta_of(f, 2, "c0"), load_file(path)["v"])
 
 
-def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
+def test_held_out_examples_change_no_model(tmp_path: Path) -> None:
     data = clients(SIZES)
     one, other = (
         run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
@@ -162,7 +162,7 @@ def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
         assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
 
 
-def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
+def test_a_step_that_overshoots_on_the_proximal_term_is_rejected() -> None:
     made(proximity=9.9)
     for proximity in (10.0, 30.0):
         with pytest.raises(ValidationError, match=rf"proximity: .*\b{proximity:g} with personal.lr 0\.1\b"):
@@ -172,7 +172,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     """One of them has a v, the others have none."""
     random = torch.Generator().manual_seed(3)
     opening, _, ask = DITTO.messages

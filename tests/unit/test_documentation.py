@@ -61,11 +61,11 @@ def broken(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+def test_every_link_of_a_page_has_a_target(page: Path) -> None:
     assert list(broken(page)) == []
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_link_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text(
@@ -75,12 +75,12 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("page", "make"), [("cli.md", "cli_page"), ("api.md", "api_page")])
-def test_the_pages_made_from_the_code_are_up_to_date(page: str, make: str) -> None:
+def test_generated_pages_are_up_to_date(page: str, make: str) -> None:
     made = runpy.run_path(str(DOCS / "generate_reference.py"))[make]()
     assert (DOCS / page).read_text(encoding="utf-8") == made, "make docs"
 
 
-def test_names_in_the_python_of_the_pages_exist() -> None:
+def test_python_names_on_the_pages_exist() -> None:
     """Each block is whole Python, what it imports from FedLoom exists, and so does each ``fedloom.name``."""
     missing, looked = [], 0
     for page in PAGES:
@@ -103,7 +103,7 @@ def test_names_in_the_python_of_the_pages_exist() -> None:
     assert missing == []
 
 
-def test_the_notebooks_are_those_of_their_pages() -> None:
+def test_the_notebooks_match_their_pages() -> None:
     made = runpy.run_path(str(DOCS / "generate_notebooks.py"))
     for name in made["PAGES"]:
         page, found = ((DOCS / "tutorials" / f"{name}.{end}").read_text(encoding="utf-8") for end in ("md", "ipynb"))
@@ -111,7 +111,7 @@ def test_the_notebooks_are_those_of_their_pages() -> None:
 
 
 @pytest.mark.parametrize("page", ["how-to.md", "troubleshooting.md"])
-def test_keys_options_and_codes_that_a_guide_names_exist(page: str) -> None:
+def test_keys_options_and_codes_in_the_guides_exist(page: str) -> None:
     text = prose(DOCS / page)
     keys, options = ((DOCS / name).read_text(encoding="utf-8") for name in ("experiment-keys.md", "cli.md"))
     sections = "data|algorithm|federation|evaluation|runtime"
@@ -124,7 +124,7 @@ def test_keys_options_and_codes_that_a_guide_names_exist(page: str) -> None:
     assert codes <= {1, *ExitCode}
 
 
-def test_tests_that_pages_name_exist() -> None:
+def test_tests_named_on_pages_exist() -> None:
     named = {
         (path, name)
         for page in DOCS.rglob("*.md")
@@ -138,7 +138,7 @@ def test_tests_that_pages_name_exist() -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_site_is_whole_and_asks_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_site_is_complete_and_makes_no_external_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config

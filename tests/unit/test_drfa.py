@@ -55,7 +55,7 @@ def by_bisection(v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40])
-def test_the_projection_is_that_found_without_sorting(n: int) -> None:
+def test_the_projection_equals_one_without_sorting(n: int) -> None:
     random = torch.Generator().manual_seed(n)
     for scale in (1e-3, 1.0, 30.0):
         v = scale * torch.randn(n, generator=random, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_the_projection_is_that_found_without_sorting(n: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["drfa", "afl"])
-def test_with_weights_that_stay_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, name: str) -> None:
+def test_constant_weights_give_uniform_fedavg_to_the_bit(tmp_path: Path, name: str) -> None:
     method = {"drfa": DRFA, "afl": AFL}[name]
     local = LOCAL | {"momentum": 0.9, "lambda_theta": 0.01}
     s: Settings = drfa(gamma=0, replace=False, local=local) if name == "drfa" else afl(weights_lr=0, local=local)
@@ -103,7 +103,7 @@ def visit(p: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> lis
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_of_drfa_are_algorithm_1(tmp_path: Path) -> None:
+def test_rounds_of_drfa_follow_algorithm_1(tmp_path: Path) -> None:
     """With a row for each draw: of seven draws of three clients some are of one client."""
     s, p, data = drfa(gamma=0.05), problem(), clients(SIZES)
     run = federation(tmp_path, DRFA, s, p, data, rounds=3, cohort=2)
@@ -128,7 +128,7 @@ def test_rounds_of_drfa_are_algorithm_1(tmp_path: Path) -> None:
     close(run.state["weights"], weights)
 
 
-def test_a_client_that_is_drawn_twice_counts_twice(tmp_path: Path) -> None:
+def test_a_client_drawn_twice_counts_twice(tmp_path: Path) -> None:
     s, p, data = drfa(gamma=0), problem(), clients(SIZES)
     run = federation(tmp_path, DRFA, s, p, data, rounds=4, cohort=3)
     w = run.state["theta"]
@@ -144,7 +144,7 @@ def test_a_client_that_is_drawn_twice_counts_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cohort", [3, 2])
 @pytest.mark.usefixtures("each_task")
-def test_rounds_of_afl_descend_and_ascend_and_the_answer_is_the_average(tmp_path: Path, cohort: int) -> None:
+def test_rounds_of_afl_descend_ascend_and_return_the_average(tmp_path: Path, cohort: int) -> None:
     s, p, data = afl(weights_lr=0.3), problem(), clients(SIZES)
     run = federation(tmp_path, AFL, s, p, data, rounds=3, cohort=cohort)
     w, weights = run.state["theta"], torch.full((3,), 1 / 3, dtype=torch.float64)
@@ -168,12 +168,12 @@ def test_rounds_of_afl_descend_and_ascend_and_the_answer_is_the_average(tmp_path
     close(run.predictors[3, "c0"]["global"].tensors()["theta"], average)
 
 
-def test_equal_losses_leave_the_weights() -> None:
+def test_equal_losses_keep_the_weights() -> None:
     weights = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     close(project_onto_simplex(weights + 0.3 * 2.7), weights, atol=1e-15)
 
 
-def test_lost_clients_leave_no_trace_and_the_others_count_for_them(tmp_path: Path) -> None:
+def test_lost_clients_have_no_effect(tmp_path: Path) -> None:
     p, data = problem(), clients(SIZES)
     run = federation(tmp_path, AFL, afl(weights_lr=0.3), p, data, lost={0: 1})
     two = federation(tmp_path / "two", AFL, afl(weights_lr=0.3), p, [data[0], data[2]])
@@ -183,7 +183,7 @@ def test_lost_clients_leave_no_trace_and_the_others_count_for_them(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("each_task")
-def test_groups_answer_as_their_clients_do_alone() -> None:
+def test_batches_reply_as_single_clients() -> None:
     p = problem(4)
     half = DRFA.client(drfa(local=LOCAL | {"lambda_theta": 0.01}), p)
     theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
@@ -191,7 +191,7 @@ def test_groups_answer_as_their_clients_do_alone() -> None:
         answers_as_alone(half, clients((9, 4, 12, 1)), opening)
 
 
-def test_refusals() -> None:
+def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(ValidationError, match=r"local.epochs: .*local.steps"):
         drfa(local={"epochs": 2})
     with pytest.raises(ValidationError, match=r"replace: .*gamma 0.1"):

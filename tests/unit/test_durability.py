@@ -30,7 +30,7 @@ def made(folder: Path, rounds: int = 3, checkpoint_every_s: float = 0.0) -> Fede
     )
 
 
-def test_the_journal_is_on_the_disk_before_the_checkpoint_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_journal_is_durable_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once per checkpoint, not per round."""
     f = made(tmp_path, rounds=5, checkpoint_every_s=1e9)
     synced: list[str] = []
@@ -50,7 +50,7 @@ def test_the_journal_is_on_the_disk_before_the_checkpoint_is(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(("missing", "first"), [([3], 3), ([2], 2), ([1, 2, 3], 1)])
-def test_a_journal_that_lacks_rounds_before_the_checkpoint_is_refused(
+def test_a_journal_without_the_rounds_before_the_checkpoint_is_rejected(
     tmp_path: Path, missing: list[int], first: int
 ) -> None:
     whole = made(tmp_path / "whole")
@@ -74,7 +74,7 @@ def test_a_journal_that_lacks_rounds_before_the_checkpoint_is_refused(
     assert (tmp_path / "cut" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
-def test_a_best_round_stays_the_best_when_its_checkpoint_was_written_before_its_evaluation(tmp_path: Path) -> None:
+def test_the_best_round_survives_a_checkpoint_written_before_its_evaluation(tmp_path: Path) -> None:
     """Stopped while the round was evaluated, resumed, and killed once the line of its evaluation was there."""
     f = made(tmp_path, rounds=1)
     f.loop._train_round()
@@ -91,7 +91,7 @@ def test_a_best_round_stays_the_best_when_its_checkpoint_was_written_before_its_
     assert (tmp_path / "metrics.jsonl").read_bytes() == lines
 
 
-def test_a_best_round_that_is_known_is_not_evaluated_again(tmp_path: Path) -> None:
+def test_a_known_best_round_is_not_reevaluated(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=1)
     f.run()
     assert f.loop.best is not None
@@ -101,7 +101,7 @@ def test_a_best_round_that_is_known_is_not_evaluated_again(tmp_path: Path) -> No
     again.loop.checkpoints.close()
 
 
-def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+def test_a_finished_run_without_checkpoints_is_not_restarted(tmp_path: Path) -> None:
     f = made(tmp_path)
     f.run()
     folder = f.loop.folder
@@ -115,14 +115,14 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
-def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
+def test_a_binary_file_is_named(tmp_path: Path, name: str) -> None:
     made(tmp_path).run()
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2] + b"\xff}\n")
     with pytest.raises(DataError, match=rf"{name}, line \d is damaged"):
         made(tmp_path).loop.resume()
 
 
-def test_a_line_that_fedloom_has_not_written_is_refused(tmp_path: Path) -> None:
+def test_a_foreign_line_is_rejected(tmp_path: Path) -> None:
     made(tmp_path).run()
     before = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(before + '"x"\n3\n')
@@ -131,7 +131,7 @@ def test_a_line_that_fedloom_has_not_written_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("about", ["{}", "[]", '{"version": 1, "algorithm": "fedavg"}'])
-def test_a_checkpoint_that_says_too_little_of_itself_is_refused(tmp_path: Path, about: str) -> None:
+def test_a_checkpoint_without_metadata_is_rejected(tmp_path: Path, about: str) -> None:
     f = made(tmp_path)
     f.run()
     last = sorted(f.loop.folder.checkpoints.iterdir())[-1]
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_says_too_little_of_itself_is_refused(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("end", ["", " ", '{"round": 7'])
-def test_lines_are_found_from_the_end(tmp_path: Path, end: str) -> None:
+def test_lines_are_read_from_the_end(tmp_path: Path, end: str) -> None:
     made(tmp_path).run()
     folder = RunFolder(tmp_path)
     lines = list(folder.metrics())
@@ -160,7 +160,7 @@ def test_lines_are_found_from_the_end(tmp_path: Path, end: str) -> None:
     assert folder.evaluation_of(77) is None
 
 
-def test_history_stays_as_it_is_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_history_is_unchanged_when_a_run_continues(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=2)
     f.run()
     path = tmp_path / "metrics.jsonl"
@@ -172,7 +172,7 @@ def test_history_stays_as_it_is_when_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "evaluations", "read"), [(1, 2000, 2000), (1, 2001, 1001), (7, 5000, 1251)])
-def test_a_long_history_is_read_as_far_as_a_curve_shows(
+def test_a_long_history_is_read_only_as_far_as_a_curve_shows(
     tmp_path: Path, every: int, evaluations: int, read: int
 ) -> None:
     made(tmp_path).run()
@@ -188,7 +188,7 @@ def test_a_long_history_is_read_as_far_as_a_curve_shows(
 
 
 @pytest.mark.parametrize("other", [VERSION + 1, VERSION - 1])
-def test_a_checkpoint_of_another_format_is_left_to_the_version_that_wrote_it(
+def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(
     other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refuse newer checkpoints, as after ``helm rollback``, which restores an older image but not older data."""
@@ -224,7 +224,7 @@ def ends(folder: Path) -> tuple[bytes, list[object]]:
 
 @pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_run_with_a_flipped_bit_is_not_resumed_or_comes_to_the_same_end(tmp_path: Path, name: str, seed: int) -> None:
+def test_a_run_with_a_flipped_bit_is_rejected_or_ends_equally(tmp_path: Path, name: str, seed: int) -> None:
     scaffold(tmp_path / "whole", 3).run()
     scaffold(tmp_path / "half", 2).run()
     content = (tmp_path / "half" / name).read_bytes()
@@ -249,7 +249,7 @@ def test_a_run_with_a_flipped_bit_is_not_resumed_or_comes_to_the_same_end(tmp_pa
 
 
 @pytest.mark.parametrize("gone", [1, 2])
-def test_evaluations_that_are_gone_are_made_again_or_missed(tmp_path: Path, gone: int) -> None:
+def test_missing_evaluations_are_repeated_or_reported(tmp_path: Path, gone: int) -> None:
     """The last one can have been lost in a kill; the others were there when the journal was written."""
     scaffold(tmp_path / "whole", 3).run()
     scaffold(tmp_path / "run", 2).run()

@@ -58,7 +58,7 @@ def accuracies(found: dict[str, Any]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["there", "gone"])
-def test_a_finished_run_is_used_from_elsewhere(elsewhere: Path, source: str) -> None:
+def test_a_finished_run_is_usable_from_another_folder(elsewhere: Path, source: str) -> None:
     if source == "gone":
         (elsewhere / "d.npz").unlink()
     summary = json.loads((elsewhere / "r" / "summary.json").read_text())
@@ -76,7 +76,7 @@ def test_a_finished_run_is_used_from_elsewhere(elsewhere: Path, source: str) -> 
 
 
 @pytest.mark.parametrize("file", ["../e.yaml", "../r/experiment.yaml"])
-def test_a_run_is_resumed_from_elsewhere(elsewhere: Path, file: str) -> None:
+def test_a_run_is_resumed_from_another_folder(elsewhere: Path, file: str) -> None:
     more = ["--set", "federation.rounds=3", "--no-report"]
     done = command("run", file, "--out", "../r", "--resume", *more)
     assert done.exit_code == 0, done.output
@@ -89,7 +89,7 @@ def test_a_run_is_resumed_from_elsewhere(elsewhere: Path, file: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_is_resumed_from_elsewhere(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_is_resumed_from_another_folder(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(elsewhere)
     assert command("run", "e.yaml", "--seeds", "1", "--out", "s", "--no-report").exit_code == 0
     monkeypatch.chdir(elsewhere / "elsewhere")
@@ -99,7 +99,7 @@ def test_a_sweep_is_resumed_from_elsewhere(elsewhere: Path, monkeypatch: pytest.
     assert [run.finished for run in swept] == [True] * 3
 
 
-def test_a_run_is_resumed_with_its_own_examples_alone(elsewhere: Path) -> None:
+def test_a_run_is_resumed_only_with_its_own_examples(elsewhere: Path) -> None:
     held = dict(np.load(elsewhere / "d.npz"))
     np.savez("moved.npz", **held)
     moved = [f"--set=data.source.path={Path('moved.npz').absolute()}", f"--set=data.root={elsewhere / 'data'}"]
@@ -113,7 +113,7 @@ def test_a_run_is_resumed_with_its_own_examples_alone(elsewhere: Path) -> None:
         command(*again, "--set", "data.source={path: ../d.npz}", "--set", "data.partition={scheme: iid, clients: 3}")
 
 
-def test_another_partition_than_the_runs_is_not_taken_for_it(elsewhere: Path) -> None:
+def test_another_partition_is_not_accepted_for_the_runs(elsewhere: Path) -> None:
     path = elsewhere / "r" / "partition.json"
     put(path, path.read_text().replace('"seed":1', '"seed":2'))  # as of a FedLoom that assigned otherwise
     with pytest.raises(DataError) as error:
@@ -121,7 +121,7 @@ def test_another_partition_than_the_runs_is_not_taken_for_it(elsewhere: Path) ->
     assert tells(str(error.value), "partition", "data")
 
 
-def test_an_absolute_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absolute_path_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "d.npz", x=np.eye(12, 4, dtype="f4"), y=np.arange(12) % 3, who=np.zeros(12, dtype=int))
     text = EXPERIMENT.replace("path: d.npz", f"path: {tmp_path / 'd.npz'}").replace("root: data", f"root: {tmp_path}")
     (tmp_path / "e.yaml").write_text(text.replace("storage: kept", "storage: s3://bucket/prefix"))

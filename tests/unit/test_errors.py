@@ -14,7 +14,7 @@ def shown(act: object) -> list[str]:
     raise AssertionError("nothing was raised")
 
 
-def test_a_notebook_shows_the_sentence_and_the_line_of_its_own(tmp_path):
+def test_a_notebook_shows_the_message_and_the_users_line(tmp_path):
     def look() -> None:
         fedloom.load(tmp_path / "nowhere")
 
@@ -25,5 +25,5 @@ def test_a_notebook_shows_the_sentence_and_the_line_of_its_own(tmp_path):
     assert len(said.splitlines()) == 2  # with what to do
 
 
-def test_an_error_that_was_never_raised_is_shown_alone():
+def test_an_error_that_was_not_raised_is_shown_alone():
     assert DataError("found nothing")._render_traceback_() == ["DataError: found nothing"]

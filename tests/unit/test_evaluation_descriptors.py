@@ -69,13 +69,13 @@ def test_correlation_against_scipy_over_all_clients_and_itself() -> None:
     assert found.excluded == 0
 
 
-def test_descriptors_that_are_the_class_mix_correlate_perfectly() -> None:
+def test_descriptors_equal_to_the_class_mix_correlate_perfectly() -> None:
     pi = mixes(40, 5)
     unseen = torch.arange(40) % 4 == 0
     assert descriptor_correlation(3 * pi - 1, pi, unseen).mean == pytest.approx(1.0)
 
 
-def test_equal_distances_of_class_mixes_are_ties_wherever_the_classes_lie() -> None:
+def test_equal_distances_of_class_mixes_are_ties_for_any_class_order() -> None:
     # two clients' worth of 3/10 and 7/10 in every pair of classes: |π_i - π_j| takes few values, in many orders
     pi = torch.zeros(90, 10, dtype=torch.float64)
     for row, (a, b) in enumerate((a, b) for a in range(10) for b in range(10) if a != b):
@@ -110,14 +110,14 @@ def test_absent_clients_are_in_no_vector() -> None:
     assert found.per_client.tolist() == without.per_client.tolist()
 
 
-def test_unequal_rows_are_refused() -> None:
+def test_unequal_rows_are_rejected() -> None:
     with refusing(ValueError, "descriptors, class mixes", "3, 2, 3"):
         descriptor_correlation(torch.zeros(3, 2), torch.zeros(2, 2), torch.ones(3, dtype=torch.bool))
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
-def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int) -> None:
+def test_a_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int) -> None:
     v = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     xy, explained = project_descriptors(v, principal_axes(v))
     assert xy.shape == (n, 2)
@@ -128,7 +128,7 @@ def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int
         np.testing.assert_allclose(explained.numpy(), np.array(expected) / sum(eigenvalues), atol=1e-10)
 
 
-def test_map_has_a_fixed_sign_and_survives_degenerate_input() -> None:
+def test_a_map_has_a_fixed_sign_and_survives_degenerate_input() -> None:
     v = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.1], [0.5, 1.0, -3.0]])
     xy, _ = project_descriptors(v, principal_axes(v))
     moved, _ = project_descriptors(v + 100, principal_axes(v + 100))
@@ -159,7 +159,7 @@ def some(count: int, n: int = 8) -> list[torch.Tensor]:
     return [torch.randn(n, 4, generator=generator) for _ in range(count)]
 
 
-def test_document_grows_by_round_and_drops_what_a_resumed_run_writes_again() -> None:
+def test_the_document_grows_by_round_and_drops_rewritten_rounds() -> None:
     v = some(3)
     document = documents((0, 50, 100, 50), [v[0], v[1], v[2], v[1]])
     assert document == documents((0, 50), v[:2])
@@ -169,7 +169,7 @@ def test_document_grows_by_round_and_drops_what_a_resumed_run_writes_again() -> 
     assert document["clients"]["ids"][7] == "client-0007"
 
 
-def test_all_maps_are_on_the_axes_of_the_last() -> None:
+def test_all_maps_share_the_axes_of_the_last() -> None:
     v = some(3)
     document = documents((0, 50, 100), v)
     centred = (v[2] - v[2].mean(0)).double().numpy()
@@ -184,7 +184,7 @@ def test_all_maps_are_on_the_axes_of_the_last() -> None:
 
 
 @pytest.mark.parametrize("evaluations", [1, 2, 5, 6, 9, 10, 17, 18, 40])
-def test_few_maps_are_kept_the_first_the_last_and_some_between(evaluations: int) -> None:
+def test_the_first_the_last_and_some_maps_between_are_kept(evaluations: int) -> None:
     rounds = [10 * i for i in range(evaluations)]
     kept = [each["round"] for each in documents(rounds, some(evaluations, 4))["maps"]]
     assert len(kept) <= MAPS
@@ -194,14 +194,14 @@ def test_few_maps_are_kept_the_first_the_last_and_some_between(evaluations: int)
     assert len({b - a for a, b in itertools.pairwise(kept[:-1])}) <= 1
 
 
-def test_a_resumed_run_keeps_the_maps_of_one_that_was_never_stopped() -> None:
+def test_a_resumed_run_keeps_the_maps_of_an_uninterrupted_one() -> None:
     v, rounds = some(13, 4), list(range(13))
     stopped = [*rounds[:10], *rounds[4:]]  # at round 9, back to the checkpoint before round 4
     assert documents(stopped, [v[r] for r in stopped]) == documents(rounds, v)
 
 
 @pytest.mark.parametrize("every", [1, *(pytest.param(every, marks=pytest.mark.exhaustive) for every in (7, 100))])
-def test_the_curve_of_a_long_run_is_thinned_out_evenly(every: int) -> None:
+def test_the_curve_of_a_long_run_is_thinned_evenly(every: int) -> None:
     def grown(evaluated: Iterable[int]) -> list[int]:
         rounds: list[int] = []
         for new in evaluated:

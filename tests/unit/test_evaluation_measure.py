@@ -51,7 +51,7 @@ def random_split(n: int, classes: int, seed: int, labels: list[int] | None = Non
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
-def test_matches_numpy_in_both_readings_for_every_batch_size(n: int, batch_size: int, seed: int) -> None:
+def test_measurements_match_numpy_for_both_label_masks_and_any_batch_size(n: int, batch_size: int, seed: int) -> None:
     test, validation = random_split(n, 4, seed, [1, 3]), random_split(n + 2, 4, seed + 1, [1, 3])
     data = client([3, 1, 1], test, validation)
     counts, confusion, *_ = measure({"personal": Fixed()}, data, ["personal"], batch_size=batch_size)
@@ -73,7 +73,7 @@ def test_matches_numpy_in_both_readings_for_every_batch_size(n: int, batch_size:
             np.testing.assert_allclose(counts[0, s, r].numpy(), expected, rtol=1e-5)
 
 
-def test_predictors_come_in_the_order_of_the_names() -> None:
+def test_predictors_are_in_the_order_of_the_names() -> None:
     class Worst(Fixed):
         def log_probabilities(self, x: Tensor) -> Tensor:
             return (-x).log_softmax(1)
@@ -101,7 +101,7 @@ def test_a_predictor_with_two_names_is_measured_once() -> None:
         assert torch.equal(both, torch.cat([single, single]))
 
 
-def test_without_labels_there_is_nothing_to_count() -> None:
+def test_without_labels_nothing_is_counted() -> None:
     labelled, unlabelled = random_split(5, 4, 0), Split(torch.zeros(5, 4), None)
     counts, confusion, *_ = measure({"personal": Fixed()}, client([0], unlabelled), ["personal"], batch_size=8)
     assert not counts.any()
@@ -113,7 +113,7 @@ def test_without_labels_there_is_nothing_to_count() -> None:
     assert not counts[0, 1, 1].any()
 
 
-def test_a_label_outside_the_mask_is_wrong_and_costs_the_cap() -> None:
+def test_a_label_outside_the_mask_is_wrong_with_the_maximum_loss() -> None:
     test = Split(torch.tensor([[0.1, 0.2, 0.6, 0.1]]).log(), torch.tensor([2]))
     counts, *_ = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
     assert counts[0, 1, 0].tolist() == pytest.approx([1, 1, -math.log(0.6)])
@@ -121,7 +121,7 @@ def test_a_label_outside_the_mask_is_wrong_and_costs_the_cap() -> None:
 
 
 @pytest.mark.parametrize("row", [[math.nan] * 4, [math.nan, 0.0, 0.0, 0.0], [-math.inf] * 4])
-def test_a_broken_prediction_is_wrong_and_finite(row: list[float]) -> None:
+def test_a_broken_prediction_is_wrong_with_a_finite_loss(row: list[float]) -> None:
     test = Split(torch.tensor([row]), torch.tensor([1]))
     counts, confusion, *_ = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
     assert counts[0, 1].tolist() == [[0, 1, LOSS_CAP], [0, 1, LOSS_CAP]]
@@ -191,7 +191,7 @@ def test_calibration_matches_numpy_for_every_batch_size(n: int, batch_size: int,
         np.testing.assert_allclose(found[m], [inside.sum(), p.max(1)[inside].sum(), right], atol=1e-9)
 
 
-def test_the_networks_of_an_ensemble_are_averaged_and_their_disagreement_is_mutual_information() -> None:
+def test_ensemble_members_are_averaged_and_their_disagreement_is_mutual_information() -> None:
     class Two(Fixed):
         """One network says its input, the other its input with the classes turned around."""
 
@@ -234,7 +234,7 @@ class Named(MetricSums):
         return None
 
 
-def test_small_clients_together_are_measured_as_one_by_one() -> None:
+def test_small_clients_are_measured_together_as_one_by_one() -> None:
     data = [
         client([3, 1, 1], random_split(5, 4, 1), random_split(2, 4, 2)),
         client([0, 2], random_split(7, 4, 3)),
@@ -262,7 +262,7 @@ def test_small_clients_together_are_measured_as_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("case", ["large", "no labels", "no train data", "missing", "not a number", "masked out"])
-def test_others_are_measured_one_by_one(case: str) -> None:
+def test_large_clients_are_measured_one_by_one(case: str) -> None:
     x, y = torch.zeros(2, 4).log_softmax(1), torch.tensor([0, 1])
     if case == "not a number":
         x = x * math.nan

@@ -111,7 +111,7 @@ def test_worst_decile_is_the_mean_of_the_worst_tenth_rounded_up(n: int, size: in
     assert found["accuracy_worst_decile"] == pytest.approx(sum(range(size)) / size / 100)
 
 
-def test_groups_have_both_readings_and_the_global_predictor_apart() -> None:
+def test_groups_have_both_accuracies_and_a_separate_global_predictor() -> None:
     e = evaluation()
     for label_mask, main, other in ((False, "unmasked", "masked"), (True, "masked", "unmasked")):
         found = groups(e, label_mask=label_mask)
@@ -143,7 +143,7 @@ def test_undefined_statistics_are_null() -> None:
     assert validation_pooled(altered(e, counts=no_validation), label_mask=False) is None
 
 
-def test_absent_and_untested_clients_are_left_out_and_counted() -> None:
+def test_absent_and_untested_clients_are_counted_and_left_out() -> None:
     e = evaluation()
     changed = e.counts.clone()
     changed[1] = 0
@@ -158,7 +158,7 @@ def test_absent_and_untested_clients_are_left_out_and_counted() -> None:
     assert groups(nobody, label_mask=False) == {"seen": None, "unseen": None, "global": None}
 
 
-def test_best_is_the_earliest_of_the_highest_validation() -> None:
+def test_the_best_round_is_the_earliest_of_the_highest_validation() -> None:
     lines = [
         {"round": r, "validation_pooled": v, "seen": {"r": r}, "unseen": None, "global": None}
         for r, v in [(0, 0.1), (50, 0.9), (100, 0.9), (150, None), (25, 0.9)]
@@ -248,7 +248,7 @@ def test_summary_has_the_keys_of_the_design() -> None:
     assert untrained["best"] is None
 
 
-def test_the_last_evaluations_are_summed_up() -> None:
+def test_the_last_evaluations_are_summarized() -> None:
     rounds = {0: 0.1, 50: 0.5, 100: 0.875, 150: 0.625}
     lines: list[dict[str, Any]] = [
         {
@@ -343,7 +343,7 @@ def test_uncertainty_is_over_all_examples_of_the_clients_of_each_group_that_answ
     assert uncertainties(nobody) == {"seen": None, "unseen": None, "global": None}
 
 
-def test_the_calibration_error_of_clients_is_each_ones_own() -> None:
+def test_clients_calibration_errors_are_computed_per_client() -> None:
     present = torch.tensor([True, False, True, True, True, True])
     e = altered(evaluation(6), present=present)
 

@@ -33,7 +33,7 @@ NORMALIZED = (
 """Own data, and a model with normalization layers."""
 
 
-def test_every_method_is_here() -> None:
+def test_every_method_is_covered() -> None:
     assert ours() == {name.split()[0] for name in METHODS}
 
 
@@ -47,7 +47,7 @@ ROSTER = {"afl", "drfa", "feddyn", "heurfedamp", "pefll", "pfedhn", "pfnm", "sca
 
 
 @pytest.mark.parametrize("name", sorted(ours()))
-def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_path: Path, name: str) -> None:
+def test_methods_that_need_a_fixed_roster_are_rejected_in_open_federations(tmp_path: Path, name: str) -> None:
     rounds = 2 if find_algorithm(name).trains else 0
     text = NORMALIZED if name == "fedbn" else OWN
     keys = f"{name}, local_parameters: ['*bias']" if name == "fedsa-lora" else name
@@ -62,7 +62,7 @@ def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_pa
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
+def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
     """With other validation and test examples all results of a run are equal to the bit, also for an unseen client."""
     data = clients(SIZES)
     found, other = (
@@ -76,7 +76,7 @@ def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"pfnm", "fedbn"}))  # MLPs alone; normalization layers
-def test_tokens_that_come_as_bytes_train_as_the_same_numbers_do(tmp_path: Path, name: str) -> None:
+def test_byte_tokens_train_as_equal_integers(tmp_path: Path, name: str) -> None:
     """No computed tensor has the type of the inputs of an LSTM."""
 
     def read(dtype: torch.dtype) -> list[ClientData]:
@@ -107,7 +107,7 @@ NO_STEPS = {
 
 
 @pytest.mark.parametrize("name", sorted(NO_STEPS))
-def test_without_steps_of_its_own_a_new_client_has_the_shared_model_to_the_bit(tmp_path: Path, name: str) -> None:
+def test_without_own_steps_a_new_client_gets_the_shared_model_to_the_bit(tmp_path: Path, name: str) -> None:
     fields = find_algorithm(name).settings.model_fields
     (key,) = {"personalize_steps", "personalize_epochs"} & set(fields)
     f = run(tmp_path, name, unseen=["c2"], **{key: 0})

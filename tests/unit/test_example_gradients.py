@@ -97,7 +97,7 @@ MODELS: dict[str, Callable[[], FlatModel]] = {
 
 @pytest.mark.parametrize("clip", [0.3, HUGE])
 @pytest.mark.parametrize("name", MODELS)
-def test_sums_are_those_of_examples_one_by_one(name: str, clip: float) -> None:
+def test_sums_equal_those_of_single_examples(name: str, clip: float) -> None:
     model, c = MODELS[name](), client("c0", 7)
     assert c.train.y is not None
     dtype = torch.float64 if name in ("mlp", "lenet", "convnet") else torch.float32
@@ -113,7 +113,7 @@ def test_sums_are_those_of_examples_one_by_one(name: str, clip: float) -> None:
         torch.testing.assert_close(total, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_sums_of_a_recurrent_network_and_of_named_inputs() -> None:
+def test_sums_for_recurrent_networks_and_named_inputs() -> None:
     model = LSTM(6, 3, 4, 2)
     x, y = torch.randint(6, (5, 4)), torch.randint(6, (5,))
     w = model.layout.leaves(model.init(torch.Generator().manual_seed(1), torch.float64))
@@ -123,7 +123,7 @@ def test_sums_of_a_recurrent_network_and_of_named_inputs() -> None:
         torch.testing.assert_close(total, expected[name], rtol=0, atol=1e-10)
 
 
-def test_pieces_and_clients_together_change_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_stacked_clients_do_not_change_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LeNet(IMAGE, CLASSES)
     theta, data = starts(model, 3), clients((6, 6, 6))
     w = LocalTrainer(model, group(data)).parameters(theta)
@@ -142,7 +142,7 @@ def test_pieces_and_clients_together_change_no_sum(monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(b[i], c, rtol=0, atol=1e-12)
 
 
-def test_no_example_adds_more_than_the_clipping_norm() -> None:
+def test_each_example_contributes_at_most_the_clipping_norm() -> None:
     model, c = SMALL, client("c0", 4)
     w = Leaves(model.layout.leaves(model.init(torch.Generator().manual_seed(1), torch.float32)))
     x = torch.stack([c.train.x[0] * 1e20, c.train.x[1] * torch.nan, c.train.x[2] * 1e30, c.train.x[3]]).float()
@@ -195,7 +195,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_steps_are_those_of_torch_on_clipped_gradients(name: str, sampling: str) -> None:
+def test_steps_equal_torchs_on_clipped_gradients(name: str, sampling: str) -> None:
     s = LocalSGD.model_validate({"steps": 6, "batch_size": 4, "lr": 0.05, **OPTIONS[name]})
     c, how, theta = client("c0", 11), private(0.3, sampling=sampling), starts(SMALL, 1)
     found = train(SMALL, group([c], how), theta, s, correct=proximal(0.5))
@@ -207,7 +207,7 @@ def test_steps_are_those_of_torch_on_clipped_gradients(name: str, sampling: str)
     assert (found.theta - theta).abs().max() > 1e-4
 
 
-def test_without_clipping_and_noise_steps_are_plain_ones_on_the_same_batches() -> None:
+def test_without_clipping_and_noise_steps_equal_plain_ones() -> None:
     """Every example is in every batch; then batches are those of plain SGD, too."""
     s, data, theta = LocalSGD(steps=5, batch_size=64, lr=0.1), clients((9, 4)), starts(SMALL, 2)
     plain = train(SMALL, group(data, round=None), theta, s)
@@ -218,7 +218,7 @@ def test_without_clipping_and_noise_steps_are_plain_ones_on_the_same_batches() -
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
-def test_clients_together_are_those_alone(model: FlatModel, sampling: str) -> None:
+def test_clients_together_equal_single_ones(model: FlatModel, sampling: str) -> None:
     """With noise, and with clients that are done before others."""
     s, how = LocalSGD(epochs=2, batch_size=4, lr=0.05), private(0.5, 0.7, sampling)
     data, theta = clients(UNEVEN), starts(model, len(UNEVEN))
@@ -230,7 +230,7 @@ def test_clients_together_are_those_alone(model: FlatModel, sampling: str) -> No
     assert torch.equal(together.theta, train(model, group(data, how), theta, s, correct=proximal(0.1)).theta)
 
 
-def test_only_a_part_is_clipped_and_moved() -> None:
+def test_only_the_selected_part_is_clipped_and_moved() -> None:
     s, how, c, theta = LocalSGD(steps=4, batch_size=4, lr=0.05), private(0.2), client("c0", 11), starts(SMALL, 1)
     size = SMALL.layout.body_size
     head = train(SMALL, group([c], how), theta, s, only="head").theta
@@ -251,7 +251,7 @@ def test_only_a_part_is_clipped_and_moved() -> None:
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
-def test_noise_has_the_stated_deviation_and_is_divided_by_the_expected_size() -> None:
+def test_noise_has_the_stated_deviation_over_the_expected_batch_size() -> None:
     """One step of rate 1 from θ: what differs between rounds is the noise, if all examples are in each batch."""
     c, z, clip = client("c0", 8), 1.5, 0.4
     s, theta, how = LocalSGD(steps=1, batch_size=8, lr=1.0, momentum=0.0), starts(SMALL, 1), private(0.4, 1.5)
@@ -265,7 +265,7 @@ def test_noise_has_the_stated_deviation_and_is_divided_by_the_expected_size() ->
     assert torch.corrcoef(columns.T).fill_diagonal_(0).abs().mean() < 0.2  # coordinates are independent
 
 
-def test_empty_batches_are_noise_alone() -> None:
+def test_empty_batches_are_pure_noise() -> None:
     """One example of 200 is expected in a batch, so a third of the batches are empty, and none of them fails."""
     c, theta = client("c0", 200), starts(SMALL, 1)
     s, how = LocalSGD(steps=12, batch_size=1, lr=1.0, momentum=0.0), private(1.0, 2.0)
@@ -326,7 +326,7 @@ def test_secret_noise_and_batches_do_not_follow_from_the_seed() -> None:
 # --- models that draw, augmentation, precision ------------------------------------------------------------------------
 
 
-def test_dropout_differs_from_example_to_example() -> None:
+def test_dropout_differs_between_examples() -> None:
     module = lambda: nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(256, CLASSES))  # noqa: E731
     model = ModuleModel(module, IMAGE, CLASSES, "pixels")
     w = model.layout.leaves(model.init(torch.Generator().manual_seed(1)))
@@ -351,7 +351,7 @@ def test_dropout_differs_from_example_to_example() -> None:
     assert torch.equal(*found)
 
 
-def test_augmented_images_are_clipped_alone() -> None:
+def test_augmented_images_are_clipped_separately() -> None:
     pytest.importorskip("torchvision")
     shape = (1, 16, 16)
     c = client("c0", 12, shape=shape)
@@ -369,7 +369,7 @@ def test_augmented_images_are_clipped_alone() -> None:
     assert any(not torch.equal(one.x, other.x) for one, other in zip(alone, plain, strict=True))
 
 
-def test_bfloat16_clips_gradients_in_the_parameters_type() -> None:
+def test_bfloat16_gradients_are_clipped_in_the_parameters_type() -> None:
     model, c = bfloat16(ConvNet(IMAGE, [4], [5], CLASSES)), client("c0", 6)
     w = Leaves(model.layout.leaves(model.init(torch.Generator().manual_seed(1))))
     batch = Batch(c.train.x.float(), c.train.y, torch.ones(6))
@@ -381,7 +381,7 @@ def test_bfloat16_clips_gradients_in_the_parameters_type() -> None:
 # --- what is refused in a noisy training ------------------------------------------------------------------------------
 
 
-def test_losses_and_second_derivatives_are_no_noisy_steps() -> None:
+def test_losses_and_second_derivatives_are_rejected_with_noise() -> None:
     c, theta = client("c0", 6), starts(SMALL, 1)
     local = LocalTrainer(SMALL, group([c]))
     w, batch = local.parameters(theta), next(local.batches(3, [1], "train"))
@@ -403,7 +403,7 @@ def test_losses_and_second_derivatives_are_no_noisy_steps() -> None:
         plain.gradient(plain.parameters(theta), batch)
 
 
-def test_training_at_home_has_no_noise() -> None:
+def test_local_only_training_has_no_noise() -> None:
     c, theta, s = client("c0", 9), starts(SMALL, 1), LocalSGD(steps=5, batch_size=3)
     how = private(0.1, 5.0)
     plain = train(SMALL, ClientGroup([c], group([c])._generator), theta, s)

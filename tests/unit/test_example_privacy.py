@@ -70,7 +70,7 @@ def federation(folder: Path, name: str, data: Sequence[ClientData], how: Example
 # --- methods ----------------------------------------------------------------------------------------------------------
 
 
-def test_these_methods_protect_examples() -> None:
+def test_these_methods_support_example_privacy() -> None:
     assert {*PROTECTING} == {
         "apfl", "ditto", "fedadam", "fedavg", "fedavgm", "fedbabu", "fedbn", "feddyn", "fedper", "fedprox", "fedrep",
         "fedrod", "fedsa-lora", "fedyogi", "heurfedamp", "knn-per", "lg-fedavg", "moon", "pfedbayes", "pfedhn",
@@ -81,7 +81,7 @@ def test_these_methods_protect_examples() -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_others_say_why_not(name: str) -> None:
+def test_other_methods_reject_it_with_a_reason(name: str) -> None:
     method = find_algorithm(name)
     reason = method.example_privacy(settings_of(name))
     assert reason is not None
@@ -92,7 +92,7 @@ def test_the_others_say_why_not(name: str) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROTECTING)
-def test_all_that_is_sent_follows_from_clipped_gradients(name: str, tmp_path: Path) -> None:
+def test_everything_sent_follows_from_clipped_gradients(name: str, tmp_path: Path) -> None:
     """With a clipping norm of nearly nothing, the server learns the same from other examples, in three rounds."""
     how = ExamplePrivacy(1e-18, 1e-3)
     # Adam would make steps of its rate of any gradient.
@@ -114,7 +114,7 @@ def test_all_that_is_sent_follows_from_clipped_gradients(name: str, tmp_path: Pa
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROTECTING)
-def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noisy_sums_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two rounds of all clients, and in evaluations of a client that is only evaluated."""
     released = Counter[str]()
     noise_for = ClientGroup.noise_for
@@ -140,7 +140,7 @@ def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkey
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("name", PROTECTING)
-def test_clients_together_are_near_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:
+def test_clients_together_are_close_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:
     """With epochs some clients are done before others; also for a client that is only evaluated."""
     how, keys = ExamplePrivacy(0.5, 0.1, "fixed"), {}
     if epochs:
@@ -157,7 +157,7 @@ def test_clients_together_are_near_to_one_by_one(name: str, *, epochs: bool, tmp
         torch.testing.assert_close(found[1][key], value, rtol=1e-5, atol=1e-7)
 
 
-def test_values_that_stay_at_home_have_no_noise(tmp_path: Path) -> None:
+def test_values_that_are_not_sent_have_no_noise(tmp_path: Path) -> None:
     """Ditto's own model learns its client's data where the shared one is all noise."""
     data = [client("c0", 12, seed=3), client("c1", 12, seed=4)]
     f = federation(
@@ -197,7 +197,7 @@ class Named(FedAvg):
     name = "named"
 
 
-def test_a_method_of_another_package_must_state_it() -> None:
+def test_a_third_party_method_must_declare_support() -> None:
     for method in (Counting(), Later()):
         with refusing(ExperimentError, "algorithm.name", method.name):
             check_example_privacy(method, method.settings())
@@ -219,12 +219,12 @@ def test_a_method_of_another_package_must_state_it() -> None:
         ("fedrod", {"balance": 1.0}, "algorithm.balance"),
     ],
 )
-def test_settings_that_use_examples_or_clip_twice_are_refused(name: str, changes: dict[str, Any], key: str) -> None:
+def test_settings_that_reuse_examples_or_clip_twice_are_rejected(name: str, changes: dict[str, Any], key: str) -> None:
     with refusing(ExperimentError, key):
         check_example_privacy(find_algorithm(name), settings_of(name, **changes))
 
 
-def test_training_at_home_may_clip_and_mask() -> None:
+def test_local_only_training_may_clip_and_mask() -> None:
     changes = {"personal": LOCAL | {"clip": 1.0, "mask_absent": True}}
     check_example_privacy(find_algorithm("ditto"), settings_of("ditto", **changes))
 
@@ -291,7 +291,7 @@ class Asking(Joint):
         (Joint, ["Joint.loss"]),
     ],
 )
-def test_models_that_join_examples_are_refused_with_the_layer(make: Callable[[], nn.Module], facts: list[str]) -> None:
+def test_models_that_mix_examples_are_rejected_with_the_layer(make: Callable[[], nn.Module], facts: list[str]) -> None:
     model = ModuleModel(make, IMAGE, CLASSES, "pixels")
     model.check_steps()
     with refusing(ExperimentError, "model.factory", *facts):
@@ -311,7 +311,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Asking, Recurrent])
-def test_examples_are_differentiated_one_by_one_where_vmap_fails(make: Callable[[], nn.Module]) -> None:
+def test_examples_are_differentiated_one_by_one_if_vmap_fails(make: Callable[[], nn.Module]) -> None:
     model, data, s = ModuleModel(make, IMAGE, CLASSES, "pixels"), clients((7, 5)), LocalSGD(steps=3, batch_size=4)
     model.check_steps(examples=True)
     assert not model.in_training().vmaps_examples
@@ -345,7 +345,7 @@ def test_examples_are_differentiated_one_by_one_where_vmap_fails(make: Callable[
 @pytest.mark.parametrize(
     "norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.Dropout(0.5), nn.LocalResponseNorm(2), nn.Identity()]
 )
-def test_models_that_treat_examples_apart_pass(norm: nn.Module) -> None:
+def test_models_that_treat_examples_separately_pass(norm: nn.Module) -> None:
     model = ModuleModel(convolutional(norm), IMAGE, CLASSES, "pixels")
     model.check_steps(examples=True)
     if not isinstance(norm, nn.InstanceNorm2d):  # the gradient of a bias before it is of rounding alone
@@ -381,7 +381,9 @@ federation:
         (", normalization: {mean: [0.5], std: [0.2]}", "", ["line 2, data.own.normalization: ", "mean", "measured"]),
     ],
 )
-def test_experiments_are_refused_at_the_line_of_the_key(tmp_path: Path, old: str, new: str, facts: list[str]) -> None:
+def test_invalid_experiments_are_rejected_at_the_line_of_the_key(
+    tmp_path: Path, old: str, new: str, facts: list[str]
+) -> None:
     (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
     with pytest.raises(ExperimentError) as error:
         load_experiment(tmp_path / "own.yaml")
@@ -401,7 +403,7 @@ def people(n: int = 3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.usefixtures("forks")
-def test_a_run_protects_examples_in_any_number_of_processes(tmp_path: Path) -> None:
+def test_a_run_protects_examples_for_any_number_of_processes(tmp_path: Path) -> None:
     experiment = {
         "name": "noisy",
         "data": fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0),
@@ -429,7 +431,7 @@ def test_a_run_protects_examples_in_any_number_of_processes(tmp_path: Path) -> N
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def test_noisy_steps_of_a_visit() -> None:
+def test_counting_noisy_steps_of_a_visit() -> None:
     def found(name: str, examples: int = 30, *, personalizing: bool = False, **changes: Any) -> tuple[NoisySteps, ...]:
         method: Algorithm = find_algorithm(name)
         return method.noisy_steps(settings_of(name, **changes), examples, personalizing=personalizing)
@@ -444,7 +446,7 @@ def test_noisy_steps_of_a_visit() -> None:
     assert found("pfedhn", personalizing=True, personalize_exchanges=7) == (NoisySteps(3, 21),)
 
 
-def test_a_client_that_trains_makes_no_noisy_steps_when_it_is_personalized(tmp_path: Path) -> None:
+def test_personalizing_a_trained_client_makes_no_noisy_steps(tmp_path: Path) -> None:
     """pFedHN only searches embeddings of new clients: 4 rounds of 3 steps count, but not the 2 evaluations."""
     pytest.importorskip("dp_accounting")
     experiment = {

@@ -14,7 +14,7 @@ from fedloom.runner.examples import MOST, SIDE, _numbers, _picture, predicted, w
 from fedloom.runs.folder import RunFolder
 
 
-def test_predictions_are_those_of_the_clients_models(tmp_path: Path) -> None:
+def test_predictions_equal_those_of_the_clients_models(tmp_path: Path) -> None:
     loop = on_vowels(tmp_path, {"name": "ditto"}, rounds=1)
     loop.run()
     folder = RunFolder(tmp_path / "run")
@@ -34,13 +34,13 @@ def test_predictions_are_those_of_the_clients_models(tmp_path: Path) -> None:
     assert not folder.has("examples.json")
 
 
-def test_numbers_are_in_their_own_units() -> None:
+def test_numbers_are_in_original_units() -> None:
     targets = Targets("regression", (2,), 2, (), (10.0, -1.0), (2.0, 0.5))
     y, predictions = torch.tensor([[0.0, 2.0]]), torch.tensor([[1.0, -2.0]])
     assert _numbers(torch.zeros(1, 3), y, predictions, targets) == {"true": [[10.0, 0.0]], "predicted": [[12.0, -2.0]]}
 
 
-def test_picture_has_the_most_wrong_pixels_that_have_a_class() -> None:
+def test_the_picture_has_the_most_wrong_labelled_pixels() -> None:
     y = torch.zeros(3, 4, 4, dtype=torch.int64)
     logits = torch.zeros(3, 2, 4, 4)
     logits[:, 0] = 1.0
@@ -59,7 +59,7 @@ def test_picture_has_the_most_wrong_pixels_that_have_a_class() -> None:
     assert "image" not in _picture(torch.rand(3, 5), y, logits, Targets("segmentation", (4, 4), 2))
 
 
-def test_large_images_are_thinned() -> None:
+def test_large_images_are_downsampled() -> None:
     side = 2 * SIDE + 1
     y = torch.zeros(1, side, side, dtype=torch.int64)
     found = _picture(

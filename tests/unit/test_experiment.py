@@ -69,7 +69,7 @@ def test_defaults_are_filled_in(write: Write) -> None:
 
 
 @pytest.mark.parametrize("algorithm", available())
-def test_resolved_yaml_reads_back_to_the_same_experiment(write: Write, algorithm: str) -> None:
+def test_resolved_yaml_reads_back_as_the_same_experiment(write: Write, algorithm: str) -> None:
     rounds = "federation.rounds=0" if algorithm == "local" else "federation.rounds=3"
     model = ["model={name: vgg, channels: [3], norm: batch}"] if algorithm == "fedbn" else []
     keys = ", local_parameters: ['*bias']" if algorithm == "fedsa-lora" else ""
@@ -96,7 +96,7 @@ def test_any_name_and_number_survive_a_round_trip(
     assert load_experiment(path) == experiment
 
 
-def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
+def test_shared_json_omits_machine_specific_settings(write: Write) -> None:
     one = load_experiment(write(GOOD), ["runtime.workers=0", "data.root=/here", "storage=/runs"])
     two = load_experiment(write(GOOD), ["runtime.threads=2", "data.root=/there"])
     assert one.shared_json() == two.shared_json()
@@ -106,7 +106,7 @@ def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": 3}', '{"data": {}}', '{"data": {"dataset": "mnist"}}'])
-def test_shared_json_that_is_none_is_refused(text: str) -> None:
+def test_invalid_shared_json_is_rejected(text: str) -> None:
     with pytest.raises(ExperimentError, match="aggregator"):
         from_shared_json(text)
 
@@ -180,7 +180,7 @@ def test_bad_overrides(write: Write, override: str, expected: list[str]) -> None
         ("storage", "s3://bucket/a/../b", "empty parts"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_allowed(
+def test_an_invalid_value_is_named_with_the_allowed_ones(
     write: Write, key: str, value: str, allowed: str | list[str]
 ) -> None:
     message = refusal(write(GOOD), f"{key}={value}", key=key)
@@ -192,7 +192,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(
     ["data", "data.partition", "model", "algorithm", "federation"],
 )
 @pytest.mark.parametrize("value", ["null", "3", "[1]", "text"])
-def test_a_section_that_is_no_mapping(write: Write, key: str, value: str) -> None:
+def test_a_section_that_is_not_a_mapping(write: Write, key: str, value: str) -> None:
     message = refusal(write(GOOD), f"{key}={value}", key=key)
     assert mentions(message, json.dumps(yaml.safe_load(value)), "mapping")
 
@@ -212,7 +212,7 @@ def test_a_missing_key_is_named(write: Write, key: str) -> None:
     assert "missing" in refusal(write(yaml.safe_dump(value)), key=key)
 
 
-def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
+def test_all_errors_are_reported_at_once_with_their_lines(write: Write) -> None:
     text = GOOD.replace("name: quickstart", "name: quickstart\nsede: 2").replace("rounds: 400", "rounds: -1")
     text = text.replace("name: fedavg", "name: fedavg, epocs: 1").replace("clients: 100", "clients: ten")
     message = refusal(write(text))
@@ -224,17 +224,17 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
     assert tells(message, "line 8, federation.rounds: ", "-1")
 
 
-def test_a_key_of_another_section_is_pointed_there(write: Write) -> None:
+def test_a_key_of_another_section_gets_a_hint(write: Write) -> None:
     assert "federation.rounds?" in refusal(write(f"{GOOD}rounds: 3\n"))
 
 
-def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
+def test_many_errors_fit_on_one_screen(write: Write) -> None:
     message = refusal(write(GOOD + "".join(f"key{i}: {'x' * 1000}\n" for i in range(100))))
     assert "100 errors" in message
     assert f"... and {100 - MOST_SHOWN} more" in message
 
 
-def test_another_method_with_the_keys_of_the_files_is_told_how_to_replace_them(write: Write) -> None:
+def test_changing_the_method_explains_how_to_replace_its_keys(write: Write) -> None:
     path = write(GOOD)
     more = ["algorithm.personalize_steps=3", "federation.rounds=0"]
     path.write_text(load_experiment(path, more).resolved_yaml())
@@ -298,14 +298,14 @@ def test_a_model_that_does_not_fit_is_named_with_its_line(write: Write) -> None:
         ("pfnm", "{name: mlp, hidden: [701]}", ["algorithm.cap: ", "701", "700"]),
     ],
 )
-def test_a_model_that_the_method_cannot_train_is_named_before_any_data_are_looked_for(
+def test_a_model_that_the_method_cannot_train_is_rejected_before_data_are_loaded(
     write: Write, method: str, model: str, found: list[str]
 ) -> None:
     text = GOOD.replace("{name: mlp, hidden: [10]}", model)
     assert tells(refusal(write(text), f"algorithm={{name: {method}}}"), "1 error", *found)
 
 
-def test_a_model_for_the_dimension_of_means(write: Write) -> None:
+def test_a_model_for_estimating_means(write: Write) -> None:
     data = "data={dataset: gaussian, partition: {scheme: means, clients: 10, dimension: 2}}"
     model = "model={name: quadratic, curvature: [1.0, 2.0]}"
     assert load_experiment(write(GOOD), [data, model, "algorithm={name: wga}"]).data.seen == 9
@@ -332,7 +332,7 @@ def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
         ("name: x\n---\nname: y\n", ["YAML", "line 2"]),
     ],
 )
-def test_files_that_are_no_experiment(write: Write, text: str, expected: list[str]) -> None:
+def test_files_that_are_not_experiments(write: Write, text: str, expected: list[str]) -> None:
     assert tells(refusal(write(text)), *expected)
 
 
@@ -349,7 +349,7 @@ def test_files_that_are_no_experiment(write: Write, text: str, expected: list[st
     ],
     ids=["lists", "mappings", "closed", "chain", "laughs", "long"],
 )  # fmt: skip
-def test_bombs_are_answered_with_a_sentence(write: Write, text: str, expected: list[str]) -> None:
+def test_yaml_bombs_are_rejected(write: Write, text: str, expected: list[str]) -> None:
     assert tells(refusal(write(text)), *expected)
     assert tells(refusal(write(GOOD), f"model={text}"), *expected)
 
@@ -365,7 +365,7 @@ def test_aliases_and_merges_are_read(write: Write) -> None:
     assert (found.rounds, found.attempts) == (400, 2)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     assert "no such file or directory" in refusal(tmp_path / "absent.yaml")
     assert "is a directory" in refusal(tmp_path)
     (tmp_path / "latin.yaml").write_bytes("name: é".encode("latin-1"))
@@ -377,7 +377,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     [("1e-3", 1e-3), ("1E5", 1e5), (".5", 0.5), ("1.", 1.0), ("-3", -3), ("no", "no"), ("on", "on"), ("10:00", "10:00"),
      ("012", "012"), ("2024-01-01", "2024-01-01"), ("1_000", "1_000"), ("true", True), ("~", None)],
 )  # fmt: skip
-def test_scalars_are_read_as_yaml_1_2_says(write: Write, scalar: str, value: object) -> None:
+def test_scalars_are_parsed_by_yaml_1_2(write: Write, scalar: str, value: object) -> None:
     message = refusal(write(GOOD), f"surprise=[{scalar}]", f"model=[{scalar}]")
     assert tells(message, "model: ", json.dumps([value]))
 
@@ -413,7 +413,7 @@ def test_the_page_of_what_leaves_a_client_is_up_to_date() -> None:
     assert all(name in page for name in available())
 
 
-def test_the_page_of_privacy_tells_what_each_method_can() -> None:
+def test_the_page_of_privacy_lists_each_methods_support() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "privacy.md").read_text(encoding="utf-8")
     made = runpy.run_path(str(docs / "generate_keys.py"))["privacy_page"]
@@ -424,7 +424,7 @@ def test_the_page_of_privacy_tells_what_each_method_can() -> None:
         assert (rows[name] == "yes") is (method.sums_suffice(method.settings()) is None)
 
 
-def test_the_page_of_methods_tells_their_tasks() -> None:
+def test_the_page_of_methods_lists_their_tasks() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "algorithms" / "README.md").read_text(encoding="utf-8")
     made = runpy.run_path(str(docs / "generate_keys.py"))["methods_page"]

@@ -79,7 +79,7 @@ def aggregated(
             return mixture(weights), weights, len(losses)
 
 
-def test_which_entries_have_weights() -> None:
+def test_parameters_with_weights() -> None:
     for layers, names in (
         (1, ["fc3.weight", "fc3.bias"]),
         (2, ["fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"]),
@@ -94,7 +94,7 @@ def test_which_entries_have_weights() -> None:
     assert LastLayers.of(MLP(IMAGE, [], CLASSES).layout, 1).names == ["fc1.weight", "fc1.bias"]
 
 
-def test_the_first_visit_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
+def test_the_first_visit_equals_fedavgs_to_the_bit(tmp_path: Path) -> None:
     average = FedAvgSettings.model_validate({"local": LOCAL})
     mine = run(tmp_path / "mine", made())
     other = federation(tmp_path / "avg", FEDAVG, average, setup(MODEL), clients(SIZES))
@@ -104,7 +104,7 @@ def test_the_first_visit_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threshold", [1e-9, 1e9])
-def test_rounds_are_algorithm_1(tmp_path: Path, threshold: float) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path, threshold: float) -> None:
     """The first aggregation makes all epochs if losses do not settle, and 11 if they settle at once; later ones 1."""
     s, data = made(threshold=threshold), clients(SIZES)
     w = federation(tmp_path / "start", FEDALA, s, setup(MODEL), data).state["theta"]
@@ -155,7 +155,7 @@ def test_new_clients_fine_tune_the_shared_model(tmp_path: Path) -> None:
     assert [half.personalization_steps(name, 9) for name in ("personal", "global")] == [4, 0]
 
 
-def test_at_the_ends_of_the_weights_it_is_one_model_or_the_other(tmp_path: Path) -> None:
+def test_extreme_weights_select_one_of_the_two_models(tmp_path: Path) -> None:
     """To the bit: 1 is the shared model, 0 the client's own in the last layers."""
     c, s = clients((7,))[0], made(weights_lr=1e-300)
     random = torch.Generator().manual_seed(5)
@@ -167,13 +167,13 @@ def test_at_the_ends_of_the_weights_it_is_one_model_or_the_other(tmp_path: Path)
         assert torch.equal(FEDALA.personalize(MODEL, members, w[None], s)["personal"][0], expected)
 
 
-def test_a_bound_on_gradients_bounds_no_update() -> None:
+def test_a_gradient_bound_does_not_bound_the_update() -> None:
     """A visit may start far from the shared model, at the client's own."""
     s = made(local=LOCAL | {"clip": 1.0})
     assert dict(FEDALA.update_bounds(s, 12)) == {"steps": s.local.count(12) + 13 * 2}
 
 
-def test_unsuitable_settings_are_refused() -> None:
+def test_unsuitable_settings_are_rejected() -> None:
     for key, value in (("layers", 0), ("share", 0.0), ("share", 1.1), ("start_epochs", 0), ("threshold", -1.0)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
@@ -181,7 +181,7 @@ def test_unsuitable_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("threshold", [1e-9, 0.02])
-def test_a_group_answers_as_its_clients_do_alone(threshold: float) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(threshold: float) -> None:
     """New clients, one at its first aggregation, which ends when its own losses settle, and one at a later one."""
     random = torch.Generator().manual_seed(3)
     w, *own = (MODEL.init(random, torch.float64) for _ in range(4))

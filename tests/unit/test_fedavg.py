@@ -48,7 +48,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
+def test_one_client_trains_by_sgd(tmp_path: Path) -> None:
     s, problem, data = made(), setup(n=1), clients((10,))
     run = federation(tmp_path, FEDAVG, s, problem, data, rounds=3)
     theta = run.state["theta"]
@@ -59,7 +59,7 @@ def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp_path: Path) -> None:
+def test_a_full_batch_step_of_all_clients_is_a_gradient_step_on_the_pooled_data(tmp_path: Path) -> None:
     """FedSGD: with n_i weights, one step each from the same θ is one step on the union of the data."""
     s = made(local={"steps": 1, "batch_size": 100, "momentum": 0.0})
     problem, data = setup(), clients(SIZES)
@@ -76,7 +76,7 @@ def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize("lost", [None, 0, 2])
 @pytest.mark.usefixtures("each_task")
-def test_the_average_is_weighted_over_those_who_answered(
+def test_the_average_is_weighted_over_the_answering_clients(
     tmp_path: Path, weighting: str, server_lr: float, lost: int | None
 ) -> None:
     s = made(weighting=weighting, server_lr=server_lr, local={"epochs": 2, "steps": None})
@@ -93,7 +93,7 @@ def test_the_average_is_weighted_over_those_who_answered(
     assert attempt.statistics["client_steps"] == sum(s.local.count(len(c.train)) for c in here)
 
 
-def test_without_steps_the_personal_model_is_the_global_one(tmp_path: Path) -> None:
+def test_without_steps_the_personal_model_equals_the_global_one(tmp_path: Path) -> None:
     data = clients(SIZES)
     run = federation(tmp_path, FEDAVG, made(), setup(), data, unseen=["c2"])
     evaluation = run.run()
@@ -139,7 +139,7 @@ def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> N
         predictor_of("c7", named, "personal")
 
 
-def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:
+def test_a_model_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     """If updates are finite but the step is not, the attempt fails and θ stays the same."""
     data = clients((4, 4))
     run = federation(tmp_path, FEDAVG, made(server_lr=1e308, local={"steps": 1, "lr": 100.0}), setup(n=2), data)

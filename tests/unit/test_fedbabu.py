@@ -49,7 +49,7 @@ def run(folder: Path, s: FedBABUSettings, **keys: Any) -> Federation:
     return f
 
 
-def test_it_is_fedavg_to_the_bit_where_the_head_gets_no_gradient(tmp_path: Path) -> None:
+def test_without_head_gradients_it_equals_fedavg_to_the_bit(tmp_path: Path) -> None:
     s = FedAvgSettings.model_validate({"local": LOCAL})
     problem = setup(NoGradientToTheHead(IMAGE, [5], CLASSES))
     avg = federation(tmp_path / "avg", FEDAVG, s, problem, clients(SIZES), rounds=2, unseen=["c2"])
@@ -65,7 +65,7 @@ def test_it_is_fedavg_to_the_bit_where_the_head_gets_no_gradient(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_sgd_on_the_body_and_personal_is_sgd_on_all(tmp_path: Path) -> None:
+def test_rounds_train_the_body_and_personalization_trains_all(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
     theta = federation(tmp_path / "start", FEDBABU, s, setup(), data).state["theta"]
     weights = torch.tensor(SIZES[:2], dtype=torch.float64)

@@ -80,7 +80,7 @@ def norms(m: ModuleModel) -> set[str]:
     return {name for name, _ in m.layout.entries if name.split(".")[0] in ("1", "6")}
 
 
-def test_rounds_average_all_but_normalization_and_a_newcomer_trains_its_own(tmp_path: Path) -> None:
+def test_rounds_average_all_but_normalization_and_new_clients_train_theirs(tmp_path: Path) -> None:
     m = model()
     kept = norms(m)
     assert set(m.layout.normalization) == kept
@@ -127,14 +127,14 @@ def test_local_buffers_of_fedavg_stay_with_their_clients(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["scaffold", "heurfedamp", "drfa", "comfedl", "apfl", "pefll", "pfedbayes", "pfedhn"])
-def test_other_methods_refuse_local_buffers(name: str) -> None:
+def test_other_methods_reject_local_buffers(name: str) -> None:
     method = find_algorithm(name)
     with pytest.raises(ExperimentError) as error:
         method.check_model(method.settings.model_validate(METHODS[name]), model("local"))
     assert tells(str(error.value), "model.", name)
 
 
-def test_a_model_without_normalization_is_refused() -> None:
+def test_a_model_without_normalization_is_rejected() -> None:
     with pytest.raises(ExperimentError) as error:
         FEDBN.check_model(FEDBN.settings.model_validate({}), MLP(IMAGE, [5], CLASSES))
     assert tells(str(error.value), "model.name", "fedbn", "normalization")

@@ -50,7 +50,7 @@ def visit(s: FedDynSettings, w: Tensor, g: Tensor, c: ClientData, round: int) ->
     return p.detach()
 
 
-def test_rounds_are_algorithm_1_with_part_of_the_clients(tmp_path: Path) -> None:
+def test_rounds_follow_algorithm_1_with_partial_participation(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
     w = federation(tmp_path / "start", FEDDYN, s, setup(), data).state["theta"]
     h, g = torch.zeros_like(w), {c.id: torch.zeros_like(w) for c in data}
@@ -68,14 +68,14 @@ def test_rounds_are_algorithm_1_with_part_of_the_clients(tmp_path: Path) -> None
         close(kept(tmp_path / "run", name, "g"), linear)
 
 
-def test_h_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
+def test_h_is_the_mean_of_the_counted_clients_states(tmp_path: Path) -> None:
     """Average over the whole roster: a client that never answers counts with zero."""
     f = rostered(tmp_path, FEDDYN, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
     close(f.state["h"], (kept(tmp_path, "c0", "g") + kept(tmp_path, "c2", "g")) / 3)
     assert f.state["h"].abs().max() > 1e-3
 
 
-def test_many_steps_on_a_quadratic_end_where_the_objective_is_least() -> None:
+def test_many_steps_on_a_quadratic_reach_the_minimum_of_the_objective() -> None:
     """(H c + g + α w)/(H + α), and the g kept is then the gradient there (the paper's first-order condition)."""
     curvature, c, w, g = (torch.tensor(v).double() for v in ([2.0, 0.5], [-1.0, 5.0], [3.0, -1.0], [0.4, -0.7]))
     split = Split(c.repeat(4, 1), None)
@@ -88,7 +88,7 @@ def test_many_steps_on_a_quadratic_end_where_the_objective_is_least() -> None:
 
 
 @pytest.mark.slow
-def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
+def test_it_converges_to_the_optimum_with_unequal_local_steps(tmp_path: Path) -> None:
     """The mean of the clients' means, which FedAvg misses, because clients with more steps pull further there."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
@@ -102,7 +102,7 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
 
 
-def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> None:
+def test_running_statistics_are_averaged_and_have_no_gradient(tmp_path: Path) -> None:
     model = BatchNormConvNet(IMAGE, [3], [], CLASSES)
     moving = model.layout.mask(model.layout.buffers)
     start = federation(tmp_path / "start", FEDDYN, made(), setup(model), clients(SIZES)).state["theta"]
@@ -118,7 +118,7 @@ def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> N
         assert linear[~moving].any()
 
 
-def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:
+def test_a_personal_model_is_the_fine_tuned_shared_one(tmp_path: Path) -> None:
     """By plain SGD without g_i and α; without steps the model is the shared one to the bit."""
     data = clients(SIZES)
     f = rostered(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
@@ -136,7 +136,7 @@ def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:
         assert torch.equal(found["global"], w)
 
 
-def test_unsuitable_settings_are_refused() -> None:
+def test_unsuitable_settings_are_rejected() -> None:
     for alpha in (20.0, 30.0):
         with pytest.raises(ValidationError, match=rf"alpha: .*\b{alpha:g}\b.*\b0\.05\b"):
             made(alpha=alpha)
@@ -148,7 +148,7 @@ def test_unsuitable_settings_are_refused() -> None:
     assert FEDDYN.requires_fixed_population(made()) is not None
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     random = torch.Generator().manual_seed(3)
     w = MODEL.init(random, torch.float64)
     g = torch.randn(len(w), generator=random, dtype=torch.float64)

@@ -52,7 +52,7 @@ def rewrite(folder: Path, client: str, tensors: dict[str, torch.Tensor]) -> None
     (folder / "partition.json").write_text(replace(manifest, clients=entries).to_json())
 
 
-def test_clients_get_what_the_manifest_says(folder: Path, tiny_root: Path) -> None:
+def test_clients_get_the_examples_of_the_manifest(folder: Path, tiny_root: Path) -> None:
     dataset = FederatedDataset.open(folder)
     manifest = dataset.manifest
     whole = datasets.load_dataset(datasets.find_dataset("tiny"), tiny_root)
@@ -191,7 +191,7 @@ def test_owners_features_and_tokens_reach_the_client(
         ("tokens", lambda pool: replace(pool, inputs=pool.inputs + np.uint8(1)), "token.* 3.*0 to 2"),
     ],
 )  # fmt: skip
-def test_examples_that_are_not_what_their_source_says_are_refused(
+def test_examples_that_contradict_their_source_are_rejected(
     kind: Kind, change: Callable[[Pool], Pool], words: str, other_source: Callable[[Kind, RawDataset], Path]
 ) -> None:
     whole = MAKERS[kind][0]()
@@ -210,7 +210,7 @@ def test_examples_that_are_not_what_their_source_says_are_refused(
         ("tokens", lambda t: t["test_x"].fill_(7), "test examples in .*token.* 7.*0 to 2"),
     ],
 )  # fmt: skip
-def test_a_shard_of_another_kind_is_refused(
+def test_a_shard_of_another_kind_is_rejected(
     kind: Kind,
     damage: Callable[[dict[str, torch.Tensor]], None],
     words: str,
@@ -224,14 +224,14 @@ def test_a_shard_of_another_kind_is_refused(
         FederatedDataset.open(folder).client("client-0001")
 
 
-def test_a_manifest_survives_its_json(folder: Path) -> None:
+def test_a_manifest_round_trips_through_json(folder: Path) -> None:
     manifest = FederatedDataset.open(folder).manifest
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest
     assert again.fingerprint == hashlib.sha256((folder / "partition.json").read_bytes()).hexdigest()
 
 
-def test_equal_inputs_give_equal_bytes_elsewhere(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
+def test_equal_settings_give_equal_bytes_on_another_machine(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "datasets").symlink_to(tiny_root / "datasets")
     other = make(tmp_path / "other")
@@ -242,7 +242,7 @@ def test_equal_inputs_give_equal_bytes_elsewhere(folder: Path, tiny_root: Path, 
         assert (other / path).read_bytes() == (folder / path).read_bytes()
 
 
-def test_every_input_is_part_of_the_name(tiny_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_setting_changes_the_partitions_name(tiny_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [
         make(tiny_root).name,
         make(tiny_root, seed=2).name,
@@ -257,7 +257,7 @@ def test_every_input_is_part_of_the_name(tiny_root: Path, monkeypatch: pytest.Mo
     assert all(name.startswith("tiny-") and len(name) == len("tiny-") + 12 for name in names)
 
 
-def test_a_partition_is_made_once(folder: Path, tiny_root: Path) -> None:
+def test_a_partition_is_created_once(folder: Path, tiny_root: Path) -> None:
     for path in (tiny_root / "datasets" / "tiny").iterdir():
         path.unlink()
     assert make(tiny_root) == folder
@@ -265,7 +265,7 @@ def test_a_partition_is_made_once(folder: Path, tiny_root: Path) -> None:
         make(tiny_root, seed=2)
 
 
-def test_nothing_is_left_of_a_partition_that_failed(tiny_root: Path) -> None:
+def test_a_failed_partition_leaves_nothing_behind(tiny_root: Path) -> None:
     with pytest.raises(ExperimentError, match=r"clients.*\b500\b"):
         make(tiny_root, scheme=ClassesScheme(clients=500, classes_per_client=2))
     assert [path for path in (tiny_root / "partitions").iterdir() if path.suffix != ".lock"] == []
@@ -285,7 +285,7 @@ def flip(path: Path) -> None:
         (Path.unlink, ["missing"]),
     ],
 )
-def test_a_damaged_shard_is_an_error_and_can_be_mended(
+def test_a_damaged_shard_is_reported_and_can_be_repaired(
     damage: Callable[[Path], None], words: list[str], folder: Path, tiny_root: Path
 ) -> None:
     shard = folder / "shards" / "client-0003.safetensors"
@@ -305,7 +305,7 @@ def test_a_damaged_shard_is_an_error_and_can_be_mended(
     FederatedDataset.open(folder).client("client-0003")
 
 
-def test_a_missing_manifest_is_an_error_and_can_be_mended(folder: Path, tiny_root: Path) -> None:
+def test_a_missing_manifest_is_reported_and_can_be_repaired(folder: Path, tiny_root: Path) -> None:
     intact = (folder / "partition.json").read_bytes()
     (folder / "partition.json").unlink()
     with pytest.raises(DataError, match=r"manifest .*partition\.json.*\n.*fedloom partition"):
@@ -362,14 +362,14 @@ def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], w
         assert word in str(error.value)
 
 
-def test_a_manifest_of_an_older_fedloom_says_so(folder: Path) -> None:
+def test_a_manifest_of_an_older_version_is_reported_as_such(folder: Path) -> None:
     content = json.loads((folder / "partition.json").read_text()) | {"version": 1}
     del content["kind"]
     with pytest.raises(DataError, match=r"version 1.*version 3"):
         Manifest.from_json(json.dumps(content))
 
 
-def test_any_flipped_bit_of_a_manifest_is_found(folder: Path) -> None:
+def test_any_flipped_bit_of_a_manifest_is_detected(folder: Path) -> None:
     content = (folder / "partition.json").read_bytes()
     for at in range(len(content)):
         changed = bytearray(content)
@@ -379,12 +379,12 @@ def test_any_flipped_bit_of_a_manifest_is_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])
-def test_invalid_manifests_are_refused(text: str) -> None:
+def test_invalid_manifests_are_rejected(text: str) -> None:
     with pytest.raises(DataError, match=r"manifest.*damaged"):
         Manifest.from_json(text)
 
 
-def test_an_unknown_client_is_refused_with_those_there_are(folder: Path) -> None:
+def test_an_unknown_client_is_rejected_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(DataError, match=r"'client-9' .*client-0000 .*client-0005"):
         FederatedDataset.open(folder).client("client-9")
 
@@ -419,7 +419,7 @@ def test_an_unlabelled_client_has_no_class_mix(folder: Path) -> None:
         (lambda t: t.update(train_y=t["train_y"][1:].clone()), "train examples in .*labels"),
     ],
 )
-def test_a_shard_that_contradicts_the_manifest_is_refused(
+def test_a_shard_that_contradicts_the_manifest_is_rejected(
     damage: Callable[[dict[str, torch.Tensor]], None], words: str, folder: Path
 ) -> None:
     tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
@@ -429,7 +429,7 @@ def test_a_shard_that_contradicts_the_manifest_is_refused(
         FederatedDataset.open(folder).client("client-0001")
 
 
-def test_a_shard_that_is_not_safetensors_is_refused(folder: Path) -> None:
+def test_a_shard_that_is_not_safetensors_is_rejected(folder: Path) -> None:
     shard = folder / "shards" / "client-0001.safetensors"
     shard.write_bytes(b"not a shard")
     manifest = FederatedDataset.open(folder).manifest

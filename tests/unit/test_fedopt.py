@@ -49,7 +49,7 @@ DEGENERATE = {"beta1": 0.0, "beta2": 1.0, "tau": TAU, "server_lr": 2 * TAU}
     ("name", "keys"), [("fedavgm", {"momentum": 0.0}), ("fedadam", DEGENERATE), ("fedyogi", DEGENERATE)]
 )
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_without_its_optimizer_it_is_fedavg_to_the_bit(
+def test_without_its_optimizer_it_equals_fedavg_to_the_bit(
     tmp_path: Path, name: str, keys: dict[str, float], weighting: str
 ) -> None:
     """Compare with FedAvg where v = τ², so that a step is η/2τ."""
@@ -78,7 +78,7 @@ def test_fedavgm_is_sgd_with_momentum_on_the_mean_update(tmp_path: Path, nestero
 
 @pytest.mark.parametrize("name", ["fedadam", "fedyogi"])
 @pytest.mark.parametrize("lost", [None, {0: 1}])
-def test_adaptive_rounds_are_algorithm_2(tmp_path: Path, name: str, lost: dict[int, int] | None) -> None:
+def test_adaptive_rounds_follow_algorithm_2(tmp_path: Path, name: str, lost: dict[int, int] | None) -> None:
     """Number by number; a client that was lost is not in the mean."""
     f = made(tmp_path / "m", METHODS[name], rounds=3, server_lr=0.1, beta1=0.6, beta2=0.7, tau=0.02, lost=lost)
     theta = f.state["theta"].tolist()
@@ -101,7 +101,7 @@ def test_adaptive_rounds_are_algorithm_2(tmp_path: Path, name: str, lost: dict[i
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_held_out_examples_reach_no_model(tmp_path: Path, name: str) -> None:
+def test_held_out_examples_change_no_model(tmp_path: Path, name: str) -> None:
     data = clients(SIZES)
     one, other = (
         made(tmp_path / which, METHODS[name], those, personalize_steps=2, unseen=["c2"])

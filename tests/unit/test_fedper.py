@@ -48,7 +48,7 @@ def drawn_head(client: str, where: str, round: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> None:
+def test_rounds_are_sgd_on_both_parts_and_average_the_bodies(tmp_path: Path) -> None:
     """Compare the seen clients with SGD; the unseen one trains a head, and the body does not change."""
     s, data = made(), clients(SIZES)
     body = federation(tmp_path / "start", FEDPER, s, setup(), data).state["theta"]
@@ -75,7 +75,7 @@ def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> No
     assert FEDPER.client(made(personalize_epochs=0), setup()).personalization_steps("personal", 6) == 0
 
 
-def test_with_one_head_for_all_a_round_is_fedavgs_to_the_bit() -> None:
+def test_a_common_head_gives_fedavgs_round_to_the_bit() -> None:
     s, data = made(), clients(SIZES)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
     for members in ([data[0]], [data[2]], data):
@@ -87,7 +87,7 @@ def test_with_one_head_for_all_a_round_is_fedavgs_to_the_bit() -> None:
         assert torch.equal(torch.stack([kept["head"] for kept in mine.kept.values()]), expected.theta[:, BODY:])
 
 
-def test_heads_stay_apart(tmp_path: Path) -> None:
+def test_heads_stay_separate(tmp_path: Path) -> None:
     f = run(tmp_path, made(), rounds=1)
     heads = [f.predictors[1, c]["personal"].tensors()["theta"][BODY:] for c in ("c0", "c1", "c2")]
     assert not any(torch.equal(heads[i], heads[j]) for i, j in ((0, 1), (0, 2), (1, 2)))

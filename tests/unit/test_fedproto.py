@@ -96,7 +96,7 @@ def start_of(f: Federation, s: FedProtoSettings, c: ClientData, phase: str, roun
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("start", ["common", "own"])
-def test_rounds_are_algorithm_1(tmp_path: Path, weighting: str, start: str) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path, weighting: str, start: str) -> None:
     """A class that no client of a round has keeps its prototype; one that no client ever had adds no loss."""
     s, data = made(weighting=weighting, start=start, personalize_steps=3), some()
     f = run(tmp_path, s, data=data, rounds=3, cohort=1, unseen=["c2"])
@@ -137,7 +137,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path, weighting: str, start: str) -> N
         assert bool((found_p.exp()[:, [k for k in range(CLASSES) if k not in prototypes]] == 0).all())
 
 
-def test_means_of_several_clients_are_by_class(tmp_path: Path) -> None:
+def test_prototypes_are_averaged_by_class(tmp_path: Path) -> None:
     s, data = made(), some()
     for weighting in ("examples", "uniform"):
         s = made(weighting=weighting)
@@ -155,7 +155,7 @@ def test_means_of_several_clients_are_by_class(tmp_path: Path) -> None:
             close(f.state["prototypes"][k], expected)
 
 
-def test_only_prototypes_travel(tmp_path: Path) -> None:
+def test_only_prototypes_are_sent(tmp_path: Path) -> None:
     """Numbers of 8 bytes: prototypes, a number for each class, and the seed down; steps and loss up."""
     f = run(tmp_path, made(), rounds=2)
     numbers = CLASSES * FEATURES + CLASSES
@@ -168,7 +168,7 @@ def test_only_prototypes_travel(tmp_path: Path) -> None:
     }
 
 
-def test_a_client_can_predict_by_its_own_head_and_does_before_there_are_prototypes(tmp_path: Path) -> None:
+def test_a_client_predicts_by_its_head_before_prototypes_exist(tmp_path: Path) -> None:
     for rounds, predict in ((0, "prototypes"), (0, "head"), (2, "head")):
         s = made(predict=predict, personalize_steps=0)
         f = run(tmp_path / f"{rounds}-{predict}", s, rounds=rounds, unseen=["c2"])
@@ -176,7 +176,7 @@ def test_a_client_can_predict_by_its_own_head_and_does_before_there_are_prototyp
         assert torch.equal(found, start_of(f, s, some()[2], "evaluate", rounds))
 
 
-def test_without_strength_it_is_training_alone(tmp_path: Path) -> None:
+def test_strength_0_equals_local_training(tmp_path: Path) -> None:
     data = some()
     s = made(strength=0.0, predict="head")
     f = run(tmp_path, s, data=data, rounds=2)
@@ -187,7 +187,7 @@ def test_without_strength_it_is_training_alone(tmp_path: Path) -> None:
         close(f.predictors[2, c.id]["personal"].tensors()["theta"], theta)
 
 
-def test_a_lost_client_is_in_no_mean(tmp_path: Path) -> None:
+def test_a_lost_client_is_excluded_from_the_means(tmp_path: Path) -> None:
     data = some()
     f = run(tmp_path / "all", made(), data=data[::2], rounds=2)
     lost = run(tmp_path / "lost", made(), data=data, rounds=2, lost={0: 1})
@@ -195,7 +195,7 @@ def test_a_lost_client_is_in_no_mean(tmp_path: Path) -> None:
         close(lost.state[name], f.state[name])
 
 
-def test_unsuitable_settings_are_refused() -> None:
+def test_unsuitable_settings_are_rejected() -> None:
     for key, value in (("strength", -1.0), ("predict", "mean"), ("weighting", "sizes"), ("trim", 0.1)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
@@ -210,7 +210,7 @@ def test_unsuitable_settings_are_refused() -> None:
     assert FEDPROTO.requires_fixed_population(made()) is None
 
 
-def test_a_count_that_a_client_cannot_have_is_out_of_bounds() -> None:
+def test_an_impossible_count_is_out_of_range() -> None:
     server = FEDPROTO.server(made(), setup(), generator(SEED, "init"))
     assert dict(server.update_bounds(9)) == {"steps": made().local.count(9), "counts": 9}
     server = FEDPROTO.server(made(weighting="uniform"), setup(), generator(SEED, "init"))
@@ -228,7 +228,7 @@ def test_a_client_without_examples_gets_no_model() -> None:
 
 
 @pytest.mark.parametrize("start", ["common", "own"])
-def test_a_group_answers_as_its_clients_do_alone(start: str) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(start: str) -> None:
     random = torch.Generator().manual_seed(3)
     own = MODEL.init(random, torch.float64)
     prototypes = torch.randn(CLASSES, FEATURES, generator=random, dtype=torch.float64)

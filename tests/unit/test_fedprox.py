@@ -41,7 +41,7 @@ def visit(s: FedProxSettings, problem: Setup, theta: Tensor, c: ClientData, roun
     return p.detach()
 
 
-def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
+def test_without_its_term_it_equals_fedavg_to_the_bit(tmp_path: Path) -> None:
     data = clients(SIZES)
     average = FedAvgSettings.model_validate({"local": LOCAL, "personalize_steps": 2})
     prox, avg = (
@@ -58,7 +58,7 @@ def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.usefixtures("each_task")
-def test_a_visit_is_sgd_with_the_term_in_the_loss(tmp_path: Path, weighting: str) -> None:
+def test_a_visit_is_sgd_with_the_proximal_term(tmp_path: Path, weighting: str) -> None:
     """The term is about where the round started, in the second round too."""
     s, problem, data = made(mu=2.0, weighting=weighting), setup(), clients(SIZES)
     run = federation(tmp_path, FEDPROX, s, problem, data, rounds=2)
@@ -72,7 +72,7 @@ def test_a_visit_is_sgd_with_the_term_in_the_loss(tmp_path: Path, weighting: str
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 9.0])
-def test_on_a_quadratic_many_steps_end_at_the_proximal_point(mu: float) -> None:
+def test_many_steps_on_a_quadratic_reach_the_proximal_point(mu: float) -> None:
     """(h c + μ w)/(h + μ), so that μ = 0 gives the client's own optimum."""
     h, c, w = (torch.tensor(v).double() for v in ([2.0, 0.5], [-1.0, 5.0], [3.0, -1.0]))
     split = Split(c.repeat(4, 1), None)
@@ -82,7 +82,7 @@ def test_on_a_quadratic_many_steps_end_at_the_proximal_point(mu: float) -> None:
     torch.testing.assert_close(found.theta[0], (h * c + mu * w) / (h + mu), rtol=0, atol=1e-12)
 
 
-def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
+def test_a_step_that_overshoots_on_the_proximal_term_is_rejected() -> None:
     """At lr μ = 1 a step on the term alone lands on w_t; beyond, it overshoots."""
     made(mu=19.9)
     for mu in (20.0, 30.0):
@@ -93,7 +93,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_stragglers_do_a_part_of_the_work_and_are_counted(tmp_path: Path) -> None:
+def test_stragglers_do_part_of_the_work_and_are_counted(tmp_path: Path) -> None:
     s, problem, data = made(mu=0.5, stragglers=1.0, weighting="uniform"), setup(), clients((9, 12, 1))
     full = [s.local.count(len(c.train)) for c in data]
     assert full == [9, 12, 3]
@@ -127,7 +127,7 @@ def test_number_and_delay_of_stragglers() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     half = FEDPROX.client(made(mu=1.0, stragglers=0.5), setup())
     opening = FEDPROX.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
     answers_as_alone(half, clients((9, 4, 12, 1)), opening, atol=1e-10)

@@ -52,7 +52,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_two_rounds_are_algorithm_1(tmp_path: Path) -> None:
+def test_two_rounds_follow_algorithm_1(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
     f = run(tmp_path, s, rounds=2)
     body = f.state["theta"]
@@ -79,7 +79,7 @@ def test_two_rounds_are_algorithm_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(9,), (9, 4, 6)], ids=["alone", "group"])
-def test_one_part_is_frozen_to_the_bit_while_the_other_trains(sizes: tuple[int, ...]) -> None:
+def test_each_part_is_frozen_to_the_bit_while_the_other_trains(sizes: tuple[int, ...]) -> None:
     data, random = clients(sizes), torch.Generator().manual_seed(2)
     theta = torch.randn(len(data), SMALL.layout.size, generator=random, dtype=torch.float64)
     s = LocalSGD(steps=4, batch_size=3, lr=0.05, momentum=0.9, lambda_theta=0.1, clip=0.5)
@@ -91,7 +91,7 @@ def test_one_part_is_frozen_to_the_bit_while_the_other_trains(sizes: tuple[int, 
     assert (body[:, :BODY] != head[:, :BODY]).any(1).all()
 
 
-def test_the_head_that_is_kept_is_that_of_the_head_phase() -> None:
+def test_the_kept_head_is_that_of_the_head_phase() -> None:
     """The body's phase comes last, and must not move the head."""
     s, data = made(), clients(SIZES)
     members = group(data)
@@ -120,7 +120,7 @@ class Late:
         return [Lost("late") if late and client == "c1" else answer for client, answer in answers]
 
 
-def test_a_lost_clients_head_is_that_of_its_last_counted_round(tmp_path: Path) -> None:
+def test_the_head_of_a_lost_client_is_that_of_its_last_counted_round(tmp_path: Path) -> None:
     f = run(tmp_path, made(personalize_epochs=3), rounds=2)
     f.loop.transport = Late(f.loop.transport)
     f.loop._train_round()
@@ -133,7 +133,7 @@ def test_a_lost_clients_head_is_that_of_its_last_counted_round(tmp_path: Path) -
         assert torch.equal(theta[BODY:], head) is (name == "c1")
 
 
-def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> None:
+def test_a_client_without_a_head_trains_one_with_the_body_frozen(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
     f = run(tmp_path, s, rounds=1, unseen=["c2"])
     f.run()
@@ -150,7 +150,7 @@ def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> N
     assert FEDREP.client(made(personalize_epochs=0), setup()).personalization_steps("personal", 6) == 0
 
 
-def test_weights_may_be_the_official_codes(tmp_path: Path) -> None:
+def test_weights_can_follow_the_official_code(tmp_path: Path) -> None:
     assert made().weighting == "uniform"
     f, uniform = (run(tmp_path / w, made(weighting=w), rounds=1) for w in ("examples", "uniform"))
     start = f.state["theta"]

@@ -88,7 +88,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) -> None:
+def test_without_balance_the_shared_model_equals_fedavgs_to_the_bit(tmp_path: Path) -> None:
     """For any personal heads."""
     rod = run(tmp_path / "rod", made(balance=0.0))
     settings = FedAvgSettings.model_validate({"local": LOCAL})
@@ -104,7 +104,7 @@ def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("balance", "personal"), [(1.0, "shared"), (0.5, "shared"), (1.0, "local")])
-def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float, personal: str) -> None:
+def test_rounds_equal_a_plain_loop_over_both_losses(tmp_path: Path, balance: float, personal: str) -> None:
     """With a client that lacks a label: its count is zero. ``personal`` uses the server's θ, or the client's own."""
     s, data = made(balance=balance, personal=personal), clients(SIZES)
     data[1] = lacking(data[1], 2)
@@ -132,7 +132,7 @@ def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float, pers
     assert (FEDROD.client(s, setup()).personalization_steps("personal", 6), s.weighting) == (0, "examples")
 
 
-def test_a_label_that_a_client_lacks_has_no_part_in_its_generic_loss() -> None:
+def test_a_label_absent_at_a_client_has_no_part_in_its_generic_loss() -> None:
     """Its row of the generic head gets no gradient, to the bit."""
     c = lacking(client("c0", 9), 1)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
@@ -147,7 +147,7 @@ def test_a_label_that_a_client_lacks_has_no_part_in_its_generic_loss() -> None:
 
 
 @pytest.mark.parametrize("choice", [m for m in MODELS if m.classifies], ids=lambda m: m.name)
-def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
+def test_the_first_head_is_that_of_any_model(choice: Any) -> None:
     """Its logits are a linear map of the features."""
     kind = choice.takes[0]
     model = choice.build((7,) if kind == "tokens" else (1, 32, 32), CLASSES, kind)
@@ -170,7 +170,7 @@ class OddModel(MLP):
 
 
 @pytest.mark.parametrize("derived", [TwoHeads, lambda m: Contrasting(m, MOONSettings())], ids=["fedrod", "moon"])
-def test_a_derived_model_has_the_properties_of_its_model(derived: Callable[[FlatModel], FlatModel]) -> None:
+def test_a_derived_model_has_the_properties_of_its_base(derived: Callable[[FlatModel], FlatModel]) -> None:
     model = OddModel(IMAGE, [5], CLASSES)
     for made_from in (derived(model), derived(model).in_training()):
         for name in FlatModel.__annotations__.keys() - {"layout"}:
@@ -178,7 +178,7 @@ def test_a_derived_model_has_the_properties_of_its_model(derived: Callable[[Flat
 
 
 @pytest.mark.parametrize("name", ["fedrod", "fedproto", "moon"])
-def test_clients_of_a_model_that_normalizes_by_the_batch_are_not_padded_together(name: str, tmp_path: Path) -> None:
+def test_clients_with_batch_normalization_are_not_padded_together(name: str, tmp_path: Path) -> None:
     """Groups of clients are then served one by one, to the same bits."""
     local = LOCAL | {"batch_size": 5}  # one client has 4 examples
     found = [
@@ -189,7 +189,7 @@ def test_clients_of_a_model_that_normalizes_by_the_batch_are_not_padded_together
     assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
-def test_a_group_in_which_one_lacks_a_label_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_with_an_absent_label_replies_as_single_clients() -> None:
     data, (opening, *_) = clients((9, 4, 6)), FEDROD.messages
     data[2] = lacking(data[2], 0)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
@@ -197,7 +197,7 @@ def test_a_group_in_which_one_lacks_a_label_answers_as_its_clients_do_alone() ->
     answers_as_alone(FEDROD.client(made(), setup()), data, opening(theta), states=states)
 
 
-def test_untrainable_models_are_refused() -> None:
+def test_untrainable_models_are_rejected() -> None:
     with pytest.raises(ValidationError, match=r"local\.mask_absent"):
         made(local=LOCAL | {"mask_absent": True})
     with pytest.raises(ValidationError, match="balance"):

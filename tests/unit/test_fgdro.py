@@ -60,7 +60,7 @@ def visit(
 
 @pytest.mark.usefixtures("each_task")
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_rounds_are_the_three_moving_averages(tmp_path: Path, optimizer: Any) -> None:
+def test_rounds_follow_the_three_moving_averages(tmp_path: Path, optimizer: Any) -> None:
     s, p, data = fgdro(optimizer=optimizer, local=LOCAL | {"lambda_theta": 0.01}), setup(), clients(SIZES)
     run = federation(tmp_path, FGDRO_KL, s, p, data, rounds=4, cohort=2)
     state: dict[str, Any] = {"w": run.state["theta"], "v": None, "m": None, "q": None}
@@ -95,7 +95,7 @@ def test_a_large_lambda_without_momentum_gives_fedavg(tmp_path: Path) -> None:
     close(mine.state["theta"], avg.state["theta"], atol=1e-8)
 
 
-def test_a_smaller_lambda_brings_the_losses_together(tmp_path: Path) -> None:
+def test_a_smaller_lambda_reduces_the_spread_of_losses(tmp_path: Path) -> None:
     """Every round is a step along the gradient of F, apart from the lag of v, so the largest loss falls first."""
     data, p, spread = clients(SIZES), setup(), []
     for lambda_kl in (0.05, 0.2, 1e6):
@@ -110,7 +110,7 @@ def test_a_smaller_lambda_brings_the_losses_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_a_group_answers_as_its_clients_do_alone(optimizer: Any) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(optimizer: Any) -> None:
     s, p = fgdro(optimizer=optimizer, personalize_steps=2), setup()
     theta = p.model.init(torch.Generator().manual_seed(1), torch.float64)
     moments = theta.new_ones(s.moments, len(theta)) * 0.01
@@ -120,7 +120,7 @@ def test_a_group_answers_as_its_clients_do_alone(optimizer: Any) -> None:
     answers_as_alone(FGDRO_KL.client(s, p), clients(SIZES), opening, ask, states)
 
 
-def test_losses_far_apart_do_not_overflow(tmp_path: Path) -> None:
+def test_very_different_losses_do_not_overflow(tmp_path: Path) -> None:
     """exp(f/λ) itself overflows any float here."""
     run = federation(tmp_path, FGDRO_KL, fgdro(lambda_kl=1e-3), setup(), clients(SIZES), rounds=2)
     run.run()
@@ -128,7 +128,7 @@ def test_losses_far_apart_do_not_overflow(tmp_path: Path) -> None:
     assert run.state["value"].isfinite().all()
 
 
-def test_settings_and_declarations() -> None:
+def test_settings_and_declared_properties() -> None:
     for keys in ({"lambda_kl": 0}, {"beta_u": 0}, {"beta_v": 1.5}, {"local": {"epochs": 1}}):
         with pytest.raises(ValidationError):
             fgdro(**keys)

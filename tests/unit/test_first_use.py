@@ -57,7 +57,7 @@ DIVERGING = ("--set", "model={name: mlp, hidden: [8]}", "--set", "algorithm.loca
         ("{name: fedrep}", "model.name", "fedrep"),
     ],
 )
-def test_a_method_refuses_what_it_cannot_work_with_before_anything_is_written(
+def test_a_method_rejects_unsuitable_data_before_anything_is_written(
     fedloom: Fedloom, experiment: Path, tmp_path: Path, algorithm: str, key: str, found: str
 ) -> None:
     before = sorted(tmp_path.iterdir())
@@ -67,7 +67,7 @@ def test_a_method_refuses_what_it_cannot_work_with_before_anything_is_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_resuming_what_is_not_there_is_said(fedloom: Fedloom, experiment: Path) -> None:
+def test_resuming_a_missing_run_is_reported(fedloom: Fedloom, experiment: Path) -> None:
     code, _, err = fedloom("run", experiment, "--out", "new", "--resume")
     assert code == 0
     assert [line for line in err.splitlines() if "nothing to resume" in line and "new" in line]
@@ -103,7 +103,7 @@ def test_results_are_shown_in_any_encoding(encoding: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("columns", [20, 30, 50, 80, 200])
-def test_no_figure_is_lost_on_a_narrow_terminal(
+def test_figures_are_complete_on_a_narrow_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -113,7 +113,7 @@ def test_no_figure_is_lost_on_a_narrow_terminal(
     assert max(map(len, shown.splitlines())) <= columns
 
 
-def test_a_file_has_no_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_to_a_file_is_not_wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     print_table("", ("", "n"), [("a" * 100, "1" * 100)])
     assert "1" * 100 in capsys.readouterr().out
@@ -131,7 +131,7 @@ finally:
 
 
 @pytest.mark.parametrize("arguments", [("compare", "run"), ("runs", ".")])
-def test_readers_of_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_commands_on_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     finished_run(tmp_path / "run")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     done = subprocess.run(
@@ -150,7 +150,7 @@ def finished_run(folder: Path) -> Path:
     return write_run(folder, algorithm="fedavg", n=6, unseen=1, rounds=(0, 1), experiment=resolved)
 
 
-def test_runs_are_listed_with_how_far_they_came(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+def test_runs_are_listed_with_their_progress(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
     assert fedloom("run", experiment, "--out", "runs/done")[0] == 0
     assert fedloom("run", experiment, "--out", "runs/deep/er/failed", *DIVERGING)[0] == ExitCode.QUORUM
     damaged = tmp_path / "runs" / "damaged"
@@ -174,7 +174,7 @@ def test_runs_are_listed_with_how_far_they_came(fedloom: Fedloom, experiment: Pa
         assert json.loads(fedloom("runs", "runs/done", "--json")[1])[0]["state"] == "running"
 
 
-def test_runs_where_there_are_none(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
+def test_listing_a_folder_without_runs(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
     code, _, err = fedloom("runs")
     assert code == ExitCode.DATA
     assert "runs" in err
@@ -184,7 +184,7 @@ def test_runs_where_there_are_none(fedloom: Fedloom, experiment: Path, tmp_path:
     assert fedloom("runs", ".", "--json")[1].strip() == "[]"
 
 
-def test_training_that_diverges_is_said_before_who_answered(fedloom: Fedloom, experiment: Path) -> None:
+def test_diverging_training_is_reported_before_answer_counts(fedloom: Fedloom, experiment: Path) -> None:
     code, _, err = fedloom("run", experiment, *DIVERGING)
     assert code == ExitCode.QUORUM
     (failed,) = [line for line in err.splitlines() if line.startswith("error:")]
@@ -195,7 +195,7 @@ def test_training_that_diverges_is_said_before_who_answered(fedloom: Fedloom, ex
 
 
 @pytest.mark.parametrize("command", ["report", "evaluate", "compare", "runs"])
-def test_a_file_where_a_folder_is_expected(fedloom: Fedloom, tmp_path: Path, command: str) -> None:
+def test_a_file_in_place_of_a_folder(fedloom: Fedloom, tmp_path: Path, command: str) -> None:
     (tmp_path / "file").write_text("x")
     code, _, err = fedloom(command, "file")
     assert code == ExitCode.DATA
@@ -203,7 +203,7 @@ def test_a_file_where_a_folder_is_expected(fedloom: Fedloom, tmp_path: Path, com
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])
-def test_a_file_where_the_run_is_to_be(fedloom: Fedloom, experiment: Path, tmp_path: Path, out: str) -> None:
+def test_a_file_at_the_path_of_the_run(fedloom: Fedloom, experiment: Path, tmp_path: Path, out: str) -> None:
     (tmp_path / "file").write_text("x")
     code, _, err = fedloom("run", experiment, "--out", out)
     assert code == ExitCode.EXPERIMENT

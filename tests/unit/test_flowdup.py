@@ -136,7 +136,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     ids=["labelled", "some hidden", "uniform", "PeFLL on sums"],
 )
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_rounds_are_gradient_steps_written_out(tmp_path: Path, changes: dict[str, Any], at_once: int) -> None:
+def test_rounds_equal_plain_gradient_steps(tmp_path: Path, changes: dict[str, Any], at_once: int) -> None:
     """Some clients have no labels, others' labels are hidden; unseen clients make their models themselves."""
     s, data = made(**changes), clients(SIZES)
     if not s.embedding.labels:
@@ -163,7 +163,7 @@ def test_rounds_are_gradient_steps_written_out(tmp_path: Path, changes: dict[str
         )
 
 
-def test_the_centre_alone_learns_the_mean_of_vs(tmp_path: Path) -> None:
+def test_only_the_centre_learns_the_mean_of_the_vs(tmp_path: Path) -> None:
     """Clients without labels move c, in one step of rate 1/(2λ), to the weighted mean of their v."""
     data = [bare(c) for c in clients(SIZES)]
     s = made(lambda_centre=0.5, local={"steps": 1, "batch_size": 99, "lr": 1.0, "momentum": 0.0})
@@ -184,7 +184,7 @@ def test_hidden_labels_have_no_effect(tmp_path: Path) -> None:
     assert all(torch.equal(value, without[key]) for key, value in found.items())
 
 
-def test_the_seed_draws_the_clients_whose_labels_are_hidden() -> None:
+def test_the_seed_selects_the_clients_with_hidden_labels() -> None:
     data = clients([3] * 21)
     sets = [FLOWDUP.client(made(unlabelled=0.29), problem(data, seed=i)).setup.model.hidden for i in range(20)]  # type: ignore[attr-defined]
     assert {len(hidden) for hidden in sets} == {5}  # of 20
@@ -219,7 +219,7 @@ def test_clients_with_labels_can_fine_tune_their_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("network", ["mlp", "lenet"])
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
-def test_a_group_answers_as_its_clients_do_alone(model: FlatModel, network: str) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(model: FlatModel, network: str) -> None:
     """Groups have batches of several sizes, with and without labels."""
     data = clients((4, 9, 2, 6, 9, 5))
     data[1], data[2] = bare(data[1]), bare(data[2])
@@ -274,7 +274,7 @@ def test_models_of_a_pretrained_module_start_at_its_values() -> None:
     torch.testing.assert_close(predictor.log_probabilities(data[0].test.x), expected)
 
 
-def test_models_and_settings_that_do_not_fit_are_refused() -> None:
+def test_unsuitable_models_and_settings_are_rejected() -> None:
     with refusing(ExperimentError, "model.norm", "flowdup"):
         FLOWDUP.check_model(made(), BatchNormConvNet(IMAGE, [3], [], CLASSES))
     with refusing(ExperimentError, "algorithm.subspace.size: ", 100_000):

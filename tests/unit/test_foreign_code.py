@@ -88,7 +88,7 @@ USES: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_code_that_a_runs_folder_names_is_not_imported(
+def test_code_named_by_a_runs_folder_is_not_imported(
     use: Callable[[Path, Path], Any], run: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ExperimentError) as error:
@@ -99,7 +99,7 @@ def test_code_that_a_runs_folder_names_is_not_imported(
     assert not (tmp_path / "models").exists()
 
 
-def test_code_that_a_published_run_names_is_not_imported(
+def test_code_named_by_a_published_run_is_not_imported(
     run: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in s3_server.environment.items():
@@ -122,7 +122,7 @@ def test_code_that_a_published_run_names_is_not_imported(
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_looking_at_a_run_imports_nothing(run: Path, tmp_path: Path) -> None:
+def test_reading_a_run_imports_no_user_code(run: Path, tmp_path: Path) -> None:
     found = fl.load(run)
     assert found.experiment.model.factory == found.factory == NAME  # type: ignore[attr-defined]
     assert len(found.clients) == 4
@@ -134,7 +134,9 @@ def test_looking_at_a_run_imports_nothing(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_environment_or_the_user_permits_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imports_can_be_permitted_by_the_environment_or_the_user(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(FACTORIES, f"a:b, {NAME}")
     evaluate(run)
     assert (tmp_path / "ran").exists()

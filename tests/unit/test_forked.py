@@ -31,7 +31,7 @@ Way = Callable[..., subprocess.CompletedProcess[Any]]
         ("import threading, time; threading.Timer(0.1, print, ['later']).start()", 0, "later"),
     ],
 )
-def test_endings(way: Way, code: str, ends: int, says: str) -> None:
+def test_exit_codes(way: Way, code: str, ends: int, says: str) -> None:
     done = way([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == ends
     assert says in done.stdout + done.stderr
@@ -86,7 +86,7 @@ def test_buffers_and_compiled_modules(way: Way, flags: list[str], value: str) ->
 
 @pytest.mark.slow
 @WAYS
-def test_packages_on_the_search_path_have_their_plugins(way: Way, tmp_path: Path) -> None:
+def test_packages_on_the_search_path_provide_their_plugins(way: Way, tmp_path: Path) -> None:
     about = tmp_path / "odd-0.1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 0.1\n")
@@ -100,7 +100,7 @@ def test_packages_on_the_search_path_have_their_plugins(way: Way, tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_it_is_a_child_that_signals_reach(number: signal.Signals) -> None:
+def test_a_forked_process_is_a_child_that_receives_signals(number: signal.Signals) -> None:
     command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -112,7 +112,7 @@ def test_it_is_a_child_that_signals_reach(number: signal.Signals) -> None:
         assert process.wait(30) == -number
 
 
-def test_a_process_it_starts_is_its_child() -> None:
+def test_a_process_started_by_a_fork_is_its_child() -> None:
     code = (
         "import os, subprocess, sys\n"
         "inner = subprocess.Popen([sys.executable, '-c', 'import os; print(os.getppid(), flush=True); input()'],\n"
@@ -125,7 +125,7 @@ def test_a_process_it_starts_is_its_child() -> None:
     assert said == f"{parent} 0 1"
 
 
-def test_installed_commands_are_forks_and_other_programs_are_not() -> None:
+def test_only_installed_commands_are_forked() -> None:
     done = run([str(Path(sys.executable).with_name("fedloom")), "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout.split()[0]) == (0, "fedloom")
     assert run(["sh", "-c", "exit 3"]).returncode == 3

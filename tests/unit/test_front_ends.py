@@ -25,7 +25,7 @@ def made() -> FedloomError:
     )
 
 
-def test_python_reads_arguments_and_the_command_line_options() -> None:
+def test_errors_name_arguments_in_python_and_options_on_the_command_line() -> None:
     assert str(made()) == "class_counts needs packed\n  go on with resume=True: `fedloom run --out DIR`"
     with arguments_as_options():
         error = made()
@@ -35,14 +35,14 @@ def test_python_reads_arguments_and_the_command_line_options() -> None:
 
 
 @pytest.mark.parametrize("text", [errors.NEW_RUN, errors.GO_ON, RESTORE, RESUME])
-def test_hints_for_runs_have_words_for_python(text: str) -> None:
+def test_hints_about_runs_have_a_python_form(text: str) -> None:
     assert "--" not in spelled(text)
     with arguments_as_options():
         assert "--" in spelled(text)
 
 
 @pytest.mark.parametrize("kind", FAILURES.values())
-def test_an_error_arrives_whole_in_another_process(kind: type[FedloomError]) -> None:
+def test_an_error_reaches_another_process_unchanged(kind: type[FedloomError]) -> None:
     error = kind("a\nerror: b {c}", hint="d\n  e", key="f.g", found=float("inf"), allowed=["h", 2, Path("i")])
     back = from_json(json.loads(json.dumps(error.as_json())))
     assert type(back) is kind
@@ -90,7 +90,7 @@ def options_in_errors(path: Path) -> list[int]:
     return found
 
 
-def test_no_error_below_the_command_line_spells_an_option() -> None:
+def test_only_the_command_line_spells_options() -> None:
     found = {
         str(path.relative_to(SOURCE)): lines
         for path in SOURCE.rglob("*.py")

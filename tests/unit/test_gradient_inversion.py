@@ -59,14 +59,14 @@ def inputs(count: int, *shape: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("hidden", [[], [7], [16, 5]])
-def test_linear_layer_gives_a_single_input_away_exactly(hidden: list[int]) -> None:
+def test_a_linear_layer_reveals_a_single_input_exactly(hidden: list[int]) -> None:
     x, y = inputs(1, 1, 5, 5)
     found = invert_linear_layer(target(MLP((1, 5, 5), hidden, 4), x, y))
     assert found is not None
     torch.testing.assert_close(found[:1], x, rtol=1e-3, atol=1e-3)
 
 
-def test_update_reveals_the_gradient() -> None:
+def test_the_gradient_is_recovered_from_the_update() -> None:
     x, y = inputs(3, 6)
     model = MLP((6,), [5], 4)
     made = target(model, x, y)
@@ -75,7 +75,7 @@ def test_update_reveals_the_gradient() -> None:
     torch.testing.assert_close(made.gradient, expected, rtol=1e-3, atol=1e-6)
 
 
-def test_units_that_one_example_activates_give_it_away_from_a_batch() -> None:
+def test_units_activated_by_one_example_reveal_it_in_a_batch() -> None:
     x, y = inputs(4, 1, 5, 5)
     found = invert_linear_layer(target(MLP((1, 5, 5), [256], 4), x, y))
     assert found is not None
@@ -83,19 +83,19 @@ def test_units_that_one_example_activates_give_it_away_from_a_batch() -> None:
     assert max(values) > 50
 
 
-def test_convolution_is_no_linear_layer_of_the_input() -> None:
+def test_a_convolution_is_not_inverted_as_a_linear_layer() -> None:
     assert linear_layer(LeNet((1, 28, 28), 4).layout, 784) is None
     x, y = inputs(1, 1, 28, 28)
     assert invert_linear_layer(target(LeNet((1, 28, 28), 4), x, y)) is None
 
 
 @pytest.mark.parametrize("label", range(4))
-def test_label_of_an_example_follows_from_its_gradient(label: int) -> None:
+def test_the_label_of_an_example_follows_from_its_gradient(label: int) -> None:
     x, _ = inputs(1, 1, 28, 28)
     assert label_of(target(LeNet((1, 28, 28), 4), x, torch.tensor([label]))) == label
 
 
-def test_matching_gradients_of_a_smooth_network_shows_the_input() -> None:
+def test_gradient_matching_on_a_smooth_network_reveals_the_input() -> None:
     x = torch.zeros(1, 1, 8, 8)
     x[..., 2:6, 3:5] = 1.0
     made = target(SmoothNetwork(), x, torch.tensor([2]))
@@ -104,7 +104,7 @@ def test_matching_gradients_of_a_smooth_network_shows_the_input() -> None:
 
 
 @pytest.mark.exhaustive
-def test_matching_gradients_of_a_network_with_kinks_shows_an_outline() -> None:
+def test_gradient_matching_on_a_relu_network_reveals_an_outline() -> None:
     x = torch.zeros(1, 1, 28, 28)
     x[..., 8:20, 12:16] = 1.0
     found = match_gradient(target(LeNet((1, 28, 28), 4), x, torch.tensor([2])), 0.0, 1.0)
@@ -118,7 +118,7 @@ def test_peak_signal_to_noise_ratio() -> None:
     assert psnr(x, x + 0.1, 10.0) == pytest.approx(40.0, abs=1e-5)
 
 
-def test_total_variation_is_of_images() -> None:
+def test_total_variation_needs_images() -> None:
     assert float(total_variation(torch.randn(2, 5))) == 0
     image = torch.zeros(1, 1, 2, 2)
     image[..., 1] = 1.0

@@ -45,7 +45,7 @@ def by_hand(models: Tensor, i: int, own: float, sigma: float) -> list[float]:
     return [own if j == i else (1 - own) * e[j] / sum(e) for j in range(len(models))]
 
 
-def test_weights_are_the_papers() -> None:
+def test_weights_follow_the_paper() -> None:
     models = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for i in range(5):
         found = attention(models, i, 0.3, 25.0)
@@ -76,7 +76,7 @@ def visit(s: HeurFedAMPSettings, p: Setup, u: Tensor, c: ClientData, round: int)
 
 @pytest.mark.parametrize("cohort", [3, 2])
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_the_papers_and_the_absent_count_by_their_last_model(tmp_path: Path, cohort: int) -> None:
+def test_rounds_follow_the_paper_and_absent_clients_count_by_their_last_model(tmp_path: Path, cohort: int) -> None:
     s, p, data = made(sigma=5.0), problem(), clients(SIZES)
     run = federation(tmp_path, HEURFEDAMP, s, p, data, rounds=3, cohort=cohort)
     models, counted = run.state["models"], set[int]()
@@ -92,7 +92,7 @@ def test_rounds_are_the_papers_and_the_absent_count_by_their_last_model(tmp_path
     close(run.state["models"], models)
 
 
-def test_with_all_the_weight_on_itself_a_client_trains_alone_to_the_bit(tmp_path: Path) -> None:
+def test_full_weight_on_itself_equals_local_training_to_the_bit(tmp_path: Path) -> None:
     """ξ_ii = 1 and no proximal term: three visits of SGD, with any other clients."""
     s, p, data = made(self_weight=1.0, proximity=0.0), problem(), clients(SIZES)
     run = federation(tmp_path, HEURFEDAMP, s, p, data, rounds=3)
@@ -108,7 +108,7 @@ def test_with_all_the_weight_on_itself_a_client_trains_alone_to_the_bit(tmp_path
         assert torch.equal(run.predictors[3, c.id]["personal"].tensors()["theta"], theta[0])
 
 
-def test_with_every_model_weighted_alike_it_is_uniform_fedavg(tmp_path: Path) -> None:
+def test_equal_weights_give_uniform_fedavg(tmp_path: Path) -> None:
     """σ = 0, half of two clients on itself, no proximal term: both start at the mean of their models."""
     data, s = clients(SIZES[:2]), made(sigma=0.0, proximity=0.0)
     average = FedAvgSettings.model_validate({"local": LOCAL, "weighting": "uniform"})
@@ -153,7 +153,7 @@ def test_a_client_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     data, half = clients((9, 4, 12, 1)), HEURFEDAMP.client(made(), problem(4))
     theta = torch.randn(4, setup().model.layout.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     together = next(half.open(group(data), Centre(theta))).tensors()
@@ -162,7 +162,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
         close(value, torch.cat([one[name] for one in alone]))
 
 
-def test_refusals() -> None:
+def test_invalid_settings_are_rejected() -> None:
     with pytest.raises(ValidationError, match=r"proximity: .*\b20 with local.lr 0.05"):
         made(proximity=20.0)
     for key, value in (("self_weight", 1.1), ("sigma", -1.0), ("proximity", -1.0)):

@@ -23,7 +23,7 @@ RUNS_CODE = {
 }  # fmt: skip
 
 
-def test_the_page_names_tests_that_exist() -> None:
+def test_the_page_names_existing_tests() -> None:
     _, _, table = (ROOT / "docs" / "security.md").read_text().partition("\n## Holes of other systems")
     rows = [row for row in table.splitlines() if row.startswith("| ")][1:]
     assert len(rows) > 15
@@ -49,7 +49,7 @@ def running(code: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_nothing_runs_what_it_is_given() -> None:
+def test_untrusted_input_is_never_executed() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
         for path in (ROOT / "src").rglob("*.py")
@@ -61,21 +61,21 @@ def test_nothing_runs_what_it_is_given() -> None:
 @pytest.mark.parametrize(
     "code", ["eval('1')", "import os\nos.system(x)", "subprocess.run(x, shell=True)", "torch.jit.load(f)"]
 )
-def test_calls_that_run_code_are_found(code: str) -> None:
+def test_calls_that_execute_code_are_detected(code: str) -> None:
     assert len(list(running(code))) == 1
 
 
 @pytest.mark.parametrize(
     "name", ["antigravity:fly", "antigravity.fly", "fedloom.algorithms.fedavg:FEDAVG", "../fedavg", "os"]
 )
-def test_a_method_is_found_by_its_registered_name_alone(name: str) -> None:
+def test_a_method_is_only_found_by_its_registered_name(name: str) -> None:
     """An aggregator names the method that its workers run, and can make them import nothing."""
     with pytest.raises(ExperimentError, match="fedavg"):
         find_algorithm(name)
     assert "antigravity" not in sys.modules
 
 
-def test_nobody_pings_more_often_than_is_allowed() -> None:
+def test_keepalive_pings_respect_the_servers_minimum_interval() -> None:
     """gRPC ends a connection with GOAWAY, too_many_pings, else."""
     ours, allowed = dict(CHANNEL_OPTIONS), dict(SERVER_OPTIONS)
     assert ours["grpc.keepalive_time_ms"] >= 2 * allowed["grpc.http2.min_ping_interval_without_data_ms"]

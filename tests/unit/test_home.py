@@ -42,12 +42,12 @@ def test_the_variable_to_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("homeless")
-def test_a_path_without_a_home_folder_is_taken_as_it_is() -> None:
+def test_a_path_without_a_home_folder_is_kept() -> None:
     assert expanded("data/x") == Path("data/x")
     assert data_root("/d") == Path("/d")
 
 
-def test_nothing_else_looks_for_a_home_folder() -> None:
+def test_only_one_module_looks_up_the_home_folder() -> None:
     """``Path.expanduser`` and ``Path.home`` raise unexpected errors."""
     source = Path(__file__).parents[2] / "src" / "fedloom"
     found = [

@@ -27,14 +27,14 @@ def plain(p: dict[str, Tensor], v: Tensor, output_relu: bool = True) -> Tensor:
 
 
 @pytest.mark.parametrize(("size", "hidden"), [("S", 1), ("M", 3), ("L", 5)])
-def test_layers_are_those_of_the_paper(size: str, hidden: int) -> None:
+def test_layers_match_the_paper(size: str, hidden: int) -> None:
     network, _ = made(26, 85_822 // 100, size=size)
     weights = [shape for name, shape in network.layout.entries if name.endswith("weight")]
     assert weights == [(100, 26), *[(100, 100)] * hidden, (858, 100)]
     assert [name for name, _ in network.layout.entries[-2:]] == [f"fc{hidden + 2}.weight", f"fc{hidden + 2}.bias"]
 
 
-def test_m_on_a_lenet_has_the_size_of_table_5() -> None:
+def test_the_m_hypernetwork_of_a_lenet_has_the_size_of_table_5() -> None:
     network = Hypernetwork(26, 85_822)
     assert network.layout.size == (26 * 100 + 100) + 3 * (100 * 100 + 100) + (100 * 85_822 + 85_822)
 
@@ -42,7 +42,7 @@ def test_m_on_a_lenet_has_the_size_of_table_5() -> None:
 @pytest.mark.parametrize("c", [1, 7, 8, 9, 20])
 @pytest.mark.parametrize("output_relu", [True, False])
 @pytest.mark.parametrize("size", ["S", "M"])
-def test_the_reverse_pass_is_autograds(c: int, output_relu: bool, size: str) -> None:
+def test_the_reverse_pass_equals_autograds(c: int, output_relu: bool, size: str) -> None:
     network, p = made(size=size, output_relu=output_relu)
     random = torch.Generator().manual_seed(c)
     v = torch.randn(c, 4, generator=random, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_the_reverse_pass_is_autograds(c: int, output_relu: bool, size: str) -> 
         torch.testing.assert_close(value, truth, rtol=0, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_weights_of_zero_leave_nothing() -> None:
+def test_zero_weights_have_no_effect() -> None:
     network, p = made()
     v = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     _, pullback = network.vjp(p, v)
@@ -88,7 +88,7 @@ def test_the_reverse_pass_changes_no_parameter() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_clients_model_has_the_same_bits_whoever_else_is_in_the_cohort(threads: int) -> None:
+def test_a_clients_model_has_the_same_bits_in_any_cohort(threads: int) -> None:
     """In float32, in every cohort size from 1 to 17, at every position."""
     network, p = made(26, 2003, dtype=torch.float32)
     random = torch.Generator().manual_seed(2)
@@ -108,7 +108,7 @@ def test_a_clients_model_has_the_same_bits_whoever_else_is_in_the_cohort(threads
         torch.set_num_threads(before)
 
 
-def test_a_clients_feedback_has_the_same_bits_whoever_else_is_in_the_cohort() -> None:
+def test_a_clients_feedback_has_the_same_bits_in_any_cohort() -> None:
     network, p = made(26, 2003, dtype=torch.float32)
     random = torch.Generator().manual_seed(3)
     v, delta = torch.randn(17, 26, generator=random), torch.randn(17, 2003, generator=random)
@@ -120,14 +120,14 @@ def test_a_clients_feedback_has_the_same_bits_whoever_else_is_in_the_cohort() ->
 
 
 @pytest.mark.parametrize("c", [1, TILE - 1, TILE, TILE + 1, 3 * TILE])
-def test_rows_in_are_rows_out(c: int) -> None:
+def test_output_rows_correspond_to_input_rows(c: int) -> None:
     network, p = made()
     theta, pullback = network.vjp(p, torch.zeros(c, 4, dtype=torch.float64))
     assert theta.shape == network(p, torch.zeros(c, 4, dtype=torch.float64)).shape == (c, 11)
     assert pullback(torch.zeros(c, 11).double(), torch.zeros(c).double()).d_v.shape == (c, 4)
 
 
-def test_a_model_of_several_products_has_the_bits_that_it_has_alone() -> None:
+def test_a_model_has_the_same_bits_with_several_matrix_products() -> None:
     network, p = made(d=2 * COLUMNS + 1, dtype=torch.float32)
     v = torch.randn(85, 4, generator=torch.Generator().manual_seed(1))
     theta = network(p, v)
@@ -136,7 +136,7 @@ def test_a_model_of_several_products_has_the_bits_that_it_has_alone() -> None:
     torch.testing.assert_close(theta.double(), plain({k: w.double() for k, w in p.items()}, v.double()))
 
 
-def test_rows_whose_bits_differ_from_a_tiles_are_not_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_whose_bits_differ_from_a_tiles_are_computed_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     def moody(b: Tensor, h: Tensor, w: Tensor) -> Tensor:
         products = h[:, :, None] * w
         return b + (products if len(h) != 32 else products.flip(1)).sum(1)

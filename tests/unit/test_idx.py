@@ -14,7 +14,7 @@ from fedloom.errors import DataError, ExitCode
 GOOD = struct.pack(">BBBB3I", 0, 0, 8, 3, 2, 3, 4) + bytes(range(24))
 
 
-def test_reads_shape_and_bytes_in_order() -> None:
+def test_shape_and_bytes_are_read_in_order() -> None:
     images = idx.parse_bytes(GOOD, "images", 3)
     assert images.dtype == np.uint8
     assert np.array_equal(images, np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
@@ -50,7 +50,7 @@ def test_errors_are_named(content: bytes, words: list[str]) -> None:
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes_are_read_or_refused(content: bytes) -> None:
+def test_any_bytes_are_read_or_rejected(content: bytes) -> None:
     try:
         array = idx.parse_bytes(content, "file", 1)
     except DataError:
@@ -61,7 +61,7 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
 INTEGERS = struct.pack(">BBBB2I3i", 0, 0, 0x0C, 2, 1, 3, 7, -1, 2**31 - 1)
 
 
-def test_reads_big_endian_integers() -> None:
+def test_big_endian_integers_are_read() -> None:
     rows = idx.parse_int32(INTEGERS, "labels", 2)
     assert rows.dtype == np.int64
     assert rows.tolist() == [[7, -1, 2**31 - 1]]
@@ -76,7 +76,7 @@ def test_reads_big_endian_integers() -> None:
     ],
     ids=["cut", "header", "type"],
 )
-def test_values_that_are_no_integers_are_named(content: bytes, words: list[str]) -> None:
+def test_non_integer_values_are_named(content: bytes, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
         idx.parse_int32(content, "labels", 2)
     for word in words:

@@ -80,7 +80,7 @@ def test_pixels_of_255_have_no_class(given: dict[str, Any], tmp_path: Path) -> N
     assert torch.equal(torch.bincount(found.flatten()), torch.bincount(torch.from_numpy(BORDERED).long().flatten()))
 
 
-def test_black_and_white_masks_are_of_two_classes(tmp_path: Path) -> None:
+def test_black_and_white_masks_have_two_classes(tmp_path: Path) -> None:
     white = np.where(MASKS > 0, 255, 0).astype(np.uint8)
     kinds: tuple[dict[str, Any], ...] = ({}, {"outputs": 2}, {"classes": ["no", "yes"]})
     for i, given in enumerate(kinds):
@@ -91,7 +91,7 @@ def test_black_and_white_masks_are_of_two_classes(tmp_path: Path) -> None:
     assert sorted(set(all_targets(many).flatten().tolist())) == [0, 255]
 
 
-def test_255_is_a_class_of_256_and_more(tmp_path: Path) -> None:
+def test_255_is_a_class_with_256_classes_or_more(tmp_path: Path) -> None:
     dataset = opened(IMAGES, BORDERED, tmp_path / "a", outputs=256)
     assert dataset.manifest.targets is not None
     assert dataset.manifest.targets.ignored is None
@@ -102,7 +102,7 @@ def test_255_is_a_class_of_256_and_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(7, np.int64), (-1, np.int64), (254, np.uint8), (np.nan, np.float64)])
-def test_other_values_of_pixels_are_refused(value: float, dtype: Any, tmp_path: Path) -> None:
+def test_other_pixel_values_are_rejected(value: float, dtype: Any, tmp_path: Path) -> None:
     wrong = BORDERED.astype(dtype)
     wrong[4, 2, 1] = value
     with pytest.raises(DataError) as error:
@@ -110,7 +110,7 @@ def test_other_values_of_pixels_are_refused(value: float, dtype: Any, tmp_path: 
     assert mentions(str(error.value), "0 to 2", "255", f"{value:g}")
 
 
-def test_masks_without_any_class_are_refused(tmp_path: Path) -> None:
+def test_masks_without_any_class_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         opened(IMAGES, np.full_like(MASKS, 255), tmp_path, task="segmentation")
     assert mentions(str(error.value), "255", "every pixel")
@@ -128,7 +128,7 @@ def test_packed_masks_keep_pixels_without_a_class(tmp_path: Path) -> None:
     assert packed.card.targets == Targets("segmentation", (6, 6), 3)
 
 
-def test_newcomers_masks_are_read_like_those_of_clients(tmp_path: Path) -> None:
+def test_masks_of_new_clients_are_read_like_those_of_clients(tmp_path: Path) -> None:
     manifest = opened(IMAGES, BORDERED, tmp_path / "a").manifest
     newcomer = Newcomer.from_arrays("new", IMAGES[:4], BORDERED[:4], wanted_of(manifest))
     assert torch.equal(targets_of(newcomer), torch.from_numpy(BORDERED[:4]).long())
@@ -143,7 +143,7 @@ def test_newcomers_masks_are_read_like_those_of_clients(tmp_path: Path) -> None:
     assert mentions(str(error.value), "255")
 
 
-def test_tokens_that_are_the_inputs_become_the_next_ones(tmp_path: Path) -> None:
+def test_identical_input_tokens_become_the_next_ones(tmp_path: Path) -> None:
     moved = np.concatenate([TOKENS[:, 1:], np.full((2 * N, 1), -100)], 1)
     dataset = opened(TOKENS, TOKENS, tmp_path / "a")
     for name in dataset.manifest.roster:
@@ -162,7 +162,7 @@ def test_tokens_that_are_the_inputs_become_the_next_ones(tmp_path: Path) -> None
     assert torch.equal(targets_of(newcomer), torch.from_numpy(moved[:4]))
 
 
-def test_another_ignored_value_leaves_out_more() -> None:
+def test_another_ignored_value_excludes_more_targets() -> None:
     outputs, y = torch.randn(4, 3, 2, 2), torch.tensor([[[0, 1], [2, 255]]] * 4)
     expected = F.cross_entropy(outputs, y.where(y != 0, 255), ignore_index=255, reduction="none").sum((1, 2)) / 2
     torch.testing.assert_close(Segmentation(ignore_index=0).loss(outputs, y), expected)
@@ -176,7 +176,7 @@ def test_another_ignored_value_leaves_out_more() -> None:
         torch.testing.assert_close(one, wanted)
 
 
-def test_a_task_that_is_not_that_of_the_data_is_refused_at_its_line() -> None:
+def test_a_task_that_contradicts_the_data_is_rejected_at_its_line() -> None:
     text = """\
 name: t
 data:

@@ -92,13 +92,13 @@ def pins() -> dict[str, str]:
     return {m[1]: m[2] for line in lines if (m := re.fullmatch(r"([a-z0-9-]+)==(\S+) \\", line))}
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_reports_nothing() -> None:
     command = [str(Path(sys.executable).parent / "hadolint"), "--no-color", str(DOCKERFILE)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_hadolint_would_find_something() -> None:
+def test_hadolint_reports_a_faulty_dockerfile() -> None:
     command = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "-"]
     bad = "FROM python:latest\nRUN pip install torch\n"
     done = subprocess.run(command, cwd=ROOT, input=bad, capture_output=True, text=True, timeout=60)
@@ -107,7 +107,7 @@ def test_hadolint_would_find_something() -> None:
 
 
 @pytest.mark.parametrize("image", ["aggregator", "components"])
-def test_images_that_run_rounds_can_account_for_privacy(image: str) -> None:
+def test_images_that_run_rounds_include_the_privacy_accountant(image: str) -> None:
     """Without the extra, a pod would refuse an experiment with federation.privacy."""
     _, found = stages()
     steps = " ".join(text for stage in lineage(found, image) for word, text in stage.steps if word == "RUN")
@@ -116,7 +116,7 @@ def test_images_that_run_rounds_can_account_for_privacy(image: str) -> None:
     assert {"dp-accounting", "scipy"} <= set(pins())
 
 
-def test_every_image_from_outside_has_a_tag_and_a_digest() -> None:
+def test_every_external_image_has_a_tag_and_a_digest() -> None:
     arguments, found = stages()
     outside = {stage.base for stage in found.values()} - {*found, "scratch"}
     assert outside == {"${BASE}"}
@@ -154,7 +154,7 @@ def test_the_aggregator_reports_its_address() -> None:
     assert stages()[1]["aggregator"].last("EXPOSE") == str(PORT)
 
 
-def test_bake_makes_every_image_in_the_version_of_this_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bake_tags_every_image_with_the_repositorys_version(monkeypatch: pytest.MonkeyPatch) -> None:
     variables, targets = bake()
     assert variables == {"REGISTRY": "", "VERSION": PROJECT["version"], "REVISION": "unknown"}
     assert {*targets} == {"common", "worker", "worker-cuda", "aggregator", "components"}
@@ -171,7 +171,7 @@ def test_bake_makes_every_image_in_the_version_of_this_repository(monkeypatch: p
     assert fedloom.__version__ == PROJECT["version"]
 
 
-def test_the_build_gets_the_files_it_copies_and_nothing_else() -> None:
+def test_the_build_context_has_only_the_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     given = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines
@@ -186,7 +186,7 @@ def test_the_build_gets_the_files_it_copies_and_nothing_else() -> None:
     assert all((ROOT / path).exists() for path in given)
 
 
-def test_everything_that_is_installed_has_one_version() -> None:
+def test_everything_installed_is_pinned() -> None:
     """Whatever this project needs here, and what that needs, is in the constraints, in a version it takes."""
     pinned = pins()
     text = (ROOT / "images" / "constraints.txt").read_text()
@@ -238,7 +238,7 @@ def test_continuous_integration_runs_programs_pinned_by_hash() -> None:
         assert "--require-hashes" in installs.read_text()
 
 
-def test_a_library_without_symbols_is_the_same_library(tmp_path: Path) -> None:
+def test_stripping_keeps_a_library_working(tmp_path: Path) -> None:
     """Strip symbols, which no run reads; a second call writes nothing, since that would fill another layer."""
     original = Path(_rust.__file__)
     copy = tmp_path / original.name
@@ -263,7 +263,7 @@ def test_only_libraries_are_stripped(tmp_path: Path) -> None:
         assert path.read_bytes() == content
 
 
-def test_slim_removes_files_that_are_not_read(tmp_path: Path) -> None:
+def test_slim_removes_only_unused_files(tmp_path: Path) -> None:
     gone = ["torch/include/a.h", "torch/bin/test_jit", "torch/share/x", "numpy/linalg/tests/test_a.py", "numpy/a.pyi"]
     stay = ["torch/bin/torch_shm_manager", "torch/testing/_internal/logging_tensor.py", "numpy/testing/__init__.py"]
     for name in (*gone, *stay):

@@ -102,7 +102,7 @@ def holds(x: NDArray[np.uint8], image: NDArray[np.uint8]) -> bool:
 # --- what is listed ---------------------------------------------------------------------------------------------------
 
 
-def test_a_class_that_is_a_link_is_read(tmp_path: Path) -> None:
+def test_a_linked_class_folder_is_read(tmp_path: Path) -> None:
     store = folder(tmp_path / "store", 4, 5, 3)
     (tmp_path / "subset").mkdir()
     for name in ("cat", "dog"):
@@ -114,20 +114,20 @@ def test_a_class_that_is_a_link_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [".", "..", "../.."])
-def test_a_link_to_a_folder_above_is_refused_and_named(target: str, tmp_path: Path) -> None:
+def test_a_link_to_a_parent_folder_is_rejected_and_named(target: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "a" / "pictures", 4, 5)
     (source / "cat" / "again").symlink_to(target)
     assert tells(refusal(source), "again", "link")
 
 
-def test_links_between_classes_end(tmp_path: Path) -> None:
+def test_links_between_classes_terminate(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5)
     (source / "cat" / "to-dog").symlink_to("../dog")
     (source / "dog" / "to-cat").symlink_to("../cat")
     assert tells(refusal(source), "to-cat", "link")
 
 
-def test_a_folder_that_cannot_be_read_is_not_left_out(other_user: Path) -> None:
+def test_an_unreadable_folder_is_reported(other_user: Path) -> None:
     source = folder(other_user / "pictures", 4, 5)
     (source / "cat").chmod(0)
     with as_other_user():
@@ -157,7 +157,7 @@ def test_files_of_operating_systems_are_skipped(tmp_path: Path) -> None:
     assert (len(x), done.card.classes) == (16, ("cat", "dog"))
 
 
-def test_folders_of_splits_are_known_beside_what_systems_leave_behind(tmp_path: Path) -> None:
+def test_split_folders_are_recognized_beside_system_files(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         folder(tmp_path / "pictures" / split, 4, 5, each=3)
     (tmp_path / "pictures" / "__MACOSX").mkdir()
@@ -185,7 +185,7 @@ def test_both_unicode_forms_of_a_class_are_one_class(form: Any, tmp_path: Path) 
     assert sum(of_split[0] for of_split in counts.values()) == 40
 
 
-def test_a_class_that_is_named_twice_in_two_unicode_forms_is_refused() -> None:
+def test_a_class_in_two_unicode_forms_is_rejected() -> None:
     with pytest.raises(ValidationError, match="caf"):
         Own(kind="pixels", input_shape=(1, 4, 5), classes=("caf\u00e9", "cafe\u0301"))
 
@@ -194,7 +194,7 @@ def test_a_class_that_is_named_twice_in_two_unicode_forms_is_refused() -> None:
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif", "webp"])
-def test_images_are_turned_as_their_orientation_says(ending: str, tmp_path: Path) -> None:
+def test_images_are_rotated_by_their_orientation(ending: str, tmp_path: Path) -> None:
     upright = np.zeros((8, 16, 3), np.uint8)
     upright[:4] = 255
     back = {
@@ -251,7 +251,7 @@ def tiff16(path: Path, values: NDArray[np.uint16]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grey", "rgb", "grey-alpha", "rgba", "ppm", "pgm", "tiff", "float", "int"])
-def test_images_of_more_than_8_bits_are_refused(kind: str, tmp_path: Path) -> None:
+def test_images_of_more_than_8_bits_are_rejected(kind: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5)
     at = source / "cat"
     values = RNG.integers(0, 4096, (4, 5, 4)).astype(np.uint16)
@@ -273,14 +273,14 @@ def test_images_of_more_than_8_bits_are_refused(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ending", ["tif", "gif", "png", "webp"])
-def test_images_of_several_pages_or_frames_are_refused(ending: str, tmp_path: Path) -> None:
+def test_images_of_several_pages_or_frames_are_rejected(ending: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5, 3)
     more = [Image.fromarray(pixels(4, 5, 3)) for _ in range(2)]
     Image.fromarray(pixels(4, 5, 3)).save(source / "cat" / f"many.{ending}", save_all=True, append_images=more)
     assert tells(refusal(source), "1 error", "pages or frames", f"cat/many.{ending}: 3")
 
 
-def test_the_preview_that_a_phone_adds_to_a_photo_is_left_out_with_a_note(tmp_path: Path) -> None:
+def test_the_preview_in_a_phones_photo_is_ignored_with_a_note(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 8, 8, 3)
     more = [Image.fromarray(pixels(8, 8, 3))]
     Image.fromarray(pixels(8, 8, 3)).save(source / "cat" / "a.jpg", format="MPO", save_all=True, append_images=more)
@@ -299,7 +299,7 @@ def test_a_first_grey_image_does_not_make_the_others_grey(tmp_path: Path) -> Non
     assert done.notes == ("1 image converted from L to RGB",)
 
 
-def test_images_that_are_all_grey_stay_grey(tmp_path: Path) -> None:
+def test_all_grey_images_stay_grey(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5)
     Image.new("LA", (5, 4), (7, 255)).save(source / "cat" / "opaque.png")
     Image.new("1", (5, 4), 1).save(source / "cat" / "bits.png")
@@ -311,7 +311,7 @@ def test_images_that_are_all_grey_stay_grey(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
-def test_transparency_is_left_out_with_a_note(mode: str, tmp_path: Path) -> None:
+def test_transparency_is_dropped_with_a_note(mode: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5, 3)
     image = Image.new("RGBA", (5, 4), (9, 9, 9, 255))
     image.putpixel((1, 2), (9, 9, 9, 0))
@@ -321,7 +321,7 @@ def test_transparency_is_left_out_with_a_note(mode: str, tmp_path: Path) -> None
     assert any(tells(note, "1 image", "to RGB") for note in done.notes)
 
 
-def test_inks_become_colours_with_a_note(tmp_path: Path) -> None:
+def test_cmyk_is_converted_with_a_note(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 8, 8, 3)
     Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(source / "cat" / "inks.tif")
     done, x = packed(source)
@@ -332,7 +332,7 @@ def test_inks_become_colours_with_a_note(tmp_path: Path) -> None:
 # --- hostile files ----------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_starts_a_program_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_would_start_a_program_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = folder(tmp_path / "pictures", 4, 5)
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "gs"
@@ -346,7 +346,7 @@ def test_a_file_that_starts_a_program_is_not_opened(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+def test_an_image_with_huge_dimensions_is_rejected_before_decoding(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5)
     for name, side in (("large", 10_000), ("huge", 60_000)):
         header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
@@ -363,7 +363,7 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_unpacked(tmp_pa
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif", "gif", "webp", "bmp", "ppm", "tga"])
-def test_damaged_images_are_named_whatever_the_decoder_raises(ending: str, tmp_path: Path) -> None:
+def test_damaged_images_are_named_for_any_decoder_error(ending: str, tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5, 3)
     path = source / "cat" / f"a.{ending}"
     Image.fromarray(pixels(4, 5, 3)).save(path)
@@ -380,7 +380,7 @@ def test_damaged_images_are_named_whatever_the_decoder_raises(ending: str, tmp_p
 # --- notes ------------------------------------------------------------------------------------------------------------
 
 
-def test_notes_of_a_folder_are_told_by_every_command_that_asks_for_its_partition(tmp_path: Path) -> None:
+def test_notes_of_a_folder_are_shown_by_every_command_that_partitions(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 6, 6, 3, each=20)
     Image.fromarray(pixels(6, 6)).save(source / "cat" / "0.png")
     data = {
@@ -398,7 +398,7 @@ def test_notes_of_a_folder_are_told_by_every_command_that_asks_for_its_partition
     assert json.loads((tmp_path / "run" / "partition.json").read_text())["input_shape"] == [3, 6, 6]
 
 
-def test_notes_reach_the_caller_in_python(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_notes_reach_python_callers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = folder(tmp_path / "pictures", 6, 6, 3, each=20)
     Image.fromarray(pixels(6, 6)).save(source / "cat" / "0.png")
     data = {"dataset": "folder", "root": str(tmp_path / "data"), "source": {"path": str(source)}}
@@ -410,7 +410,7 @@ def test_notes_reach_the_caller_in_python(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.slow
-def test_notes_are_told_of_each_use_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_notes_are_repeated_for_each_use_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = folder(tmp_path / "pictures", 6, 6, 3, each=20)
     Image.fromarray(pixels(6, 6)).save(source / "cat" / "0.png")
     data = {
@@ -437,7 +437,7 @@ def test_notes_are_told_of_each_use_in_one_process(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize("names", [("train", "test"), ("Train", "TEST", "Val")])
-def test_folders_of_splits_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_split_folders_are_not_classes(names: tuple[str, ...], tmp_path: Path) -> None:
     for name in names:
         folder(tmp_path / "pictures" / name, 6, 6, 3, each=30)
     manifest = opened(tmp_path / "pictures", tmp_path).manifest
@@ -445,7 +445,7 @@ def test_folders_of_splits_are_no_classes(names: tuple[str, ...], tmp_path: Path
     assert 50 <= sum(entry.test for entry in manifest.clients) <= 60  # of 60; a fifth of all would be fewer
 
 
-def test_training_examples_alone_are_refused(tmp_path: Path) -> None:
+def test_training_examples_without_a_test_split_are_rejected(tmp_path: Path) -> None:
     for name in ("train", "val"):
         folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
     with pytest.raises(DataError) as error:
@@ -453,7 +453,7 @@ def test_training_examples_alone_are_refused(tmp_path: Path) -> None:
     assert tells(str(error.value), "40 examples", "testing")
 
 
-def test_folders_of_splits_beside_others_are_refused(tmp_path: Path) -> None:
+def test_split_folders_beside_other_folders_are_rejected(tmp_path: Path) -> None:
     for name in ("train", "test", "more"):
         folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
     with pytest.raises(DataError) as error:
@@ -466,7 +466,7 @@ def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     assert opened(tmp_path / "pictures", tmp_path).manifest.class_names == ("bus", "train")
 
 
-def test_an_image_beside_the_folders_of_splits_is_refused(tmp_path: Path) -> None:
+def test_an_image_beside_split_folders_is_rejected(tmp_path: Path) -> None:
     for name in ("train", "val", "test"):
         folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
     Image.fromarray(pixels(6, 6, 3)).save(tmp_path / "pictures" / "stray.png")
@@ -475,7 +475,7 @@ def test_an_image_beside_the_folders_of_splits_is_refused(tmp_path: Path) -> Non
     assert tells(str(error.value), "folders of splits, in 1 place: stray.png")
 
 
-def test_classes_and_owners_without_an_image_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_and_owners_without_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for owner in ("ann", "bob"):
         folder(tmp_path / "pictures" / owner, 6, 6, 3, each=10)
     (tmp_path / "pictures" / "ann" / "cow").mkdir()

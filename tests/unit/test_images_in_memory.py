@@ -69,7 +69,7 @@ def first(given: Any) -> tuple[np.ndarray, tuple[str, ...]]:
         (lambda: None, ("[]",)),
     ],
 )
-def test_pixels_that_would_change_are_refused_and_named(given: Callable[[], Any], facts: tuple[str, ...]) -> None:
+def test_pixels_that_would_change_are_rejected_and_named(given: Callable[[], Any], facts: tuple[str, ...]) -> None:
     dataset = [(given(), i % 2) for i in range(2)]
     assert tells(refusal(dataset), "dataset[0]", *facts)
 
@@ -87,7 +87,7 @@ def test_pixels_that_would_change_are_refused_and_named(given: Callable[[], Any]
     ],
 )
 @pytest.mark.parametrize("channels", [3, 4])
-def test_every_form_of_the_same_image_gives_the_same_pixels(given: Callable[[Any], Any], channels: int) -> None:
+def test_every_form_of_an_image_gives_the_same_pixels(given: Callable[[Any], Any], channels: int) -> None:
     pixels = image(6, 7, channels)
     kept, notes = first(given(pixels))
     assert np.array_equal(kept, pixels.transpose(2, 0, 1))
@@ -95,7 +95,7 @@ def test_every_form_of_the_same_image_gives_the_same_pixels(given: Callable[[Any
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
-def test_images_of_pillow_are_kept_as_totensor_keeps_them(mode: str) -> None:
+def test_pillow_images_are_stored_as_by_totensor(mode: str) -> None:
     from torchvision.transforms import ToTensor
 
     channels = len(Image.new(mode, (1, 1)).getbands())
@@ -112,7 +112,7 @@ def test_bits_and_booleans_are_black_and_white() -> None:
         assert len(notes) == (0 if isinstance(given, Image.Image) else 1)
 
 
-def test_a_palette_becomes_its_colours_with_a_note() -> None:
+def test_a_palette_is_converted_with_a_note() -> None:
     colours = Image.fromarray(RNG.choice(np.array([10, 200], np.uint8), (6, 7, 3)))
     kept, notes = first(colours.quantize(8))
     assert np.array_equal(kept, np.asarray(colours).transpose(2, 0, 1))
@@ -124,7 +124,7 @@ def test_a_spectral_tensor_keeps_its_channels() -> None:
     assert first(np.zeros((9, 8, 13), np.uint8))[0].shape == (13, 9, 8)
 
 
-def test_an_orientation_and_frames_in_memory_are_told(tmp_path: Path) -> None:
+def test_orientation_and_frames_in_memory_are_reported(tmp_path: Path) -> None:
     tag = Image.Exif()
     tag[0x0112] = 6
     pixels = image(6, 7, 3)
@@ -152,11 +152,11 @@ def test_notes_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     "label",
     [1, np.int32(1), np.array([1]), np.array(1), torch.tensor(1), torch.tensor([1]), torch.tensor([[1]]), 1.0, [1]],
 )
-def test_one_whole_number_is_a_label(label: Any) -> None:
+def test_a_single_integer_is_a_label(label: Any) -> None:
     assert read_items([(image(4, 5), label)], "dataset")[1].tolist() == [1]
 
 
-def test_names_are_labels(tmp_path: Path) -> None:
+def test_strings_are_labels(tmp_path: Path) -> None:
     dataset = [(image(4, 5), ("dog", "cat")[i % 2]) for i in range(40)]
     manifest = fedloom.Federated.from_torchvision(dataset, SCHEME, root=tmp_path).open().manifest
     assert manifest.class_names == ("cat", "dog")
@@ -167,12 +167,12 @@ def test_names_are_labels(tmp_path: Path) -> None:
     [0.7, np.float32(0.5), float("nan"), float("inf"), torch.tensor([0, 1]), np.zeros(14), {"boxes": []}, {}, None, "",
      True, torch.tensor(True), 2**40, 2**70, b"cat", 1j, [[1], [1, 2]], (1, "a")],
 )  # fmt: skip
-def test_targets_that_are_not_one_label_are_refused_and_named(label: Any) -> None:
+def test_targets_other_than_one_label_are_rejected_and_named(label: Any) -> None:
     dataset = [(image(4, 5), 1), (image(4, 5), label)]
     assert tells(refusal(dataset), "dataset[1]", "label")
 
 
-def test_numbers_and_names_do_not_mix() -> None:
+def test_numbers_and_names_cannot_be_mixed() -> None:
     assert tells(refusal([(image(4, 5), 1), (image(4, 5), "cat")]), "numbers", "names")
 
 
@@ -202,12 +202,12 @@ class Iterated(Indexed):
 
 
 @pytest.mark.parametrize(("kind", "has"), [(Indexed, 3), (Iterated, 3), (Iterated, 6), (Iterated, 10**9)])
-def test_a_data_set_whose_length_is_wrong_is_refused(kind: type[Indexed], has: int) -> None:
+def test_a_dataset_of_the_wrong_length_is_rejected(kind: type[Indexed], has: int) -> None:
     dataset = Indexed(5, has) if kind is Indexed else Iterated(5, has)
     assert tells(refusal(dataset), "dataset", 5, "length")
 
 
-def test_a_bug_in_the_data_set_is_not_hidden() -> None:
+def test_a_bug_in_the_dataset_is_raised() -> None:
     class Broken(Indexed):
         def __getitem__(self, place: int) -> tuple[Any, int]:
             raise ZeroDivisionError
@@ -217,16 +217,16 @@ def test_a_bug_in_the_data_set_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("dataset", [3, None, "mnist", {"x": 1}, {1, 2}, object()])
-def test_objects_that_are_no_data_sets_are_refused(dataset: Any) -> None:
+def test_objects_that_are_not_datasets_are_rejected(dataset: Any) -> None:
     assert tells(refusal(dataset), "dataset", type(dataset).__name__)
 
 
 @pytest.mark.parametrize("item", [3, "ab", (1, 2, 3), {"image": 1, "label": 2}])
-def test_items_that_are_no_pairs_are_refused(item: Any) -> None:
+def test_items_that_are_not_pairs_are_rejected(item: Any) -> None:
     assert tells(refusal([item]), "dataset[0]", type(item).__name__)
 
 
-def test_images_of_several_shapes_are_refused() -> None:
+def test_images_of_several_shapes_are_rejected() -> None:
     assert tells(refusal([(image(4, 5), 0), (image(4, 6), 0)]), "dataset[1]", "[1, 4, 6]", "[1, 4, 5]")
 
 
@@ -236,7 +236,7 @@ WANTED = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "u4", "u8", "i2", ">i4", "i8"])
-def test_pixels_of_a_newcomer_are_taken_from_every_integer_type(dtype: str) -> None:
+def test_new_clients_pixels_may_have_any_integer_type(dtype: str) -> None:
     x = RNG.integers(0, 256, (3, 1, 4, 4))
     taken = Newcomer.from_arrays("eve", x.astype(dtype), np.array([0, 1, 1]).astype(dtype), WANTED).client("eve").train
     same = Newcomer.from_arrays("eve", x.astype(np.uint8), [0, 1, 1], WANTED).client("eve").train
@@ -250,7 +250,7 @@ def test_pixels_of_a_newcomer_are_taken_from_every_integer_type(dtype: str) -> N
         assert tells(str(caught.value), "x", 300, 255)
 
 
-def test_a_model_of_pixels_refuses_floats_that_would_be_scaled_twice(tmp_path: Path) -> None:
+def test_a_pixel_model_rejects_floats_that_would_be_scaled_twice(tmp_path: Path) -> None:
     task = {
         "name": "own",
         "model": {"name": "logistic"},

@@ -70,7 +70,7 @@ ARROWS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": {"api", "experiment", "runner"},  # when its names are used
 }
-"""Room -> rooms it may import. There is no way back: see :func:`test_arrows_make_no_circle`."""
+"""Room -> rooms it may import. There is no way back: see :func:`test_imports_have_no_cycles`."""
 
 FOR_TYPES_ONLY = {("evaluation", "models")}
 """Arrows that may exist under ``if TYPE_CHECKING:`` alone."""
@@ -162,16 +162,16 @@ def pickling(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.value.lineno, "allow_pickle"
 
 
-def test_rooms_know_only_what_they_may() -> None:
+def test_packages_import_only_allowed_packages() -> None:
     assert violations(SOURCE) == []
 
 
-def test_every_room_is_known_to_this_test() -> None:
+def test_every_package_is_known_to_this_test() -> None:
     rooms = {path.relative_to(SOURCE).parts[0].removesuffix(".py") for path in SOURCE.rglob("*.py")}
     assert rooms == set(ARROWS)
 
 
-def test_arrows_make_no_circle() -> None:
+def test_imports_have_no_cycles() -> None:
     known = {room: {*others, *(b for a, b in FOR_TYPES_ONLY if a == room)} for room, others in ARROWS.items()}
     assert set(TopologicalSorter(known).static_order()) == set(ARROWS)  # raises CycleError
 
@@ -212,7 +212,7 @@ def test_a_public_name_is_defined_once() -> None:
         ("data/a.py", "numpy.load('x', allow_pickle=True)", "allow_pickle pickles"),
     ],
 )  # fmt: skip
-def test_a_wrong_import_is_found(tmp_path: Path, where: str, code: str, expected: str) -> None:
+def test_a_forbidden_import_is_detected(tmp_path: Path, where: str, code: str, expected: str) -> None:
     path = tmp_path / where
     path.parent.mkdir()
     path.write_text(code)
@@ -230,7 +230,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, where: str, code: str, expected
         ("data/a.py", "numpy.load('x', allow_pickle=False)"),
     ],
 )  # fmt: skip
-def test_a_right_import_is_not(tmp_path: Path, where: str, code: str) -> None:
+def test_an_allowed_import_passes(tmp_path: Path, where: str, code: str) -> None:
     path = tmp_path / where
     path.parent.mkdir()
     path.write_text(code)
@@ -252,7 +252,7 @@ def test_the_command_line_starts_without_heavy_imports() -> None:
 
 @pytest.mark.parametrize("command", ["run", "aggregator", "partition"])
 @pytest.mark.parametrize("content", [None, "a: ["])
-def test_a_file_that_cannot_be_read_is_refused_before_torch_is_imported(
+def test_an_unreadable_file_is_rejected_before_torch_is_imported(
     tmp_path: Path, command: str, content: str | None
 ) -> None:
     path = tmp_path / "experiment.yaml"
@@ -264,13 +264,13 @@ def test_a_file_that_cannot_be_read_is_refused_before_torch_is_imported(
 
 
 @pytest.mark.parametrize("arguments", [["evaluate", "nowhere"], ["personalize", "nowhere", "--out", "models"]])
-def test_a_run_that_is_not_there_is_refused_before_torch_is_imported(arguments: list[str]) -> None:
+def test_a_missing_run_is_rejected_before_torch_is_imported(arguments: list[str]) -> None:
     code = f"import sys\nfrom fedloom.cli.main import main\nsys.argv = {['fedloom', *arguments]!r}"
     end = "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 3"
     assert not {"torch", "grpc", "matplotlib"} & loaded_by(f"{code}\n{end}")
 
 
-def test_a_worker_needs_no_kubeflow_and_no_report() -> None:
+def test_a_worker_imports_neither_kubeflow_nor_reporting() -> None:
     worker = (
         "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.runner.worker\n"
         + "\n".join(

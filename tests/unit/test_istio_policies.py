@@ -34,7 +34,7 @@ def closed(schema: Any) -> Any:
 @pytest.mark.parametrize(
     "policy", [*OURS, PROFILE[1]], ids=lambda policy: f"{policy['kind']}-{policy['metadata']['name']}"
 )
-def test_policies_are_as_istio_defines_them(policy: dict[str, Any]) -> None:
+def test_policies_are_valid_istio_resources(policy: dict[str, Any]) -> None:
     assert policy["apiVersion"] == "security.istio.io/v1"
     as_json = json.loads(json.dumps(policy["spec"]))  # whose keys are strings
     jsonschema.validate(as_json, closed(CRDS[policy["kind"]]))
@@ -71,7 +71,7 @@ def pod_labels(manifest: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def test_admissions_of_a_profile_and_of_our_policy() -> None:
+def test_admission_by_a_profiles_policy_and_ours() -> None:
     """The launcher has no sidecar (kubeflow/pipelines, `v2_template.go`), so that nobody knows its namespace."""
     aggregator, _, workers = (pod_labels(m) if "template" in m["spec"] else {} for m in objects(PLAIN))
     stock, ours = [PROFILE[1]], [OURS[0]]
@@ -85,7 +85,7 @@ def test_admissions_of_a_profile_and_of_our_policy() -> None:
     assert OURS[1]["spec"]["portLevelMtls"] == {PORT: {"mode": "PERMISSIVE"}}
 
 
-def test_the_network_policy_admits_workers_and_tasks_to_the_aggregator_alone() -> None:
+def test_the_network_policy_admits_only_workers_and_tasks_to_the_aggregator() -> None:
     aggregator, _, workers = (pod_labels(m) if "template" in m["spec"] else {} for m in objects(PLAIN))
     admitting, refusing = yaml.safe_load_all((ROOT / "components" / "federate" / "networkpolicy.yaml").read_text())
     for policy, labels in ((admitting, aggregator), (refusing, workers)):
@@ -112,7 +112,7 @@ def test_pods_have_a_sidecar_only_if_requested(asked: str | None) -> None:
             assert {metadata[key][INJECT] for key in ("labels", "annotations")} == {asked or "false"}
 
 
-def test_ports_of_services_declare_their_protocol() -> None:
+def test_service_ports_declare_their_protocol() -> None:
     """Istio's `ConvertProtocol` and `Parse` (pkg/config/kube/conversion.go, pkg/config/protocol/instance.go).
 
     TLS that is not the mesh's own must not be declared as gRPC, which a sidecar would try to read.

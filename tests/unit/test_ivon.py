@@ -74,7 +74,7 @@ def visit(s: PFedBayesSettings, p: Setup, start: Tensor, v: Tensor, c: ClientDat
 
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_those_of_means_and_hessians(tmp_path: Path, samples: int) -> None:
+def test_rounds_follow_means_and_hessians(tmp_path: Path, samples: int) -> None:
     s, p, data = made(samples=samples, **IVON), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, p, data, rounds=2)
     v = run.state["v"]
@@ -93,7 +93,7 @@ def test_rounds_are_those_of_means_and_hessians(tmp_path: Path, samples: int) ->
 
 
 @pytest.mark.parametrize("draws", [1, 2])
-def test_steps_are_those_of_the_authors_package(draws: int) -> None:
+def test_steps_equal_those_of_the_authors_package(draws: int) -> None:
     """The package's prior has mean 0 and one deviation, so the test gives pFedBayes such a prior."""
     ivon = pytest.importorskip("ivon")
     n, zeta, lr, h = 40, 2.5, 0.2, 0.75  # the package rounds h to float32
@@ -129,7 +129,7 @@ def test_steps_are_those_of_the_authors_package(draws: int) -> None:
         close(q.sigma, (zeta / (n * (theirs.param_groups[0]["hess"] + delta))).sqrt())
 
 
-def test_the_variance_goes_to_the_inverse_hessian() -> None:
+def test_the_variance_converges_to_the_inverse_hessian() -> None:
     """Check a quadratic loss: at its minimum 1/σ² is n/ζ times its curvature, plus that of the prior."""
     n, zeta, prior = 50, 2.0, some(seed=5)
     a, target = torch.linspace(0.5, 3, 6).double(), some(seed=6)[0]
@@ -169,6 +169,6 @@ def test_without_a_gradient_at_the_prior_nothing_moves() -> None:
         ({"betas": [0.9, 1.0]}, "betas"),
     ],
 )
-def test_settings_that_ivon_cannot_use_are_refused(keys: dict[str, Any], told: str) -> None:
+def test_settings_unsupported_by_ivon_are_rejected(keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         made(**{**IVON, **keys})

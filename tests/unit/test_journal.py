@@ -70,7 +70,7 @@ def latest(lines: list[Attempt], client: str, round: int) -> Version | None:
 
 
 @given(attempts(), st.data())
-def test_the_index_says_what_the_file_says(
+def test_the_index_matches_the_file(
     tmp_path_factory: pytest.TempPathFactory, lines: list[Attempt], data: st.DataObject
 ) -> None:
     folder = written(tmp_path_factory.mktemp("run"), lines)
@@ -100,7 +100,7 @@ def test_the_index_says_what_the_file_says(
 
 
 @given(attempts())
-def test_a_replay_finds_each_round_and_keeps_to_the_file_it_began_with(
+def test_a_replay_finds_each_round_and_keeps_its_snapshot_of_the_file(
     tmp_path_factory: pytest.TempPathFactory, lines: list[Attempt]
 ) -> None:
     folder = written(tmp_path_factory.mktemp("run"), lines)
@@ -139,7 +139,7 @@ def _size(value: object) -> int:
 
 
 @pytest.mark.parametrize("end", ["", "\n", '\n{"round": 3, "att'])
-def test_a_line_whose_end_was_not_written_is_as_good_as_none(tmp_path: Path, end: str) -> None:
+def test_a_line_without_an_end_is_ignored(tmp_path: Path, end: str) -> None:
     lines = [Attempt(t, 1, statistics={"client_steps": 1.0}) for t in (1, 2)]
     folder = written(tmp_path, lines)
     path = tmp_path / "journal.jsonl"
@@ -164,7 +164,7 @@ def test_a_line_whose_end_was_not_written_is_as_good_as_none(tmp_path: Path, end
         {"conversations": [{"clients": [["a"]], "lost": []}]},
     ],
 )
-def test_a_journal_with_numbers_that_are_none_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+def test_a_journal_with_invalid_numbers_is_rejected(tmp_path: Path, change: dict[str, object]) -> None:
     folder = written(tmp_path, [])
     folder.write("journal.jsonl", json.dumps(asdict(Attempt(1, 1, statistics={"client_steps": 1.0})) | change) + "\n")
     with pytest.raises(DataError, match=r"journal\.jsonl"):

@@ -22,7 +22,7 @@ def objects(path: Path) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all(path.read_text()) if item]
 
 
-def test_the_object_store_is_valid_and_stands_the_restricted_standard() -> None:
+def test_the_object_store_is_valid_and_meets_the_restricted_standard() -> None:
     deployment, service = objects(KIND / "seaweedfs.yaml")
     kubernetes_schemas.check(deployment, service)
     pod = deployment["spec"]["template"]["spec"]
@@ -38,7 +38,7 @@ def test_the_object_store_is_valid_and_stands_the_restricted_standard() -> None:
     assert [port["nodePort"] for port in service["spec"]["ports"]] == [port["containerPort"] for port in ports]
 
 
-def test_everything_that_runs_is_pinned() -> None:
+def test_all_images_and_tools_are_pinned() -> None:
     for node in objects(KIND / "cluster.yaml")[0]["nodes"]:
         assert re.fullmatch(r"kindest/node:v1\.\d+\.\d+@sha256:[0-9a-f]{64}", node["image"])
     (workflow,) = objects(WORKFLOW)
@@ -51,7 +51,7 @@ def test_everything_that_runs_is_pinned() -> None:
     assert {"kind-up", "kind-test", "kind-down"} <= called <= targets
 
 
-def test_script_tests_and_page_name_the_same_variables() -> None:
+def test_script_tests_and_page_use_the_same_variables() -> None:
     page = set(re.findall(r"FEDLOOM_E2E_\w+", (ROOT / "docs" / "e2e.md").read_text()))
     script = set(re.findall(r"FEDLOOM_E2E_\w+", (KIND / "kind.sh").read_text()))
     places = (ROOT / "tests" / "e2e" / "e2e_places.py").read_text()
@@ -85,5 +85,5 @@ def test_missing_programs_are_named(tmp_path: Path) -> None:
         assert "make kind-up" in message
 
 
-def test_the_script_can_be_run() -> None:
+def test_the_script_is_executable() -> None:
     assert os.access(KIND / "kind.sh", os.X_OK)

@@ -74,7 +74,7 @@ def by_hand(c: ClientData, queries: Tensor, k: int, mixing: float, scale: float)
     return torch.stack(rows)
 
 
-def test_the_shared_model_is_fedavgs_and_without_a_share_of_the_neighbours_so_is_personal(tmp_path: Path) -> None:
+def test_the_shared_model_is_fedavgs_and_equals_the_personal_one_at_lambda_0(tmp_path: Path) -> None:
     knn = run(tmp_path / "knn", made(mixing=[0.0]))
     avg = federation(
         tmp_path / "avg", FEDAVG, FedAvgSettings.model_validate({"local": LOCAL}), setup(), clients(SIZES), rounds=2,
@@ -91,7 +91,7 @@ def test_the_shared_model_is_fedavgs_and_without_a_share_of_the_neighbours_so_is
 
 @pytest.mark.parametrize("k", [1, 2, 5, 9, 30])
 @pytest.mark.parametrize("mixing", [0.0, 0.3, 1.0])
-def test_predictions_are_those_of_the_definition(k: int, mixing: float) -> None:
+def test_predictions_follow_the_definition(k: int, mixing: float) -> None:
     c, queries = client("c0", 9), client("other", 7, seed=5).train.x
     found = stored(c, 0.5, k, mixing).probabilities(queries)
     torch.testing.assert_close(found, by_hand(c, queries, min(k, 9), mixing, 0.5), rtol=0, atol=1e-12)
@@ -99,9 +99,7 @@ def test_predictions_are_those_of_the_definition(k: int, mixing: float) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 4, 9])
-def test_numbers_are_weighted_means_of_the_neighbours_and_chosen_by_leaving_one_out(
-    k: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_regression_averages_neighbours_and_is_tuned_by_leave_one_out(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By loops, and by predictors of all examples but one."""
     monkeypatch.setattr(FlatModel, "task", Regression())
     c, queries, scale = client("c0", 9), client("other", 7, seed=5).train.x, 0.5
@@ -142,7 +140,7 @@ def test_a_query_in_the_datastore_gets_its_own_label() -> None:
     assert not nearest_of(predictor.features, predictor.features, 1)[0].any()
 
 
-def test_with_a_large_scale_votes_are_counted_and_with_a_tiny_one_the_nearest_decides() -> None:
+def test_a_large_scale_counts_votes_and_a_tiny_one_follows_the_nearest() -> None:
     c, queries = client("c0", 9), client("other", 7, seed=5).train.x
     _, nearest = nearest_of(stored(c)._features(queries), stored(c).features, 4)
     votes = torch.stack([torch.bincount(row, minlength=CLASSES) for row in c.train.y[nearest]])
@@ -152,7 +150,7 @@ def test_with_a_large_scale_votes_are_counted_and_with_a_tiny_one_the_nearest_de
     torch.testing.assert_close(stored(c, 1e-30, 4).probabilities(queries), stored(c).probabilities(queries))
 
 
-def test_k_and_lambda_are_those_of_leaving_one_out() -> None:
+def test_k_and_lambda_are_chosen_by_leave_one_out() -> None:
     """Each example in turn predicted by a datastore without it."""
     chosen = set()
     for seed in range(8):
@@ -178,14 +176,14 @@ def test_k_and_lambda_are_those_of_leaving_one_out() -> None:
     assert len(chosen) > 2
 
 
-def test_one_example_leaves_nothing_behind() -> None:
+def test_one_example_gives_no_datastore() -> None:
     c = client("c0", 1)
     predictors = KNNPER.personalize(MODEL, group([c]), THETA[None], made())[0]
     expected = predictors["global"].log_probabilities(c.test.x)
     assert torch.equal(predictors["personal"].log_probabilities(c.test.x), expected)
 
 
-def test_saved_state_is_enough_to_predict_again() -> None:
+def test_the_saved_state_reproduces_predictions() -> None:
     c = client("c0", 9)
     tensors = KNNPER.personalize(MODEL, group([c]), THETA[None], made(mixing=[0.4]))[0]["personal"].tensors()
     again = stored(c, tensors["scale"].item(), int(tensors["k"]), tensors["mixing"].item())
@@ -204,7 +202,7 @@ def test_held_out_examples_change_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], other[name]) for name in found)
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     data = clients((9, 4, 6))
     together = KNNPER.personalize(MODEL, group(data), THETA.expand(3, -1), made())
     for named, c in zip(together, data, strict=True):
@@ -224,12 +222,12 @@ def test_a_client_without_labels_has_no_datastore() -> None:
     [{"neighbours": []}, {"neighbours": [0]}, {"mixing": []}, {"mixing": [1.1]}, {"mixing": [-0.1]}, {"scale": 0.0}],
     ids=str,
 )
-def test_impossible_choices_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_choices_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         made(**wrong)
 
 
-def test_a_client_with_fewer_examples_than_any_k_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_client_with_fewer_examples_than_any_k_is_rejected_before_training(tmp_path: Path) -> None:
     """By its numbers in the manifest; a client that does not train may come at any time, and all its examples vote."""
     (tmp_path / "few.yaml").write_text(
         "{name: few, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, algorithm: "
@@ -244,7 +242,7 @@ def test_a_client_with_fewer_examples_than_any_k_is_refused_before_training(tmp_
     torch.testing.assert_close(personal.probabilities(data[1].test.x), by_hand(data[1], data[1].test.x, 4, 1.0, 0.5))
 
 
-def test_mixing_is_in_probabilities() -> None:
+def test_mixing_averages_probabilities() -> None:
     p, q = torch.tensor([[0.2, 0.8, 0.0]]).double(), torch.tensor([[0.5, 0.1, 0.4]]).double()
     torch.testing.assert_close(mixed(p.log(), q.log(), 0.25).exp(), 0.25 * p + 0.75 * q, rtol=0, atol=1e-15)
     assert torch.equal(mixed(p.log(), q.log(), 1.0), p.log())

@@ -58,7 +58,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_wrong_manifest_is_refused_where_it_is_wrong(version: str) -> None:
+def test_a_wrong_manifest_is_rejected_at_the_wrong_field(version: str) -> None:
     assert faults(JOB, version) == []
     pod = "spec.template.spec"
     for path, value, where in (
@@ -81,7 +81,7 @@ def test_a_wrong_manifest_is_refused_where_it_is_wrong(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_value_stands_in_the_fields_own_description(version: str) -> None:
+def test_listed_values_appear_in_the_fields_description(version: str) -> None:
     for path, values in VALUES.items():
         name, _, field = path.rpartition(".")
         described = definitions(version)[name]["properties"][field]["description"]
@@ -100,7 +100,7 @@ def documents() -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_pages_show_manifests_that_kubernetes_accepts() -> None:
+def test_manifests_on_pages_are_accepted_by_kubernetes() -> None:
     assert documents()
     for page, item in documents():
         group = item["apiVersion"].rpartition("/")[0]
@@ -110,7 +110,7 @@ def test_pages_show_manifests_that_kubernetes_accepts() -> None:
 
 
 @pytest.mark.slow
-def test_pages_show_values_of_the_chart_that_render_to_accepted_manifests(tmp_path: Path) -> None:
+def test_chart_values_on_pages_render_to_accepted_manifests(tmp_path: Path) -> None:
     """They are whole, or belong to values such as those of a scenario."""
     keys = set(yaml.safe_load((helm.CHART / "values.yaml").read_text()))
     blocks = [

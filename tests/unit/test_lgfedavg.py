@@ -46,7 +46,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients_trained(tmp_path: Path) -> None:
+def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_stay_local(tmp_path: Path) -> None:
     settings = FedAvgSettings.model_validate({"local": LOCAL})
     avg = federation(tmp_path / "avg", FEDAVG, settings, setup(), clients(SIZES), unseen=["c2"])
     start = avg.state["theta"]
@@ -63,7 +63,7 @@ def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> None:
+def test_rounds_are_sgd_on_both_parts_and_average_the_heads(tmp_path: Path) -> None:
     """Compare the seen clients with SGD; the unseen one trains a body, and the head does not change."""
     s, data = made(), clients(SIZES)
     theta = federation(tmp_path / "start", LGFEDAVG, s, setup(), data).state["theta"]

@@ -48,7 +48,7 @@ def falls(model: FlatModel, x: Tensor, y: Tensor) -> bool:
     return losses[-1] < losses[0] - 0.01
 
 
-def test_vit_is_torchvisions() -> None:
+def test_vit_equals_torchvisions() -> None:
     vision = pytest.importorskip("torchvision.models")
     x = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = ViTSettings(**TINY).build((3, 8, 8), 5)
@@ -64,7 +64,7 @@ def test_vit_is_torchvisions() -> None:
 
 @pytest.mark.parametrize("side", [28, 64])
 @pytest.mark.parametrize("norm", ["batch", "group"])
-def test_resnet18_is_torchvisions_but_for_its_first_layers_on_small_images(side: int, norm: Any) -> None:
+def test_resnet18_equals_torchvisions_except_for_the_stem_on_small_images(side: int, norm: Any) -> None:
     vision = pytest.importorskip("torchvision.models")
     made = library.resnet18((1, side, side), 5, norm).eval()
     theirs = vision.resnet18(
@@ -94,7 +94,7 @@ def test_resnet18_trains(norm: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tokens", "integers"])
-def test_a_place_of_the_transformer_does_not_see_later_ones(kind: Any) -> None:
+def test_a_position_of_the_transformer_does_not_see_later_ones(kind: Any) -> None:
     x = torch.tensor([[0, 1, 2, 3, 4, 0], [0, 1, 2, 4, 3, 1]], dtype=torch.uint8 if kind == "tokens" else torch.int64)
     module = TransformerSettings(**TINY).module((6,), 5, NextToken()).eval()
     found = module(x)
@@ -103,7 +103,7 @@ def test_a_place_of_the_transformer_does_not_see_later_ones(kind: Any) -> None:
     assert (found[0, 3:] - found[1, 3:]).abs().min() > 1e-6
 
 
-def test_the_transformer_predicts_one_row_of_the_mean_over_the_places() -> None:
+def test_the_transformer_classifies_the_mean_over_positions() -> None:
     x = torch.tensor([[0, 1, 2, 3, 4, 0], [0, 1, 2, 4, 3, 1]], dtype=torch.uint8)
     model = TransformerSettings(**TINY).build((6,), 5, "tokens")
     assert falls(model, x, torch.tensor([1, 2]))
@@ -121,7 +121,7 @@ def test_next_tokens_are_learned() -> None:
 
 
 @pytest.mark.slow
-def test_the_unet_is_monais() -> None:
+def test_the_unet_equals_monais() -> None:
     nets = pytest.importorskip("monai.networks.nets")
     model = UNetSettings(channels=[4, 8]).build((2, 8, 8), 3, "pixels", Segmentation(), (8, 8))
     x = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -162,7 +162,7 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
         (ResNet18Settings(), (6,), "tokens", CLASSIFICATION),
     ],
 )
-def test_inputs_and_tasks_that_do_not_fit_are_refused(
+def test_unsuitable_inputs_and_tasks_are_rejected(
     choice: ModelChoice, shape: tuple[int, ...], kind: Any, task: PredictionTask
 ) -> None:
     with pytest.raises(ExperimentError) as error:

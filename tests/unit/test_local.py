@@ -41,7 +41,7 @@ def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
     assert not torch.equal(starts[0], starts[1])
 
 
-def test_a_client_alone_gets_the_same_model_as_beside_others(tmp_path: Path) -> None:
+def test_a_clients_model_does_not_depend_on_other_clients(tmp_path: Path) -> None:
     s, problem, data = made(), setup(), clients(SIZES)
     run, alone = (
         federation(tmp_path / name, LOCAL, s, problem, given, rounds=0)
@@ -54,7 +54,7 @@ def test_a_client_alone_gets_the_same_model_as_beside_others(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_trains_as_its_clients_do_alone() -> None:
+def test_clients_train_together_as_one_by_one() -> None:
     half, data = LocalClient(made(), setup()), clients(SIZES)
 
     def trained(members: Any) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ def test_a_group_trains_as_its_clients_do_alone() -> None:
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
 
 
-def test_it_has_no_rounds_and_no_state(tmp_path: Path) -> None:
+def test_local_training_has_no_rounds_and_no_state(tmp_path: Path) -> None:
     assert not LOCAL.trains
     run = federation(tmp_path, LOCAL, made(), setup(), clients(SIZES), rounds=1)
     assert run.state == {}

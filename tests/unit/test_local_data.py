@@ -44,7 +44,7 @@ def people(n: int = 30) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.slow
-def test_arrays_are_run_resumed_and_loaded_in_the_same_bits(tmp_path: Path) -> None:
+def test_arrays_give_equal_bits_when_run_resumed_and_loaded(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     run = fedloom.run(TASK, data=data, out=tmp_path / "run", report=False, progress=False)
     assert sorted(run.clients["owner"]) == ["ann", "bob", "cy", "dee"]
@@ -68,14 +68,14 @@ def test_arrays_are_run_resumed_and_loaded_in_the_same_bits(tmp_path: Path) -> N
     assert make_partition(e).manifest.fingerprint == data.open(seed=e.seed).manifest.fingerprint
 
 
-def test_a_worker_need_not_have_the_data_set(tmp_path: Path) -> None:
+def test_a_worker_does_not_need_the_dataset(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path)
     told = of(TASK, data=data).shared_json()
     assert str(tmp_path) not in told
     assert from_shared_json(told).data.dataset == "arrays"
 
 
-def test_a_division_that_is_given_stays(tmp_path: Path) -> None:
+def test_given_splits_are_kept(tmp_path: Path) -> None:
     given = {
         name: {"train_x": x[:20], "train_y": y[:20], "test_x": x[20:], "test_y": y[20:]}
         for name, (x, y) in people().items()
@@ -136,13 +136,13 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": (X, Y)}, [("p", "q"), ("r",), ("s",)], ("classes", "tuple")),
     ],
 )
-def test_bad_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...], tmp_path: Path) -> None:
+def test_invalid_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...], tmp_path: Path) -> None:
     with refused(DataError, *said):
         fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
     assert not list(tmp_path.glob("datasets/arrays-*"))
 
 
-def test_names_of_classes_are_those_of_labels(tmp_path: Path) -> None:
+def test_class_names_follow_the_labels(tmp_path: Path) -> None:
     for classes in ([5, 6, 7], np.array([5, 6, 7]), ["5 ", "6", "7"]):
         data = fedloom.Federated.from_arrays(
             {"a": (np.tile(X, (9, 1)) + np.arange(54)[:, None], np.tile(Y, 9))}, classes=classes, root=tmp_path
@@ -150,7 +150,7 @@ def test_names_of_classes_are_those_of_labels(tmp_path: Path) -> None:
         assert data.open().manifest.class_names == ("5", "6", "7")
 
 
-def test_arrays_of_a_file_and_in_memory_are_the_same_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_arrays_from_a_file_equal_those_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Gray images without an axis for channels, and train and test alone; what is not used is told."""
     x, y = RNG.integers(0, 256, (60, 4, 4), dtype=np.uint8), np.arange(60) % 2
     given = {"train_x": x[:48], "train_y": y[:48], "test_x": x[48:], "test_y": y[48:]}
@@ -172,7 +172,7 @@ def test_arrays_of_a_file_and_in_memory_are_the_same_data(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("section", ["mnist", None, [("dataset", "mnist")]])
-def test_a_section_that_is_no_mapping_is_refused(section: Any) -> None:
+def test_a_section_that_is_not_a_mapping_is_rejected(section: Any) -> None:
     with refused(ExperimentError, "section", repr(section), "from_arrays"):
         fedloom.Federated(section)
 
@@ -186,7 +186,7 @@ def frame() -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def test_a_frame_a_table_and_arrays_are_the_same_data(tmp_path: Path) -> None:
+def test_a_frame_a_table_and_arrays_give_equal_data(tmp_path: Path) -> None:
     told = fedloom.Federated.from_frame(frame(), client="hospital", label="kind", root=tmp_path)
     named = {name: (x, ["pq"[label] for label in y]) for name, (x, y) in people().items()}
     arrays = fedloom.Federated.from_arrays(named, root=tmp_path)
@@ -203,7 +203,7 @@ def test_a_frame_a_table_and_arrays_are_the_same_data(tmp_path: Path) -> None:
     assert shards[0] == shards[1] == shards[2]
 
 
-def test_columns_need_no_names_and_whole_numbers_are_integers(tmp_path: Path) -> None:
+def test_columns_need_no_names_and_integers_become_codes(tmp_path: Path) -> None:
     named = frame().assign(kind=lambda rows: (rows["kind"] == "q").astype(int))
     told = fedloom.Federated.from_frame(named, client="hospital", label="kind", root=tmp_path)
     assert told.open().manifest.class_names == ("0", "1")
@@ -283,7 +283,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def test_a_folder_of_images_by_owner_and_class_and_by_class(images: Path, tmp_path: Path) -> None:
+def test_an_image_folder_by_owner_and_class_or_by_class(images: Path, tmp_path: Path) -> None:
     data = {"dataset": "folder", "root": str(tmp_path / "data"), "held_out_fraction": 0.0, "validation_fraction": 0.4}
     owned = {**data, "source": {"path": str(images), "client": "folder"}, "partition": {"scheme": "natural"}}
     run = fedloom.run(TASK, data=owned, out=tmp_path / "run", report=False, progress=False)
@@ -321,7 +321,7 @@ class Pictures:
         return (image if self._change is None else self._change(image)), place % 2
 
 
-def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
+def test_a_torchvision_dataset_is_partitioned(tmp_path: Path) -> None:
     from torchvision import transforms
 
     scheme = {"scheme": "iid", "clients": 4}
@@ -345,7 +345,7 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
 
 
-def test_errors_of_the_section_are_named_when_it_is_opened(tmp_path: Path) -> None:
+def test_errors_in_the_section_are_reported_when_it_is_opened(tmp_path: Path) -> None:
     with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
     with refused(ExperimentError, "partition.scheme", "dirichlet?", '"dirichlt"'):

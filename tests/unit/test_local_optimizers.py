@@ -102,7 +102,7 @@ def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD) -> Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_steps_are_torchs_to_the_bit(name: str, model: FlatModel, dtype: torch.dtype) -> None:
+def test_steps_equal_torchs_to_the_bit(name: str, model: FlatModel, dtype: torch.dtype) -> None:
     s, c, theta = made(**SETTINGS[name]), cast(client("c0", 11), dtype), start(model, 1, dtype)
     found = train(model, group([c]), theta, s).theta[0]
     assert found.dtype == dtype
@@ -112,7 +112,7 @@ def test_steps_are_torchs_to_the_bit(name: str, model: FlatModel, dtype: torch.d
 
 @pytest.mark.parametrize("length", [{"steps": 5}, {"steps": None, "epochs": 3}], ids=["steps", "epochs"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_stack_steps_as_its_clients_one_by_one(name: str, length: dict[str, Any]) -> None:
+def test_stacked_clients_step_as_one_by_one(name: str, length: dict[str, Any]) -> None:
     """Use clients with different numbers of steps, and with batches below the batch size."""
     s, data, theta = made(**SETTINGS[name], **length), clients((11, 3, 6, 1)), start(SMALL, 4)
     together = train(SMALL, group(data), theta, s)
@@ -123,7 +123,7 @@ def test_a_stack_steps_as_its_clients_one_by_one(name: str, length: dict[str, An
         torch.testing.assert_close(together.loss[i], alone.loss[0], rtol=0, atol=1e-10)
 
 
-def test_state_of_an_optimizer_is_fresh_at_every_visit() -> None:
+def test_optimizer_state_is_reset_at_every_visit() -> None:
     s, c = made(optimizer="adam"), client("c0", 11)
     once, again = (train(SMALL, group([c]), start(SMALL, 1), s).theta for _ in range(2))
     assert torch.equal(once, again)
@@ -136,7 +136,7 @@ def test_epochs_are_rounded_up_to_whole_steps(n: int, size: int, epochs: int, ac
     assert (s.count(n) - 1) * accumulate < batches <= s.count(n) * accumulate
 
 
-def test_an_accumulated_step_is_that_of_one_large_batch() -> None:
+def test_an_accumulated_step_equals_one_of_a_large_batch() -> None:
     """Use 12 examples in three mini-batches of 4, which are one epoch."""
     c, theta = client("c0", 12), start(SMALL, 1)
     found = train(SMALL, group([c]), theta, made(steps=1, accumulate=3))
@@ -149,7 +149,7 @@ def test_an_accumulated_step_is_that_of_one_large_batch() -> None:
 
 
 @pytest.mark.parametrize("keys", [{}, {"nesterov": True}, {"momentum": 0.0}])
-def test_a_bound_holds_where_one_is_given(keys: dict[str, Any]) -> None:
+def test_stated_update_bounds_hold(keys: dict[str, Any]) -> None:
     s = made(clip=1e-3, lr=0.9, steps=30, **keys)
     theta, data = 100 * start(SMALL, 1), client("c0", 11)
     moved = train(SMALL, group([data]), theta, s).theta - theta
@@ -168,7 +168,7 @@ def test_a_bound_holds_where_one_is_given(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "keys", [{}, {"optimizer": "adam", "clip": 1.0}, {"clip": 1.0, "weight_decay": 0.1}, {"clip_value": 1.0}]
 )
-def test_no_bound_is_claimed_where_none_is_known(keys: dict[str, Any]) -> None:
+def test_no_bound_is_stated_where_none_is_known(keys: dict[str, Any]) -> None:
     assert made(**keys).update_bounds(11) == {"steps": 6}
 
 
@@ -195,7 +195,7 @@ def of_torch(rounds: int, make: Any) -> list[float]:
 
 
 @given(length=st.integers(1, 30), floor=st.floats(0, 0.9), warm=st.integers(0, 5))
-def test_a_cosine_is_torchs_after_its_warm_up(length: int, floor: float, warm: int) -> None:
+def test_a_cosine_schedule_equals_torchs_after_warm_up(length: int, floor: float, warm: int) -> None:
     from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
     schedule = {"name": "cosine", "rounds": warm + length, "floor": floor, "warmup_rounds": warm}
@@ -211,7 +211,7 @@ def test_a_cosine_is_torchs_after_its_warm_up(length: int, floor: float, warm: i
 
 
 @given(every=st.integers(1, 7), gamma=st.floats(0.05, 1))
-def test_a_step_is_torchs(every: int, gamma: float) -> None:
+def test_a_step_schedule_equals_torchs(every: int, gamma: float) -> None:
     from torch.optim.lr_scheduler import StepLR
 
     assert factors({"name": "step", "every": every, "gamma": gamma}, 20) == pytest.approx(
@@ -224,7 +224,7 @@ def test_a_constant_rate_warms_up() -> None:
     assert factors({"name": "constant"}, 2) == [1, 1]
 
 
-def test_a_run_trains_at_the_rate_of_the_round_and_personalizes_at_the_plain_one(tmp_path: Path) -> None:
+def test_a_run_trains_at_the_scheduled_rate_and_personalizes_at_the_plain_one(tmp_path: Path) -> None:
     data, local = clients((7,)), {"steps": 3, "batch_size": 3, "lr": 0.2}
     falling = {**local, "schedule": {"name": "step", "every": 1, "gamma": 0.25}}
     s = FedAvgSettings.model_validate({"local": falling, "personalize_steps": 2})
@@ -245,7 +245,7 @@ def test_a_run_trains_at_the_rate_of_the_round_and_personalizes_at_the_plain_one
     assert torch.equal(f.predictors[3, "c0"]["personal"].tensors()["theta"], tuned)
 
 
-def test_control_variates_are_mean_gradients_at_the_rate_of_the_round(tmp_path: Path) -> None:
+def test_control_variates_are_mean_gradients_at_the_scheduled_rate(tmp_path: Path) -> None:
     """With one client SCAFFOLD's corrections cancel, whatever the rate: its rounds are those of plain SGD."""
     data = clients((7,))
     local = {"epochs": 2, "batch_size": 3, "lr": 0.1, "schedule": {"name": "step", "every": 1, "gamma": 0.5}}
@@ -295,12 +295,12 @@ def test_control_variates_are_mean_gradients_at_the_rate_of_the_round(tmp_path: 
         ("{name: local, local: {steps: 1, schedule: {name: constant}}}", "local.schedule", ("rounds",)),
     ],
 )
-def test_unsuitable_settings_are_refused(tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]) -> None:
+def test_unsuitable_settings_are_rejected(tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]) -> None:
     assert tells(refusal(tmp_path, algorithm, key), *found)
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
-def test_recorded_settings_are_read_again(name: str) -> None:
+def test_recorded_settings_can_be_read_again(name: str) -> None:
     s = made(optimizer=name, schedule={"name": "cosine", "rounds": 4}, weight_decay=0.1)
     assert LocalSGD.model_validate_json(s.model_dump_json(), strict=True) == s
     with pytest.raises(ValidationError):
@@ -315,7 +315,7 @@ def table() -> dict[str, str]:
     return {name: told for names, told in named for name in names}
 
 
-def test_the_page_says_of_every_method_which_keys_it_has() -> None:
+def test_the_page_lists_the_optimizer_keys_of_every_method() -> None:
     told = table()
     assert ours() <= set(told)
     for name in ours():
@@ -332,7 +332,7 @@ WITH_LOCAL = [name for name, s in METHODS.items() if "local" in s and name != "l
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WITH_LOCAL)
-def test_a_round_of_every_method_uses_the_rate_of_the_round_alone(tmp_path: Path, name: str) -> None:
+def test_every_method_uses_only_the_scheduled_rate_of_a_round(tmp_path: Path, name: str) -> None:
     """Half of the rate by a schedule makes the server that half of the rate makes, to the bit."""
     keys = [key for key in ("local", "head", "personal") if key in METHODS[name]]
     warm = {"schedule": {"name": "constant", "warmup_rounds": 1}}
@@ -348,7 +348,7 @@ def test_a_round_of_every_method_uses_the_rate_of_the_round_alone(tmp_path: Path
 @pytest.mark.parametrize(
     "name", [name for name in WITH_LOCAL if table()[name.split()[0]].startswith(("all", "the optimizer"))]
 )
-def test_every_method_trains_by_adam(tmp_path: Path, name: str) -> None:
+def test_every_method_trains_with_adam(tmp_path: Path, name: str) -> None:
     keys = [key for key in ("local", "head", "personal") if key in METHODS[name]]
     one_batch = "no `accumulate`" in table()[name.split()[0]]
     adam = {"optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "accumulate": 1 if one_batch else 2}
@@ -361,7 +361,7 @@ def test_every_method_trains_by_adam(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["apfl", "per-fedavg", "comfedl", "drfa"])
-def test_methods_with_loops_of_their_own_step_alike_in_a_stack(name: str) -> None:
+def test_methods_with_their_own_loops_step_equally_when_stacked(name: str) -> None:
     method = find_algorithm(name)
     keys = {"steps": None, "epochs": 2} if name != "drfa" else {"steps": 4}
     local = {**LOCAL, **keys, "optimizer": "adam", "weight_decay": 0.1, "clip": 0.5}

@@ -14,7 +14,7 @@ from fedloom.runner.log_file import log_kept
 log = logging.getLogger("fedloom.transport")
 
 
-def test_messages_before_the_file_is_known_are_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_before_the_file_is_known_are_written_to_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "aggregator.jsonl"
     logger = logging.getLogger("fedloom")
     handlers = [*logger.handlers]
@@ -33,6 +33,6 @@ def test_messages_before_the_file_is_known_are_in_it(tmp_path: Path, caplog: pyt
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_log_file(tmp_path: Path) -> None:
     with log_kept() as keep, pytest.raises(StorageError):
         keep(tmp_path)

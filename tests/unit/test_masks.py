@@ -27,7 +27,7 @@ def test_the_scale_is_the_largest_power_of_two_that_cannot_wrap(bound: float, cl
 
 @given(st.data(), st.sampled_from([32, 64]), st.sampled_from([np.float32, np.float64]))
 @settings(max_examples=60)
-def test_a_sum_is_right_to_half_a_step_for_each_client(data: st.DataObject, bits: int, kind: type) -> None:
+def test_a_sum_is_accurate_to_half_a_step_per_client(data: st.DataObject, bits: int, kind: type) -> None:
     clients = data.draw(st.integers(1, 50))
     bound = float(np.float32(data.draw(st.floats(1e-3, 1e3))))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -52,13 +52,13 @@ def test_the_order_of_a_sum_does_not_matter() -> None:
 
 @pytest.mark.parametrize("value", [1.0000001, -1.1, np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("bits", [32, 64])
-def test_values_beyond_the_bound_are_refused(value: float, bits: int) -> None:
+def test_values_beyond_the_bound_are_rejected(value: float, bits: int) -> None:
     with refusing(DataError, "1"):
         to_integers(np.array([0.0, value, 0.5]), 1.0, 10, bits)
 
 
 @pytest.mark.parametrize(("bound", "clients"), [(0.0, 3), (-1.0, 3), (math.inf, 3), (math.nan, 3), (1.0, 0)])
-def test_bounds_that_cannot_be(bound: float, clients: int) -> None:
+def test_invalid_bounds(bound: float, clients: int) -> None:
     with pytest.raises(ExperimentError):
         scale(bound, clients, 32)
 
@@ -77,7 +77,7 @@ def test_a_mask_is_the_key_stream_of_its_seed(bits: int) -> None:
     assert not total.any()
 
 
-def test_vectors_without_values() -> None:
+def test_empty_vectors() -> None:
     total = np.zeros(0, "<u4")
     add_masks(total, [(bytes(32), 1)])
     assert from_integers(to_integers(np.zeros(0), 1.0, 3, 32), 1.0, 3, 32).shape == (0,)

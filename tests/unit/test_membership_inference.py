@@ -29,7 +29,7 @@ SCORES = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=60)
 
 @settings(max_examples=50)
 @given(SCORES, SCORES)
-def test_curve_and_area_are_those_of_scikit_learn(members: list[float], others: list[float]) -> None:
+def test_curve_and_area_equal_scikit_learns(members: list[float], others: list[float]) -> None:
     found = RocCurve.of(np.array(members), np.array(others))
     labels, scores = [1] * len(members) + [0] * len(others), members + others
     fpr, tpr, thresholds = sk.roc_curve(labels, scores, drop_intermediate=False)
@@ -40,7 +40,7 @@ def test_curve_and_area_are_those_of_scikit_learn(members: list[float], others: 
     assert found.tpr_at(0.01) == max(t for f, t in zip(fpr, tpr, strict=True) if f <= 0.01)
 
 
-def test_points_of_a_long_curve_are_few_and_keep_its_ends() -> None:
+def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
     random = np.random.default_rng(0)
     points = RocCurve.of(random.normal(1, 1, 5000), random.normal(0, 1, 5000)).points(50)
     assert len(points) <= 50
@@ -48,13 +48,13 @@ def test_points_of_a_long_curve_are_few_and_keep_its_ends() -> None:
     assert points[-1] == [1, 1]
 
 
-def test_scores_that_say_nothing_give_no_epsilon() -> None:
+def test_uninformative_scores_give_epsilon_0() -> None:
     random = np.random.default_rng(1)
     members, others = random.normal(size=2000), random.normal(size=2000)
     assert membership_epsilon(members, others, delta=1e-5, confidence=0.95, seed=1) < 0.1
 
 
-def test_bound_of_scores_of_known_epsilon_is_below_it_and_close() -> None:
+def test_the_bound_for_scores_of_known_epsilon_is_close_below_it() -> None:
     epsilon, random = 1.5, np.random.default_rng(2)
     truth = 1 / (1 + math.exp(-epsilon))  # randomized response
     bounds = [
@@ -67,12 +67,12 @@ def test_bound_of_scores_of_known_epsilon_is_below_it_and_close() -> None:
     assert np.mean(bounds) > 0.8 * epsilon
 
 
-def test_separated_scores_are_bounded_by_their_number() -> None:
+def test_the_bound_for_separated_scores_grows_with_their_number() -> None:
     found = [membership_epsilon(np.ones(n), np.zeros(n), delta=0, confidence=0.95, seed=1) for n in (100, 1000)]
     assert 2 < found[0] < found[1] < 8
 
 
-def test_document_names_the_client_that_is_most_exposed() -> None:
+def test_the_document_names_the_most_exposed_client() -> None:
     random = np.random.default_rng(3)
     scores = {
         "a": MemberScores(random.normal(size=50), random.normal(size=50)),
@@ -85,7 +85,7 @@ def test_document_names_the_client_that_is_most_exposed() -> None:
     assert membership_document({}, delta=1e-5, confidence=0.95, seed=1) is None
 
 
-def test_losses_are_negative_log_likelihoods_in_any_batches() -> None:
+def test_losses_are_negative_log_likelihoods_for_any_batch_size() -> None:
     model, plan = MLP((4,), [3], 5), EvaluationPlan.of_classes(5)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(23, 4, generator=generator), torch.randint(5, (23,), generator=generator)
@@ -97,7 +97,7 @@ def test_losses_are_negative_log_likelihoods_in_any_batches() -> None:
 
 
 @pytest.mark.parametrize("lacks", ["train", "test", "labels"])
-def test_client_without_both_kinds_of_examples_is_left_out(lacks: str) -> None:
+def test_clients_without_both_kinds_of_examples_are_left_out(lacks: str) -> None:
     model, plan = MLP((4,), [3], 5), EvaluationPlan.of_classes(5)
     whole, empty = Split(torch.randn(3, 4), torch.tensor([0, 1, 2])), Split(torch.zeros(0, 4), torch.zeros(0).long())
     train = empty if lacks == "train" else Split(whole.x, None) if lacks == "labels" else whole

@@ -42,20 +42,20 @@ def replies(present: list[bool], sizes: list[int]) -> Replies[Answer]:
 
 
 @given(index=st.lists(st.integers(0, 5), max_size=8))
-def test_select_picks_rows_and_leaves_broadcasts(index: list[int]) -> None:
+def test_select_takes_rows_and_keeps_broadcasts(index: list[int]) -> None:
     message = Opening(torch.arange(4.0), torch.arange(12.0).reshape(6, 2))
     picked = message.select(index)
     assert picked.shared is message.shared
     assert picked.own.tolist() == [message.own[i].tolist() for i in index]
 
 
-def test_select_of_neighbours_makes_a_view() -> None:
+def test_selecting_adjacent_rows_returns_a_view() -> None:
     message = Opening(torch.zeros(1), torch.arange(12.0).reshape(6, 2))
     assert message.select([2, 3, 4]).own.data_ptr() == message.own[2].data_ptr()
     assert message.select([4, 3]).own.tolist() == [[8, 9], [6, 7]]
 
 
-def test_a_message_without_rows_is_the_same_for_everyone() -> None:
+def test_a_message_without_rows_is_the_same_for_every_client() -> None:
     for message in (Shared(torch.zeros(3)), Nothing()):
         assert message.select([1, 2]) is message
 
@@ -67,7 +67,7 @@ def test_client_bytes_are_a_row_and_the_broadcasts() -> None:
     assert Nothing().client_bytes() == 0
 
 
-def test_a_field_must_say_what_it_is() -> None:
+def test_a_field_must_declare_its_kind() -> None:
     class Odd(Message):
         x: Tensor
 
@@ -98,7 +98,7 @@ def test_stack_undoes_select(c: int) -> None:
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 
-def test_means_are_over_those_who_answered() -> None:
+def test_means_are_over_the_answering_clients() -> None:
     r = replies([True, False, True], [1, 50, 3])
     assert r.mean_weights.tolist() == [0.5, 0, 0.5]
     assert r.weights.tolist() == [0.25, 0, 0.75]
@@ -113,7 +113,7 @@ def test_means_are_over_those_who_answered() -> None:
         lambda found: any(here for here, _ in found)
     )
 )
-def test_a_weighted_mean_is_that_of_the_present_alone(found: list[tuple[bool, int]]) -> None:
+def test_a_weighted_mean_uses_only_present_rows(found: list[tuple[bool, int]]) -> None:
     present, sizes = [here for here, _ in found], [size for _, size in found]
     r = replies(present, sizes)
     values = torch.tensor([[i + 1.0] for i, here in enumerate(present) if here], dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_sums_are_in_client_order() -> None:
     assert torch.equal(r.mean(x), expected)
 
 
-def test_nobody_answered() -> None:
+def test_a_mean_without_answers() -> None:
     r: Replies[Answer] = Replies(None, torch.zeros(2, dtype=torch.bool), torch.tensor([3, 4]))
     assert not r.weights.any()
     assert not r.mean_weights.any()
@@ -150,7 +150,7 @@ def test_nobody_answered() -> None:
         _ = r.delta
 
 
-def test_a_field_that_is_not_there_is_an_attribute_error() -> None:
+def test_a_missing_field_raises_attribute_error() -> None:
     with pytest.raises(AttributeError):
         _ = replies([True], [1]).theta
     with pytest.raises(AttributeError):

@@ -161,7 +161,7 @@ def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", DENSE)
 @pytest.mark.parametrize("name", DENSE_METHODS)
-def test_pixels_and_tokens_train_with_the_loss_of_pytorch(tmp_path: Path, name: str, task: str) -> None:
+def test_pixel_and_token_training_uses_pytorchs_loss(tmp_path: Path, name: str, task: str) -> None:
     """In groups as one by one. pFedBayes takes the sum over pixels and tokens, which is -log p(y | x)."""
     model = DENSE[task][0]
     f, theirs, together = (
@@ -198,7 +198,7 @@ LONGER: dict[str, dict[str, Any]] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
 @pytest.mark.parametrize("name", METHODS)
-def test_losses_of_numbers_and_labels_fall(
+def test_regression_and_multilabel_losses_fall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, task: str
 ) -> None:
     method = find_algorithm(name.split()[0])
@@ -214,7 +214,7 @@ def test_losses_of_numbers_and_labels_fall(
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_pfnm_weighs_outputs_by_the_examples_that_have_them(task: str) -> None:
+def test_pfnm_weights_outputs_by_the_number_of_their_examples(task: str) -> None:
     y = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     model = copy.copy(PLAIN)
     model.task = TASKS[task]
@@ -222,7 +222,7 @@ def test_pfnm_weighs_outputs_by_the_examples_that_have_them(task: str) -> None:
     assert examples_per_output(problem, y).tolist() == {"multilabel": [2, 0, 1], "regression": [2, 2, 2]}[task]
 
 
-def test_the_likelihood_of_a_model_is_its_own_loss_where_it_has_one() -> None:
+def test_the_likelihood_of_a_model_is_its_own_loss_if_it_has_one() -> None:
     own = with_loss(DENSE["segmentation"][0])
     assert likelihood_of(own) is own
 
@@ -237,7 +237,7 @@ def fitting(name: str, task: str) -> FlatModel:
 
 
 @pytest.mark.parametrize("name", sorted(ours()))
-def test_a_method_refuses_the_tasks_that_it_does_not_do_and_says_why(name: str) -> None:
+def test_a_method_rejects_unsupported_tasks_with_a_reason(name: str) -> None:
     method = find_algorithm(name)
     assert bool(method.restriction) == (set(method.tasks) != set(TASKS))
     settings = method.settings.model_validate(METHODS[name])
@@ -252,7 +252,7 @@ def test_a_method_refuses_the_tasks_that_it_does_not_do_and_says_why(name: str) 
 
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "fedrep", "drfa"])
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {"classification"}))
-def test_absent_labels_are_masked_in_classification_alone(name: str, task: str) -> None:
+def test_absent_labels_are_masked_only_in_classification(name: str, task: str) -> None:
     method, key = find_algorithm(name), {"ditto": "personal", "fedrep": "head"}.get(name, "local")
     keys = METHODS[name] | {key: LOCAL | {"mask_absent": True}}
     settings = method.settings.model_validate(keys)
@@ -277,7 +277,7 @@ def test_absent_labels_are_masked_in_classification_alone(name: str, task: str) 
         ("", "regression", ("linear",)),
     ],
 )
-def test_an_embedding_network_is_refused_where_it_cannot_read_the_inputs(
+def test_an_embedding_network_that_cannot_read_the_inputs_is_rejected(
     kind: str, task: str, allowed: tuple[str, ...]
 ) -> None:
     assert networks_for(kind, TASKS[task]) == allowed
@@ -288,7 +288,7 @@ def test_an_embedding_network_is_refused_where_it_cannot_read_the_inputs(
 
 
 @pytest.mark.parametrize("task", ["regression", "multilabel", "segmentation"])
-def test_targets_enter_an_embedding_network_as_the_task_says(task: str) -> None:
+def test_targets_enter_an_embedding_network_as_the_task_defines(task: str) -> None:
     """Numbers and labels as they are, masks as the part of each class."""
     y = {"segmentation": torch.tensor([[[0, 2], [2, 255]]])}.get(task, torch.tensor([[0.5, 1.0, 0.0]]))
     entering = {"segmentation": torch.tensor([[1 / 3, 0.0, 2 / 3]])}.get(task, y)
@@ -300,7 +300,7 @@ def test_targets_enter_an_embedding_network_as_the_task_says(task: str) -> None:
     torch.testing.assert_close(network.forward(p, x, y), h @ p["fc2.weight"].T + p["fc2.bias"])
 
 
-def test_a_problem_knows_its_outputs() -> None:
+def test_setup_counts_the_outputs() -> None:
     problem = problem_of(PLAIN, clients(SIZES))
     assert problem.outputs == CLASSES
     problem = replace(problem, classes=0, targets=Targets("segmentation", (4, 4), 2))
@@ -308,7 +308,7 @@ def test_a_problem_knows_its_outputs() -> None:
 
 
 @pytest.mark.parametrize("error", ["squared", "absolute", "huber"])
-def test_the_likelihood_of_numbers_is_that_of_distributions(error: str) -> None:
+def test_the_likelihood_of_regression_equals_that_of_distributions(error: str) -> None:
     """Up to a constant: differences between two targets. Huber's density is Gaussian near 0 and Laplace's beyond δ."""
     random = torch.Generator().manual_seed(0)
     outputs, y, other = torch.randn(3, 5, 2, generator=random, dtype=torch.float64)
@@ -340,7 +340,7 @@ def test_the_likelihood_of_labels_pixels_and_tokens_is_a_sum(task: str) -> None:
     torch.testing.assert_close(TASKS[task].negative_log_likelihood(outputs, y), expected)
 
 
-def test_a_mask_of_labels_is_refused_in_evaluation_where_there_are_no_classes(tmp_path: Path) -> None:
+def test_label_masks_are_rejected_in_evaluation_without_classes(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text(
         "name: e\ndata: {dataset: gaussian, partition: {scheme: means, clients: 4}}\nmodel: {name: quadratic}\n"
         "algorithm: {name: fedavg}\nfederation: {rounds: 1, clients_per_round: 2}\nevaluation: {label_mask: true}\n"

@@ -56,12 +56,12 @@ def test_a_layout_splits_and_joins(found: list[tuple[int, ...]]) -> None:
     assert all(leaf.is_leaf and leaf.requires_grad for leaf in leaves.values())
 
 
-def test_a_theta_of_another_length_is_refused() -> None:
+def test_a_theta_of_another_length_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"\(3,\).*\(4,\)"):
         Layout((("w", (2, 2)),)).split(torch.zeros(3))
 
 
-def test_leaves_share_nothing_with_theta() -> None:
+def test_leaves_share_no_memory_with_theta() -> None:
     layout = Layout((("w", (2, 3, 2, 2)), ("b", (2,))))
     theta = torch.zeros(layout.size)
     leaves = layout.leaves(theta)
@@ -71,7 +71,7 @@ def test_leaves_share_nothing_with_theta() -> None:
     assert leaves["w"].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_gradient_of_the_split_is_one_of_theta() -> None:
+def test_the_gradient_through_a_split_is_that_of_theta() -> None:
     model = MLP((4,), [3], 2)
     theta = model.init(seeded(), torch.float64).requires_grad_()
     x = torch.randn(5, 4, generator=seeded(), dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_a_gradient_of_the_split_is_one_of_theta() -> None:
     assert abs(slope - whole[3]) < 1e-7
 
 
-def test_vjp_is_autograds() -> None:
+def test_vjp_equals_autograds() -> None:
     a = torch.randn(3, generator=seeded(), dtype=torch.float64).requires_grad_()
     b = torch.randn(2, 3, generator=seeded(), dtype=torch.float64).requires_grad_()
     out, cotangent = (b @ a).exp(), torch.tensor([2.0, -3.0], dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_lenet_has_the_sizes_of_table_3(shape: tuple[int, int, int], classes: in
 
 @pytest.mark.parametrize(("shape", "flat"), [((1, 28, 28), 512), ((3, 32, 32), 800), ((1, 16, 20), 64)])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_lenet_is_the_module_of_table_3(shape: tuple[int, int, int], flat: int, channels_last: bool) -> None:
+def test_lenet_equals_the_module_of_table_3(shape: tuple[int, int, int], flat: int, channels_last: bool) -> None:
     model, module = LeNet(shape, 10), LeNetModule(shape[0], flat, 10).double()
     theta = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
     assert [name for name, _ in model.layout.entries] == [name for name, _ in module.named_parameters()]
@@ -142,7 +142,7 @@ def test_an_mlp_is_linear_layers_with_relu_between(hidden: list[int]) -> None:
 
 
 @pytest.mark.parametrize("model", [LeNet((1, 28, 28), 10), MLP((1, 28, 28), [100], 10)])
-def test_init_is_that_of_torchs_linear_and_conv2d(model: FlatModel) -> None:
+def test_initialization_equals_torchs_linear_and_conv2d(model: FlatModel) -> None:
     """U(-1/√fan_in, 1/√fan_in), weights and biases: torch's bounds, its variance, mean zero."""
     parts = model.layout.split(model.init(seeded()))
     for name, part in parts.items():
@@ -160,13 +160,13 @@ def test_init_is_that_of_torchs_linear_and_conv2d(model: FlatModel) -> None:
                 assert abs(theirs.abs().max().item() / mine.abs().max().item() - 1) < 0.15
 
 
-def test_a_float64_network_starts_from_the_same_point() -> None:
+def test_a_float64_network_starts_at_the_same_values() -> None:
     model = MLP((6,), [5], 3)
     assert torch.equal(model.init(seeded(3)), model.init(seeded(3), torch.float64).float())
     assert not torch.equal(model.init(seeded(3)), model.init(seeded(4)))
 
 
-def test_images_too_small_for_lenet_are_refused() -> None:
+def test_images_too_small_for_lenet_are_rejected() -> None:
     for shape in ((1, 15, 16), (1, 28, 12)):
         with pytest.raises(ValueError, match="16x16"):
             LeNet(shape, 10)
@@ -179,7 +179,7 @@ def test_images_too_small_for_lenet_are_refused() -> None:
     assert LeNetSettings().build((1, 16, 16), 10).layout.size > 0
 
 
-def test_the_registry_builds_what_it_says() -> None:
+def test_the_registry_builds_the_named_models() -> None:
     assert LogisticSettings().build((1, 28, 28), 10).layout.size == 7850
     assert MLPSettings(hidden=[100]).build((1, 28, 28), 10).layout.size == 784 * 100 + 100 + 1010
 
@@ -188,7 +188,7 @@ def test_the_registry_builds_what_it_says() -> None:
 
 
 @pytest.mark.parametrize(("shape", "flat"), [((1, 16, 16), 32), ((3, 20, 16), 64), ((1, 28, 28), 512)])
-def test_label_planes_are_as_if_they_were_convolved(shape: tuple[int, int, int], flat: int) -> None:
+def test_label_planes_equal_a_convolution_over_label_channels(shape: tuple[int, int, int], flat: int) -> None:
     """The labels as C more channels, constant over the image (Table 4, §4 "Models")."""
     classes, size = 4, 6
     network = LeNetEmbedding(shape, classes, size, labels=True)
@@ -226,7 +226,7 @@ def test_the_unlabelled_variant_ignores_labels() -> None:
     assert not torch.equal(labelled.describe(p, x, y), labelled.describe(p, x, (y + 1) % 3))
 
 
-def test_the_linear_embedding_sees_labels_alone() -> None:
+def test_the_linear_embedding_uses_only_labels() -> None:
     network = LinearEmbedding(4, 3)
     layer = nn.Linear(4, 3).double()
     theta = torch.cat([p.detach().reshape(-1) for p in layer.parameters()])
@@ -244,9 +244,7 @@ NETWORKS: list[FlatNetwork] = [LeNetEmbedding((1, 16, 16), 3, 5, labels=True), L
 @pytest.mark.parametrize("network", NETWORKS, ids=["lenet", "linear"])
 @given(n=st.integers(1, 6), seed=st.integers(0, 2**32))
 @settings(max_examples=15)
-def test_a_descriptor_is_the_mean_whatever_the_order(
-    network: LeNetEmbedding | LinearEmbedding, n: int, seed: int
-) -> None:
+def test_a_descriptor_is_the_mean_in_any_order(network: LeNetEmbedding | LinearEmbedding, n: int, seed: int) -> None:
     random = seeded(seed)
     parameters = network.layout.split(network.init(random, torch.float64))
     x = torch.randn(n, 1, 16, 16, generator=random, dtype=torch.float64)

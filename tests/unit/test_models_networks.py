@@ -115,7 +115,7 @@ def images(*shape: int, n: int = 5) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 12), (1, 4, 4)])
-def test_resnet20_is_he_et_al_less_the_normalization(shape: tuple[int, int, int]) -> None:
+def test_resnet20_is_he_et_als_without_normalization(shape: tuple[int, int, int]) -> None:
     torch.manual_seed(0)
     agrees(ResNet20(shape, 3), resnet20(shape[0], 3), *images(*shape))
 
@@ -129,13 +129,13 @@ def test_resnet20_is_he_et_al_less_the_normalization(shape: tuple[int, int, int]
         ((2, 9, 15), [4, 3], [6], 3 * 2 * 3),
     ],
 )
-def test_a_convnet_is_its_layers(shape: tuple[int, ...], channels: list[int], hidden: list[int], flat: int) -> None:
+def test_a_convnet_equals_its_layers(shape: tuple[int, ...], channels: list[int], hidden: list[int], flat: int) -> None:
     torch.manual_seed(0)
     agrees(ConvNet(shape, channels, hidden, 3), convnet(shape[0], channels, [flat, *hidden, 3]), *images(*shape))
 
 
 @pytest.mark.parametrize(("embedding", "hidden", "layers"), [(8, 16, 2), (3, 5, 1), (4, 6, 3)])
-def test_the_lstm_is_torchs(embedding: int, hidden: int, layers: int) -> None:
+def test_the_lstm_equals_torchs(embedding: int, hidden: int, layers: int) -> None:
     torch.manual_seed(0)
     module = Characters(7, embedding, hidden, layers, 7).double()
     x = torch.randint(7, (5, 9), generator=seeded(1)).to(torch.uint8)
@@ -164,7 +164,7 @@ def test_the_lstm_is_torchs(embedding: int, hidden: int, layers: int) -> None:
         (MLPSettings(), (10,), 11, "features", 1100 + 1111),
     ],
 )
-def test_parameters_are_as_many_as_by_hand(
+def test_parameter_counts_match_a_hand_computation(
     choice: registry.ModelChoice, shape: tuple[int, ...], classes: int, kind: Kind, size: int
 ) -> None:
     assert choice.build(shape, classes, kind).layout.size == size
@@ -188,7 +188,7 @@ SMALL: dict[str, tuple[FlatModel, Callable[[torch.Generator, int], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_group_has_the_gradients_of_its_clients(name: str) -> None:
+def test_stacked_gradients_equal_those_of_single_clients(name: str) -> None:
     """``vmap(grad)`` over θ, the driver for GPUs, against ``autograd.grad`` on leaves, that for CPUs."""
     model, draw = SMALL[name]
     random, g, b = seeded(2), 3, 4
@@ -231,7 +231,7 @@ def spread(part: Tensor) -> float:
     return bound
 
 
-def test_a_convnet_starts_as_he_et_al() -> None:
+def test_a_convnet_is_initialized_as_by_he_et_al() -> None:
     model = ConvNet((3, 32, 32), [16, 32, 64, 128, 128], [256], 10)
     parts = model.layout.split(model.init(seeded()))
     for name in ("conv1", "conv2", "conv5", "fc1"):
@@ -242,7 +242,7 @@ def test_a_convnet_starts_as_he_et_al() -> None:
     assert 0 < spread(parts["fc2.bias"]) <= 1 / 16
 
 
-def test_a_fresh_resnet_keeps_the_signals_power() -> None:
+def test_a_fresh_resnet_preserves_the_signals_power() -> None:
     """Nine branches, divided by √9, add (1 + 1/9)^9 = 2.6; drawn like the others they would add 2^9 = 512."""
     model = ResNet20((3, 32, 32), 10)
     parts = model.layout.split(model.init(seeded()))
@@ -257,7 +257,7 @@ def test_a_fresh_resnet_keeps_the_signals_power() -> None:
     assert model.features(parts, x).abs().mean() < 3
 
 
-def test_the_lstm_starts_as_documented() -> None:
+def test_the_lstm_is_initialized_as_documented() -> None:
     parts = LSTM(80).layout.split(LSTM(80).init(seeded()))
     bounds = {
         "embedding.weight": math.sqrt(3),
@@ -282,7 +282,7 @@ def test_the_lstm_starts_as_documented() -> None:
     ],
     ids=["resnet20", "vgg", "cnn", "lstm"],
 )
-def test_a_fresh_hypernetwork_makes_models_of_sane_scale(model: FlatModel, x: Tensor) -> None:
+def test_a_fresh_hypernetwork_generates_models_of_normal_scale(model: FlatModel, x: Tensor) -> None:
     """Logits of a generated θ are finite and small: local training starts near the uniform guess."""
     hypernetwork = Hypernetwork(26, model.layout.size)
     eta_h = hypernetwork.layout.split(hypernetwork.init(seeded()))
@@ -305,13 +305,13 @@ TAKERS: dict[str, set[str]] = {
 }
 
 
-def test_kinds_of_input_are_those_of_the_data() -> None:
+def test_input_kinds_match_the_data() -> None:
     assert get_args(Kind) == get_args(input_spec.Kind)
 
 
 @pytest.mark.parametrize("kind", sorted(TAKERS))
 @pytest.mark.parametrize("choice", [c for c in MODELS if c.classifies], ids=lambda choice: choice.name)
-def test_a_model_takes_its_kinds_and_refuses_the_others(choice: registry.ModelChoice, kind: Kind) -> None:
+def test_a_model_rejects_unsupported_input_kinds(choice: registry.ModelChoice, kind: Kind) -> None:
     shape = SHAPES[kind]
     if choice.name in TAKERS[kind]:
         model = choice.build(shape, 10, kind)
@@ -336,13 +336,13 @@ def test_a_model_takes_its_kinds_and_refuses_the_others(choice: registry.ModelCh
         (ResNet20Settings(), (1, 3, 9), ["4x4", "3x9", "logistic, mlp"]),
     ],
 )
-def test_images_too_small_are_refused(choice: registry.ModelChoice, shape: tuple[int, ...], facts: list[str]) -> None:
+def test_too_small_images_are_rejected(choice: registry.ModelChoice, shape: tuple[int, ...], facts: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
         choice.build(shape, 10, "pixels")
     assert tells(str(error.value), f"model.name: {choice.name}: ", *facts)
 
 
-def test_widths_below_one_are_refused() -> None:
+def test_widths_below_one_are_rejected() -> None:
     for settings, key in (
         (MLPSettings, {"hidden": [3, 0]}),
         (VGGSettings, {"channels": [0]}),
@@ -358,7 +358,7 @@ def test_widths_below_one_are_refused() -> None:
 # --- embedding networks -----------------------------------------------------------------------------------------------
 
 
-def test_the_mlp_embedding_sees_inputs_and_labels() -> None:
+def test_the_mlp_embedding_uses_inputs_and_labels() -> None:
     torch.manual_seed(0)
     network = MLPEmbedding((2, 3), 4, 5, width=7, labels=True)
     module = nn.Sequential(nn.Linear(6 + 4, 7), nn.ReLU(), nn.Linear(7, 5)).double()

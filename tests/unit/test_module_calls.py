@@ -82,7 +82,7 @@ class Returns(Small):
         "list",
     ],
 )
-def test_a_field_of_the_output_is_trained_and_predicts(made: Any, output: str | int | None) -> None:
+def test_a_field_of_the_output_is_used_for_training_and_prediction(made: Any, output: str | int | None) -> None:
     model, plain = model_of(lambda: Returns(made), output=output), model_of(Small)
     assert model.layout.head == ()  # only one layer
     theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
@@ -103,7 +103,7 @@ def test_a_field_of_the_output_is_trained_and_predicts(made: Any, output: str | 
         (lambda z: "none", None, ("tensor", "str")),
     ],
 )
-def test_outputs_without_a_known_field_are_refused_with_their_names(
+def test_outputs_without_a_known_field_are_rejected_with_their_names(
     made: Any, output: str | int | None, facts: tuple[str, ...]
 ) -> None:
     with refused("model.factory", "Returns", *facts):
@@ -145,7 +145,7 @@ def test_one_logit_is_a_binary_classifier(flat: bool, caplog: pytest.LogCaptureF
     model.check_steps(clients=2)
 
 
-def test_an_own_loss_gets_the_outputs_that_the_module_gave() -> None:
+def test_a_custom_loss_gets_the_modules_outputs() -> None:
     class Hinge(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -165,7 +165,7 @@ def test_an_own_loss_gets_the_outputs_that_the_module_gave() -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["tuple", "mapping"])
-def test_auxiliary_outputs_in_training_mode_alone_are_not_trained(flat: bool) -> None:
+def test_auxiliary_outputs_in_training_mode_are_not_trained(flat: bool) -> None:
     class Aux(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -218,7 +218,7 @@ def test_probabilities_are_trained_by_their_likelihood(
     model.check_steps(clients=2, twice=True)
 
 
-def test_an_output_that_is_zero_at_first_is_no_probability() -> None:
+def test_an_all_zero_initial_output_is_not_taken_for_probabilities() -> None:
     def zeros() -> nn.Module:
         layer = nn.Linear(3, 1)
         nn.init.zeros_(layer.weight)
@@ -244,7 +244,7 @@ class NextTokens(nn.Module):
 @pytest.mark.parametrize(
     "made", [lambda z: z.transpose(1, 2), lambda z: z.reshape(-1, 7)], ids=["[b, V, T]", "[b T, V]"]
 )
-def test_next_tokens_may_have_another_order(made: Any) -> None:
+def test_next_token_outputs_may_have_another_axis_order(made: Any) -> None:
     described = {"": SingleInput("integers", (5,), 7)}
     keys: dict[str, Any] = {"task": NextToken(), "target_shape": (5,)}
     models = [ModuleModel(lambda f=f: NextTokens(f), described, 7, "integers", **keys) for f in (lambda z: z, made)]
@@ -254,7 +254,7 @@ def test_next_tokens_may_have_another_order(made: Any) -> None:
         ModuleModel(lambda: NextTokens(lambda z: z[:, 1:]), described, 7, "integers", **keys)
 
 
-def test_a_module_that_needs_more_arguments_is_refused_with_them() -> None:
+def test_a_module_with_additional_required_arguments_is_rejected() -> None:
     class Hidden(Small):
         def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
             return super().forward(x + hidden)
@@ -263,7 +263,7 @@ def test_a_module_that_needs_more_arguments_is_refused_with_them() -> None:
         model_of(Hidden)
 
 
-def test_one_logit_may_come_from_a_module_with_running_statistics() -> None:
+def test_one_logit_works_with_running_statistics() -> None:
     def made() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
 
@@ -275,7 +275,7 @@ def test_one_logit_may_come_from_a_module_with_running_statistics() -> None:
     assert labels.layout.buffers == ("0.1.running_mean", "0.1.running_var")
 
 
-def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs() -> None:
+def test_outputs_of_other_tasks_are_compared_with_the_required_shape() -> None:
     def segment(classes: int) -> nn.Module:
         return nn.Conv2d(1, classes, 3, padding=1)
 
@@ -367,12 +367,12 @@ def test_named_inputs_are_passed_by_name_or_as_one_dict(make: Any) -> None:
     model.check_steps(clients=2, twice=True)
 
 
-def test_named_inputs_that_forward_does_not_take_are_refused() -> None:
+def test_named_inputs_unknown_to_forward_are_rejected() -> None:
     with refused("Other.forward", "image", "table", "image, row, code"):
         ModuleModel(Other, NAMED, 2, "named")
 
 
-def test_integers_cover_the_range_of_the_data() -> None:
+def test_integer_inputs_cover_the_range_of_the_data() -> None:
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -388,7 +388,7 @@ def test_integers_cover_the_range_of_the_data() -> None:
         ModuleModel(Looks, {"": SingleInput("integers", (6,), 11)}, 2, "integers")
 
 
-def test_columns_of_codes_may_have_tables_of_their_own() -> None:
+def test_columns_of_codes_may_have_separate_embeddings() -> None:
     class Columns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -406,7 +406,7 @@ def test_columns_of_codes_may_have_tables_of_their_own() -> None:
         ModuleModel(Columns, {"": SingleInput("integers", (3,), 8)}, 2, "integers")
 
 
-def test_a_column_beyond_its_table_in_some_trial_alone_is_found() -> None:
+def test_an_embedding_too_small_for_a_column_is_detected_in_any_trial() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -438,7 +438,7 @@ class Followed(nn.Module):
         return logits
 
 
-def test_a_head_may_be_followed_by_functions_without_parameters() -> None:
+def test_functions_without_parameters_may_follow_the_head() -> None:
     def make() -> nn.Module:
         return Followed(lambda self, z, x: z.log_softmax(1))
 
@@ -493,7 +493,7 @@ class Rounds(Small):
         return logits
 
 
-def test_steps_that_only_some_runs_make_are_tried_before_them() -> None:
+def test_optional_steps_of_a_run_are_checked_before_it_starts() -> None:
     model = model_of(Flash)
     model.check_steps()
     exact, first = (PER_FEDAVG.settings(hessian=kind) for kind in ("exact", "none"))
@@ -503,7 +503,7 @@ def test_steps_that_only_some_runs_make_are_tried_before_them() -> None:
         model.check_steps(twice=True)
 
 
-def test_a_run_of_second_order_is_refused_before_round_1(tmp_path: Path) -> None:
+def test_an_unsupported_second_order_run_is_rejected_before_round_1(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
     keys = {"data": data, "report": False, "progress": False, "out": tmp_path / "run"}
     exact = {"name": "per-fedavg", "hessian": "exact", "local": {"steps": 1}}

@@ -74,7 +74,7 @@ def small_group(*sizes: int) -> ClientGroup:
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, bfloat16])
-def test_a_model_is_its_module_in_evaluation_and_trains_as_in_training(wrap: Any) -> None:
+def test_a_model_equals_its_module_in_evaluation_and_in_training_mode(wrap: Any) -> None:
     model = wrap(model_of(Modes))
     theta = model.init(torch.Generator().manual_seed(1))
     w, x, y = model.layout.leaves(theta), torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
@@ -95,9 +95,7 @@ def test_a_model_is_its_module_in_evaluation_and_trains_as_in_training(wrap: Any
 
 @pytest.mark.parametrize("sizes", [(6,), (6, 9)])
 @pytest.mark.parametrize("mask_absent", [False, True])
-def test_gradients_are_those_in_training_and_losses_are_measured_as_in_evaluation(
-    sizes: tuple[int, ...], mask_absent: bool
-) -> None:
+def test_gradients_use_training_mode_and_losses_evaluation_mode(sizes: tuple[int, ...], mask_absent: bool) -> None:
     model, group = model_of(Modes), small_group(*sizes)
     theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(len(sizes))])
     local = LocalTrainer(model, group, mask_absent=mask_absent)
@@ -117,7 +115,7 @@ def test_gradients_are_those_in_training_and_losses_are_measured_as_in_evaluatio
         torch.testing.assert_close(slope[i], torch.cat([part.flatten() for part in expected]))
 
 
-def test_predictors_predict_in_evaluation_mode() -> None:
+def test_predictors_use_evaluation_mode() -> None:
     model = model_of(Modes)
     theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
     module = Modes().eval()
@@ -129,7 +127,7 @@ def test_predictors_predict_in_evaluation_mode() -> None:
     torch.testing.assert_close(ModelPredictor(model, theta).losses(x, torch.zeros(4).long()), -expected[:, 0])
 
 
-def test_modes_of_several_threads_do_not_meet() -> None:
+def test_modes_of_threads_are_independent() -> None:
     model = model_of(Modes)
     theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
     each = [model, model.in_training()]
@@ -142,7 +140,7 @@ def test_modes_of_several_threads_do_not_meet() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["fedavg", "q-fedavg", "knn-per", "fedrod", "pfedgp", "drfa", "comfedl", "ditto"])
-def test_a_run_trains_in_training_mode_and_measures_and_saves_in_evaluation_mode(method: str, tmp_path: Path) -> None:
+def test_a_run_trains_in_training_mode_and_evaluates_and_saves_in_evaluation_mode(method: str, tmp_path: Path) -> None:
     seen: list[tuple[bool, bool]] = []
 
     class Noted(Modes):
@@ -204,7 +202,7 @@ def test_all_parameters_below_the_last_layer_are_the_head(tmp_path: Path) -> Non
     assert not torch.equal(*heads)
 
 
-def test_a_parametrized_or_shared_head_is_refused_by_methods_that_cannot_have_it() -> None:
+def test_a_parametrized_or_shared_head_is_rejected_by_body_and_head_methods() -> None:
     with refused("fedrod", "'2'", "parametrizations.weight.original0"):
         FEDROD.check_model(FEDROD.settings(), model_of(weight_normed))
     FEDROD.check_model(FEDROD.settings(), model_of(Modes))
@@ -257,7 +255,7 @@ class Inner(nn.Module):
     ],
     ids=["torch", "python", "numpy"],
 )
-def test_draws_are_noted_in_training_and_refused_in_evaluation(draw: Any, library: str) -> None:
+def test_random_draws_are_noted_in_training_and_rejected_in_evaluation(draw: Any, library: str) -> None:
     states = torch.get_rng_state(), random.getstate()
     model = model_of(lambda: Inner(draw))
     assert model.draws == model.in_training().draws == (library,)
@@ -277,7 +275,7 @@ def test_draws_are_noted_in_training_and_refused_in_evaluation(draw: Any, librar
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand((), generator=GENERATOR), lambda: NUMBERS.random()], ids=["own", "numpy's own"]
 )
-def test_a_draw_that_a_run_cannot_seed_is_refused_however_seldom_it_matters(draw: Any) -> None:
+def test_a_draw_that_a_run_cannot_seed_is_rejected_even_if_it_rarely_matters(draw: Any) -> None:
     with refused("model.factory", "'drop'", "Draws", "generator", "global"):
         model_of(lambda: Inner(draw))
 
@@ -309,7 +307,7 @@ def draw_later() -> float:
     return LATER.setdefault("made", np.random.default_rng(0)).random()
 
 
-def test_a_generator_that_the_module_makes_when_it_is_called_is_found() -> None:
+def test_a_generator_created_in_forward_is_detected() -> None:
     LATER.clear()
     with refused("model.factory", "Draws", "random", "generator"):
         model_of(lambda: Inner(draw_later))
@@ -371,12 +369,12 @@ class Squeezes(Small):
         (Undefined, ("Undefined", "NaN")),
     ],
 )
-def test_a_state_and_a_batch_are_refused(make: Any, facts: tuple[str, ...]) -> None:
+def test_changing_state_and_mixing_examples_are_rejected(make: Any, facts: tuple[str, ...]) -> None:
     with refused("model.factory", *facts):
         model_of(make)
 
 
-def test_a_single_example_whose_axis_is_lost_gets_it_back() -> None:
+def test_a_dropped_batch_axis_is_restored() -> None:
     model, plain = model_of(Squeezes), model_of(Small)
     theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
     for rows in (x, x[:1]):
@@ -386,7 +384,7 @@ def test_a_single_example_whose_axis_is_lost_gets_it_back() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_old_weight_normalization_is_that_of_the_parametrization() -> None:
+def test_legacy_weight_norm_equals_the_parametrization() -> None:
     def old() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), torch.nn.utils.weight_norm(nn.Linear(4, 2)))
 
@@ -409,7 +407,7 @@ def test_the_old_weight_normalization_is_that_of_the_parametrization() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_modules_are_unwrapped_and_criteria_give_a_loss_of_each_example() -> None:
+def test_compiled_modules_are_unwrapped_and_criteria_give_per_example_losses() -> None:
     class Criterion(Small):
         def __init__(self) -> None:
             super().__init__()
@@ -423,7 +421,7 @@ def test_compiled_modules_are_unwrapped_and_criteria_give_a_loss_of_each_example
     assert torch.equal(*(m.loss(m.layout.leaves(theta), x, y) for m in (model, plain)))
 
 
-def test_changes_that_keep_the_output_are_accepted() -> None:
+def test_changes_that_preserve_the_output_are_accepted() -> None:
     model_of(Caches)
     model_of(lambda: nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)))  # a softmax of it is the same
 
@@ -443,7 +441,7 @@ class Views(nn.Module):
         return logits
 
 
-def test_kernels_are_channels_last_where_a_module_runs_with_them() -> None:
+def test_kernels_are_channels_last_if_the_module_supports_it() -> None:
     model, x = model_of(Views, (1, 8, 8)), torch.randn(5, 1, 8, 8)
     assert not model.layout.channels_last
     theta = model.init(torch.Generator().manual_seed(1))
@@ -466,7 +464,7 @@ class Unused(Small):
 
 
 @pytest.mark.parametrize("sizes", [(6,), (6, 9)])
-def test_an_unused_parameter_has_a_gradient_of_zero(sizes: tuple[int, ...]) -> None:
+def test_an_unused_parameter_has_a_zero_gradient(sizes: tuple[int, ...]) -> None:
     model, local = model_of(Unused), LocalTrainer(model_of(Unused), small_group(*sizes))
     theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(len(sizes))])
     slope, _ = local.gradient_at(theta, *local.everything())
@@ -507,7 +505,7 @@ class Penalized(Small):
         return F.cross_entropy(logits, y, reduction="none") + self.last.weight.square().sum()
 
 
-def test_a_loss_of_its_own_may_use_parameters() -> None:
+def test_a_custom_loss_may_use_parameters() -> None:
     model = model_of(Penalized)
     theta = model.init(torch.Generator().manual_seed(1))
     x, y, module = torch.randn(4, 3), torch.tensor([0, 1, 0, 1]), Penalized()
@@ -569,7 +567,7 @@ class FailsInTraining(Modes):
         (FailsInTraining, ("'last'", "Linear", "training", "RuntimeError", "test_module_check.py", "line")),
     ],
 )
-def test_a_step_that_fails_or_is_not_the_modules_is_refused(make: Any, facts: tuple[str, ...]) -> None:
+def test_a_step_that_fails_or_differs_from_the_modules_is_rejected(make: Any, facts: tuple[str, ...]) -> None:
     with refused("model.factory", *facts):
         model_of(make)
 
@@ -607,7 +605,7 @@ class Computed(Small):
         (on_meta, ("'0'", "Linear", "weight", "meta", "CPU")),
     ],
 )
-def test_modules_without_values_or_copies_are_refused(make: Any, facts: tuple[str, ...]) -> None:
+def test_modules_without_values_or_copies_are_rejected(make: Any, facts: tuple[str, ...]) -> None:
     for take in (model_of, lambda make: remember(make())):
         with refused("model.factory", *facts):
             take(make)

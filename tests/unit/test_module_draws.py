@@ -30,7 +30,7 @@ def draw() -> list[float]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_seed_reaches_all_generators_and_leaves_them_as_they_were(fails: bool) -> None:
+def test_a_seed_controls_and_restores_all_generators(fails: bool) -> None:
     def states() -> list[object]:
         numpy = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
         return [torch.get_rng_state().tolist(), random.getstate(), numpy["key"].tolist(), numpy["pos"]]
@@ -68,7 +68,7 @@ class Mixed(Small):
         return logits * (1 + torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
 
 
-def test_draws_of_a_client_depend_on_it_alone() -> None:
+def test_draws_of_a_client_depend_only_on_itself() -> None:
     for make in (Mixed, lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))):
         model, steps = model_of(make), LocalSGD(steps=3, batch_size=4)
         theta = model.init(torch.Generator().manual_seed(1))[None]
@@ -83,7 +83,7 @@ def test_draws_of_a_client_depend_on_it_alone() -> None:
     assert model_of(Mixed).draws == ("torch", "numpy", "python")
 
 
-def test_the_halves_of_a_batch_and_two_trainings_draw_apart() -> None:
+def test_batch_halves_and_repeated_trainings_draw_differently() -> None:
     model = model_of(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
     group = small_group(8)
     local = LocalTrainer(model, group)
@@ -116,7 +116,7 @@ def net():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "per-fedavg", "pfedbayes", "pfedgp", "fedrod"])
-def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
+def test_a_run_with_draws_is_repeatable_and_resumable(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
@@ -148,7 +148,7 @@ def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
 
 
 @pytest.mark.usefixtures("forks")
-def test_draws_are_the_same_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_equal_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -179,7 +179,7 @@ def dropping() -> ModuleModel:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"pfnm", "fedbn"}))
-def test_every_method_trains_a_module_that_draws_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_every_method_trains_a_drawing_module_repeatably(name: str, tmp_path: Path) -> None:
     model, found = dropping(), []
     assert model.draws == ("torch",)
     for seed in (0, 1):

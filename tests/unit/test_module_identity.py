@@ -40,7 +40,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_modules_are_the_same_only_with_equal_code_tensors_and_attributes(
+def test_modules_are_equal_only_with_equal_code_tensors_and_attributes(
     change: Callable[[nn.Linear], object],
 ) -> None:
     assert identity_of(made()) == identity_of(made()) is not None
@@ -48,7 +48,7 @@ def test_modules_are_the_same_only_with_equal_code_tensors_and_attributes(
     assert identity_of(made(), 3) != identity_of(made(), 2)
 
 
-def test_a_class_that_is_loaded_again_is_another() -> None:
+def test_a_reloaded_class_is_a_different_one() -> None:
     again = type("Counted", (nn.Linear,), {"__module__": __name__, "__qualname__": "Counted"})
     module, name = made(), globals()
     before, own = identity_of(module), Counted
@@ -60,12 +60,12 @@ def test_a_class_that_is_loaded_again_is_another() -> None:
         name["Counted"] = own
 
 
-def test_modules_with_attributes_whose_content_cannot_be_told_have_none() -> None:
+def test_modules_with_opaque_attributes_have_no_identity() -> None:
     assert identity_of(made(lambda module: setattr(module, "act", lambda x: x))) is None
     assert identity_of(made(lambda module: setattr(module, "drawn", torch.Generator()))) is None
 
 
-def test_a_module_is_tried_once_in_a_process() -> None:
+def test_a_module_is_checked_once_per_process() -> None:
     first = ModuleModel(made, (4,), 3, "features")
     calls = Counted.calls
     again = ModuleModel(made, (4,), 3, "features")

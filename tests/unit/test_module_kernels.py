@@ -28,7 +28,7 @@ def network(norm: type[nn.Module], channels: int, stride: int = 1) -> nn.Module:
         (nn.Identity, 64, 2, False),  # 36,864 kernel entries and more for 512 outputs
     ],
 )
-def test_kernels_are_channels_last_where_that_is_fast(
+def test_kernels_are_channels_last_if_that_is_faster(
     norm: type[nn.Module], channels: int, side: int, channels_last: bool
 ) -> None:
     model = ModuleModel(lambda: network(norm, channels), (3, side, side), 10, "pixels")
@@ -36,7 +36,7 @@ def test_kernels_are_channels_last_where_that_is_fast(
 
 
 @pytest.mark.parametrize("keys", [{"clip": 0.5}, {"clip_value": 0.5}, {"clip": 0.5, "optimizer": "adam"}, {}])
-def test_steps_with_gradients_that_share_memory_are_those_of_torch(keys: dict[str, object]) -> None:
+def test_steps_with_shared_gradient_memory_equal_torchs(keys: dict[str, object]) -> None:
     def leaves() -> list[Tensor]:
         return [torch.full((3,), value, requires_grad=True) for value in (1.0, 2.0, 3.0)]
 

@@ -216,7 +216,7 @@ DRAWING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.filterwarnings("ignore:.*(vmap|performance drop|nested|dropout).*")
 @pytest.mark.parametrize("kind", DRAWING)
-def test_a_layer_that_draws_is_torchs_with_the_seed_of_the_batch(kind: str) -> None:
+def test_a_random_layer_equals_torchs_with_the_seed_of_the_batch(kind: str) -> None:
     make, shape = DRAWING[kind]
     model, each = ModuleModel(make, shape, CLASSES, "features"), clients(kind, shape)
     assert model.draws == ("torch",)
@@ -244,7 +244,7 @@ def test_a_layer_that_draws_is_torchs_with_the_seed_of_the_batch(kind: str) -> N
 
 @pytest.mark.filterwarnings("ignore:.*(vmap|performance drop|nested|dropout).*")
 @pytest.mark.parametrize("kind", sorted(DRAWING.keys() - {"LSTM", "RReLU"}))
-def test_clients_together_draw_each_their_own(kind: str) -> None:
+def test_stacked_clients_have_independent_draws(kind: str) -> None:
     make, shape = DRAWING[kind]
     model, client = ModuleModel(make, shape, CLASSES, "features"), clients(kind, shape)[0]
     model.check_steps(clients=2)
@@ -256,14 +256,14 @@ def test_clients_together_draw_each_their_own(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "RReLU"])
-def test_layers_that_draw_and_that_torch_cannot_vectorize_are_refused_together(kind: str) -> None:
+def test_random_layers_that_torch_cannot_vectorize_are_rejected_together(kind: str) -> None:
     make, shape = DRAWING[kind]
     model = ModuleModel(make, shape, CLASSES, "features")
     with refused("'layer", kind, "together", "runtime.clients_at_once", "1"):
         model.check_steps(clients=2)
 
 
-def test_a_layer_that_draws_in_evaluation_is_refused() -> None:
+def test_a_layer_that_draws_in_evaluation_is_rejected() -> None:
     layers = nn.Sequential(nn.Conv2d(4, 3, 3), nn.FractionalMaxPool2d(2, output_size=2))
     with refused("'layer.1'", "FractionalMaxPool2d", "evaluation"):
         ModuleModel(lambda: Classifier(layers, 3), IMAGE, CLASSES, "pixels")

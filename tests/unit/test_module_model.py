@@ -69,7 +69,7 @@ def of_clients(clients: list[ClientData]) -> ClientGroup:
     return ClientGroup(clients, lambda client, purpose: torch.Generator().manual_seed(sum(map(ord, client + purpose))))
 
 
-def test_lenet_has_the_bits_of_the_built_in_one() -> None:
+def test_lenet_as_a_module_equals_the_built_in_one_to_the_bit() -> None:
     ours, theirs = LeNet((1, 28, 28), 10), lenet()
     assert theirs.layout.entries == ours.layout.entries
     assert theirs.layout.head == ("fc3.weight", "fc3.bias")
@@ -84,7 +84,7 @@ def test_lenet_has_the_bits_of_the_built_in_one() -> None:
     assert torch.equal(*ends)
 
 
-def test_several_clients_at_once_are_each_alone() -> None:
+def test_several_clients_at_once_equal_single_ones() -> None:
     model, s = lenet(), LocalSGD(steps=2, batch_size=8)
     theta = model.init(torch.Generator().manual_seed(1)).expand(2, -1)
     together = train(model, group(12, 20), theta, s).theta
@@ -105,7 +105,7 @@ def test_start_of_training() -> None:
     assert torch.equal(kept.init(torch.Generator().manual_seed(1)), kept.init(torch.Generator().manual_seed(2)))
 
 
-def test_threads_do_not_meet_in_the_module() -> None:
+def test_threads_share_a_module_safely() -> None:
     model = lenet()
     thetas = [model.init(torch.Generator().manual_seed(i)) for i in range(4)]
     x = torch.randn(8, 1, 28, 28)
@@ -132,7 +132,7 @@ class Squared(nn.Module):
         return (logits - F.one_hot(y, 2)).square().sum(1)
 
 
-def test_an_own_loss_and_a_shared_layer() -> None:
+def test_a_custom_loss_and_a_shared_layer() -> None:
     model, module = ModuleModel(Squared, (3,), 2, "features"), Squared()
     assert [name for name, _ in model.layout.entries] == ["first.weight", "first.bias", "last.weight", "last.bias"]
     x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
@@ -205,12 +205,12 @@ def frozen() -> nn.Module:
         (NoLoss, ("NoLoss.loss", "TypeError")),
     ],
 )
-def test_modules_that_cannot_be_flattened_are_named(make: Any, said: tuple[str, ...]) -> None:
+def test_unsupported_modules_are_reported_with_the_reason(make: Any, said: tuple[str, ...]) -> None:
     with refused("model.factory", *said):
         ModuleModel(make, (3,), 2, "features")
 
 
-def test_which_layer_is_the_head() -> None:
+def test_finding_the_head_layer() -> None:
     two = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     assert ModuleModel(lambda: two, (3,), 2, "features").layout.head == ("2.weight", "2.bias")
     with refused("model.head", "'0'"):
@@ -223,7 +223,7 @@ def test_which_layer_is_the_head() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedper", "knn-per", "fedrod", "pefll"])
-def test_methods_take_a_module_in_memory(method: str, tmp_path: Path) -> None:
+def test_methods_accept_a_module_in_memory(method: str, tmp_path: Path) -> None:
     algorithm = {"name": method, **({"embedding": {"network": "mlp"}} if method == "pefll" else {})}
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -237,7 +237,7 @@ def test_methods_take_a_module_in_memory(method: str, tmp_path: Path) -> None:
         assert not (tmp_path / "no").exists()
 
 
-def test_a_module_of_another_process_is_said_and_can_be_given_again(tmp_path: Path) -> None:
+def test_a_module_of_another_process_is_reported_and_can_be_passed_again(tmp_path: Path) -> None:
     from fedloom.models import module as memory
 
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
@@ -253,7 +253,7 @@ def test_a_module_of_another_process_is_said_and_can_be_given_again(tmp_path: Pa
         fedloom.sweep(TASK, data=data, model=net, seeds="1-2", parallel=2, out=tmp_path / "sweep", progress=False)
 
 
-def test_a_run_is_opened_with_the_module_that_it_trained_and_no_other(tmp_path: Path) -> None:
+def test_a_run_opens_only_with_the_module_it_trained(tmp_path: Path) -> None:
     def net(activation: type[nn.Module] = nn.ReLU, hidden: int = 4) -> nn.Module:
         return nn.Sequential(nn.Linear(3, hidden), activation(), nn.Linear(hidden, 2))
 
@@ -272,7 +272,7 @@ def test_a_run_is_opened_with_the_module_that_it_trained_and_no_other(tmp_path: 
         fedloom.load(named.folder, model=net())
 
 
-def test_a_factory_is_found_by_name_and_a_worker_calls_it_only_if_it_was_told(
+def test_a_factory_is_found_by_name_and_called_by_workers_only_if_permitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_models.py").write_text(

@@ -111,7 +111,7 @@ def by_torch(made: nn.Module, m: ModuleModel, theta: Tensor, client: ClientData,
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_training_is_that_of_a_bare_loop(norm: str) -> None:
+def test_training_equals_a_bare_loop(norm: str) -> None:
     m, (client,) = model(norm), examples(20)
     theta, s = m.init(torch.Generator().manual_seed(1)), LocalSGD(steps=5, batch_size=8, lr=0.05)
     expected = by_torch(network(NORMS[norm]()), m, theta, client, s, group([client]).generator(0, "train"))
@@ -122,7 +122,7 @@ def test_training_is_that_of_a_bare_loop(norm: str) -> None:
     assert not torch.isclose(found, theta)[moved].all() or not moved.any()
 
 
-def test_resnet18_has_the_bits_of_a_bare_loop() -> None:
+def test_resnet18_equals_a_bare_loop_to_the_bit() -> None:
     models = pytest.importorskip("torchvision.models")
     m = ModuleModel(lambda: models.resnet18(num_classes=3), (3, 32, 32), 3, "pixels")
     assert len(m.layout.buffers) == 40
@@ -134,7 +134,7 @@ def test_resnet18_has_the_bits_of_a_bare_loop() -> None:
     assert torch.equal(train(m, group([client]), theta[None], s).theta[0], expected)
 
 
-def test_buffers_are_neither_decayed_nor_clipped_nor_pulled() -> None:
+def test_buffers_are_not_decayed_clipped_or_pulled() -> None:
     """With a rate of almost 0 only the calls move them, whatever the options of the steps."""
     m, (client,) = model(), examples(20)
     theta = m.init(torch.Generator().manual_seed(1))
@@ -147,7 +147,7 @@ def test_buffers_are_neither_decayed_nor_clipped_nor_pulled() -> None:
 
 @pytest.mark.parametrize("norm", ["batch", "batch, slow", "instance with statistics", "group", "an average of its own"])
 @pytest.mark.parametrize("batch_size", [4, 100])
-def test_a_group_is_each_client_alone(norm: str, batch_size: int) -> None:
+def test_stacked_clients_equal_single_ones(norm: str, batch_size: int) -> None:
     """A client that is done, here the smaller one, moves no buffers; batches of different lengths are not stacked."""
     m, data = model(norm), examples(12, 20)
     theta = m.init(torch.Generator().manual_seed(1)).expand(2, -1)
@@ -190,14 +190,14 @@ def test_every_method_moves_statistics_and_keeps_variances_positive(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_method_that_cannot_move_statistics_says_so(name: str) -> None:
+def test_a_method_that_cannot_move_statistics_rejects_them(name: str) -> None:
     method = find_algorithm(name)
     with pytest.raises(ExperimentError) as error:
         method.check_model(method.settings.model_validate(METHODS[name]), small())
     assert tells(str(error.value), "model.", name)
 
 
-def test_the_server_averages_statistics_whatever_its_optimizer(tmp_path: Path) -> None:
+def test_the_server_averages_statistics_with_any_optimizer(tmp_path: Path) -> None:
     """FedAdam's second moment would divide by them, and a rate above 1 could make a variance negative."""
     moved = small().layout.mask(small().layout.buffers)
     runs = {
@@ -216,7 +216,7 @@ def test_the_server_averages_statistics_whatever_its_optimizer(tmp_path: Path) -
     assert FEDADAM.name == "fedadam"
 
 
-def test_only_the_head_is_trained_on_statistics_that_stay() -> None:
+def test_head_training_keeps_the_statistics() -> None:
     m, (client,) = model(), examples(20)
     theta, s = m.init(torch.Generator().manual_seed(1)), LocalSGD(steps=3, batch_size=8)
     head = train(m, group([client]), theta[None], s, only="head").theta[0]
@@ -227,7 +227,7 @@ def test_only_the_head_is_trained_on_statistics_that_stay() -> None:
     assert not torch.isclose(body[moved], theta[moved]).any()
 
 
-def test_measuring_and_predicting_move_nothing() -> None:
+def test_measuring_and_predicting_change_no_statistics() -> None:
     m, (client,) = model(), examples(20)
     local = LocalTrainer(m, group([client]))
     w = local.parameters(m.init(torch.Generator().manual_seed(1))[None])
@@ -242,7 +242,7 @@ def test_measuring_and_predicting_move_nothing() -> None:
     assert not set(w) & set(w.buffers)
 
 
-def test_a_batch_of_one_example_is_said(tmp_path: Path) -> None:
+def test_a_batch_of_one_example_is_reported(tmp_path: Path) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -259,7 +259,7 @@ def test_a_batch_of_one_example_is_said(tmp_path: Path) -> None:
         method.check_model(method.settings.model_validate(value), model())  # there are pixels to normalize over
 
 
-def test_without_statistics_a_client_is_predicted_by_its_batches(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_running_statistics_a_client_is_predicted_in_batches(caplog: pytest.LogCaptureFixture) -> None:
     m, (client,) = model("batch without statistics"), examples(9)
     assert m.predicts_by_batch
     theta = m.init(torch.Generator().manual_seed(1))
@@ -284,7 +284,7 @@ def test_without_statistics_a_client_is_predicted_by_its_batches(caplog: pytest.
     torch.testing.assert_close(alone, F.linear(named["1.bias"][None], named["2.weight"], named["2.bias"]))
 
 
-def test_lazy_layers_take_their_shapes_from_inputs() -> None:
+def test_lazy_layers_get_their_shapes_from_inputs() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(3))
 
@@ -356,7 +356,7 @@ def test_frozen_parameters_are_not_in_theta_and_keep_their_values(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_adapters_of_a_language_model_are_all_of_theta() -> None:
+def test_theta_of_an_adapted_language_model_is_its_adapters() -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
 
     class Classifier(nn.Module):
@@ -378,7 +378,7 @@ def test_adapters_of_a_language_model_are_all_of_theta() -> None:
     assert any("word_embeddings" in name for name in m.constants)
 
 
-def test_all_frozen_is_refused() -> None:
+def test_a_completely_frozen_module_is_rejected() -> None:
     with refusing(ExperimentError, "model.factory", "frozen"):
         ModuleModel(lambda: nn.Linear(3, 2).requires_grad_(False), (3,), 2, "features")
 
@@ -390,7 +390,7 @@ FLOWDUP = {"name": "flowdup", "local": {"steps": 1}, "embedding": {"network": "m
     ("trains", "algorithm", "named"),
     [(False, TASK["algorithm"], "0.weight"), (True, FLOWDUP, "initialization")],
 )
-def test_every_process_compares_what_it_does_not_send(
+def test_every_process_verifies_values_that_are_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trains: bool, algorithm: dict[str, Any], named: str
 ) -> None:
     name = f"backbone_{named[0]}"  # of its own: an imported module stays
@@ -447,7 +447,7 @@ def test_an_initialization_may_differ_in_its_last_digits() -> None:
     assert not any(are_close(figures, damaged) for damaged in ("", "nan " * 9, figures[:-20], "a digest"))
 
 
-def test_calls_of_a_model_hold_its_parameters_once() -> None:
+def test_calls_of_a_model_keep_one_copy_of_its_parameters() -> None:
     """Copies for threads and modes have zeros of no memory where calls put parameters, and share frozen ones."""
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     net[0].requires_grad_(False)

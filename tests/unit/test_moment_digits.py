@@ -26,7 +26,7 @@ FLOATS = st.floats(width=32, allow_nan=False, min_value=-(2.0**50), max_value=2.
 
 
 @given(st.lists(st.lists(FLOATS, min_size=1, max_size=5), min_size=1, max_size=6))
-def test_sums_of_digits_are_exact_sums(clients: list[list[float]]) -> None:
+def test_sums_of_digits_are_exact(clients: list[list[float]]) -> None:
     """Each client's moments are rounded as on its card; the sum of these is not rounded any more."""
     for scale, digits, power in ((SUM_SCALE, SUM_DIGITS, 1), (SQUARE_SCALE, SQUARE_DIGITS, 2)):
         sums = [math.fsum(value**power for value in values) for values in clients]
@@ -47,20 +47,20 @@ def test_the_smallest_square() -> None:
 
 
 @pytest.mark.parametrize("number", [1e43, -1e43, 2.0**-150])
-def test_numbers_that_no_float32_values_add_up_to_are_refused_and_not_shown(number: float) -> None:
+def test_impossible_float32_sums_are_rejected_without_showing_them(number: float) -> None:
     with refusing(DataError) as error:
         to_digits([number], SUM_SCALE, SUM_DIGITS)
     assert str(number) not in str(error.value)
 
 
-def test_digits_that_are_not_whole_are_garbage() -> None:
+def test_non_integer_digits_are_rejected() -> None:
     assert from_digits(to_digits([], SUM_SCALE, SUM_DIGITS), SUM_SCALE) == []
     digits = to_digits([3.0], SUM_SCALE, SUM_DIGITS)
     digits[0, 5] += 0.5
     assert from_digits(digits, SUM_SCALE) is None
 
 
-def test_a_sum_of_digits_does_not_show_how_many_numbers_are_negative() -> None:
+def test_a_sum_of_digits_hides_the_number_of_negative_values() -> None:
     """Without carries, the upper digits of 1 + 1 - 1 and of 3 - 1 - 1 are -1 and -2 times 255."""
     signs = {1: (1.0, 1.0, -1.0), 2: (3.0, -1.0, -1.0)}
     seen = {

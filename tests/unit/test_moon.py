@@ -95,7 +95,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def test_the_first_round_is_fedavg_and_the_second_is_not(tmp_path: Path) -> None:
+def test_the_first_round_equals_fedavgs_and_the_second_differs(tmp_path: Path) -> None:
     """Compare with FedAvg: if the last visit's model is the shared one, the two similarities cancel."""
     average = FedAvgSettings.model_validate({"local": LOCAL})
     for rounds in (1, 2):
@@ -107,7 +107,7 @@ def test_the_first_round_is_fedavg_and_the_second_is_not(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("plain", [True, False])
-def test_running_statistics_move_once_a_step(tmp_path: Path, plain: bool) -> None:
+def test_running_statistics_move_once_per_step(tmp_path: Path, plain: bool) -> None:
     """The first round is FedAvg's, statistics included, whether the last layer is a plain linear one or not."""
     problem = setup(ModuleModel(partial(Normalized, plain), IMAGE, CLASSES, "pixels"))
     assert problem.model.layout.buffers
@@ -140,7 +140,7 @@ def test_rounds_are_sgd_with_the_contrastive_loss(tmp_path: Path, kind: str) -> 
         close(load_file(paths[-1])["theta"], theta)
 
 
-def test_without_the_term_it_is_fedavg(tmp_path: Path) -> None:
+def test_without_the_contrastive_term_it_equals_fedavg(tmp_path: Path) -> None:
     average = FedAvgSettings.model_validate({"local": LOCAL, "personalize_steps": 2})
     mine = run(tmp_path / "m", made(mu=0.0, personalize_steps=2), setup(), rounds=3, unseen=["c2"])
     other = federation(tmp_path / "a", FEDAVG, average, setup(), clients(SIZES), rounds=3, unseen=["c2"])
@@ -151,7 +151,7 @@ def test_without_the_term_it_is_fedavg(tmp_path: Path) -> None:
             close(mine.predictors[key][name].tensors()["theta"], predictor.tensors()["theta"], 1e-12)
 
 
-def test_absent_labels_are_masked_in_the_loss_and_not_in_the_features(tmp_path: Path) -> None:
+def test_absent_labels_are_masked_in_the_loss_but_not_in_the_features(tmp_path: Path) -> None:
     """With a client that lacks a label, the row of the last layer for it does not move."""
     data = clients(SIZES)
     for c in data:
@@ -166,7 +166,7 @@ def test_absent_labels_are_masked_in_the_loss_and_not_in_the_features(tmp_path: 
     assert not torch.equal(start["fc2.weight"][0], end["fc2.weight"][0])
 
 
-def test_unsuitable_settings_are_refused() -> None:
+def test_unsuitable_settings_are_rejected() -> None:
     for key, value in (("mu", -1.0), ("temperature", 0.0)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
@@ -177,7 +177,7 @@ def test_unsuitable_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_a_group_answers_as_its_clients_do_alone(mask: bool) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(mask: bool) -> None:
     random = torch.Generator().manual_seed(3)
     w, last = (MODEL.init(random, torch.float64) for _ in range(2))
     opening, _, ask = MOON.messages

@@ -79,7 +79,7 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
 
 @pytest.mark.parametrize("text", [DEEP, OBJECTS, DEEP[:100_000]], ids=("lists", "objects", "cut"))
 @pytest.mark.parametrize("reader", READERS)
-def test_json_that_is_nested_too_deeply_is_refused(reader: str, text: str, tmp_path: Path) -> None:
+def test_too_deeply_nested_json_is_rejected(reader: str, text: str, tmp_path: Path) -> None:
     with pytest.raises(FedloomError):
         READERS[reader](text, tmp_path)
 
@@ -92,7 +92,7 @@ def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ['\\", \\"b\\": ' + DEEP + '}"}}', '\\"}"}, "c": ' + DEEP + "}", '\\"}', "}" * 10])
-def test_a_tensor_file_with_a_nested_header_and_a_right_digest_is_refused(end: str) -> None:
+def test_a_tensor_file_with_a_nested_header_is_rejected(end: str) -> None:
     whole = tensor_file.encode_tensors({"a": torch.zeros(2)}, {"b": 1})
     at = tensor_file._AT
     start = whole[8 : at.stop]  # of the header, with the place of the digest
@@ -103,7 +103,7 @@ def test_a_tensor_file_with_a_nested_header_and_a_right_digest_is_refused(end: s
     assert "written with" not in str(caught.value)
 
 
-def test_depth_of_a_peers_json_is_bounded() -> None:
+def test_the_depth_of_a_peers_json_is_bounded() -> None:
     def nested(depth: int) -> str:
         return "[" * depth + "]" * depth
 
@@ -113,7 +113,7 @@ def test_depth_of_a_peers_json_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"experiment": "\\ud800"}', '{"\\uDFFF": "{}"}', '["\\ud83d", "\\ude00"]'])
-def test_half_a_character_is_refused_in_words_that_can_be_shown(text: str) -> None:
+def test_a_lone_surrogate_is_rejected_with_a_printable_message(text: str) -> None:
     assert parsed_json('["\\ud83d\\ude00"]', DEEPEST) == ["\U0001f600"]
     with pytest.raises(ValueError, match="surrogates"):
         parsed_json(text, DEEPEST)
@@ -139,7 +139,7 @@ def test_half_a_character_is_refused_in_words_that_can_be_shown(text: str) -> No
         {"dataset": "x" * LONGEST},
     ],
 )
-def test_a_problem_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+def test_an_invalid_problem_is_rejected(change: dict[str, Any]) -> None:
     assert Problem.from_json(json.dumps(PROBLEM)).clients == 3
     with pytest.raises(DataError):
         Problem.from_json(json.dumps(PROBLEM | change))
@@ -149,7 +149,7 @@ def test_a_problem_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("missing", PROBLEM)
-def test_a_problem_that_lacks_something_is_refused_and_names_it(missing: str) -> None:
+def test_an_incomplete_problem_is_rejected_naming_the_missing_part(missing: str) -> None:
     with pytest.raises(DataError) as caught:
         Problem.from_json(json.dumps({key: value for key, value in PROBLEM.items() if key != missing}))
     assert tells(str(caught.value), missing)

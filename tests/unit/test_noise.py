@@ -29,7 +29,7 @@ def exact(deviation: float, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("deviation", [0.3, 0.5, 1.0, 2.5, 9.99])
-def test_discrete_gaussian_has_its_exact_probabilities(deviation: float) -> None:
+def test_the_discrete_gaussian_has_its_exact_probabilities(deviation: float) -> None:
     drawn = NoiseSource.seeded(b"chi-square").discrete_gaussian(200_000, deviation)
     values = np.arange(drawn.min() - 1, drawn.max() + 2)
     expected = exact(deviation, values) * len(drawn)
@@ -43,7 +43,7 @@ def test_discrete_gaussian_has_its_exact_probabilities(deviation: float) -> None
 
 
 @pytest.mark.parametrize("deviation", [1e3, 1e6, 2.0**43])
-def test_wide_discrete_gaussian_is_normal(deviation: float) -> None:
+def test_a_wide_discrete_gaussian_is_normal(deviation: float) -> None:
     drawn = NoiseSource.seeded(b"wide").discrete_gaussian(100_000, deviation)
     assert drawn.dtype == np.int64
     assert stats.kstest(drawn / deviation, "norm").pvalue > SIGNIFICANT
@@ -51,7 +51,7 @@ def test_wide_discrete_gaussian_is_normal(deviation: float) -> None:
     assert 0.48 < (drawn % 2).mean() < 0.52  # the last bits are not those of a rounded product
 
 
-def test_gaussian_is_normal() -> None:
+def test_the_gaussian_is_normal() -> None:
     drawn = NoiseSource.seeded(b"normal").gaussian(100_001, 3.0)
     assert len(drawn) == 100_001
     assert stats.kstest(drawn / 3.0, "norm").pvalue > SIGNIFICANT
@@ -59,7 +59,7 @@ def test_gaussian_is_normal() -> None:
     assert abs(np.corrcoef(drawn[:50_000], drawn[50_000:100_000])[0, 1]) < 0.03
 
 
-def test_secret_noise_does_not_repeat_and_seeded_noise_does() -> None:
+def test_secret_noise_never_repeats_and_seeded_noise_does() -> None:
     def first(source: NoiseSource) -> list[float]:
         return source.gaussian(4).tolist()
 
@@ -69,7 +69,7 @@ def test_secret_noise_does_not_repeat_and_seeded_noise_does() -> None:
     assert first(source) != first(source)
 
 
-def test_noise_does_not_follow_the_global_generators() -> None:
+def test_noise_does_not_depend_on_global_generators() -> None:
     torch.manual_seed(0)
     before = NoiseSource.secret().gaussian(4).tolist()
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_uniform_numbers_are_never_zero() -> None:
 
 
 @pytest.mark.parametrize("deviation", [1.5, 1e6])
-def test_hundred_thousand_numbers_take_a_fraction_of_a_tenth_of_a_second(deviation: float) -> None:
+def test_a_hundred_thousand_draws_are_fast(deviation: float) -> None:
     source = NoiseSource.secret()
     source.discrete_gaussian(10, deviation)
     times = []
@@ -94,7 +94,7 @@ def test_hundred_thousand_numbers_take_a_fraction_of_a_tenth_of_a_second(deviati
     assert min(times) < 0.1
 
 
-def test_impossible_noise_is_refused() -> None:
+def test_invalid_noise_is_rejected() -> None:
     with pytest.raises(ValueError, match="32"):
         NoiseSource(b"short")
     for deviation in (0.0, -1.0, 2.0**50):
@@ -107,7 +107,7 @@ def test_impossible_noise_is_refused() -> None:
 # --- noise in shares --------------------------------------------------------------------------------------------------
 
 
-def test_sum_of_shares_has_the_noise_of_the_sum() -> None:
+def test_the_sum_of_noise_shares_has_the_noise_of_the_sum() -> None:
     """20 shares of discrete Gaussian noise, of which 15 are needed: the sum is at least as noisy as claimed."""
     clip, step, z = 1.0, 1e-4, 2.0
     share = z * clip / math.sqrt(15)
@@ -116,13 +116,13 @@ def test_sum_of_shares_has_the_noise_of_the_sum() -> None:
     assert np.std(total) == pytest.approx(z * clip, rel=0.02)
 
 
-def test_multiplier_of_shares_is_that_of_the_sum_on_a_fine_grid() -> None:
+def test_on_a_fine_grid_shares_have_the_multiplier_of_the_sum() -> None:
     for m in (2, 15, 1000):
         share = 1.7 * 0.5 / math.sqrt(m)
         assert distributed_multiplier(share, m, 0.5, 1e-9, 100) == pytest.approx(1.7, rel=1e-6)
 
 
-def test_multiplier_of_shares_counts_rounding_collusion_and_coarse_grids() -> None:
+def test_the_multiplier_of_shares_accounts_for_rounding_collusion_and_coarse_grids() -> None:
     share = 2.0 / math.sqrt(10)
     rounded = distributed_multiplier(share, 10, 1.0, 0.01, 10_000)
     assert rounded == pytest.approx(2.0 / (1 + 0.01 * 100 / 2))
@@ -137,7 +137,7 @@ def test_multiplier_of_shares_counts_rounding_collusion_and_coarse_grids() -> No
         distributed_multiplier(share, 10, 1.0, 0.01, 100, colluding=10)
 
 
-def test_rounding_never_makes_an_update_longer_than_stated() -> None:
+def test_rounding_keeps_updates_within_the_stated_norm() -> None:
     random = np.random.default_rng(0)
     for dimension in (1, 30, 1000):
         for step in (1e-3, 0.3):
@@ -150,7 +150,7 @@ def test_rounding_never_makes_an_update_longer_than_stated() -> None:
 # --- adaptive clipping ------------------------------------------------------------------------------------------------
 
 
-def test_bits_and_updates_together_reveal_as_much_as_the_multiplier_says() -> None:
+def test_clipping_bits_and_updates_together_reveal_what_the_multiplier_states() -> None:
     """The bits have sensitivity ½ and hence the multiplier 2σ_b."""
     for z, count_noise in ((1.0, 5.0), (0.3, 0.2), (8.0, 4.1)):
         assert compose([update_multiplier(z, count_noise), 2 * count_noise]) == pytest.approx(z)
@@ -160,7 +160,7 @@ def test_bits_and_updates_together_reveal_as_much_as_the_multiplier_says() -> No
     assert default_count_noise(100) == 5
 
 
-def test_clipping_norm_moves_to_the_quantile() -> None:
+def test_the_clipping_norm_moves_to_the_quantile() -> None:
     norms = np.random.default_rng(0).lognormal(1.0, 0.7, 1000)
     clip = 0.1
     for _ in range(300):

@@ -69,7 +69,7 @@ def test_the_methods_are_found() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", ["examples", "labels"])
 @pytest.mark.parametrize("name", with_a_shared_model())
-def test_it_is_measured_under_global(tmp_path: Path, name: str, what: str) -> None:
+def test_a_client_without_training_data_is_measured_under_global(tmp_path: Path, name: str, what: str) -> None:
     data = clients(SIZES)
     whole, _, state = measured(tmp_path / "whole", name, data)
     found, named, same = measured(tmp_path / "lacking", name, [*data[:2], lacking(data[2], what)])
@@ -87,7 +87,7 @@ def test_it_is_measured_under_global(tmp_path: Path, name: str, what: str) -> No
     assert statistics["global"]["unseen"]["clients"] == 1
 
 
-def test_beside_others_in_a_group_it_is_named_so_that_they_are_served_one_by_one() -> None:
+def test_a_batch_names_the_client_without_training_data() -> None:
     data, method = clients(SIZES), find_algorithm("fedavg")
     half = method.client(method.settings.model_validate(METHODS["fedavg"]), Setup(PLAIN, CLASSES, IMAGE, 3))
     theta = PLAIN.init(torch.Generator().manual_seed(1), torch.float64)
@@ -95,6 +95,6 @@ def test_beside_others_in_a_group_it_is_named_so_that_they_are_served_one_by_one
         next(half.open(group([data[0], lacking(data[2], "examples")]), method.messages[2](theta)))
 
 
-def test_its_personal_model_is_refused() -> None:
+def test_its_personal_model_is_rejected() -> None:
     with pytest.raises(DataError, match=r"c2.* personal .*global"):
         predictor_of("c2", {"global": object()}, "personal")  # type: ignore[dict-item]

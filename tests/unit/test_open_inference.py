@@ -191,7 +191,7 @@ def predicted(answer: Answer) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_predictions_are_those_of_the_clients_model_to_the_bit(kind: str, tmp_path: Path) -> None:
+def test_predictions_equal_the_clients_model_to_the_bit(kind: str, tmp_path: Path) -> None:
     run = trained(tmp_path, kind)
     models = client_models(run)
     assert len(models) == 2
@@ -216,7 +216,7 @@ def test_predictions_are_those_of_the_clients_model_to_the_bit(kind: str, tmp_pa
         assert shapes == {name: (DATATYPES[each.dtype], [-1, *each.shape[1:]]) for name, each in named.items()}
 
 
-def test_every_path_of_the_protocol_answers(run: Path) -> None:
+def test_every_path_of_the_protocol_responds(run: Path) -> None:
     with served(run, settings=ModelServerSettings(model_name="house")) as at:
         (client, _) = client_models(run)
         for template, item in SPEC["paths"].items():
@@ -281,7 +281,7 @@ def at(run: Path) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_request_is_refused_in_the_protocols_form(at: Client, run: Path, what: str) -> None:
+def test_a_bad_request_is_rejected_in_the_protocols_form(at: Client, run: Path, what: str) -> None:
     found = at.infer("client-0000", BAD[what])
     assert found.status == 400
     of_schema(found.body, "inference_error_response")
@@ -289,7 +289,7 @@ def test_a_bad_request_is_refused_in_the_protocols_form(at: Client, run: Path, w
     assert at.infer("client-0000", requested(ROWS[:2])).status == 200
 
 
-def test_unknown_models_clients_paths_and_verbs_are_told(at: Client, tmp_path: Path) -> None:
+def test_unknown_models_clients_paths_and_verbs_are_reported(at: Client, tmp_path: Path) -> None:
     good = requested(ROWS[:2])
     assert at.infer("client-0000", good).status == 200
     assert at.infer("nobody", good).status == 404
@@ -305,7 +305,7 @@ def test_unknown_models_clients_paths_and_verbs_are_told(at: Client, tmp_path: P
     assert at.ask("DELETE", "/v2/health/live").status == 405
 
 
-def test_bodies_are_bounded(at: Client) -> None:
+def test_request_bodies_are_bounded(at: Client) -> None:
     assert at.infer("client-0000", b" " * ((1 << 18) + 1)).status == 413
     assert at.infer("client-0000", b" " * (5 << 20)).status == 413  # it sees the answer
     assert at.infer("client-0000", b"x", Content_Encoding="gzip").status == 415
@@ -321,7 +321,7 @@ def test_bodies_are_bounded(at: Client) -> None:
         assert raw.recv(100).split()[1] == b"400"
 
 
-def test_answers_are_bounded(run: Path) -> None:
+def test_responses_are_bounded(run: Path) -> None:
     with served(run, settings=ModelServerSettings(body_bytes=2048)) as at:
         x = np.ones((200, 4), np.float32)
         assert at.infer("client-0000", requested(x[:64])).status == 200
@@ -352,7 +352,7 @@ class Held(io.BytesIO):
         return super().read(size)
 
 
-def test_a_server_that_stops_answers_open_requests_first(run: Path) -> None:
+def test_a_stopping_server_first_answers_open_requests(run: Path) -> None:
     content = json.dumps(requested(ROWS[:2])).encode()
     body, answers = Held(content), []
     serving = OpenInference("run", ModelFolder(run / "models"), InferenceLimits(drain_s=WAIT_S), ready=lambda: False)
@@ -377,7 +377,7 @@ def test_a_server_that_stops_answers_open_requests_first(run: Path) -> None:
     assert answers[0].startswith("200")
 
 
-def test_requests_at_once_get_their_own_answers(at: Client, run: Path) -> None:
+def test_concurrent_requests_get_their_own_responses(at: Client, run: Path) -> None:
     models = client_models(run)
 
     def right(number: int) -> bool:
@@ -392,7 +392,7 @@ def test_requests_at_once_get_their_own_answers(at: Client, run: Path) -> None:
         assert all(pool.map(lambda number: right(number % 40), range(72)))
 
 
-def test_models_that_are_replaced_or_damaged_are_noticed_and_few_are_kept(run: Path, tmp_path: Path) -> None:
+def test_replaced_or_damaged_models_are_detected_and_few_are_cached(run: Path, tmp_path: Path) -> None:
     models = tmp_path / "models"
     shutil.copytree(run / "models", models)
     first, second = sorted(path.stem for path in models.glob("*.pt2"))
@@ -420,7 +420,7 @@ def test_models_that_are_replaced_or_damaged_are_noticed_and_few_are_kept(run: P
         assert at.ask("GET", "/v2/models/run").status == 404
 
 
-def test_a_token_decides_whose_model_predicts(run: Path, tmp_path: Path) -> None:
+def test_a_token_selects_the_clients_whose_models_it_may_use(run: Path, tmp_path: Path) -> None:
     tokens, table = tmp_path / "tokens.json", tmp_path / "identities.yaml"
     secrets = {name: add_token(tokens, name)[0].get_secret_value() for name in ("one", "watcher")}
     table.write_text(
@@ -446,7 +446,7 @@ def test_a_token_decides_whose_model_predicts(run: Path, tmp_path: Path) -> None
     assert any(line["event"] == "refused" for line in lines)
 
 
-def test_a_run_without_saved_models_or_an_open_address_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_run_without_saved_models_or_an_open_address_is_rejected(run: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     with (

@@ -70,13 +70,13 @@ def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str)
         assert (own[key] - plain[key]).abs().max() > 1e-6, key
 
 
-def test_the_method_with_another_loss_refuses_it() -> None:
+def test_a_method_with_its_own_loss_rejects_it() -> None:
     with pytest.raises(ExperimentError) as error:
         find_algorithm("pfedgp").check_model(None, OWN)
     assert tells(str(error.value), "model.name", "pfedgp", "loss")
 
 
-def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:
+def test_fedavg_is_sgd_on_the_custom_loss(tmp_path: Path) -> None:
     data = clients(SIZES)
     f = federation(
         tmp_path,
@@ -101,7 +101,7 @@ def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:
     assert s.local.momentum == 0.9
 
 
-def test_pfedbayes_takes_it_for_the_negative_log_likelihood(tmp_path: Path) -> None:
+def test_pfedbayes_uses_it_as_the_negative_log_likelihood(tmp_path: Path) -> None:
     """(27) and (28) by torch.distributions and torch.optim."""
     data, settings = clients(SIZES), METHODS["pfedbayes"]
     method = find_algorithm("pfedbayes")
@@ -162,7 +162,7 @@ def test_the_mask_hides_absent_labels_from_it(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
-def test_it_is_that_of_a_model_in_bfloat16_too(mask: bool) -> None:
+def test_it_also_applies_to_a_bfloat16_model(mask: bool) -> None:
     """Near to the same model in float32, and far from the cross-entropy in bfloat16."""
     data, s = clients((9,)), LocalSGD(steps=3, batch_size=9, lr=0.05, mask_absent=mask)
     for part in (data[0].train, data[0].validation, data[0].test):

@@ -65,7 +65,7 @@ def likelihood(outputs: Tensor, y: Tensor) -> Tensor:
     return outputs.gather(1, y[:, None]).squeeze(1).exp()
 
 
-def test_names_and_functions_give_metrics_of_a_run(tmp_path: Path) -> None:
+def test_names_and_functions_define_metrics_of_a_run(tmp_path: Path) -> None:
     made = run(tmp_path, ["f1", "auroc", Right, likelihood], runtime__workers=0)
     for group in ("seen", "unseen", "global"):
         found = made.summary[group]["metrics"]
@@ -77,7 +77,7 @@ def test_names_and_functions_give_metrics_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forks")
-def test_named_functions_run_in_workers_too(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_functions_also_run_in_workers(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
     here = run(tmp_path / "a", [f"{module}:likelihood"], runtime__workers=0)
     there = run(tmp_path / "b", [f"{module}:likelihood"], runtime__workers=1)
@@ -85,7 +85,7 @@ def test_named_functions_run_in_workers_too(tmp_path: Path, module: str, monkeyp
 
 
 @pytest.mark.slow
-def test_metrics_that_no_run_could_compute_are_refused_before_it_starts(tmp_path: Path, module: str) -> None:
+def test_metrics_that_cannot_be_computed_are_rejected_before_the_run(tmp_path: Path, module: str) -> None:
     with refusing(ExperimentError, "runtime.workers", "0"):
         run(tmp_path, [likelihood], runtime__workers=1)
     with refusing(ExperimentError, "evaluation.metrics", "rmse", "accuracy"):
@@ -100,7 +100,7 @@ def test_metrics_that_no_run_could_compute_are_refused_before_it_starts(tmp_path
 
 
 @pytest.mark.slow
-def test_a_metric_that_only_a_run_or_an_aggregator_names_is_not_imported(
+def test_a_metric_named_only_by_a_run_or_an_aggregator_is_not_imported(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"{module}:likelihood"
@@ -118,7 +118,7 @@ def test_a_metric_that_only_a_run_or_an_aggregator_names_is_not_imported(
     assert fl.load(made.folder).summary["seen"]["metrics"]["likelihood"]["mean"] > 0
 
 
-def test_the_task_of_an_experiment_must_be_that_of_its_data(tmp_path: Path) -> None:
+def test_the_task_of_an_experiment_must_match_its_data(tmp_path: Path) -> None:
     with refusing(ExperimentError, "task.name", "regression", "classification") as refused:
         run(tmp_path, (), task={"name": "regression"})
     assert refused.value.key == "task.name"

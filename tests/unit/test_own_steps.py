@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_steps_after_training_are_those_that_a_run_would_make(tmp_path: Path, method: str) -> None:
+def test_own_steps_after_training_equal_those_of_a_run(tmp_path: Path, method: str) -> None:
     run = on_vowels(tmp_path / "run", METHODS[method])
     run.run()
     tuned = on_vowels(tmp_path / "tuned", METHODS[method] | {"personalize_steps": 3})
@@ -60,7 +60,7 @@ def test_written_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own_steps.measured(other.folder.path, 1, [])
 
 
-def test_step_sizes_are_chosen_on_validation_and_no_other_is_tested(
+def test_step_sizes_are_chosen_on_validation_and_only_the_best_is_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = on_vowels(tmp_path / "run", {"name": "local", "local": {"steps": 2}}, rounds=0)
@@ -76,7 +76,7 @@ def test_step_sizes_are_chosen_on_validation_and_no_other_is_tested(
     assert {row["rate"] for row in rows if row["mean"]} == {best}
 
 
-def test_the_mean_over_runs_decides_and_a_rate_that_diverged_anywhere_is_none() -> None:
+def test_rates_are_compared_by_the_mean_and_diverged_ones_excluded() -> None:
     def line(seed: int, rate: float, validation: float) -> own_steps.Measured:
         return own_steps.Measured("fedavg", seed, 5, rate, 3, validation, 0.5, 0.4, None)
 
@@ -88,7 +88,7 @@ def test_the_mean_over_runs_decides_and_a_rate_that_diverged_anywhere_is_none() 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_measures_after_own_steps_what_a_run_of_so_many_would(tmp_path: Path, method: str) -> None:
+def test_own_steps_in_a_run_are_measured_as_in_a_run_with_that_number(tmp_path: Path, method: str) -> None:
     run = on_vowels(tmp_path / "run", METHODS[method], own_steps=[0, 3])
     final = run.run()
     plain = on_vowels(tmp_path / "plain", METHODS[method])
@@ -105,7 +105,7 @@ def test_a_run_measures_after_own_steps_what_a_run_of_so_many_would(tmp_path: Pa
     assert not torch.equal(run.after_steps[0].counts, run.after_steps[3].counts)
 
 
-def test_a_summary_has_the_unseen_clients_by_steps(tmp_path: Path) -> None:
+def test_a_summary_lists_unseen_clients_by_steps(tmp_path: Path) -> None:
     run = on_vowels(tmp_path, {"name": "local", "local": {"steps": 2}}, rounds=0, own_steps=[0, 2])
     final = run.run()
     text = (run.folder.path / "experiment.yaml").read_text()
@@ -127,7 +127,7 @@ def _parts(text: str, manifest: Any) -> Any:
     return assemble.make_parts(experiments.parse_experiment(text), manifest)
 
 
-def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> None:
+def test_steps_not_named_by_the_experiment_are_rejected(tmp_path: Path) -> None:
     run = on_vowels(tmp_path, METHODS["fedavg"], own_steps=[0, 3])
     run.run()
     client = run.manifest.unseen[0]
@@ -156,7 +156,7 @@ def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", available())
-def test_every_method_has_steps_or_says_who_does(name: str) -> None:
+def test_every_method_has_own_steps_or_names_methods_that_do(name: str) -> None:
     algorithm = find_algorithm(name)
     settings = algorithm.settings()
     if algorithm.has_steps:
@@ -180,7 +180,7 @@ def test_every_method_has_steps_or_says_who_does(name: str) -> None:
         (["evaluation.own_steps=[1]", "algorithm={name: fedrep}"], ["fedrep", "null"]),
     ],
 )
-def test_own_steps_that_cannot_be_are_refused(changes: list[str], said: list[str]) -> None:
+def test_invalid_own_steps_are_rejected(changes: list[str], said: list[str]) -> None:
     with pytest.raises(ExperimentError) as refused:
         experiments.load_experiment(Path(__file__).parents[2] / "experiments" / "quickstart.yaml", changes)
     assert tells(str(refused.value), "evaluation.own_steps", *said)

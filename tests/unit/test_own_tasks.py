@@ -15,7 +15,7 @@ from task_problems import Clients
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_data_of_a_seed_are_always_the_same(problem: str) -> None:
+def test_the_data_of_a_seed_never_change(problem: str) -> None:
     draw = PROBLEMS[problem].draw
     first, again, other = draw(1), draw(1), draw(2)
     inputs = [np.concatenate([np.ravel(x) for x in _inputs(clients)]) for clients in (first, again, other)]
@@ -30,7 +30,7 @@ def _inputs(clients: Clients) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("problem", [name for name, about in PROBLEMS.items() if callable(about.model)])
-def test_the_module_of_a_problem_takes_its_inputs(problem: str) -> None:
+def test_the_module_of_a_problem_accepts_its_inputs(problem: str) -> None:
     make = PROBLEMS[problem].model
     assert callable(make)
     x, y = PROBLEMS[problem].draw(1)["c00"]
@@ -50,9 +50,7 @@ def test_all_methods_of_a_problem_have_equally_many_settings(problem: str) -> No
 
 
 @pytest.mark.parametrize(("rate", "chosen"), [(0.003, True), (0.01, False)])
-def test_folding_marks_the_chosen_setting_and_keeps_a_line_for_each_seed(
-    tmp_path: Path, rate: float, chosen: bool
-) -> None:
+def test_folding_marks_the_chosen_setting_and_keeps_a_line_per_seed(tmp_path: Path, rate: float, chosen: bool) -> None:
     searched = [{"setting": {"lr": 0.003}, "validation": 0.75}, {"setting": {"lr": 0.01}, "validation": None}]
     tests = {seed: dict.fromkeys(pages_own_tasks.COLUMNS[1:], 0.5 + seed / 100) for seed in own_tasks.TESTS}
     found = {"headline": "accuracy", "chosen": {"lr": 0.003}, "search": searched, "tests": tests}

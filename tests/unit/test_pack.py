@@ -103,7 +103,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_of_equal_examples_gives_an_equal_shard(name: str, tmp_path: Path) -> None:
+def test_equal_examples_in_every_format_give_equal_shards(name: str, tmp_path: Path) -> None:
     x, y = rows_of()
     packed = pack(WRITERS[name](tmp_path / name, x, y), tmp_path / "out", settings(TABLE))
     reference = pack(write_csv(tmp_path / "again.csv", x, y), tmp_path / "reference", settings(TABLE))
@@ -127,7 +127,7 @@ def test_packing_is_deterministic_and_depends_on_the_seed(tmp_path: Path) -> Non
         assert (tmp_path / "a" / file).read_bytes() != (tmp_path / "c" / file).read_bytes()
 
 
-def test_only_the_owner_reads_a_packed_folder(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_packed_folder(tmp_path: Path) -> None:
     pack(write_csv(tmp_path / "t.csv", *rows_of()), tmp_path / "deep" / "out", settings(TABLE))
     out = tmp_path / "deep" / "out"
     assert stat.S_IMODE(out.stat().st_mode) == 0o700
@@ -135,7 +135,7 @@ def test_only_the_owner_reads_a_packed_folder(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_packed_examples_are_read_normalized(tmp_path: Path) -> None:
+def test_packed_examples_are_normalized_when_read(tmp_path: Path) -> None:
     x, y = rows_of()
     pack(write_csv(tmp_path / "t.csv", x, y), tmp_path / "out", settings(TABLE))
     clients = OwnClients.open([tmp_path / "out"])
@@ -148,13 +148,13 @@ def test_packed_examples_are_read_normalized(tmp_path: Path) -> None:
     assert data.present.all()
 
 
-def test_without_an_experiment_kind_shape_and_classes_are_those_found(tmp_path: Path) -> None:
+def test_without_an_experiment_kind_shape_and_classes_are_inferred(tmp_path: Path) -> None:
     x, _ = rows_of(12)
     card = pack(write_csv(tmp_path / "t.csv", x, ["10", "9", "2"] * 4), tmp_path / "out", settings()).card
     assert (card.kind, card.input_shape, card.classes) == ("features", (3,), ("2", "9", "10"))
 
 
-def test_columns_are_found_by_the_names_that_the_experiment_gives(tmp_path: Path) -> None:
+def test_columns_are_selected_by_the_experiments_names(tmp_path: Path) -> None:
     x, y = rows_of()
     own = TABLE.model_copy(update={"features": ("w", "u"), "input_shape": (2,)})
     packed = pack(write_csv(tmp_path / "t.csv", x, y), tmp_path / "out", settings(own))
@@ -185,7 +185,7 @@ def test_equal_inputs_are_in_one_split(tmp_path: Path) -> None:
     assert tells(packed.notes[0], 90)
 
 
-def test_splits_that_the_source_gives(tmp_path: Path) -> None:
+def test_splits_given_by_the_source(tmp_path: Path) -> None:
     x, y = rows_of(30)
     part = ["train"] * 20 + ["val"] * 4 + ["test"] * 6
     columns = {name: x[:, i] for i, name in enumerate("uvw")}
@@ -201,7 +201,7 @@ def test_splits_that_the_source_gives(tmp_path: Path) -> None:
     assert card.division == {"given": True}
 
 
-def test_an_input_in_two_given_splits_is_refused_with_both_places(tmp_path: Path) -> None:
+def test_an_input_in_two_given_splits_is_rejected_with_both_positions(tmp_path: Path) -> None:
     x, y = rows_of(30)
     x[[25, 28]] = x[[3, 4]]
     codes = np.array([TABLE.classes.index(label) for label in y])
@@ -219,7 +219,7 @@ def test_too_few_examples_for_three_splits(tmp_path: Path) -> None:
     assert tells(refusal(source, TABLE), "10 examples", "train")
 
 
-def test_a_text_is_divided_by_time_and_shares_no_character(tmp_path: Path) -> None:
+def test_a_text_is_split_by_time_without_shared_characters(tmp_path: Path) -> None:
     text = "abc cab bac\n" * 20
     (tmp_path / "t.txt").write_text(text, encoding="utf-8")
     card = pack(tmp_path / "t.txt", tmp_path / "out", settings(TOKENS)).card
@@ -278,7 +278,7 @@ def test_images_in_folders_of_splits(tmp_path: Path) -> None:
     assert card.division == {"given": True}
 
 
-def test_everything_wrong_with_images_is_named_and_counted(tmp_path: Path) -> None:
+def test_all_invalid_images_are_named_and_counted(tmp_path: Path) -> None:
     root = images(tmp_path / "pictures")
     (root / "cat" / "notes.txt").write_text("not an image")
     whole = (root / "cat" / "deep" / "0.png").read_bytes()
@@ -303,7 +303,7 @@ def test_everything_wrong_with_images_is_named_and_counted(tmp_path: Path) -> No
         assert tells(said, *facts)
 
 
-def test_images_are_resized_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_images_are_resized_on_request(tmp_path: Path) -> None:
     packed = pack(images(tmp_path / "p", size=(9, 7)), tmp_path / "out", settings(PIXELS, resize=True))
     assert packed.card.input_shape == (1, 4, 5)
     assert tells(packed.notes[0], 12, "4 x 5")
@@ -323,7 +323,7 @@ def changed(path: Path, line: int, text: str) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def test_everything_wrong_with_a_table_is_named_with_its_line_and_counted(tmp_path: Path) -> None:
+def test_all_invalid_table_values_are_named_with_line_and_count(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", *rows_of())
     for line, text in {
         3: "1,2,3,",
@@ -375,12 +375,12 @@ def test_many_errors_of_a_kind_are_counted_and_the_first_named(tmp_path: Path) -
         (b"u,v,w,label\n" + b"1" * 200_000 + b",2,3,no\n", ("malformed CSV", "line 1:", "131072")),
     ],
 )
-def test_a_csv_file_that_is_none(content: bytes, facts: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_file_that_is_not_csv(content: bytes, facts: tuple[object, ...], tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     assert tells(refusal(tmp_path / "t.csv", TABLE), "t.csv", *facts)
 
 
-def test_the_command_line_is_told_of_options(tmp_path: Path, fedloom: Callable[..., tuple[int, str, str]]) -> None:
+def test_errors_name_command_line_options(tmp_path: Path, fedloom: Callable[..., tuple[int, str, str]]) -> None:
     (tmp_path / "t.csv").write_text("u,v,class\n1,2,no\n")
     packed = ("data", "pack", str(tmp_path / "t.csv"), "--out", str(tmp_path / "out"))
     for more, facts in (
@@ -392,7 +392,7 @@ def test_the_command_line_is_told_of_options(tmp_path: Path, fedloom: Callable[.
         assert tells(said, *facts, "u, v, class")
 
 
-def test_a_byte_order_mark_spaces_and_quotes_are_taken_as_they_are_meant(tmp_path: Path) -> None:
+def test_byte_order_mark_spaces_and_quotes_in_csv(tmp_path: Path) -> None:
     lines = "\n".join(f'{i}, 2 ,"3.5", {"yes" if i % 2 else "no"} ' for i in range(20))
     (tmp_path / "t.csv").write_text(f"u,v,w, label\n{lines}\n\n", encoding="utf-8-sig")
     assert pack(tmp_path / "t.csv", tmp_path / "out", settings(TABLE)).card.train == 13
@@ -409,7 +409,7 @@ def test_pixels_and_tokens_of_a_table_are_whole_numbers_in_range(tmp_path: Path)
     assert tells(refusal(source, tokens), "0 to 2", "line 3")
 
 
-def test_a_damaged_parquet_file_and_its_values(tmp_path: Path) -> None:
+def test_a_damaged_parquet_file_and_invalid_values(tmp_path: Path) -> None:
     x, y = rows_of()
     source = write_parquet(tmp_path / "t.parquet", x, y)
     source.write_bytes(source.read_bytes()[:-200])
@@ -444,16 +444,14 @@ def test_a_damaged_parquet_file_and_its_values(tmp_path: Path) -> None:
         ({"x": np.full((9, 3), 1e300), "y": np.zeros(9, np.int64)}, ("too large", 27, "x[0, 0]")),
     ],
 )
-def test_arrays_that_cannot_be_taken(
-    tensors: dict[str, NDArray[Any]], facts: tuple[object, ...], tmp_path: Path
-) -> None:
+def test_unsupported_arrays(tensors: dict[str, NDArray[Any]], facts: tuple[object, ...], tmp_path: Path) -> None:
     np.savez(tmp_path / "t.npz", **tensors)
     safetensors.numpy.save_file(tensors, tmp_path / "t.safetensors")
     for name in ("t.npz", "t.safetensors"):
         assert tells(refusal(tmp_path / name, TABLE), name, *facts)
 
 
-def test_files_that_hold_no_arrays(tmp_path: Path) -> None:
+def test_files_without_arrays(tmp_path: Path) -> None:
     for name in ("t.npz", "t.safetensors"):
         (tmp_path / name).write_bytes(b"PK\x03\x04 nothing of the kind")
         assert tells(refusal(tmp_path / name, TABLE), name)
@@ -461,7 +459,7 @@ def test_files_that_hold_no_arrays(tmp_path: Path) -> None:
     assert tells(refusal(tmp_path / "t.npz", TABLE), "t.npz")
 
 
-def test_a_text_with_other_characters_or_too_short(tmp_path: Path) -> None:
+def test_a_text_with_unknown_characters_or_too_short(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abc\nabXc\nY" + "abc " * 20, encoding="utf-8")
     assert tells(refusal(tmp_path / "t.txt", TOKENS), "2 errors", "data.own.classes", "line 2: 'X'", "line 3: 'Y'")
     (tmp_path / "t.txt").write_text("abc", encoding="utf-8")
@@ -471,7 +469,7 @@ def test_a_text_with_other_characters_or_too_short(tmp_path: Path) -> None:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_options_that_are_not_allowed(tmp_path: Path) -> None:
+def test_invalid_options(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", *rows_of())
     (tmp_path / "there").mkdir()
     (tmp_path / "t.doc").write_text("")
@@ -493,7 +491,7 @@ def test_options_that_are_not_allowed(tmp_path: Path) -> None:
 # --- packed folders ---------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_damaged_card_or_shard_is_rejected_by_name(tmp_path: Path) -> None:
     pack(write_csv(tmp_path / "t.csv", *rows_of()), tmp_path / "out", settings(TABLE))
     path = tmp_path / "out" / "client.json"
     whole = path.read_bytes()
@@ -532,7 +530,7 @@ def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
         dataset.verify()
 
 
-def test_clients_that_do_not_fit_together_or_the_experiment(tmp_path: Path) -> None:
+def test_clients_that_contradict_each_other_or_the_experiment(tmp_path: Path) -> None:
     x, y = rows_of()
     source = write_csv(tmp_path / "t.csv", x, y)
     pack(source, tmp_path / "all" / "a", settings(TABLE))
@@ -558,7 +556,7 @@ def test_clients_that_do_not_fit_together_or_the_experiment(tmp_path: Path) -> N
     assert tells(str(caught.value), "input_shape", "[3]", "data.own", "[4]")
 
 
-def test_columns_of_other_names_or_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_renamed_or_reordered_columns_are_rejected(tmp_path: Path) -> None:
     x, y = rows_of()
     for name in WRITERS:
         pack(WRITERS[name](tmp_path / name, x, y), tmp_path / "packed" / name, settings(TABLE))
@@ -589,7 +587,7 @@ def _pooled(spec: InputSpec, *clients: NDArray[Any]) -> Normalization:
         max_size=4,
     )
 )
-def test_moments_of_clients_give_those_of_all_examples(clients: list[NDArray[np.float32]]) -> None:
+def test_moments_of_clients_combine_to_those_of_all_examples(clients: list[NDArray[np.float32]]) -> None:
     found = _pooled(InputSpec("features", (2,)), *clients)
     whole = np.concatenate(clients).astype(np.float64)
     spread = np.abs(whole).max() + 1
@@ -598,7 +596,7 @@ def test_moments_of_clients_give_those_of_all_examples(clients: list[NDArray[np.
     assert np.allclose(found.std, np.where(np.array(found.std) == 1.0, found.std, expected), rtol=0, atol=1e-7 * spread)
 
 
-def test_moments_of_pixels_are_exact_whoever_has_them() -> None:
+def test_moments_of_pixels_are_exact_for_any_division() -> None:
     x = np.random.default_rng(5).integers(0, 256, (50, 2, 3, 3), dtype=np.uint8)
     apart = _pooled(InputSpec("pixels", (2, 3, 3)), x[:7], x[7:])
     assert apart == _pooled(InputSpec("pixels", (2, 3, 3)), x)

@@ -123,7 +123,7 @@ def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignme
 )  # 28.5 of 285
 @example(([30] * 3, [5] * 3, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.35)))  # 31.5 of 90
 @settings(max_examples=300)
-def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
+def test_no_example_is_assigned_twice_and_each_comes_from_its_pool(
     problem: tuple[list[int], list[int], PartitionSettings],
 ) -> None:
     train, test, how = problem
@@ -178,7 +178,7 @@ def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
 
 @given(problems())
 @settings(max_examples=60)
-def test_equal_inputs_give_equal_partitions(problem: tuple[list[int], list[int], PartitionSettings]) -> None:
+def test_equal_settings_give_equal_partitions(problem: tuple[list[int], list[int], PartitionSettings]) -> None:
     train, test, how = problem
 
     def outcome() -> list[list[int]] | str:
@@ -193,7 +193,7 @@ def test_equal_inputs_give_equal_partitions(problem: tuple[list[int], list[int],
 
 @given(n=st.integers(1, 40), classes=st.integers(1, 12), k=st.integers(1, 12), seed=SEEDS)
 @settings(max_examples=200)
-def test_classes_are_dealt_distinct_and_evenly_for_every_seed(n: int, classes: int, k: int, seed: int) -> None:
+def test_classes_are_assigned_distinct_and_evenly_for_every_seed(n: int, classes: int, k: int, seed: int) -> None:
     k = min(k, classes)
     held = partition_classes(n, classes, k, seed)
     assert held.shape == (n, k)
@@ -205,7 +205,7 @@ def test_classes_are_dealt_distinct_and_evenly_for_every_seed(n: int, classes: i
 
 @given(n=st.integers(1, 30), classes=st.integers(1, 8), k=st.integers(1, 8), seed=SEEDS)
 @settings(max_examples=100)
-def test_classes_never_fails_where_each_place_has_an_example(n: int, classes: int, k: int, seed: int) -> None:
+def test_partition_classes_succeeds_if_each_slot_has_an_example(n: int, classes: int, k: int, seed: int) -> None:
     k = min(k, classes)
     # Two examples for each of the ⌈nk/C⌉ places of a class are enough in every split.
     places = -(-n * k // classes)
@@ -233,7 +233,7 @@ def test_three_of_ten_classes_for_a_hundred_clients_use_every_example() -> None:
     assert [len(hand) for hand in deal.examples["test"]] == [10] * 100
 
 
-def test_class_pairs_are_as_frequent_as_chance_makes_them() -> None:
+def test_class_pairs_are_as_frequent_as_by_chance() -> None:
     pairs = Counter[tuple[int, ...]]()
     seeds, n = 40, 100
     for seed in range(seeds):
@@ -248,7 +248,7 @@ def test_blocks_of_clients_do_not_cover_the_classes() -> None:
     assert covered < 10  # the official code: every time
 
 
-def test_unseen_clients_are_drawn_and_not_the_last() -> None:
+def test_unseen_clients_are_drawn_at_random() -> None:
     whole = official(labels([60] * 5), labels([30] * 5))
     drawn = {
         tuple(np.flatnonzero(~assign_examples(whole, 5, settings_of(IidScheme(clients=10), seed, 0.2)).seen).tolist())
@@ -258,7 +258,7 @@ def test_unseen_clients_are_drawn_and_not_the_last() -> None:
     assert all(len(ids) == 2 for ids in drawn)
 
 
-def test_a_new_seed_changes_everything() -> None:
+def test_a_new_seed_changes_the_assignment() -> None:
     whole = official(labels([120] * 5), labels([60] * 5))
     for scheme in (
         ClassesScheme(clients=20, classes_per_client=2),
@@ -276,7 +276,7 @@ def test_a_new_seed_changes_everything() -> None:
             assert same == 0
 
 
-def test_alpha_of_unseen_clients_leaves_the_mixes_of_seen_ones_alone() -> None:
+def test_alpha_of_unseen_clients_does_not_change_seen_mixes() -> None:
     seen = np.arange(50) % 2 == 0
     base = DirichletScheme(clients=50, alpha=0.1)
     other = DirichletScheme(clients=50, alpha=0.1, alpha_unseen=100.0)
@@ -294,7 +294,7 @@ def test_dirichlet_mixes_have_the_moments_of_the_distribution() -> None:
     assert mixes.var(0) == pytest.approx(np.full(10, 0.1 * 0.9 / (10 * 0.1 + 1)), rel=0.15)
 
 
-def test_dirichlet_clients_are_of_equal_size_and_the_class_in_demand_is_used_up() -> None:
+def test_dirichlet_clients_have_equal_sizes_and_use_up_the_scarcest_class() -> None:
     whole = official(labels([600] * 10), labels([100] * 10))
     counts = class_counts(
         assign_examples(whole, 10, settings_of(DirichletScheme(clients=40, alpha=0.1))), "train", whole, 10
@@ -303,7 +303,7 @@ def test_dirichlet_clients_are_of_equal_size_and_the_class_in_demand_is_used_up(
     assert counts.sum(0).max() > 500 - 40
 
 
-def test_shares_go_to_the_classes_in_the_order_drawn() -> None:
+def test_shares_follow_the_order_of_the_drawn_classes() -> None:
     scheme = ClassesScheme(clients=20, classes_per_client=3, shares=(0.7, 0.2, 0.1), train_per_client=10)
     whole = official(labels([300] * 6), labels([120] * 6))
     counts = class_counts(assign_examples(whole, 6, settings_of(scheme)), "train", whole, 6)
@@ -312,7 +312,7 @@ def test_shares_go_to_the_classes_in_the_order_drawn() -> None:
     assert np.array_equal(counts.argmax(1), held[:, 0])
 
 
-def test_caps_keep_the_mix() -> None:
+def test_size_limits_preserve_the_mix() -> None:
     whole = official(labels([600] * 10), labels([100] * 10))
     scheme = ClassesScheme(clients=10, classes_per_client=4, train_per_client=20, test_per_client=8)
     deal = assign_examples(whole, 10, settings_of(scheme))
@@ -321,7 +321,7 @@ def test_caps_keep_the_mix() -> None:
     assert min(len(hand) for hand in deal.examples["validation"]) > 80
 
 
-def test_rounding_exchanges_until_all_clients_have_their_size() -> None:
+def test_quotas_are_exchanged_until_every_client_has_its_size() -> None:
     # All remainders are equal between clients: without exchanges the last to choose go without.
     available = np.array([37, 9, 25, 3, 26])
     mixes = np.tile(available / 100, (10, 1))
@@ -337,14 +337,14 @@ def test_unseen_count(n: int, fraction: float, count: int) -> None:
     assert unseen_count(n, fraction) == count
 
 
-def test_largest_remainders_keep_the_sum() -> None:
+def test_largest_remainders_preserve_the_sum() -> None:
     assert largest_remainders(np.array([1.5, 2.25, 3.25])).tolist() == [2, 2, 3]
     assert largest_remainders(np.array([1000.0, 999.9999999999])).tolist() == [1000, 1000]
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.floats(0, 1), SEEDS)
 @settings(max_examples=100)
-def test_a_stratified_draw_has_its_size_and_every_class_its_share(counts: list[int], part: float, seed: int) -> None:
+def test_a_stratified_draw_has_its_size_and_class_proportions(counts: list[int], part: float, seed: int) -> None:
     of = labels(counts)
     size = round(part * len(of))
     drawn = stratified(of, size, make_rng(seed, "test"))
@@ -356,7 +356,7 @@ def test_a_stratified_draw_has_its_size_and_every_class_its_share(counts: list[i
     assert np.all(found <= np.ceil(exact + 1e-6))
 
 
-def test_a_stratified_draw_takes_any_example_of_a_class_as_often_as_another() -> None:
+def test_a_stratified_draw_selects_examples_of_a_class_uniformly() -> None:
     of = labels([8, 4])
     times = sum(stratified(of, 3, make_rng(seed, "test")).astype(int) for seed in range(800))
     assert np.all(abs(times - 200) < 5 * 200**0.5)
@@ -369,7 +369,7 @@ def both(train: NDArray[np.generic], test: NDArray[np.generic]) -> RawDataset:
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 3), st.integers(1, 40))
 @settings(max_examples=30)
-def test_normalization_of_pixels_is_that_of_numpy(seed: int, count: int, channels: int, chunk: int) -> None:
+def test_normalization_of_pixels_equals_numpys(seed: int, count: int, channels: int, chunk: int) -> None:
     images = np.random.default_rng(seed).integers(0, 256, (count, channels, 3, 3), dtype=np.uint8)
     pool = np.arange(0, count, 2)
     with mock.patch.object(partitioning, "CHUNK", chunk):
@@ -383,7 +383,7 @@ def test_normalization_of_pixels_is_that_of_numpy(seed: int, count: int, channel
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 200), st.integers(1, 5))
 @settings(max_examples=30)
-def test_normalization_of_features_is_that_of_numpy_and_knows_no_order(seed: int, count: int, width: int) -> None:
+def test_normalization_of_features_equals_numpys_in_any_order(seed: int, count: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     features = (rng.normal(3, 2, (count, width)) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)
     everything = np.arange(count)
@@ -441,7 +441,7 @@ def test_the_partition_of_a_seed_never_changes(scheme: Scheme) -> None:
     assert digest.hexdigest()[:16] == GOLDEN[scheme.scheme]
 
 
-def test_a_keyed_generator_is_the_same_everywhere() -> None:
+def test_a_keyed_generator_is_the_same_on_every_machine() -> None:
     assert shuffled(make_rng(1, "a", 2), 8).tolist() == shuffled(make_rng(1, "a", 2), 8).tolist()
     draws = {tuple(make_rng(*key).random(4)) for key in [(1, "a"), (2, "a"), (1, "b"), (1, "a", 0), (11, "a")]}
     assert len(draws) == 5
@@ -453,7 +453,7 @@ def test_a_keyed_generator_is_the_same_everywhere() -> None:
         (ClassesScheme(clients=4, classes_per_client=11), ["classes_per_client: 11", "10"]),
     ],
 )
-def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
+def test_a_scheme_that_does_not_fit_the_source_is_rejected(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
         settings_of(scheme).check(datasets.find_dataset("mnist"))
     assert error.value.exit_code == ExitCode.EXPERIMENT
@@ -470,7 +470,7 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
         (float("nan"), 0.1, "data.held_out_fraction: nan"),
     ],
 )
-def test_fractions_out_of_range_are_refused(unseen: float, validation: float, key: str) -> None:
+def test_fractions_out_of_range_are_rejected(unseen: float, validation: float, key: str) -> None:
     with pytest.raises(ExperimentError, match=key):
         PartitionSettings(IidScheme(clients=2), 1, unseen, validation).check(datasets.find_dataset("mnist"))
 
@@ -499,7 +499,7 @@ def test_fractions_out_of_range_are_refused(unseen: float, validation: float, ke
         ),
     ],
 )
-def test_clients_that_would_go_without_are_refused(
+def test_clients_without_examples_are_rejected(
     train: list[int], test: list[int], scheme: Scheme, words: list[str]
 ) -> None:
     with pytest.raises(ExperimentError) as error:
@@ -533,14 +533,14 @@ def test_clients_that_would_go_without_are_refused(
         ),
     ],
 )
-def test_settings_that_contradict_themselves_are_refused(settings_: dict[str, object], words: list[str]) -> None:
+def test_contradictory_settings_are_rejected(settings_: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ValidationError) as error:
         TypeAdapter(Scheme).validate_python(settings_)
     for word in words:
         assert word in str(error.value)
 
 
-def test_an_unknown_source_is_refused_with_those_there_are() -> None:
+def test_an_unknown_source_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ExperimentError) as error:
         datasets.find_dataset("imagenet")
     assert (error.value.key, error.value.found) == ("data.dataset", "imagenet")

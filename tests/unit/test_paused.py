@@ -40,7 +40,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_a_pause_is_written_down_and_holds_for_whoever_goes_on(tmp_path: Path) -> None:
+def test_a_pause_is_recorded_and_survives_a_restart(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = control()
     first.keep(folder)
@@ -55,14 +55,14 @@ def test_a_pause_is_written_down_and_holds_for_whoever_goes_on(tmp_path: Path) -
     assert second.monitor.now().paused_by is None
 
 
-def test_a_pause_that_was_asked_for_before_there_was_a_folder_is_written_then(tmp_path: Path) -> None:
+def test_a_pause_requested_before_the_folder_exists_is_recorded_later(tmp_path: Path) -> None:
     early = control()
     early.pause("operator")
     early.keep(RunFolder(tmp_path))
     assert read_pause(RunFolder(tmp_path)) == early.paused
 
 
-def test_a_pause_that_cannot_be_written_down_does_not_hold(tmp_path: Path) -> None:
+def test_a_pause_that_cannot_be_recorded_has_no_effect(tmp_path: Path) -> None:
     kept = control()
     kept.keep(RunFolder(tmp_path / "gone"))
     with pytest.raises(StorageError):
@@ -111,9 +111,7 @@ def paused_run(folder: Path, *, after: int = 2) -> tuple[Any, Control, threading
 
 
 @pytest.mark.parametrize("after", [2, 4])  # a round follows; an evaluation, and nothing after that
-def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_number(
-    tmp_path: Path, after: int
-) -> None:
+def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_equal_results(tmp_path: Path, after: int) -> None:
     alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
     alone.run()
     held, kept, running, failed = paused_run(tmp_path / "paused", after=after)
@@ -140,7 +138,7 @@ def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_n
         assert torch.equal(tensor, again.state[name])
 
 
-def test_a_paused_run_that_is_stopped_goes_on_paused_and_then_to_the_same_numbers(tmp_path: Path) -> None:
+def test_a_stopped_paused_run_resumes_paused_and_ends_equally(tmp_path: Path) -> None:
     alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
     alone.run()
     held, _, running, failed = paused_run(tmp_path / "paused")
@@ -181,7 +179,7 @@ def test_a_published_run_shows_pause_and_resumption(tmp_path: Path) -> None:
     assert told[-1] == (3, False)
 
 
-def test_an_aggregator_elsewhere_takes_a_pause_up(tmp_path: Path) -> None:
+def test_another_aggregator_adopts_a_published_pause(tmp_path: Path) -> None:
     kept, store = control(), open_store(tmp_path / "store")
     mine = run_folder(tmp_path / "mine", 3)
     kept.keep(mine)

@@ -194,7 +194,7 @@ def test_a_round_is_a_gradient_step_of_the_objective(
     expect(run.state, *gradient_step(s, problem, before, data))
 
 
-def test_standardization_is_part_of_the_function_and_frozen(tmp_path: Path) -> None:
+def test_standardization_is_part_of_the_network_and_frozen(tmp_path: Path) -> None:
     s, problem, data = literal(descriptor={"standardize": "first"}), setup(), clients(SIZES)
     first = federation(tmp_path / "1", PEFLL, s, problem, data, rounds=1)
     second = federation(tmp_path / "2", PEFLL, s, problem, data, rounds=2)
@@ -233,7 +233,7 @@ def mean_gradient(
 
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
-def test_adam_is_torchs(tmp_path: Path, clip: float | None, decay: str) -> None:
+def test_adam_equals_torchs(tmp_path: Path, clip: float | None, decay: str) -> None:
     """AdamW, or Adam with its own weight decay."""
     server = {"rule": "adam", "lr": 1e-2, "clip": clip, "decay": decay}
     s, problem, data = literal(server=server), setup(), clients(SIZES)
@@ -258,7 +258,7 @@ def test_adam_is_torchs(tmp_path: Path, clip: float | None, decay: str) -> None:
     expect(run.state, eta_v, eta_h, tolerance=1e-9)
 
 
-def test_l2_inside_adam_is_torchs_to_the_bit_and_without_lambda_nothing() -> None:
+def test_l2_inside_adam_equals_torchs_to_the_bit_and_vanishes_without_lambda() -> None:
     random = torch.Generator().manual_seed(3)
     eta = [torch.randn(7, 5, generator=random), torch.randn(33, generator=random)]
     found = {}
@@ -279,12 +279,12 @@ def test_l2_inside_adam_is_torchs_to_the_bit_and_without_lambda_nothing() -> Non
     assert not torch.equal(found[0.05, True][0], found[0.0, True][0])
 
 
-def test_l2_is_inside_adam_alone() -> None:
+def test_l2_is_only_inside_adam() -> None:
     with pytest.raises(ValidationError, match=r"decay: l2 .*rule: adam"):
         literal(server={"decay": "l2"})
 
 
-def test_clipping_is_of_the_joint_norm(tmp_path: Path) -> None:
+def test_clipping_uses_the_joint_norm(tmp_path: Path) -> None:
     s, problem, data = literal(server={"clip": 1e-3}), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data)
     eta_v, eta_h = parameters(run.state)
@@ -313,7 +313,7 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["paper", "adam"])
-def test_a_state_taken_over_is_the_state(rule: str, tmp_path: Path) -> None:
+def test_a_loaded_state_equals_the_saved_one(rule: str, tmp_path: Path) -> None:
     s = literal(server={"rule": rule}, descriptor={"standardize": "first"})
     run = federation(tmp_path, PEFLL, s, setup(), clients(SIZES), rounds=2)
     run.run()
@@ -323,7 +323,7 @@ def test_a_state_taken_over_is_the_state(rule: str, tmp_path: Path) -> None:
     assert torch.equal(other.eta_h["fc1.weight"], run.state["eta_h.fc1.weight"])
 
 
-def test_a_server_that_is_resumed_has_its_layers_in_their_order(tmp_path: Path) -> None:
+def test_a_resumed_server_keeps_the_order_of_its_layers(tmp_path: Path) -> None:
     """A file of tensors may have another order, but gradients and moments are matched by position."""
     s, problem, data = literal(server={"rule": "adam"}), setup(), clients(SIZES)
     first = federation(tmp_path, PEFLL, s, problem, data)
@@ -340,7 +340,7 @@ def test_a_server_that_is_resumed_has_its_layers_in_their_order(tmp_path: Path) 
 
 @pytest.mark.parametrize("exchange", [0, 1])
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_client_lost_before_it_trained_does_not_count(tmp_path: Path, exchange: int, row: int) -> None:
+def test_a_client_lost_before_training_does_not_count(tmp_path: Path, exchange: int, row: int) -> None:
     s, problem, data = literal(), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, lost={exchange: row})
     before = run.state
@@ -350,7 +350,7 @@ def test_a_client_lost_before_it_trained_does_not_count(tmp_path: Path, exchange
     assert attempt.statistics["client_steps"] == 2
 
 
-def test_a_client_lost_at_the_last_exchange_counts_for_the_hypernetwork_alone(tmp_path: Path) -> None:
+def test_a_client_lost_at_the_last_exchange_counts_only_for_the_hypernetwork(tmp_path: Path) -> None:
     s, problem, data = literal(), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, lost={2: 1})
     before = run.state
@@ -363,7 +363,7 @@ def test_a_client_lost_at_the_last_exchange_counts_for_the_hypernetwork_alone(tm
 
 
 @pytest.mark.parametrize("cohort", [1, 3])
-def test_a_client_whose_data_are_broken_is_lost_and_the_others_go_on(tmp_path: Path, cohort: int) -> None:
+def test_a_client_with_broken_data_is_lost_and_others_continue(tmp_path: Path, cohort: int) -> None:
     s, problem, data = literal(), setup(), clients(SIZES)
     data[1].train.x[0, 0, 0, 0] = torch.nan
     run = federation(tmp_path, PEFLL, s, problem, data, evaluation_cohort=cohort)
@@ -380,7 +380,7 @@ def test_a_client_whose_data_are_broken_is_lost_and_the_others_go_on(tmp_path: P
 # --- prediction -------------------------------------------------------------------------------------------------------
 
 
-def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
+def test_prediction_follows_algorithm_1(tmp_path: Path) -> None:
     s, problem, data = literal(descriptor={"evaluate": "all", "standardize": "first"}), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, unseen=["c2"])
     run.run()
@@ -398,7 +398,7 @@ def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> None:
+def test_a_client_may_fine_tune_its_generated_model(tmp_path: Path) -> None:
     """By torch's SGD on its own batches; training and the state do not change."""
     data, problem, steps = clients(SIZES), setup(), 5
     local = {"steps": 1, "batch_size": 3, "lr": 0.1, "momentum": 0.9}
@@ -427,7 +427,7 @@ def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> 
     assert PEFLL.titles(literal(personalize_steps=1)) == {"personal": "PeFLL + fine-tuning"}
 
 
-def test_evaluation_leaves_no_trace_in_training(tmp_path: Path) -> None:
+def test_evaluation_does_not_affect_training(tmp_path: Path) -> None:
     s = literal(local={"steps": 3, "batch_size": 2, "momentum": 0.9}, descriptor={"batch_size": 2})
     often = federation(tmp_path / "often", PEFLL, s, setup(), clients(SIZES), rounds=2)
     often.run()
@@ -443,7 +443,7 @@ def open_with(s: PeFLLSettings, opening: type, c: ClientData, round: int = 1) ->
     return half.open(group([c], round=round), opening(eta_v))
 
 
-def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> None:
+def test_the_batch_of_a_descriptor_is_drawn_once_per_round() -> None:
     s, c = literal(descriptor={"batch_size": 3}), client("c0", 9)
 
     def v(opening: type, round: int) -> Tensor:
@@ -458,7 +458,7 @@ def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> N
 
 @pytest.mark.parametrize("subspace", [None, {"size": 17}])
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone(subspace: dict[str, int] | None) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(subspace: dict[str, int] | None) -> None:
     s = literal(
         local={"steps": 4, "batch_size": 3, "momentum": 0.9},
         descriptor={"batch_size": 5},
@@ -494,7 +494,7 @@ def without_labels(c: ClientData) -> ClientData:
     return ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
 
 
-def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> None:
+def test_only_the_unlabelled_variant_describes_an_unlabelled_client() -> None:
     c = without_labels(client("c7", 4))
     with pytest.raises(DataError, match=r"client c7: .*\n.*embedding\.labels: false"):
         next(open_with(literal(), DescriptorRequest, c))
@@ -513,19 +513,19 @@ def test_an_unlabelled_client_cannot_train() -> None:
 
 
 @pytest.mark.parametrize("opening", [PeFLLTrainRequest, DescriptorRequest])
-def test_a_client_without_training_examples_says_so(opening: type) -> None:
+def test_a_client_without_training_examples_reports_the_reason(opening: type) -> None:
     c = client("c7", 4)
     empty = ClientData("c7", Split(c.train.x[:0], torch.zeros(0).long()), c.validation, c.test, c.classes)
     with pytest.raises(DataError, match=r"client c7: .*empty"):
         next(open_with(literal(), opening, empty))
 
 
-def test_a_message_that_opens_nothing_is_named() -> None:
+def test_a_message_that_cannot_open_a_conversation_is_named() -> None:
     with pytest.raises(TypeError, match=r"PersonalizedModel .*DescriptorRequest, PeFLLTrainRequest"):
         PeFLLClient(literal(), setup()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
 
 
-def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
+def test_a_subclassed_client_keeps_its_conversations() -> None:
     class Other(PeFLLClient):
         pass
 
@@ -534,7 +534,7 @@ def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
     assert isinstance(next(Other(literal(), setup()).open(group([c]), opening)), Descriptor)
 
 
-def test_settings_that_contradict_themselves_are_refused() -> None:
+def test_contradictory_settings_are_rejected() -> None:
     with pytest.raises(ValidationError, match=r"linear.*labels=False"):
         literal(embedding={"network": "linear", "labels": False})
     with pytest.raises(ValidationError, match=r"steps=.*epochs="):
@@ -542,7 +542,7 @@ def test_settings_that_contradict_themselves_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 15, 28), (3, 8, 8)])
-def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_lenet_embedding_of_too_small_inputs_is_rejected(shape: tuple[int, ...]) -> None:
     problem = Setup(MLP(shape, [], CLASSES), CLASSES, shape, 3, torch.float64)
     with pytest.raises(ExperimentError, match="16x16") as refused:
         PeFLLServer(literal(), problem, torch.Generator())
@@ -554,7 +554,7 @@ def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]
     ("kind", "shape", "allowed"),
     [("pixels", IMAGE, "lenet, linear, mlp"), ("features", (6,), "mlp, linear"), ("tokens", (9,), "lstm, linear")],
 )
-def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
+def test_an_embedding_network_rejects_unsupported_input_kinds(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
     """Clients train with the allowed networks; the others are refused, and the error lists the allowed ones."""
     model = LSTM(CLASSES, hidden=5) if kind == "tokens" else MLP(shape, [5], CLASSES)
     problem = Setup(model, CLASSES, shape, 3, torch.float64, kind)
@@ -581,7 +581,7 @@ def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[i
         assert back.d_eta_v.abs().max() > 0  # type: ignore[attr-defined]
 
 
-def test_in_a_subspace_a_client_is_handed_coordinates(tmp_path: Path) -> None:
+def test_with_a_subspace_a_client_receives_coordinates(tmp_path: Path) -> None:
     """Its model is θ₀ + P v'; the server keeps no row per parameter."""
     s = literal(hypernetwork={"subspace": {"size": 17}}, descriptor={"evaluate": "all"})
     problem, data = replace(setup(), seed=3), clients(SIZES)
@@ -603,7 +603,7 @@ def test_in_a_subspace_a_client_is_handed_coordinates(tmp_path: Path) -> None:
         PEFLL.check_model(literal(hypernetwork={"subspace": {"size": 10**6}}), problem.model)
 
 
-def test_a_width_that_says_nothing_is_refused() -> None:
+def test_a_width_without_effect_is_rejected() -> None:
     with pytest.raises(ValidationError, match=r"lenet.*width=7"):
         literal(embedding={"width": 7})
 
@@ -612,7 +612,7 @@ def test_a_width_that_says_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("n", "length"), [(100, 26), (500, 126), (1000, 251), (3, 1)])
-def test_the_descriptors_size_is_a_quarter_of_the_clients_and_one(n: int, length: int) -> None:
+def test_the_descriptor_size_is_a_quarter_of_the_clients_plus_one(n: int, length: int) -> None:
     assert PeFLLSettings().descriptor_size(n) == length
     assert literal().descriptor_size(n) == LENGTH
 
@@ -626,7 +626,7 @@ def test_defaults_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("subspace", [None, {"size": 17}])
-def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path, subspace: dict[str, int] | None) -> None:
+def test_a_clients_traffic_matches_the_paper(tmp_path: Path, subspace: dict[str, int] | None) -> None:
     """2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss.
 
     In a subspace of k dimensions |θ| is k, both ways.
@@ -641,7 +641,7 @@ def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path, subspace: dict[s
     assert attempt.payload_up == 8 * 3 * (size + 2)
 
 
-def test_a_start_at_the_model_in_a_subspace_is_its_origin() -> None:
+def test_the_model_at_the_origin_of_a_subspace_is_the_initial_one() -> None:
     s, model = literal(hypernetwork={"start": "model", "subspace": {"size": 17}}), MLP((1, 16, 16), [], CLASSES)
     server = PeFLLServer(s, Setup(model, CLASSES, (1, 16, 16), 3, seed=5), torch.Generator().manual_seed(1))
     assert s.hypernetwork.subspace is not None

@@ -54,7 +54,7 @@ def test_steps_on_a_quadratic_have_a_closed_form(hessian: str) -> None:
 
 
 @pytest.mark.parametrize("hessian", HESSIANS)
-def test_with_no_inner_step_it_is_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
+def test_without_an_inner_step_it_equals_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
     data, local = clients(SIZES), LOCAL | {"lambda_theta": 0.01, "clip": 0.5}
     mine, average = (
         federation(tmp_path / method.name, method, s, setup(), data, rounds=2, unseen=["c2"])
@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_the_three_batches_of_a_step_are_drawn_apart() -> None:
+def test_the_three_batches_of_a_step_are_drawn_independently() -> None:
     """One step of the exact form, each part on the batch of its own generator."""
     (c,), theta = clients((9,)), start()
     assert c.train.y is not None
@@ -120,7 +120,7 @@ def test_the_three_batches_of_a_step_are_drawn_apart() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> None:
+def test_personalization_steps_on_train_data_with_the_inner_rate(tmp_path: Path) -> None:
     s, data = made(personalize_steps=2), clients(SIZES)
     run, other = (
         federation(tmp_path / name, PER_FEDAVG, s, setup(), those, rounds=2, unseen=["c2"])
@@ -149,7 +149,7 @@ def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("hessian", ["none", "exact"])
-def test_a_delta_without_a_finite_difference_is_refused(hessian: str) -> None:
+def test_a_delta_without_finite_differences_is_rejected(hessian: str) -> None:
     with pytest.raises(ValidationError, match=rf"delta: .*0\.01 with hessian {hessian}"):
         made(hessian=hessian, delta=0.01)
     with pytest.raises(ValidationError, match="delta"):
@@ -158,7 +158,7 @@ def test_a_delta_without_a_finite_difference_is_refused(hessian: str) -> None:
 
 @pytest.mark.parametrize("hessian", HESSIANS)
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone(hessian: str) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(hessian: str) -> None:
     atol = 1e-10 if hessian == "finite_difference" else 1e-12  # rounding, divided by 2δ
     half = PER_FEDAVG.client(made(hessian=hessian), setup())
     answers_as_alone(half, clients((9, 4, 12, 1)), PER_FEDAVG.messages[0](start()), atol=atol)

@@ -106,7 +106,7 @@ def test_kl_and_its_gradients() -> None:
     close(torch.stack(prior_gradient(*fields)), d_w)
 
 
-def test_softplus_there_and_back() -> None:
+def test_softplus_and_its_inverse() -> None:
     rho = torch.linspace(-30, 30, 41, dtype=torch.float64)
     field = MeanField(torch.stack([torch.zeros_like(rho), rho]))
     torch.testing.assert_close(field.sigma, F.softplus(rho, threshold=1e3), rtol=1e-14, atol=0)
@@ -239,7 +239,7 @@ GD = {"optimizer": "gd", "lr_personal": 1e-3, "lr_global": 2e-3, "zeta": 1.5}
 )
 @pytest.mark.parametrize("beta", [1.0, 0.6])
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_algorithm_1(tmp_path: Path, options: dict[str, Any], beta: float) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path, options: dict[str, Any], beta: float) -> None:
     s, problem, data = made(beta=beta, **options), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, rounds=2)
     v = run.state["v"]
@@ -273,7 +273,7 @@ def test_the_server_can_match_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_moments_kept_are_those_of_a_hand_written_loop() -> None:
+def test_kept_moments_equal_those_of_a_hand_written_loop() -> None:
     """Two visits of one step by Adam as its paper writes it, in float64, for a client that missed a round."""
     s, problem, c = made(moments="kept", steps=1), setup(), clients(SIZES)[1]
     half, v, n = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1, len(c.train)
@@ -298,7 +298,7 @@ def test_moments_kept_are_those_of_a_hand_written_loop() -> None:
         assert before["steps"].tolist() == [t]
 
 
-def test_moments_kept_change_nothing_in_a_first_visit(tmp_path: Path) -> None:
+def test_kept_moments_do_not_affect_a_first_visit(tmp_path: Path) -> None:
     problem, data = setup(), clients(SIZES)
     fresh, kept = (
         federation(tmp_path / how, PFEDBAYES, made(moments=how), problem, data, rounds=2) for how in ("fresh", "kept")
@@ -316,7 +316,7 @@ def test_moments_kept_change_nothing_in_a_first_visit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["parameters", "moments"])
-def test_all_train_and_some_are_averaged(tmp_path: Path, aggregation: str) -> None:
+def test_all_clients_train_and_some_are_averaged(tmp_path: Path, aggregation: str) -> None:
     """Algorithm 1 with S < N: every client's q goes on, and the average is that of the S drawn."""
     problem, data = setup(), clients(SIZES)
     s = made(averaged=2, aggregation=aggregation)
@@ -355,7 +355,7 @@ class RoundOf:
         return generator(SEED, purpose, round=self.number)
 
 
-def test_averaged_clients_are_drawn_anew_among_the_replies() -> None:
+def test_averaged_clients_are_redrawn_among_the_replies() -> None:
     server = PFedBayesServer(made(averaged=2), setup(), generator(SEED, "init"))
     present = torch.tensor([True, True, False, True, True])
     answered: Replies[Any] = Replies(None, present, torch.full((5,), 9))
@@ -367,7 +367,7 @@ def test_averaged_clients_are_drawn_anew_among_the_replies() -> None:
     assert set(drawn) == {(0, 1), (0, 3), (0, 4), (1, 3), (1, 4), (3, 4)}
 
 
-def test_a_client_whose_state_is_from_before_moments_were_kept_has_none() -> None:
+def test_a_client_state_of_an_older_version_has_no_moments() -> None:
     """The settings of an open federation may change as it goes on."""
     s, problem, c = made(moments="kept"), setup(), client("c0", 5)
     v = some(problem.model.layout.size, seed=4) * 0.1
@@ -383,7 +383,7 @@ def test_gradient_descent_has_no_moments_to_keep() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_path: Path) -> None:
+def test_an_unseen_client_adapts_the_global_distribution(tmp_path: Path) -> None:
     """Steps on (27) with a fixed prior."""
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, unseen=["c2"])
@@ -403,7 +403,7 @@ def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_p
     assert (half.personalization_steps("personal", 9), half.personalization_steps("global", 9)) == (3, 0)
 
 
-def test_without_steps_a_new_client_predicts_with_the_global_distribution() -> None:
+def test_without_steps_an_unseen_client_uses_the_global_distribution() -> None:
     theta = torch.zeros(setup().model.layout.size)
     half, v = PFedBayesClient(made(personalize_steps=0), setup()), gaussian(theta, -2.5)
     group = ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False)
@@ -436,7 +436,7 @@ def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
         ({"optimizer": "ivon", "betas": [0.9, 0.9], "samples": 2}, 1e-10),
     ],
 )
-def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float) -> None:
+def test_a_batch_of_clients_equals_single_ones(options: dict[str, Any], atol: float) -> None:
     """The vectorized driver against the one for CPUs, sizes and batches unequal, one client without a state."""
     s, problem, data = made(batch_size=5, **options), setup(), clients(SIZES)
     half, v = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1
@@ -481,7 +481,7 @@ def test_a_repeated_run_gives_equal_bits(tmp_path: Path) -> None:
     assert torch.equal(first.uncertainty, second.uncertainty)
 
 
-def test_a_client_lost_counts_for_nothing(tmp_path: Path) -> None:
+def test_a_lost_client_has_no_effect(tmp_path: Path) -> None:
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, lost={0: 1})
     v = run.state["v"]
@@ -518,7 +518,7 @@ def test_an_evaluation_measures_disagreement_of_the_draws(tmp_path: Path) -> Non
 # --- what cannot work -------------------------------------------------------------------------------------------------
 
 
-def test_gradient_descent_beyond_its_bound_is_refused() -> None:
+def test_gradient_descent_beyond_its_bound_is_rejected() -> None:
     """ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
     paper = PFedBayesSettings()
     assert paper.zeta * paper.lr_personal == pytest.approx(0.8 * 2 * softplus(-2.5) ** 2, rel=0.01)
@@ -531,7 +531,7 @@ def test_gradient_descent_beyond_its_bound_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("zeta", "refused"), [(12.3, False), (12.6, True)])
-def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> None:
+def test_the_bound_is_where_divergence_starts(zeta: float, refused: bool) -> None:
     """On KL alone with a fixed prior: |1 - ζη/σ²| below 1 contracts, above 1 explodes."""
     s = made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3) if not refused else None
     v = gaussian(torch.zeros(6).double(), -2.5)
@@ -547,14 +547,14 @@ def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> Non
             made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3)
 
 
-def test_a_prior_that_became_too_narrow_is_refused() -> None:
+def test_a_prior_that_became_too_narrow_is_rejected() -> None:
     s = PFedBayesSettings(batch_size=3)
     v = gaussian(torch.zeros(setup().model.layout.size).double(), -3.0)
     with pytest.raises(ExperimentError, match=r"lr_personal: 0\.01\b.*0\.00472"):
         next(PFedBayesClient(s, setup()).open(ClientGroup([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
 
 
-def test_divergence_is_named_with_its_step() -> None:
+def test_divergence_is_reported_with_its_step() -> None:
     s = made(optimizer="gd", lr_personal=1e-3, zeta=1.0, lr_global=1e-3, steps=60)
     data = client("c0", 5)
     data = dataclasses.replace(data, train=Split(data.train.x * 1e4, data.train.y))

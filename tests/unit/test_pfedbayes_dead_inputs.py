@@ -63,7 +63,7 @@ def dead_weights(model: MLP) -> Tensor:
         (6, {"optimizer": "ivon", "lr_personal": 0.1, "betas": [0.9, 0.99]}),
     ],
 )
-def test_weights_of_a_dead_input_stay_where_they_began(tmp_path: Path, n: int, options: dict[str, Any]) -> None:
+def test_weights_of_a_dead_input_do_not_change(tmp_path: Path, n: int, options: dict[str, Any]) -> None:
     model = MLP(IMAGE, [HIDDEN], CLASSES)
     problem = Setup(model, CLASSES, IMAGE, n, torch.float32)
     s = PFedBayesSettings.model_validate(

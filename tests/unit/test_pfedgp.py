@@ -73,7 +73,7 @@ def sided(n: int) -> Tensor:
 # --- one Gaussian process ---------------------------------------------------------------------------------------------
 
 
-def test_the_posterior_is_the_textbooks() -> None:
+def test_the_posterior_matches_the_textbook() -> None:
     """By inverses, one chain and one point after another."""
     s, u, at, kappa = made(), points(6), points(4, seed=1), sided(6)
     omega = torch.rand(3, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.01
@@ -89,9 +89,7 @@ def test_the_posterior_is_the_textbooks() -> None:
 
 
 @pytest.mark.parametrize("cached", [1, 72, 2**18])
-def test_the_slopes_of_the_posterior_are_those_of_finite_differences(
-    monkeypatch: pytest.MonkeyPatch, cached: int
-) -> None:
+def test_slopes_of_the_posterior_match_finite_differences(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
     """Compare chains computed one by one, two by two and all at once; K is symmetric."""
     monkeypatch.setattr(pfedgp, "CACHED", cached)
     s, u, at, kappa = made(), points(6), points(4, seed=1), sided(6)
@@ -106,7 +104,7 @@ def test_the_slopes_of_the_posterior_are_those_of_finite_differences(
             )
 
 
-def test_polya_gamma_draws_have_the_closed_moments() -> None:
+def test_polya_gamma_draws_have_the_closed_form_moments() -> None:
     """PG(1, c): mean tanh(c/2)/(2c) and variance (sinh c - c) / (4c³ cosh²(c/2)); 1/4 and 1/24 at c = 0."""
     n, random = 40_000, np.random.default_rng(5)
     for c in (0.0, 0.7, -3.0, 6.0):
@@ -117,7 +115,7 @@ def test_polya_gamma_draws_have_the_closed_moments() -> None:
         assert found.var().item() == pytest.approx(variance, rel=0.1)
 
 
-def test_sides_are_averages_of_the_logistic_function() -> None:
+def test_side_probabilities_are_averages_of_the_logistic_function() -> None:
     """Against a fine sum; both sides together are certain, and swapping them swaps their probabilities."""
     mean, variance = torch.tensor([[0.3, -4.0], [2.0, 0.0]]).double(), torch.tensor([[1.0, 6.0], [0.2, 8.0]]).double()
     one, other = log_sides(mean, variance)
@@ -130,7 +128,7 @@ def test_sides_are_averages_of_the_logistic_function() -> None:
     torch.testing.assert_close(swapped[0], other, rtol=0, atol=1e-12)
 
 
-def test_chains_predict_what_summing_over_all_functions_gives() -> None:
+def test_chains_predict_as_summing_over_all_functions() -> None:
     """Three examples, and p(side at a point | sides) by quadrature over f in three dimensions, without any ω."""
     s, u, at, kappa = made(outputscale=2.0), points(3), points(2, seed=1), sided(3)
     k, cross = prior(u, s), kernel(at, u, s)
@@ -151,7 +149,7 @@ def test_chains_predict_what_summing_over_all_functions_gives() -> None:
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_tree_splits_what_is_farthest_apart() -> None:
+def test_the_tree_splits_the_farthest_classes() -> None:
     """Classes at 0, 1, 10 and 11 on a line, and one that does not occur."""
     y = torch.tensor([0, 1, 3, 4, 0, 4])
     z = torch.tensor([0.0, 10.0, 1.0, 11.0, 0.2, 11.2])[:, None]
@@ -165,7 +163,7 @@ def test_the_tree_splits_what_is_farthest_apart() -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_gradient_is_that_of_finite_differences() -> None:
+def test_the_gradient_matches_finite_differences() -> None:
     """ω is a constant in the gradient, so the loss is compared with the same draws of ω."""
     s, y = made(), torch.tensor([0, 1, 2, 0, 1, 2, 2, 0])
     z = torch.randn(8, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -205,7 +203,7 @@ def test_the_gradient_is_that_of_finite_differences() -> None:
     assert gradient.abs().max() > 1e-3
 
 
-def test_a_visit_is_torchs_sgd_of_that_loss() -> None:
+def test_a_visit_is_torchs_sgd_on_that_loss() -> None:
     s, c = made(steps=3, clip=None), client("c0", 9)
     trained = visit(MODEL, group([c]), 0, BODY[None], s)
     p, losses = BODY.clone().requires_grad_(), []
@@ -229,12 +227,12 @@ def test_a_visit_is_torchs_sgd_of_that_loss() -> None:
     assert (tiny.theta[0] - BODY).norm().item() == pytest.approx(s.lr * 1e-3, rel=1e-2)
 
 
-def test_nothing_to_hold_out_moves_nothing() -> None:
+def test_without_held_out_examples_nothing_changes() -> None:
     """One example of each of two classes: all are for fitting, none is predicted."""
     assert torch.equal(visit(MODEL, group([client("c0", 2)]), 0, BODY[None], made(weight_decay=0.0)).theta[0], BODY)
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     found = answers_as_alone(
         PFEDGP.client(made(), setup()), clients((9, 4, 6)), SharedModel(BODY), PersonalizeRequest(BODY)
     )
@@ -254,7 +252,7 @@ def apart(n: int, classes: tuple[int, ...]) -> ClientData:
 
 
 @pytest.mark.parametrize("classes", [(0, 2), (2, 0), (0, 1, 2)])
-def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None:
+def test_separated_classes_are_predicted(classes: tuple[int, ...]) -> None:
     """All new examples are classified correctly; absent classes have probability 0, rows sum to 1."""
     body = torch.zeros_like(BODY)
     body[: 5 * 256].view(5, 256)[torch.arange(3), torch.arange(3)] = 1.0
@@ -269,7 +267,7 @@ def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None
     assert not p[:, absent].any()
 
 
-def test_one_class_alone_is_certain_and_cannot_train() -> None:
+def test_a_single_class_is_certain_and_cannot_train() -> None:
     """There is nothing to decide: such a client is refused before training, by the manifest, and by its own worker."""
     c = apart(6, (1,))
     (named,) = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())
@@ -278,7 +276,7 @@ def test_one_class_alone_is_certain_and_cannot_train() -> None:
         visit(MODEL, group([c]), 0, BODY[None], made())
 
 
-def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_seen_client_with_one_class_is_rejected_before_training(tmp_path: Path) -> None:
     """By its numbers in the manifest; a client that does not train may have one class."""
     tree = {
         "name": "one-class",
@@ -295,7 +293,7 @@ def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -
     check_clients(experiment, manifest(data, unseen=["c1"]).clients)
 
 
-def test_saved_state_is_enough_to_predict_again() -> None:
+def test_the_saved_state_reproduces_predictions() -> None:
     c = client("c0", 9)
     personal = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())[0]["personal"]
     assert isinstance(personal, GPTree)
@@ -304,7 +302,7 @@ def test_saved_state_is_enough_to_predict_again() -> None:
     assert torch.equal(other.predict(saved, c.test.x), personal.log_probabilities(c.test.x))
 
 
-def test_held_out_examples_change_nothing_and_runs_repeat(tmp_path: Path) -> None:
+def test_held_out_examples_change_nothing_and_runs_are_repeatable(tmp_path: Path) -> None:
     def run(folder: str, data: list[ClientData]) -> dict[str, Tensor]:
         f = federation(tmp_path / folder, PFEDGP, made(), setup(), data, rounds=2, unseen=["c2"])
         f.run()
@@ -325,17 +323,17 @@ def test_held_out_examples_change_nothing_and_runs_repeat(tmp_path: Path) -> Non
     [{"held_out": 1.0}, {"chains": 0}, {"gibbs_steps": 0}, {"jitter": 0.0}, {"lengthscale": 0.0}, {"steps": 0}],
     ids=str,
 )
-def test_impossible_values_are_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_values_are_rejected(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         made(**wrong)
 
 
-def test_clients_that_are_too_large_are_refused() -> None:
+def test_too_large_clients_are_rejected() -> None:
     assert PFEDGP.check_client(made(max_examples=8), 8, 2) is None
     with pytest.raises(DataError, match=r"c0: .*\b9\b.*algorithm\.max_examples \(8\)"):
         PFEDGP.personalize(MODEL, group([client("c0", 9)]), BODY[None], made(max_examples=8))
 
 
-def test_a_model_of_one_layer_is_refused() -> None:
+def test_a_model_of_one_layer_is_rejected() -> None:
     with pytest.raises(ExperimentError, match=r"model\.name: pfedgp .*one layer"):
         PFEDGP.check_model(made(), MLP(IMAGE, [], CLASSES))

@@ -112,7 +112,7 @@ def test_rounds_are_pytorchs_sgd_on_the_joint_gradient(tmp_path: Path, clip: flo
 
 
 @pytest.mark.parametrize("clip", [0.05, 50.0])
-def test_a_clients_gradient_is_clipped_where_asked_for(clip: float) -> None:
+def test_a_clients_gradient_is_clipped_on_request(clip: float) -> None:
     """Clip by the norm over all parameters before every step, as the authors' code does at 50."""
     local = {"steps": 4, "batch_size": 3, "lr": 0.05, "momentum": 0.9, "clip": clip}
     c, w = clients(SIZES)[1], MODEL.init(torch.Generator().manual_seed(3), torch.float64)
@@ -131,7 +131,7 @@ def test_a_clients_gradient_is_clipped_where_asked_for(clip: float) -> None:
 
 @pytest.mark.parametrize("clip", [50.0, 0.01])
 @pytest.mark.usefixtures("each_task")
-def test_an_unseen_client_is_embedded_by_descent_the_hypernetwork_frozen(tmp_path: Path, clip: float) -> None:
+def test_an_unseen_client_is_embedded_by_descent_with_a_frozen_hypernetwork(tmp_path: Path, clip: float) -> None:
     s, c = made(clip=clip), clients(SIZES)[2]
     f = run(tmp_path, s)
     state = f.state
@@ -151,14 +151,14 @@ def test_an_unseen_client_is_embedded_by_descent_the_hypernetwork_frozen(tmp_pat
     assert half.personalization_steps("personal", 6) == EXCHANGES * s.local.count(6) == 12
 
 
-def test_a_known_client_does_not_change_beside_an_unknown_one(tmp_path: Path) -> None:
+def test_unknown_clients_do_not_affect_known_ones(tmp_path: Path) -> None:
     found = [run(tmp_path / str(size), made(), evaluation_cohort=size) for size in (1, 3)]
     for c in ("c0", "c1", "c2"):
         one, other = (f.predictors[2, c]["personal"].tensors()["theta"] for f in found)
         assert torch.equal(one, other)
 
 
-def test_embeddings_of_uncounted_clients_stay_to_the_bit(tmp_path: Path) -> None:
+def test_embeddings_of_uncounted_clients_are_unchanged_to_the_bit(tmp_path: Path) -> None:
     """Keep the embedding of a client that was not drawn or was lost: momentum does not move it either."""
     begun = run(tmp_path / "begun", made(), rounds=2)
     lost = run(tmp_path / "lost", made(), rounds=1, lost={0: 1})
@@ -175,7 +175,7 @@ def test_embeddings_of_uncounted_clients_stay_to_the_bit(tmp_path: Path) -> None
                 assert torch.equal(begun.state[name][i], before[name][i]) is (c not in drawn), (t, c)
 
 
-def test_without_exchanges_everybody_gets_the_model_of_an_embedding(tmp_path: Path) -> None:
+def test_without_exchanges_every_client_gets_the_model_of_an_embedding(tmp_path: Path) -> None:
     f = run(tmp_path / "none", made(personalize_exchanges=0))
     for i, c in enumerate(("c0", "c1", "c2")):
         close(f.predictors[2, c]["personal"].tensors()["theta"], hypernetwork(f.state, f.state["embeddings"][i]))
@@ -188,7 +188,7 @@ def test_clients_of_another_partition_are_unknown(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in pairwise(thetas))
 
 
-def test_models_alone_travel(tmp_path: Path) -> None:
+def test_only_models_are_sent(tmp_path: Path) -> None:
     f = run(tmp_path, made(), rounds=1)
     (attempt,) = f.loop.journal.counted()
     d = MODEL.layout.size
@@ -209,7 +209,7 @@ def test_held_out_examples_change_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("who", [None, [1.0, 0.0, 1.0]])
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone(who: list[float] | None) -> None:
+def test_a_batch_of_clients_replies_as_single_clients(who: list[float] | None) -> None:
     data, half = clients((9, 4, 6)), PFEDHN.client(made(), problem())
     theta = torch.stack([MODEL.init(torch.Generator().manual_seed(i), torch.float64) for i in range(3)])
     new = None if who is None else torch.tensor(who).double()[:, None]
@@ -225,7 +225,7 @@ def test_a_group_answers_as_its_clients_do_alone(who: list[float] | None) -> Non
 
 
 @pytest.mark.parametrize("key", ["server_lr", "embedding_lr"])
-def test_a_decay_that_overshoots_is_refused(key: str) -> None:
+def test_an_overshooting_decay_is_rejected(key: str) -> None:
     made(**{key: 9.9, "server_decay": 0.1})
     with pytest.raises(ValidationError, match=rf"{key}: .*\b10 .*0\.1"):
         made(**{key: 10.0, "server_decay": 0.1})

@@ -45,7 +45,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 @pytest.mark.parametrize("proximity", [0.5, 4.0, 9.0])
-def test_with_many_inner_steps_theta_is_the_proximal_point_and_w_goes_to_it(proximity: float) -> None:
+def test_with_many_inner_steps_theta_is_the_proximal_point_and_w_approaches_it(proximity: float) -> None:
     """θ = (h c + λ w_i)/(h + λ), and w_i ← w_i - ηλ(w_i - θ), R times."""
     s = made(steps=4, inner_steps=500, inner_lr=0.1, proximity=proximity)
     c = torch.tensor([-1.0, 5.0], dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_with_many_inner_steps_theta_is_the_proximal_point_and_w_goes_to_it(prox
     assert trained.steps.tolist() == [[4.0 * 500]]
 
 
-def test_personal_is_the_proximal_point_of_the_shared_model() -> None:
+def test_the_personal_model_is_the_proximal_point_of_the_shared_one() -> None:
     s, c = made(inner_lr=0.1, personalize_epochs=2000, batch_size=4), torch.tensor([-1.0, 5.0]).double()
     found = PFEDME.personalize(MODEL, group([at(c)]), START[None], s)
     close(found["personal"][0], (H * c + 4 * START) / (H + 4))
@@ -74,7 +74,7 @@ def test_one_step_has_a_closed_form() -> None:
     assert trained.loss.item() == pytest.approx(float((H * (START - c).square()).sum() / 2))
 
 
-def test_the_more_it_is_tied_the_less_theta_moves() -> None:
+def test_a_larger_lambda_moves_theta_less() -> None:
     c = torch.tensor([-1.0, 5.0]).double()
     moved = [
         float(
@@ -112,7 +112,7 @@ def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: in
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> None:
     """w ← (1 - β) w + β mean w_i, β being server_lr; every w_i starts at w in each round."""
     s, problem, data = made(server_lr=beta, weighting=weighting), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDME, s, problem, data, rounds=2)
@@ -132,7 +132,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> 
 
 
 @pytest.mark.usefixtures("each_task")
-def test_personal_is_theta_and_not_w_i(tmp_path: Path) -> None:
+def test_the_personal_model_is_theta_and_not_w_i(tmp_path: Path) -> None:
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDME, s, problem, data, unseen=["c2"])
     run.run()
@@ -157,7 +157,7 @@ def test_personal_is_theta_and_not_w_i(tmp_path: Path) -> None:
         assert (half.personalization_steps("personal", n), half.personalization_steps("global", n)) == (count, 0)
 
 
-def test_steps_that_overshoot_on_the_term_are_refused() -> None:
+def test_steps_that_overshoot_on_the_proximal_term_are_rejected() -> None:
     made(lr=0.24, inner_lr=0.24)
     for key in ("lr", "inner_lr"):
         for rate in (0.25, 0.3):
@@ -168,14 +168,14 @@ def test_steps_that_overshoot_on_the_term_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     opening, _, ask = PFEDME.messages
     theta = setup().model.init(torch.Generator().manual_seed(3), torch.float64)
     half = PFEDME.client(made(), setup())
     answers_as_alone(half, clients((9, 4, 12, 1)), opening(theta), ask(theta), atol=1e-10)
 
 
-def test_only_the_client_that_diverges_is_lost() -> None:
+def test_only_a_diverging_client_is_lost() -> None:
     # Examples so far away that the losses overflow, and a curvature at which steps of 0.05 explode.
     wild = at(torch.tensor([1e200, 0.0]))
     members = group([at(torch.tensor([1.0, 1.0]), id="c1"), wild])

@@ -79,7 +79,7 @@ def test_gains_are_differences_of_the_log_posterior() -> None:
             assert float(found[row, 3 + k]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_gains_and_means_with_a_prior_mean_are_those_of_least_squares() -> None:
+def test_gains_and_means_with_a_prior_mean_match_least_squares() -> None:
     """An atom is the θ of least prior (θ - μ0)² + Σ p (v - θ)²; a gain is by how much the sum of those is less."""
     prior, networks, gamma = 0.7, 4, 1.5
     centre = torch.tensor([0.0, 0.1, -2.0]).double()
@@ -105,7 +105,7 @@ def test_gains_and_means_with_a_prior_mean_are_those_of_least_squares() -> None:
 
 
 @pytest.mark.parametrize("length", [2, 4])
-def test_an_assignment_is_the_best_of_all(length: int) -> None:
+def test_an_assignment_is_optimal(length: int) -> None:
     v, p = normal(length, 5, seed=length), torch.ones(5).double()
     atoms = pool(normal(2, length, 5, seed=9), torch.ones(2, 5).double(), torch.arange(length).repeat(2, 1), 1.0)
     gain = gains(v, p, *atoms, 3, 1.0, 1.0, length)
@@ -117,7 +117,7 @@ def test_an_assignment_is_the_best_of_all(length: int) -> None:
 
 
 @pytest.mark.parametrize("networks", [2, 5])
-def test_permuted_copies_are_matched_and_shrink_as_the_prior_says(networks: int) -> None:
+def test_permuted_copies_are_matched_and_shrunk_by_the_prior(networks: int) -> None:
     """The width stays; incoming numbers come back times J/(J+1), outgoing ones times 1/2 with shares of classes."""
     v = 3 * normal(6, 9)
     orders = [torch.randperm(6, generator=torch.Generator().manual_seed(j)) for j in range(networks)]
@@ -134,7 +134,7 @@ def test_permuted_copies_are_matched_and_shrink_as_the_prior_says(networks: int)
         close(mean[:, 7:], v[order][:, 7:] / 2)
 
 
-def test_unlike_networks_get_neurons_of_their_own_up_to_the_cap() -> None:
+def test_unlike_networks_get_separate_neurons_up_to_the_limit() -> None:
     far = 30 * torch.eye(15, dtype=torch.float64).view(3, 5, 15)  # at right angles
     assert int(matched(far, gamma=30.0).max()) == 14
     for cap in (5, 9):
@@ -195,7 +195,7 @@ def drawn(networks: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("networks", "length", "cap"), [(3, 2, 700), (4, 2, 3), (3, 3, 700), (5, 2, 700)])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_network_has_a_better_match_given_the_others(networks: int, length: int, cap: int, seed: int) -> None:
+def test_no_single_network_has_a_better_match(networks: int, length: int, cap: int, seed: int) -> None:
     """After some sweeps, of all assignments of any one network its own has the highest posterior."""
     v, p = drawn(networks, length, seed)
     found = [tuple(row) for row in matched(v, p, prior=0.7, gamma=1.3, cap=cap, sweeps=12).tolist()]
@@ -232,7 +232,7 @@ def test_the_best_of_several_orders_is_the_best_joint_assignment(seed: int) -> N
 # --- the method -------------------------------------------------------------------------------------------------------
 
 
-def test_networks_are_taken_apart_and_put_together() -> None:
+def test_networks_are_split_and_rebuilt() -> None:
     p = problem()
     theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
     units, out = neurons(p, theta[None])
@@ -245,7 +245,7 @@ def test_networks_are_taken_apart_and_put_together() -> None:
     close(wide(p, both).logits(both, x) - out[0], 2 * (p.model.logits(theta, x) - out[0]))
 
 
-def test_one_client_alone_gets_its_network_times_its_precisions(tmp_path: Path) -> None:
+def test_a_single_client_gets_its_network_scaled_by_its_precisions(tmp_path: Path) -> None:
     """J = 1: every number n p v/(1/σ0² + p). With a wide prior it is the client's own network."""
     p, data = problem(1), clients((9,))
     for sigma0, atol in ((1.0, 1e-12), (1e6, 1e-9)):
@@ -271,7 +271,7 @@ def test_biases_shrink_towards_their_prior_mean(tmp_path: Path) -> None:
     close(found["fc2.weight"], 4 * own["fc2.weight"][:, order] / (4 + 1 / 4))
 
 
-def test_rounds_merge_and_go_on_from_ones_own_atoms(tmp_path: Path) -> None:
+def test_rounds_merge_and_continue_from_each_clients_atoms(tmp_path: Path) -> None:
     """Also if only some are drawn: the others count by their last networks."""
     p, data, s = problem(), clients(SIZES), made(output="classes", sigma=0.5)
     runs = [federation(tmp_path / str(t), PFNM, s, p, data, rounds=t, cohort=2) for t in (1, 2, 3)]
@@ -307,7 +307,7 @@ def test_rounds_merge_and_go_on_from_ones_own_atoms(tmp_path: Path) -> None:
     close(named["fc2.weight"][1, unit], torch.as_tensor(top / bottom))
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     """Each trains a network of its own; in the global one, which is wider, they are fine-tuned."""
     p, random = problem(), torch.Generator().manual_seed(5)
     opening, _, ask = PFNM.messages
@@ -342,7 +342,7 @@ def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_netw
         assert not torch.equal(named["personal"].tensors()["theta"], shared)
 
 
-def test_refusals() -> None:
+def test_invalid_settings_are_rejected() -> None:
     for model in (LeNet(IMAGE, CLASSES), MLP(IMAGE, [], CLASSES), MLP(IMAGE, [4, 4], CLASSES)):
         with pytest.raises(ExperimentError, match=r"model.name"):
             PFNM.check_model(made(), model)

@@ -56,7 +56,7 @@ def gradient(model: FlatModel, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Ten
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_and_gradients_are_those_of_float32_up_to_roundings(name: str) -> None:
+def test_losses_and_gradients_match_float32_up_to_rounding(name: str) -> None:
     model, (x, y) = MODELS[name], data(name)
     theta = start(model)
     loss, exact = gradient(model, theta, x, y)
@@ -75,20 +75,20 @@ def test_results_are_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lenet", "mlp"])
-def test_float64_is_left_alone(name: str) -> None:
+def test_float64_is_unchanged(name: str) -> None:
     model, (x, y) = MODELS[name], data(name, dtype=torch.float64)
     theta = start(model, torch.float64)
     for one, other in zip(gradient(model, theta, x, y), gradient(bfloat16(model), theta, x, y), strict=True):
         assert torch.equal(one, other)
 
 
-def test_it_starts_from_the_same_point() -> None:
+def test_initial_values_are_equal() -> None:
     model = MODELS["vgg"]  # which has a start of its own
     assert torch.equal(start(bfloat16(model)), start(model))
 
 
 @pytest.mark.parametrize("name", ["lenet", "vgg", "mlp"])
-def test_a_group_has_the_gradients_of_its_clients(name: str) -> None:
+def test_stacked_gradients_equal_those_of_single_clients(name: str) -> None:
     """``vmap(grad)``, the driver for GPUs: other sums, so equal up to roundings only."""
     model, (x, y) = bfloat16(MODELS[name]), data(name)
     thetas = torch.stack([start(model), 0.9 * start(model)])
@@ -102,7 +102,7 @@ def test_a_group_has_the_gradients_of_its_clients(name: str) -> None:
         assert (found - alone).norm() < SWITCHED * alone.norm()
 
 
-def test_a_second_derivative_goes_through() -> None:
+def test_second_derivatives_work() -> None:
     """Compute the product of the Hessian with a vector, which ComFedL-DAMAML needs."""
     model, (x, y) = MODELS["mlp"], data("mlp")
     theta = start(model)
@@ -117,7 +117,7 @@ def test_a_second_derivative_goes_through() -> None:
     assert 0 < (product(bfloat16(model)) - exact).norm() < 20 * HALF_UNIT * exact.norm()
 
 
-def test_the_experiment_file_chooses() -> None:
+def test_the_experiment_file_selects_the_precision() -> None:
     assert isinstance(LeNetSettings().build(IMAGE, 10), LeNet)
     rounded, exact = (LeNetSettings(precision=p).build(IMAGE, 10) for p in ("bfloat16", "float32"))
     theta, (x, _) = start(exact), data("lenet")

@@ -66,7 +66,7 @@ def described(
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 8.0])
 @pytest.mark.parametrize("z", [0.3, 1.0, 4.0])
-def test_delta_is_the_hockey_stick_divergence_by_quadrature(epsilon: float, z: float) -> None:
+def test_delta_equals_the_hockey_stick_divergence_by_quadrature(epsilon: float, z: float) -> None:
     """δ(ε) = ∫ max(0, p - e^ε q) of N(1, z²) and N(0, z²), nothing of whose closed form is used."""
     p, q = stats.norm(1, z), stats.norm(0, z)
     meet = 0.5 + epsilon * z * z  # above it p > e^ε q
@@ -79,7 +79,7 @@ def test_delta_is_the_hockey_stick_divergence_by_quadrature(epsilon: float, z: f
     # found once with dp-accounting 0.6.0: calibrate_dp_mechanism(PLDAccountant, SelfComposed(Gaussian(z), k), ε, 1e-5)
     [(0.5, 1, 7.0318), (1, 1, 3.7306), (2, 1, 1.9938), (8, 1, 0.6002), (1, 10, 11.7973), (8, 250, 9.4905)],
 )
-def test_multipliers_are_those_of_an_accountant(epsilon: float, releases: int, z: float) -> None:
+def test_multipliers_equal_an_accountants(epsilon: float, releases: int, z: float) -> None:
     assert noise_multiplier(epsilon, 1e-5, releases) == pytest.approx(z, rel=2e-3)
     assert gaussian_epsilon(z, 1e-5, releases) == pytest.approx(epsilon, rel=5e-3)
 
@@ -89,21 +89,21 @@ def test_multipliers_are_those_of_an_accountant(epsilon: float, releases: int, z
     # found once with dp-accounting 0.6.0: PLDAccountant().compose(GaussianDpEvent(z)) for each, get_epsilon(δ)
     [((3.73, 1.99, 0.6), 1e-5, 8.557651511), ((7.03, 3.73, 30.0, 5.0), 1e-6, 1.598024266), ((), 1e-5, 0.0)],
 )
-def test_releases_of_several_multipliers_tell_what_an_accountant_says(
+def test_releases_of_several_multipliers_match_an_accountant(
     multipliers: tuple[float, ...], delta: float, epsilon: float
 ) -> None:
     assert gaussian_epsilon(compose(multipliers), delta) == pytest.approx(epsilon, rel=1e-6)
 
 
 @given(st.floats(1e-3, 200), st.floats(1e-12, 0.4), st.integers(1, 10_000))
-def test_noise_is_never_below_the_promise(epsilon: float, delta: float, releases: int) -> None:
+def test_noise_is_never_below_the_guarantee(epsilon: float, delta: float, releases: int) -> None:
     z = noise_multiplier(epsilon, delta, releases)
     assert gaussian_delta(epsilon, z / math.sqrt(releases)) <= delta
     assert gaussian_delta(epsilon, 0.999 * z / math.sqrt(releases)) > delta
     assert gaussian_epsilon(z, delta, releases) <= epsilon * (1 + 1e-6)
 
 
-def test_the_ends() -> None:
+def test_limits_of_the_noise_multiplier() -> None:
     assert noise_multiplier(math.inf, 1e-5) == 0
     assert gaussian_epsilon(0.0, 1e-5) == math.inf
     assert gaussian_epsilon(1.0, 1e-5, releases=0) == 0
@@ -131,20 +131,20 @@ def test_replacing_one_embedding_moves_the_mean_by_at_most_2c_over_n(
     assert (means[0] - means[1]).norm() <= 2 * c / n * (1 + 1e-12)
 
 
-def test_2c_over_n_is_reached() -> None:
+def test_the_bound_of_2c_over_n_is_attained() -> None:
     rows = torch.zeros(5, 3)
     rows[0, 1] = 100.0
     assert (clipped(rows, 0.7).mean(0) - clipped(rows - 2 * rows, 0.7).mean(0)).norm() == pytest.approx(2 * 0.7 / 5)
 
 
-def test_short_embeddings_stay_as_they_are() -> None:
+def test_short_embeddings_are_unchanged() -> None:
     rows = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(clipped(rows, 100.0), rows.double())
 
 
 @pytest.mark.parametrize("value", [0.0, 1e30, -1e308, 1e308])
 @pytest.mark.parametrize("n", [1, 9])
-def test_whatever_one_example_is_the_descriptor_moves_by_no_more(value: float, n: int) -> None:
+def test_any_change_of_one_example_moves_the_descriptor_within_the_bound(value: float, n: int) -> None:
     s, data = settings({"clip": 0.01, "noise_multiplier": 0.0}), client("c0", n)
     x, y = data.train.x.clone(), data.train.y
     x[0] = value  # of the larger ones the embedding is not finite
@@ -157,7 +157,7 @@ def test_whatever_one_example_is_the_descriptor_moves_by_no_more(value: float, n
 
 
 @pytest.mark.parametrize("secret", [None, b"s" * 32])
-def test_noise_is_normal_of_the_deviation_that_is_told(secret: bytes | None) -> None:
+def test_noise_is_normal_with_the_stated_deviation(secret: bytes | None) -> None:
     data, quiet = client("c0", 8), settings({**Z, "noise_multiplier": 0.0})
     s, n = settings(Z), 8
     mean = described(quiet, data)
@@ -170,7 +170,7 @@ def test_noise_is_normal_of_the_deviation_that_is_told(secret: bytes | None) -> 
     assert abs(float((standard**2).sum()) / 1.08**2 - 1600) > 3.3 * math.sqrt(2 * 1600)
 
 
-def test_noise_of_a_simulation_is_the_seeds_and_of_a_secret_nobody_elses() -> None:
+def test_noise_follows_the_seed_in_simulations_and_the_secret_otherwise() -> None:
     s, data = settings(Z), client("c0", 8)
     assert torch.equal(described(s, data), described(s, data))
     assert not torch.equal(described(s, data), described(s, data, seed=1))
@@ -192,7 +192,7 @@ def test_a_secret_never_gives_two_values_equal_noise() -> None:
     assert len(noise) == 4
 
 
-def test_training_and_evaluation_have_noise_of_their_own() -> None:
+def test_training_and_evaluation_have_separate_noise() -> None:
     s, data = settings(Z), client("c0", 8)
     half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
@@ -204,7 +204,7 @@ def test_training_and_evaluation_have_noise_of_their_own() -> None:
         assert not torch.equal(training, evaluation)
 
 
-def test_last_digits_do_not_leave() -> None:
+def test_low_order_digits_are_not_released() -> None:
     values = torch.tensor([0.1, 1 / 3, -2e3], dtype=torch.float64)
     found = on_grid(values, 0.3)
     assert torch.equal(found * 2**22, (found * 2**22).round())
@@ -214,7 +214,7 @@ def test_last_digits_do_not_leave() -> None:
 # --- in training ------------------------------------------------------------------------------------------------------
 
 
-def test_without_noise_it_is_a_mean_that_is_summed_in_float64(tmp_path: Path) -> None:
+def test_without_noise_it_is_a_mean_summed_in_float64(tmp_path: Path) -> None:
     """A clip that nothing reaches and no noise: the same rounds."""
     data, states = [client(f"c{i}", 6, seed=i) for i in range(3)], []
     for name, privacy in (("off", None), ("on", {"clip": 1e9, "noise_multiplier": 0.0})):
@@ -225,7 +225,7 @@ def test_without_noise_it_is_a_mean_that_is_summed_in_float64(tmp_path: Path) ->
         torch.testing.assert_close(states[1][name], tensor, rtol=0, atol=1e-12)
 
 
-def test_the_chain_rule_goes_through_the_clip() -> None:
+def test_gradients_flow_through_the_clip() -> None:
     """η_v's part of a round, against autograd from end to end."""
     s, data = settings({"clip": 0.5, "noise_multiplier": 0.0}), client("c0", 7)
     half = PeFLLClient(s, setup())
@@ -243,7 +243,7 @@ def test_the_chain_rule_goes_through_the_clip() -> None:
 
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
-def test_a_batch_of_the_data_is_refused(which: str) -> None:
+def test_a_batch_of_the_data_is_rejected(which: str) -> None:
     with pytest.raises(ValidationError, match=f"privacy: .*{which}.*all.*batch"):
         settings(Z, **{which: "batch"})
 
@@ -252,12 +252,12 @@ def test_a_batch_of_the_data_is_refused(which: str) -> None:
     ("key", "value"),
     [("clip", 0), ("clip", math.inf), ("noise_multiplier", -1), ("delta", 0), ("delta", 0.011), ("delta", 1)],
 )
-def test_invalid_privacy_is_refused(key: str, value: float) -> None:
+def test_invalid_privacy_is_rejected(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
         settings({**Z, key: value})
 
 
-def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp_path: Path) -> None:
+def test_the_summary_states_the_guarantee_of_the_client_that_answered_most(tmp_path: Path) -> None:
     how = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}}
     how |= {"descriptor": {"train": "all", "evaluate": "all", "privacy": {**Z, "delta": 1e-6}}}
     loop = on_vowels(tmp_path, how, rounds=3)
@@ -277,7 +277,7 @@ def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp
     json.dumps(promised, allow_nan=False)
 
 
-def test_a_clip_that_nobody_says_is_refused() -> None:
+def test_a_missing_clip_is_rejected() -> None:
     with pytest.raises(ExperimentError, match=r"\bclip\b"):
         PEFLL.private(settings(), None, 1.0, 1e-5)
     assert PEFLL.private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
@@ -297,7 +297,7 @@ federation: {rounds: 1, clients_per_round: 1}
 """
 
 
-def test_a_worker_hides_peoples_own_data_by_a_secret_and_those_of_a_partition_by_the_seed(tmp_path: Path) -> None:
+def test_a_worker_uses_secret_noise_for_own_data_and_seeded_noise_for_a_partition(tmp_path: Path) -> None:
     (tmp_path / "eve.csv").write_text("u,v,label\n" + "".join(f"{i / 7},{i % 3},{'ab'[i % 2]}\n" for i in range(30)))
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
     own = experiments.parse_experiment(OWN)

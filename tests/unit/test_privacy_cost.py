@@ -40,7 +40,7 @@ def cost(**rest: Any) -> Any:
     return fedloom.privacy_cost(TREE, federation__privacy=privacy, **rest)
 
 
-def test_cost_of_an_experiment_follows_from_its_settings() -> None:
+def test_the_privacy_cost_of_an_experiment_follows_from_its_settings() -> None:
     """900 of 1,000 clients train; no data are on this machine."""
     found = cost()
     assert (found.clients, found.cohort, found.rounds, found.sampling) == (900, 45, 400, "poisson")
@@ -52,12 +52,12 @@ def test_cost_of_an_experiment_follows_from_its_settings() -> None:
     assert found.noise_to_clip == pytest.approx(2.0 * math.sqrt(7850) / 45)
 
 
-def test_shares_of_noise_protect_from_the_aggregator_without_sampling() -> None:
+def test_noise_shares_protect_from_the_aggregator_without_sampling() -> None:
     found = cost(privacy={"noise": "distributed"}, federation__secure_aggregation={})
     assert found.by_rounds[-1].to_aggregator == pytest.approx(gaussian_epsilon(2.0, 1e-5, 400), rel=1e-6)
 
 
-def test_two_of_epsilon_noise_and_rounds_give_the_third() -> None:
+def test_two_of_epsilon_noise_and_rounds_determine_the_third() -> None:
     release = sampled("poisson", 900, 45, 2.0)
     by_noise = cost(noise_multiplier=3.0, rounds=200)
     assert by_noise.by_rounds[-1].to_readers == epsilon_of({sampled("poisson", 900, 45, 3.0): 200}, 1e-5)
@@ -76,7 +76,7 @@ def test_two_of_epsilon_noise_and_rounds_give_the_third() -> None:
         cost(rounds=-1)
 
 
-def test_noise_that_swamps_the_signal_is_said() -> None:
+def test_noise_that_exceeds_the_signal_is_reported() -> None:
     assert cost().noise_to_clip > 1
     hopeless, fine = cost(), cost(clients=1_000_000, federation__clients_per_round=800)
     assert fine.noise_to_clip < 0.3
@@ -85,12 +85,12 @@ def test_noise_that_swamps_the_signal_is_said() -> None:
     assert str(fine) == "\n".join(fine.statement)
 
 
-def test_delta_that_allows_a_leak_is_said() -> None:
+def test_a_delta_that_allows_a_leak_is_reported() -> None:
     assert any("δ" in sentence for sentence in cost(privacy={"delta": 1e-2}).statement)
     assert not any("δ" in sentence for sentence in cost().statement)
 
 
-def test_everyone_in_every_round_has_no_sampling() -> None:
+def test_full_participation_has_no_sampling() -> None:
     found = cost(clients=45)
     assert found.sampling == "all"
     assert found.by_rounds[-1].to_readers == pytest.approx(gaussian_epsilon(2.0, 1e-5, 400), rel=1e-6)
@@ -114,7 +114,7 @@ def test_missing_values_are_requested() -> None:
     assert cost(data=own, clients=300).clients == 300
 
 
-def test_command_prints_a_table_and_json(tmp_path: Path, fedloom: Fedloom) -> None:
+def test_the_command_prints_a_table_and_json(tmp_path: Path, fedloom: Fedloom) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(experiments.as_yaml(TREE))
     code, out, _ = fedloom("privacy", path)
@@ -147,7 +147,7 @@ def planned(e: Experiment, clients: int = 900) -> Planned:
     return Planned(e, Population(clients))
 
 
-def test_noise_for_an_epsilon_is_found_before_the_run() -> None:
+def test_noise_for_an_epsilon_is_calibrated_before_the_run() -> None:
     e = experiment(epsilon=4.0)
     found = with_noise(e, None)
     privacy = found.federation.privacy

@@ -71,7 +71,7 @@ def text_of(now: Activity) -> str:
     return "\n".join(line.plain for line in status_lines(now, Console()))
 
 
-def test_status_says_what_training_has_spent() -> None:
+def test_status_shows_the_privacy_spent_by_training() -> None:
     now = Activity("vowels", "fedavg", "training", 1_000.0, 970.0, round=3)
     assert "privacy" not in text_of(now)
     assert tells(text_of(replace(now, privacy=SPENDING)), "privacy", rounded_up(CLAIM.epsilon), "1e-05", "4", "8")
@@ -79,7 +79,7 @@ def test_status_says_what_training_has_spent() -> None:
     assert "no guarantee" in text_of(replace(now, privacy=lost))
 
 
-def test_status_travels_and_is_read_from_files(tmp_path: Path) -> None:
+def test_status_is_sent_over_the_wire_and_read_from_files(tmp_path: Path) -> None:
     for spent in (None, SPENDING, replace(SPENDING, epsilon=None, budget=None)):
         now = Activity("vowels", "fedavg", "training", 1_000.0, 970.0, round=3, privacy=spent)
         assert from_wire(to_wire(now)).privacy == spent
@@ -89,7 +89,7 @@ def test_status_travels_and_is_read_from_files(tmp_path: Path) -> None:
     assert RunStatus(RunFolder(run(tmp_path / "plain"))).activity().privacy is None
 
 
-def test_run_that_its_budget_ended_is_finished_and_has_not_failed(tmp_path: Path) -> None:
+def test_a_run_ended_by_its_budget_is_finished_and_not_failed(tmp_path: Path) -> None:
     private = made_private(run(tmp_path / "run"))
     folder = RunFolder(private)
     before = RunStatus(folder).activity()
@@ -106,7 +106,7 @@ def test_run_that_its_budget_ended_is_finished_and_has_not_failed(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_report_has_the_claim_and_its_course(tmp_path: Path) -> None:
+def test_the_report_shows_the_claim_and_its_course(tmp_path: Path) -> None:
     plain = write_report(run(tmp_path / "plain")).read_text()
     assert "<h2>Privacy</h2>" not in plain
     page = write_report(made_private(run(tmp_path / "run"))).read_text()
@@ -118,7 +118,7 @@ def test_report_has_the_claim_and_its_course(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_report_of_a_damaged_claim_says_so(tmp_path: Path) -> None:
+def test_the_report_marks_a_damaged_claim(tmp_path: Path) -> None:
     private = made_private(run(tmp_path / "run"))
     summary = json.loads((private / "summary.json").read_text())
     del summary["training_privacy"]["statement"]
@@ -130,7 +130,7 @@ def test_report_of_a_damaged_claim_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_comparison_has_a_column_and_a_section(tmp_path: Path) -> None:
+def test_the_comparison_has_a_column_and_a_section(tmp_path: Path) -> None:
     private, plain = made_private(run(tmp_path / "private")), run(tmp_path / "plain", algorithm="fedavg")
     found = compare_runs([private, plain])
     rows = {row["algorithm"]: row["epsilon"] for row in csv.DictReader(rows_as_csv(found).splitlines())}
@@ -144,14 +144,14 @@ def test_comparison_has_a_column_and_a_section(tmp_path: Path) -> None:
     assert "<h2>Privacy</h2>" not in write_comparison(without, tmp_path / "other").read_text()
 
 
-def test_row_without_a_guarantee_in_one_seed_has_none(tmp_path: Path) -> None:
+def test_a_row_with_an_unprotected_seed_has_no_guarantee(tmp_path: Path) -> None:
     lost = claim(SETTINGS, {}, simulated=False, unknown="it resumed")
     runs = [made_private(run(tmp_path / "1")), made_private(run(tmp_path / "2", seed=2), lost)]
     assert {row.epsilon for row in compare_runs(runs).rows} == {None}
     assert {row.epsilon for row in compare_runs(runs[:1]).rows} == {CLAIM.epsilon}
 
 
-def test_problem_of_a_server_tells_the_guarantee_and_nothing_else() -> None:
+def test_the_problem_of_a_server_reveals_only_the_guarantee() -> None:
     private = TrainedPrivately.of(CLAIM.as_json())
     assert private is not None
     assert mentions(str(private), rounded_up(CLAIM.epsilon), "1e-05", "clients")
@@ -169,7 +169,7 @@ def test_problem_of_a_server_tells_the_guarantee_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("unrendered")
-def test_titles_of_sections_stay_in_order(tmp_path: Path) -> None:
+def test_section_titles_keep_their_order(tmp_path: Path) -> None:
     page = write_report(made_private(run(tmp_path / "run"))).read_text()
     titles = re.findall(r"<h2>(.*?)</h2>", page)
     assert titles.index("Privacy") < titles.index("Data")

@@ -146,7 +146,7 @@ def test_all_fields_of_an_answer_are_clipped_jointly(dtype: torch.dtype) -> None
     assert clipped_answer(answer, request, fields, ClippedSum(float(before.norm()) + 1e-6, 1.0)) is answer
 
 
-def test_changes_are_clipped_where_an_answer_has_a_vector() -> None:
+def test_changes_are_clipped_if_an_answer_has_a_vector() -> None:
     random = torch.Generator().manual_seed(0)
     start, moved = torch.randn(2, 50, generator=random) - 5, torch.randn(1, 2, 50, generator=random)
     answer = LocalizedGaussian(start + moved, torch.ones(1, 1), torch.ones(1, 1))
@@ -175,7 +175,7 @@ def test_a_round_sums_clipped_changes_and_divides_by_the_expected_cohort(
     assert not torch.equal(left, whole)
 
 
-def test_the_aggregator_refuses_an_answer_beyond_the_clipping_norm(tmp_path: Path) -> None:
+def test_the_aggregator_rejects_an_answer_beyond_the_clipping_norm(tmp_path: Path) -> None:
     method, settings, data = find_algorithm("fedavg"), settings_of("fedavg"), clients(SIZES)
     asked = privacy(clip=1e-3)
     both = parts(method, settings, asked, None, len(SIZES))
@@ -225,7 +225,7 @@ def test_noise_of_a_sum_has_the_deviation_of_the_multiplier(
     chi_square((found - exact) * len(SIZES), expected * (math.sqrt(5 / 4) if noise == "distributed" else 1))
 
 
-def test_secret_noise_and_draws_differ_from_run_to_run_and_those_of_a_seed_do_not(tmp_path: Path) -> None:
+def test_secret_noise_and_draws_differ_between_runs_and_seeded_ones_do_not(tmp_path: Path) -> None:
     asked = privacy(clip=0.5, noise_multiplier=1.0, noise="distributed")
     found = [
         trained(tmp_path / str(i), "fedavg", asked, SecureAggregation(), rounds=1, seed=seed)["theta"]
@@ -247,7 +247,7 @@ def test_secret_noise_and_draws_differ_from_run_to_run_and_those_of_a_seed_do_no
     )
 
 
-def test_a_vector_with_shares_of_noise_does_not_wrap_and_refuses_coarse_steps() -> None:
+def test_noisy_vectors_do_not_wrap_and_coarse_steps_are_rejected() -> None:
     fields, shapes = find_algorithm("fedavg").sums(settings_of("fedavg"))[Update], {"delta_theta": (500,)}
     shapes |= {"steps": (1,), "loss": (1,)}
     rule = ClippedSum(clip=2.0, noise_multiplier=3.0, count_noise=4.0)
@@ -270,7 +270,7 @@ def test_a_vector_with_shares_of_noise_does_not_wrap_and_refuses_coarse_steps() 
 
 
 @pytest.mark.parametrize("seed", [3, None])
-def test_poisson_draws_take_each_client_independently(seed: int | None) -> None:
+def test_poisson_sampling_draws_clients_independently(seed: int | None) -> None:
     rounds, q, roster = 4000, 0.2, [f"c{i}" for i in range(10)]
     private = PrivateSums(privacy(sampling="poisson"), 2, seed)
     draw = private.choice(10, 2)
@@ -299,7 +299,7 @@ def test_cohorts_vary_and_an_empty_one_is_a_round_of_noise(tmp_path: Path) -> No
     assert releases == {sampled("poisson", 5, 1, 0.1): 30}
 
 
-def test_failed_attempts_are_counted_before_their_cohorts_are_asked(tmp_path: Path) -> None:
+def test_failed_attempts_are_charged_before_their_cohorts_are_asked(tmp_path: Path) -> None:
     def broken(client: str) -> Any:
         raise DataError(f"{client} has nothing")
 
@@ -309,7 +309,7 @@ def test_failed_attempts_are_counted_before_their_cohorts_are_asked(tmp_path: Pa
     assert count_training_releases(run.loop.folder).counts[""] == {sampled("fixed", 5, 2, 1.0): 1}
 
 
-def test_small_cohorts_are_refused_where_secure_sums_would_fail() -> None:
+def test_cohorts_too_small_for_secure_sums_are_rejected() -> None:
     private = PrivateSums(privacy(sampling="poisson"), 5, 0, is_secure=True)
     with refusing(ExperimentError, 5, 90, "secure_aggregation", "poisson"):
         private.choice(90, 5)
@@ -328,7 +328,7 @@ class WithFavourites(FedAvgServer):
         raise AssertionError
 
 
-def test_a_method_that_draws_otherwise_is_refused(tmp_path: Path) -> None:
+def test_a_method_with_its_own_sampling_is_rejected(tmp_path: Path) -> None:
     method = variant(find_algorithm("fedavg"), server=lambda *about: WithFavourites(find_algorithm("fedavg"), *about))
     settings, data = settings_of("fedavg"), clients(SIZES)
     problem = problem_of(MLP(IMAGE, (8,), 3), data, roster=tuple(c.id for c in data))
@@ -356,7 +356,7 @@ def test_the_clipping_norm_finds_a_quantile_of_fixed_norms() -> None:
 
 
 @pytest.mark.parametrize("noise", ["central", "distributed"])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(noise: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(noise: str, tmp_path: Path) -> None:
     secure = None if noise == "central" else SecureAggregation()
     asked = privacy(clip=0.3, noise_multiplier=0.1, noise=noise, adaptive_clip=AdaptiveClip(count_noise=0.5))
     whole = made(tmp_path / "whole", "scaffold", asked, secure, rounds=4)
@@ -375,7 +375,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(noise: str, tmp_path
     assert one == two
 
 
-def test_a_failed_attempt_returns_to_the_clipping_norm_before_it(tmp_path: Path) -> None:
+def test_a_failed_attempt_restores_the_clipping_norm(tmp_path: Path) -> None:
     asked = privacy(clip=0.3, noise_multiplier=1.0, adaptive_clip=AdaptiveClip(count_noise=1.0))
     run = made(tmp_path, "q-fedavg", asked, rounds=1)
     run.loop.server.method = variant(find_algorithm("q-fedavg"), aggregate=_diverges)
@@ -461,7 +461,7 @@ def state(root: Path, out: str) -> dict[str, Tensor]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("noise", ["central", "distributed"])
 @pytest.mark.usefixtures("forks")
-def test_workers_resumption_and_replay_give_the_same_bits_in_a_simulation(noise: str, tmp_path: Path) -> None:
+def test_workers_resumption_and_replay_give_equal_bits_in_a_simulation(noise: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {}
     if noise == "distributed":
         sums = {"noise": "distributed", "sampling": "fixed"}

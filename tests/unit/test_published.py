@@ -40,7 +40,7 @@ def records(store: Store) -> list[dict[str, Any]]:
     return [json.loads(store.read(entry.name)) for entry in store.entries("published/")]
 
 
-def test_a_published_run_is_resumed_elsewhere(store: Store, tmp_path: Path) -> None:
+def test_a_published_run_is_resumed_on_another_machine(store: Store, tmp_path: Path) -> None:
     assert not aggregator(tmp_path / "b", store, "b").restore()
     assert not (tmp_path / "b").exists()
     a = aggregator(tmp_path / "a", store, "a")
@@ -56,7 +56,7 @@ def test_a_published_run_is_resumed_elsewhere(store: Store, tmp_path: Path) -> N
     ]
 
 
-def test_a_server_of_a_run_waits_for_its_first_publication(
+def test_a_model_server_waits_for_the_runs_first_publication(
     s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in s3_server.environment.items():
@@ -97,7 +97,7 @@ def test_a_server_of_a_run_waits_for_its_first_publication(
         RunFolder.open(f"{url}-other")
 
 
-def test_files_that_only_older_records_need_are_removed_and_none_is_copied_twice(store: Store, tmp_path: Path) -> None:
+def test_files_of_older_records_are_removed_and_none_is_copied_twice(store: Store, tmp_path: Path) -> None:
     a = aggregator(tmp_path / "a", store, "a")
     for round in (3, 4, 5):
         run_folder(tmp_path / "a", round)
@@ -121,7 +121,7 @@ def test_segments_cover_a_file_and_stay_as_it_grows(size: int, more: int) -> Non
     assert segments(size + more)[: len(whole)] == whole
 
 
-def test_a_publication_copies_what_is_new_of_files_of_lines(tmp_path: Path) -> None:
+def test_publishing_copies_only_new_lines(tmp_path: Path) -> None:
     copied: list[int] = []
 
     class Counting(FolderStore):
@@ -156,7 +156,7 @@ def test_a_publication_copies_what_is_new_of_files_of_lines(tmp_path: Path) -> N
         assert (tmp_path / "c" / "journal.jsonl").read_text() == text
 
 
-def test_a_copy_is_brought_up_to_date_by_what_is_new(tmp_path: Path) -> None:
+def test_a_copy_is_updated_incrementally(tmp_path: Path) -> None:
     copied: list[str] = []
 
     class Counting(FolderStore):
@@ -187,7 +187,7 @@ def test_a_copy_is_brought_up_to_date_by_what_is_new(tmp_path: Path) -> None:
     assert copied == []
 
 
-def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) -> None:
+def test_restoring_replaces_the_folders_content(store: Store, tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 4)
     aggregator(tmp_path / "a", store, "a").publish(4)
     run_folder(tmp_path / "b", 7)  # rounds that were trained and never published
@@ -196,7 +196,7 @@ def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) 
     assert contents(tmp_path / "b") == {**contents(tmp_path / "a"), "notes.txt": "mine"}
 
 
-def test_runs_that_cannot_be_resumed_are_refused_before_anything_is_touched(store: Store, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_resumed_are_rejected_before_any_change(store: Store, tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 4)
     aggregator(tmp_path / "a", store, "a").publish(4)
     run_folder(tmp_path / "b", 7)
@@ -213,7 +213,7 @@ def test_runs_that_cannot_be_resumed_are_refused_before_anything_is_touched(stor
     assert found == contents(tmp_path / "a")
 
 
-def test_taking_up_that_is_killed_half_way_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_restore_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after any number of files, the folder is that of a run, and says where the states of its rounds are."""
     store = open_store(tmp_path / "store")
     run_folder(tmp_path / "a", 4).write_json("published.json", {"url": store.url})
@@ -286,7 +286,7 @@ class HeldUp(FolderStore):
         super().download(name, path)
 
 
-def test_an_aggregator_held_up_after_its_record_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+def test_an_aggregator_delayed_after_its_record_removes_nothing_of_its_successor(tmp_path: Path) -> None:
     plain = FolderStore(tmp_path / "store")
 
     def successor() -> None:
@@ -306,7 +306,7 @@ def test_an_aggregator_held_up_after_its_record_removes_nothing_of_its_successor
     assert contents(tmp_path / "d") == contents(tmp_path / "c")
 
 
-def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> None:
+def test_restoring_during_a_replacement_takes_the_newer_publication(tmp_path: Path) -> None:
     plain = FolderStore(tmp_path / "store")
     run_folder(tmp_path / "a", 3)
     a = aggregator(tmp_path / "a", plain, "a")
@@ -356,7 +356,7 @@ def rewrite(store: Store, **changes: Any) -> None:
     store.write("published/00000001.json", json.dumps({**records(store)[0], **changes}).encode())
 
 
-def test_a_finished_run_lies_there_as_it_lies_here(store: Store, tmp_path: Path) -> None:
+def test_a_published_finished_run_equals_the_local_one(store: Store, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", 4)
     a = aggregator(tmp_path / "a", store, "a")
     a.publish(4)
@@ -384,7 +384,7 @@ def test_a_finished_run_lies_there_as_it_lies_here(store: Store, tmp_path: Path)
         a.finish()
 
 
-def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path: Path) -> None:
+def test_checkpoints_of_a_finished_run_are_stored_once(store: Store, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", 4)
     a = aggregator(tmp_path / "a", store, "a")
     a.publish(4)
@@ -422,7 +422,7 @@ def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path:
         aggregator(tmp_path / "e", store, "e").restore()
 
 
-def test_an_aggregator_held_up_after_it_finished_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+def test_an_aggregator_delayed_after_finishing_removes_nothing_of_its_successor(tmp_path: Path) -> None:
     plain = FolderStore(tmp_path / "store")
 
     def successor() -> None:
@@ -449,7 +449,7 @@ def test_an_aggregator_held_up_after_it_finished_removes_nothing_of_its_successo
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
 
 
-def test_a_summary_never_stands_beside_files_of_another_time(tmp_path: Path) -> None:
+def test_a_summary_never_appears_beside_files_of_another_time(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     folder = run_folder(tmp_path / "a", 4)
     a = aggregator(tmp_path / "a", store, "a")
@@ -476,7 +476,7 @@ def test_a_summary_never_stands_beside_files_of_another_time(tmp_path: Path) -> 
         store.read("summary.json")
 
 
-def test_logs_are_copied_whatever_became_of_the_run(store: Store, tmp_path: Path) -> None:
+def test_logs_are_copied_for_any_outcome_of_the_run(store: Store, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "a", 1)
     folder.append("logs/aggregator.jsonl", {"message": "it failed"})
     aggregator(tmp_path / "a", store, "a").log_files()
@@ -495,7 +495,7 @@ def remembering(folder: Path, store: Store, name: str, rounds: int) -> tuple[Any
     return f, published
 
 
-def test_another_machine_goes_on_to_the_same_end(store: Store, tmp_path: Path) -> None:
+def test_another_machine_continues_to_the_same_result(store: Store, tmp_path: Path) -> None:
     """Folder and process are lost after round 3; checkpoints, journal and the clients' states are in the store."""
     f, _ = remembering(tmp_path / "whole", open_store(tmp_path / "other"), "x", rounds=6)
     f.run()
@@ -516,7 +516,7 @@ def test_another_machine_goes_on_to_the_same_end(store: Store, tmp_path: Path) -
     assert [replay.attempt(t) for t in range(1, 7)] == attempts
 
 
-def test_a_loop_that_was_replaced_stops(store: Store, tmp_path: Path) -> None:
+def test_a_replaced_loop_stops(store: Store, tmp_path: Path) -> None:
     f1, _ = remembering(tmp_path / "a", store, "a", rounds=2)
     f1.run()
     f2, published = remembering(tmp_path / "b", store, "b", rounds=4)
@@ -549,7 +549,7 @@ for round in itertools.count(last + 1):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_what_is_published_is_whole(s3_server: S3Server, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_complete_publication(s3_server: S3Server, tmp_path: Path) -> None:
     """The publisher is killed eight times; each life goes on from a round not before the last that was announced."""
     url = f"s3://{s3_server.new_bucket()}/runs/r"
     store = open_store(url, s3_server.environment)

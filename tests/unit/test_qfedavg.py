@@ -47,7 +47,7 @@ def visit(s: QFedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, roun
 
 
 @pytest.mark.parametrize("lost", [None, {0: 1}])
-def test_with_q_0_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int, int] | None) -> None:
+def test_q_0_equals_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int, int] | None) -> None:
     local = LOCAL | {"momentum": 0.9, "lambda_theta": 0.01}
     average = FedAvgSettings.model_validate({"local": local, "weighting": "uniform", "personalize_steps": 2})
     fair, avg = (
@@ -64,7 +64,7 @@ def test_with_q_0_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int
 
 @pytest.mark.parametrize("q", [0.2, 1.0, 5.0])
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_algorithm_2(tmp_path: Path, q: float) -> None:
+def test_rounds_follow_algorithm_2(tmp_path: Path, q: float) -> None:
     """F_k is that of the model received, over all train data, before training."""
     s, problem, data = made(q=q), setup(), clients(SIZES)
     run = federation(tmp_path, Q_FEDAVG, s, problem, data, rounds=2)
@@ -87,7 +87,7 @@ def at(c: float, id: str) -> ClientData:
     return ClientData(id, split, split, split, 0)
 
 
-def test_on_a_quadratic_the_worse_client_counts_more_the_larger_q_is() -> None:
+def test_on_a_quadratic_a_larger_q_weights_the_worse_client_more() -> None:
     """f = (θ - c)²/2 with θ = 0 and c of 1 and -3: the answers' ratio is (9)^q times that of FedAvg."""
     data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
     before = 0.0
@@ -104,7 +104,7 @@ def test_on_a_quadratic_the_worse_client_counts_more_the_larger_q_is() -> None:
         torch.testing.assert_close(answer["h"][:, 0], q * f ** (q - 1) * g2 * 0.1 + f**q, rtol=1e-8, atol=0)
 
 
-def test_equal_losses_move_along_fedavg() -> None:
+def test_equal_losses_move_along_fedavgs_direction() -> None:
     """All F alike, one step: the step is FedAvg's over 1 + q lr mean |g|²/F."""
     data, theta = [at(2.0, "c0"), at(-2.0, "c1"), at(2.0, "c2")], torch.zeros(1, dtype=torch.float64)
     s = made(q=2.0, local={"steps": 1, "lr": 0.1})
@@ -125,12 +125,12 @@ def test_equal_losses_move_along_fedavg() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     opening = Q_FEDAVG.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
     answers_as_alone(Q_FEDAVG.client(made(), setup()), clients((9, 4, 12, 1)), opening)
 
 
-def test_a_power_beyond_what_numbers_can_be_is_said() -> None:
+def test_a_power_that_overflows_is_reported() -> None:
     """If it overflows, the client is lost; if it is 0 for all clients, the round fails."""
     data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
     s, members = made(q=2000.0, local={"steps": 1, "lr": 0.1}), group(data)
@@ -142,7 +142,7 @@ def test_a_power_beyond_what_numbers_can_be_is_said() -> None:
         Q_FEDAVG.aggregate(theta, Replies(answer.select([0]), torch.tensor([True]), torch.tensor([4])), s)
 
 
-def test_refusals() -> None:
+def test_invalid_settings_are_rejected() -> None:
     for key, value in (("q", -0.1), ("epsilon", 0.0), ("local", {"lr": 0.0})):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})

@@ -47,7 +47,7 @@ def test_neighbouring_keys_do_not_collide() -> None:
     assert len(seeds) == len(keys)
 
 
-def test_no_two_keys_are_the_same_text() -> None:
+def test_no_two_keys_have_the_same_text() -> None:
     """Parts are delimited by their length: moving a character from one to the next makes another key."""
     pairs = [
         ((1, "ab", "c", 0), (1, "a", "bc", 0)),
@@ -64,13 +64,13 @@ parts = st.tuples(st.integers(0, 2**63 - 1), st.text(max_size=6), st.text(max_si
 
 
 @given(parts, parts)
-def test_different_keys_are_different_generators(
+def test_different_keys_give_different_generators(
     one: tuple[int, str, str, int], other: tuple[int, str, str, int]
 ) -> None:
     assert (generator(*one).initial_seed() == generator(*other).initial_seed()) == (one == other)
 
 
-def test_neighbours_are_not_correlated() -> None:
+def test_neighbouring_keys_are_not_correlated() -> None:
     drawn = torch.stack([torch.randn(2000, generator=generator(1, "train", "c1", round)) for round in range(1, 31)])
     correlation = torch.corrcoef(drawn)
     assert correlation.fill_diagonal_(0).abs().max() < 0.11  # 4.9 standard deviations

@@ -6,7 +6,7 @@ from fedloom.core.allocator import keep_freed_memory
 from fedloom.models.recycled import KEPT_BYTES, RecycledMemory
 
 
-def test_memory_is_reused_once_no_tensor_or_array_refers_to_it() -> None:
+def test_memory_is_reused_once_nothing_refers_to_it() -> None:
     memory = RecycledMemory()
     first = memory.empty(3, 100)
     at, row, array = first.data_ptr(), first[1], first.numpy()
@@ -23,7 +23,7 @@ def test_memory_is_reused_once_no_tensor_or_array_refers_to_it() -> None:
     assert memory.empty(3, 101).data_ptr() != at
 
 
-def test_large_memory_is_not_kept() -> None:
+def test_large_blocks_are_not_kept() -> None:
     memory = RecycledMemory()
     large = memory.empty(2, KEPT_BYTES // 8 + 1)
     del large

@@ -51,7 +51,7 @@ def asked_in(folder: Path) -> Counter[str]:
     return Counter(name for names in held for name in names)
 
 
-def test_a_round_that_is_repeated_with_another_cohort_counts_for_both(tmp_path: Path) -> None:
+def test_a_round_repeated_with_another_cohort_counts_for_both(tmp_path: Path) -> None:
     """Killed between the telling and a checkpoint."""
     f = made(tmp_path)
     f.loop._checkpoint()
@@ -69,7 +69,7 @@ def test_a_round_that_is_repeated_with_another_cohort_counts_for_both(tmp_path: 
     assert counts(tmp_path) == first + second
 
 
-def test_killed_once_a_client_was_asked_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_asked_before_a_kill_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the journal has a line of the attempt; the disk has the count first."""
     f = made(tmp_path)
 
@@ -87,7 +87,7 @@ def test_killed_once_a_client_was_asked_it_counts(tmp_path: Path, monkeypatch: p
     assert sum(counts(tmp_path).values()) == 2
 
 
-def test_an_attempt_that_failed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_attempt_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     f = made(tmp_path, cohort=2)
     monkeypatch.setattr(f.loop.transport, "exchange", lambda call: [Lost("silent")] * len(call.rows))
     with pytest.raises(QuorumError):
@@ -96,7 +96,7 @@ def test_an_attempt_that_failed_counts(tmp_path: Path, monkeypatch: pytest.Monke
     assert sum(counts(tmp_path).values()) == 2
 
 
-def test_nobody_is_asked_when_it_cannot_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_is_asked_if_it_cannot_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     f = made(tmp_path)
     asked: list[Call] = []
     monkeypatch.setattr(f.loop.transport, "exchange", asked.append)
@@ -106,7 +106,7 @@ def test_nobody_is_asked_when_it_cannot_be_counted(tmp_path: Path, monkeypatch: 
     assert asked == []
 
 
-def test_a_release_that_a_simulation_repeats_counts_once(tmp_path: Path) -> None:
+def test_a_release_repeated_by_a_simulation_counts_once(tmp_path: Path) -> None:
     made(tmp_path / "whole", checkpoint_every_s=0.0).run()
     f = made(tmp_path / "run")
     f.loop._checkpoint()
@@ -119,7 +119,7 @@ def test_a_release_that_a_simulation_repeats_counts_once(tmp_path: Path) -> None
     assert sum(counts(tmp_path / "run").values()) > sum(counts(tmp_path / "whole").values())
 
 
-def test_evaluations_and_only_private_exchanges_count(tmp_path: Path) -> None:
+def test_evaluations_and_only_private_exchanges_are_counted(tmp_path: Path) -> None:
     f = made(tmp_path, cohort=3)
     f.run()
     evaluations = len(RunFolder(tmp_path).lines("metrics.jsonl"))
@@ -127,7 +127,7 @@ def test_evaluations_and_only_private_exchanges_count(tmp_path: Path) -> None:
     assert counts(tmp_path) == dict.fromkeys(f.loop.manifest.roster, 3 + evaluations)
 
 
-def test_going_back_to_an_earlier_checkpoint_takes_nothing_back(tmp_path: Path) -> None:
+def test_returning_to_an_earlier_checkpoint_keeps_the_count(tmp_path: Path) -> None:
     made(tmp_path, checkpoint_every_s=0.0).run()
     before = counts(tmp_path)
     last = max((tmp_path / "checkpoints").iterdir())
@@ -139,7 +139,7 @@ def test_going_back_to_an_earlier_checkpoint_takes_nothing_back(tmp_path: Path) 
     assert sum(counts(tmp_path).values()) > sum(before.values())
 
 
-def test_lines_that_are_gone_are_missed(tmp_path: Path) -> None:
+def test_missing_lines_are_detected(tmp_path: Path) -> None:
     made(tmp_path, checkpoint_every_s=0.0).run()
     path = tmp_path / RELEASES
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
@@ -157,7 +157,7 @@ def test_a_truncated_line_released_nothing(tmp_path: Path) -> None:
     assert counts(tmp_path, repeatable=True) == {"a": 2, "b": 1}
 
 
-def test_each_answer_counts_with_the_noise_that_it_had(tmp_path: Path) -> None:
+def test_each_answer_counts_with_the_noise_it_had(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for z in (2.5, 1.0):
         Releases(folder, Privacy(("Descriptor",), 0.7, z, 1e-5)).tell(KEY, 0, ["a", "a"])
@@ -170,7 +170,7 @@ def test_each_answer_counts_with_the_noise_that_it_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("promises", [(None, PROMISED), (PROMISED, None, PROMISED)])
-def test_rounds_without_noise_are_not_forgotten(tmp_path: Path, promises: tuple[Privacy | None, ...]) -> None:
+def test_rounds_without_noise_are_remembered(tmp_path: Path, promises: tuple[Privacy | None, ...]) -> None:
     """An open federation may change its settings as it goes on."""
     folder = RunFolder(tmp_path)
     for i, promised in enumerate(promises):
@@ -207,7 +207,7 @@ def test_noisy_sums_are_counted_and_bounded(tmp_path: Path) -> None:
     assert second.training.epsilon == limit
 
 
-def test_noisy_steps_are_counted_client_by_client(tmp_path: Path) -> None:
+def test_noisy_steps_are_counted_per_client(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     a, b = sampled("poisson", 500, 32, 4.0), sampled("poisson", 90, 32, 4.0)
     releases = Releases(folder, None, training=Tally(1e-5))
@@ -239,7 +239,7 @@ def test_private_answers_compose_with_noisy_steps_on_the_same_examples(tmp_path:
     assert of_clients.counts == {"a": Counter({a: 15})}
 
 
-def test_steps_that_a_restarted_worker_repeats_count_whatever_the_budget(tmp_path: Path) -> None:
+def test_steps_repeated_by_a_restarted_worker_count_beyond_the_budget(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     a = sampled("poisson", 500, 32, 4.0)
     releases = Releases(folder, None, training=Tally(1e-5, epsilon_of({a: 15}, 1e-5), "examples"))
@@ -251,7 +251,7 @@ def test_steps_that_a_restarted_worker_repeats_count_whatever_the_budget(tmp_pat
 
 
 @pytest.mark.parametrize("private", [(False, True), (True, False, True)])
-def test_rounds_of_training_without_noise_are_not_forgotten(tmp_path: Path, private: tuple[bool, ...]) -> None:
+def test_training_rounds_without_noise_are_remembered(tmp_path: Path, private: tuple[bool, ...]) -> None:
     folder = RunFolder(tmp_path)
     for i, is_private in enumerate(private):
         if is_private or folder.has(RELEASES):
@@ -265,7 +265,7 @@ def test_rounds_of_training_without_noise_are_not_forgotten(tmp_path: Path, priv
         releases.tell_sum(KEY, SUM)
 
 
-def test_training_without_private_answers_does_not_promise_any(tmp_path: Path) -> None:
+def test_training_without_private_answers_gives_no_guarantee(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     Releases(folder, None, training=Tally(1e-5)).tell_sum(KEY, SUM)
     folder.append("journal.jsonl", {"round": 1})
@@ -275,7 +275,7 @@ def test_training_without_private_answers_does_not_promise_any(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("told", [{"units": ["a"]}, {"units": ["a"], "rate": 0.0, "times": 1}, 3])
-def test_lines_of_others_are_refused(tmp_path: Path, told: Any) -> None:
+def test_foreign_lines_are_rejected(tmp_path: Path, told: Any) -> None:
     folder = RunFolder(tmp_path)
     Releases(folder, None, training=Tally(1e-5))
     folder.append(RELEASES, {"about": "training", "purpose": "train", "releases": [told]})
@@ -283,7 +283,7 @@ def test_lines_of_others_are_refused(tmp_path: Path, told: Any) -> None:
         count_training_releases(folder)
 
 
-def test_another_aggregator_counts_what_was_not_published(tmp_path: Path) -> None:
+def test_another_aggregator_counts_unpublished_releases(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store")
     one = RunFolder(tmp_path / "a")
     one.make()

@@ -73,7 +73,7 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def test_clients_are_those_of_the_folder_and_only_they_are_fetched(folder: Path, published: Store) -> None:
+def test_only_the_clients_of_the_folder_are_fetched(folder: Path, published: Store) -> None:
     here, there = FederatedDataset.open(folder), FederatedDataset.open(published.url)
     assert there.manifest == here.manifest
     assert not list(there.folder.glob("shards/*"))
@@ -86,7 +86,7 @@ def test_clients_are_those_of_the_folder_and_only_they_are_fetched(folder: Path,
     assert len(list(there.folder.glob("shards/*"))) == 6
 
 
-def test_a_temporary_cache_goes_with_the_data_set(published: Store) -> None:
+def test_a_temporary_cache_is_removed_with_the_dataset(published: Store) -> None:
     dataset = FederatedDataset.open(published.url)
     dataset.verify(["client-0000"])
     folder = dataset.folder
@@ -96,7 +96,7 @@ def test_a_temporary_cache_goes_with_the_data_set(published: Store) -> None:
     assert not folder.exists()
 
 
-def test_a_cache_is_shared_and_what_is_damaged_in_it_is_fetched_again(published: Store, tmp_path: Path) -> None:
+def test_a_cache_is_shared_and_its_damaged_files_are_fetched_again(published: Store, tmp_path: Path) -> None:
     first = FederatedDataset.open(published.url, tmp_path / "cache")
     client = first.client("client-0000")
     published.remove(["shards/client-0000.safetensors"])
@@ -119,7 +119,7 @@ def test_nothing_is_written_twice_and_the_manifest_is_last(folder: Path, tmp_pat
     assert store.written[7:] == ["partition.json"]  # as new
 
 
-def test_an_interrupted_download_continues_and_is_no_partition_before(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_download_resumes_and_is_incomplete_until_then(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the network is down"):
         publish(folder, Counting(tmp_path / "store", may_write=4))
     with pytest.raises(DataError, match=r"partition\.json"):
@@ -132,7 +132,7 @@ def test_an_interrupted_download_continues_and_is_no_partition_before(folder: Pa
     FederatedDataset.open(tmp_path / "store").verify()
 
 
-def test_another_partition_is_not_written_over(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
+def test_another_partition_is_not_overwritten(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     publish(folder, store)
     with pytest.raises(DataError, match="partition"):
@@ -178,14 +178,14 @@ def test_stores_that_cannot_be_opened(environment: S3Server, monkeypatch: pytest
         FederatedDataset.open(f"s3://{environment.new_bucket()}/x")
 
 
-def test_a_manifest_with_another_hash_makes_another_cache(folder: Path, published: Store, tmp_path: Path) -> None:
+def test_a_manifest_with_another_hash_creates_another_cache(folder: Path, published: Store, tmp_path: Path) -> None:
     first = FederatedDataset.open(published.url, tmp_path / "cache")
     changed = replace(first.manifest, seed=99)
     published.write("partition.json", changed.to_json().encode())
     assert FederatedDataset.open(published.url, tmp_path / "cache").folder != first.folder
 
 
-def test_a_partition_that_is_published_again_is_as_new(folder: Path, tmp_path: Path) -> None:
+def test_republishing_repairs_a_partition(folder: Path, tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     publish(folder, store)
     for path in (tmp_path / "store").rglob("*.*"):
@@ -195,9 +195,7 @@ def test_a_partition_that_is_published_again_is_as_new(folder: Path, tmp_path: P
     assert {name for name, new in found.items() if new} == {"partition.json"}
 
 
-def test_a_partition_that_is_published_needs_no_data_set_any_more(
-    folder: Path, published: Store, tmp_path: Path
-) -> None:
+def test_a_published_partition_needs_no_dataset(folder: Path, published: Store, tmp_path: Path) -> None:
     """An aggregator that starts anew does not depend on whoever offers the data set."""
     experiment = tmp_path / "e.yaml"
 

@@ -68,7 +68,7 @@ def small(small_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(small_run, tmp_path / "r"))
 
 
-def test_a_whole_run(pefll: Path) -> None:
+def test_a_complete_run(pefll: Path) -> None:
     page = (pefll / "report.html").read_text()
     assert titles(page) == SECTIONS
     assert left_out(page) == {}
@@ -83,7 +83,7 @@ def test_a_whole_run(pefll: Path) -> None:
 
 
 @UNRENDERED
-def test_the_head_says_how_good_and_at_what_cost(tmp_path: Path) -> None:
+def test_the_head_shows_the_result_and_its_cost(tmp_path: Path) -> None:
     cost = {"personal": {"client_steps": 20.0, "payload_up": 104, "payload_down": 708_016}}
     run = write_run(tmp_path / "r", n=20, unseen=5, rounds=(0, 40), new_client=cost)
     page = write_report(run).read_text()
@@ -104,7 +104,7 @@ def test_the_head_says_how_good_and_at_what_cost(tmp_path: Path) -> None:
 
 
 @UNRENDERED
-def test_the_last_evaluations_stand_beside_the_last(tmp_path: Path) -> None:
+def test_the_mean_over_the_last_evaluations_is_beside_the_last(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", n=20, unseen=5, rounds=(0, 40))
     assert "83.0 to 86.7" not in write_report(run).read_text()
     summary = json.loads((run / "summary.json").read_text())
@@ -121,7 +121,7 @@ def test_the_last_evaluations_stand_beside_the_last(tmp_path: Path) -> None:
     assert tells(page, "8 evaluations", "4125 to 5000", "unseen clients 85.1 (83.0 to 86.7)")
 
 
-def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small: Path) -> None:
+def test_a_point_of_the_map_shows_its_class_mix_and_links_to_its_confusion(small: Path) -> None:
     table = (small / "confusion.csv").read_text().replace("client-0003,", "client-9999,", 1)
     put(small / "confusion.csv", f"{table}client-0005,3,7,123\n")
     page = write_report(small).read_text()
@@ -144,7 +144,7 @@ def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small
 
 
 @UNRENDERED
-def test_a_report_is_renewed_while_a_process_holds_the_run(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_refreshed_while_the_run_is_locked(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.reporting.follow.POLL_INTERVAL_S", 0.02)
     text = yaml.safe_dump({
         "name": "r", "seed": 1, "data": {}, "model": {}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 9},
@@ -180,7 +180,7 @@ def test_clients_beyond_a_thousand_have_no_cards(tmp_path: Path, monkeypatch: py
     assert "Client by client" in titles(page)
 
 
-def test_a_card_has_the_most_frequent_classes() -> None:
+def test_a_card_shows_the_most_frequent_classes() -> None:
     pairs = [(k, k, 100 - k) for k in range(30)] + [(0, 29, 1)]
     table = confusion_table_of(pairs, [f"class {k}" for k in range(30)])
     assert table is not None
@@ -192,7 +192,7 @@ def test_a_card_has_the_most_frequent_classes() -> None:
     assert len(rows) == 12
 
 
-def test_numbers_of_the_confusion_are_those_of_the_file(small: Path) -> None:
+def test_confusion_numbers_match_the_file(small: Path) -> None:
     document = json.loads((small / "confusion.json").read_text())
     document["personal"]["seen"][3] = [0, 0, 5, 14, 0, 1, 0, 0, 0, 0]  # in twentieths: 25, 70 and 5 percent
     put(small / "confusion.json", json.dumps(document))
@@ -205,7 +205,7 @@ def test_numbers_of_the_confusion_are_those_of_the_file(small: Path) -> None:
     assert ("Dress → Pullover", "25.0") in [tuple(cell.text for cell in row.cells[:2]) for row in rows]
 
 
-def test_clients_before_and_after(tmp_path: Path) -> None:
+def test_clients_before_and_after_personalization(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="fedavg", predictors=("personal", "global"), n=6, unseen=2, rounds=(0, 9))
     lines = (run / "clients.csv").read_text().splitlines()
     columns = lines[0].split(",")
@@ -223,7 +223,7 @@ def test_clients_before_and_after(tmp_path: Path) -> None:
 
 
 @UNRENDERED
-def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path: Path) -> None:
+def test_the_page_title_has_method_dataset_and_seed(small: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other", algorithm="own-method", seed=7, n=6, unseen=2, rounds=(0, 1))
     for run, title in ((small, "PeFLL on fashion-mnist, seed 1"), (other, "own-method on fashion-mnist, seed 7")):
         page = write_report(run).read_text()
@@ -237,7 +237,7 @@ def test_the_page_is_called_after_method_data_set_and_seed(small: Path, tmp_path
 
 @pytest.mark.parametrize("n", [8, 40])
 @UNRENDERED
-def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path, n: int) -> None:
+def test_clients_are_listed_with_owners_and_class_counts(tmp_path: Path, n: int) -> None:
     owners = [f"Hospital <{i}>" for i in range(n)]
     run = write_run(tmp_path / "r", n=n, unseen=2, rounds=(0, 1), owners=owners, ensemble=True)
     with (run / "clients.csv").open(newline="") as file:
@@ -257,7 +257,7 @@ def test_clients_are_named_with_their_owners_and_how_many_classes(tmp_path: Path
 
 
 @UNRENDERED
-def test_training_loss_is_that_of_every_round(small: Path) -> None:
+def test_training_loss_includes_every_round(small: Path) -> None:
     def line(round: int, outcome: str, **statistics: float) -> str:
         return json.dumps({"round": round, "outcome": outcome, "phases": {}, "seconds": 1, "statistics": statistics})
 
@@ -325,7 +325,7 @@ def test_failed_attempts_pauses_and_the_rest_are_part_of_the_time(small: Path) -
 
 
 @pytest.mark.slow
-def test_a_thousand_clients_and_many_classes_stay_small(tmp_path: Path) -> None:
+def test_pages_stay_small_for_a_thousand_clients_and_many_classes(tmp_path: Path) -> None:
     names = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
     run = write_run(tmp_path / "r", n=1000, unseen=20, rounds=(0, 5, 9), class_names=names, equal=False)
     page = write_report(run).read_text()
@@ -335,7 +335,7 @@ def test_a_thousand_clients_and_many_classes_stay_small(tmp_path: Path) -> None:
     assert all(f">{name}</text>" in labels for name in names)
 
 
-def test_signs_that_cannot_be_seen_or_mean_something_elsewhere(tmp_path: Path) -> None:
+def test_invisible_and_ambiguous_characters(tmp_path: Path) -> None:
     names = (" ", "\n", "$", "&", "<", "^", "_", "\\", "%", "q")
     run = write_run(tmp_path / "r", n=6, unseen=2, rounds=(0, 1), class_names=names)
     page = write_report(run).read_text()
@@ -358,14 +358,14 @@ def test_data_without_labels(small: Path) -> None:
     assert 'aria-label="Data: partition"' not in page
 
 
-def test_the_page_asks_nobody_for_anything(pefll: Path) -> None:
+def test_the_page_makes_no_external_requests(pefll: Path) -> None:
     page = (pefll / "report.html").read_text()
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
     assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
 
 
-def test_figures_take_the_colours_of_the_page_and_stand_alone(pefll: Path) -> None:
+def test_figures_use_the_pages_colours_and_are_standalone(pefll: Path) -> None:
     page = (pefll / "report.html").read_text()
     body = page[page.index("<main>") :]
     assert "currentColor" in body
@@ -445,7 +445,7 @@ def test_descriptors_without_unseen_clients(tmp_path: Path) -> None:
 
 
 @UNRENDERED
-def test_a_run_that_was_stopped(tmp_path: Path) -> None:
+def test_a_stopped_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "stopped")
     (run / "summary.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines()[:3]
@@ -456,7 +456,7 @@ def test_a_run_that_was_stopped(tmp_path: Path) -> None:
 
 
 @UNRENDERED
-def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
+def test_a_run_that_barely_started(tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text("name: x\n")
     page = write_report(tmp_path).read_text()
     missing = left_out(page)
@@ -482,7 +482,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     ],
 )
 @UNRENDERED
-def test_a_broken_file_costs_its_sections_only(small: Path, file: str, sections: set[str]) -> None:
+def test_a_broken_file_affects_only_its_sections(small: Path, file: str, sections: set[str]) -> None:
     (small / file).write_text('{"round": 1, "phases": 3, "map": {}\n')
     page = write_report(small).read_text()
     assert set(left_out(page)) == sections
@@ -492,7 +492,7 @@ def test_a_broken_file_costs_its_sections_only(small: Path, file: str, sections:
 
 @pytest.mark.parametrize("content", ["", '{"round": 1, "phases": 3, "map": {}}', "[]", "\x00\xff"])
 @UNRENDERED
-def test_a_report_of_nothing_but_broken_files(small: Path, content: str) -> None:
+def test_a_report_of_only_broken_files(small: Path, content: str) -> None:
     for file in small.iterdir():
         if file.is_file():
             file.write_bytes(content.encode("latin-1"))
@@ -504,7 +504,7 @@ def test_a_report_of_nothing_but_broken_files(small: Path, content: str) -> None
 
 
 @UNRENDERED
-def test_a_line_of_metrics_from_elsewhere(small: Path) -> None:
+def test_a_foreign_line_of_metrics(small: Path) -> None:
     run = small
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     line["seen"] = {"accuracy": 1}
@@ -514,7 +514,7 @@ def test_a_line_of_metrics_from_elsewhere(small: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, IndexError, AttributeError, ZeroDivisionError])
-def test_a_bug_in_a_section_is_raised_and_a_broken_file_is_not(small: Path, error: type[Exception]) -> None:
+def test_a_bug_in_a_section_is_raised_but_a_broken_file_is_not(small: Path, error: type[Exception]) -> None:
     def build(run: RunFolder) -> Part:
         raise error("a bug")
 
@@ -556,7 +556,7 @@ WRONG: list[tuple[str, tuple[str | int, ...], object]] = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("file", "keys", "value"), WRONG)
 @UNRENDERED
-def test_a_value_of_another_form_is_never_taken_for_a_bug(
+def test_an_unexpected_value_is_not_reported_as_a_bug(
     small: Path, file: str, keys: tuple[str | int, ...], value: object
 ) -> None:
     first, *others = (small / file).read_text().splitlines() if file.endswith("l") else [(small / file).read_text()]
@@ -571,7 +571,7 @@ def test_a_value_of_another_form_is_never_taken_for_a_bug(
 
 @pytest.mark.parametrize(("column", "value"), [(1, "maybe"), (2, "many"), (8, "x"), (8, "nan")])
 @UNRENDERED
-def test_a_broken_cell_of_the_clients_is_named(small: Path, column: int, value: str) -> None:
+def test_a_broken_cell_in_the_client_table_is_named(small: Path, column: int, value: str) -> None:
     header, first, *others = (small / "clients.csv").read_text().splitlines()
     cells = first.split(",")
     cells[column] = value
@@ -586,7 +586,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert "<script>" not in write_report(run).read_text()
 
 
-def test_no_run_at_all(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"experiment\.yaml"):
         write_report(tmp_path)
     with pytest.raises(DataError, match="nowhere"):
@@ -594,7 +594,7 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 
 
 @UNRENDERED
-def test_a_report_that_cannot_be_written(small: Path) -> None:
+def test_an_unwritable_report(small: Path) -> None:
     run = small
     (run / "report.html").mkdir()
     with pytest.raises(StorageError, match=r"report\.html"):

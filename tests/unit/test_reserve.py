@@ -52,7 +52,9 @@ def positions(of: Assignment) -> set[int]:
 
 @pytest.mark.parametrize("size", [{"share": 0.5}, {"count": 20}])
 @pytest.mark.parametrize("keys", SCHEMES)
-def test_reserved_examples_go_to_no_client_for_any_seed_and_scheme(keys: dict[str, Any], size: dict[str, Any]) -> None:
+def test_reserved_examples_are_assigned_to_no_client_for_any_seed_and_scheme(
+    keys: dict[str, Any], size: dict[str, Any]
+) -> None:
     trained = [dealt({**keys, "reserve": size}, seed) for seed in (1, 2)]
     new = [dealt({**other, "reserve": {**size, "deal": True}}, seed) for other in SCHEMES for seed in (1, 7)]
     for one, other in product(trained, new):
@@ -61,7 +63,7 @@ def test_reserved_examples_go_to_no_client_for_any_seed_and_scheme(keys: dict[st
     assert len(set(map(frozenset, map(positions, new)))) > 2  # the seed still deals
 
 
-def test_a_reserve_is_so_much_of_each_class_of_train_and_of_test() -> None:
+def test_a_reserve_is_a_fraction_of_each_class_of_train_and_test() -> None:
     def by_class(counts: list[int], first: int = 0) -> list[NDArray[np.int64]]:
         return list(np.split(np.arange(sum(counts)) + first, np.cumsum(counts)[:-1]))
 
@@ -82,7 +84,7 @@ def test_a_reserve_is_so_much_of_each_class_of_train_and_of_test() -> None:
     assert all(set(small) <= set(large) for i in (0, 1) for small, large in zip(less[i], more[i], strict=True))
 
 
-def test_without_the_key_nothing_is_written_of_it(tmp_path: Path) -> None:
+def test_without_the_key_the_manifest_does_not_mention_a_reserve(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"scheme": "iid", "clients": 4}
     assert "reserve" not in scheme_of(keys).model_dump(mode="json")
     assert "reserve" not in scheme_of({**keys, "reserve": None}).model_dump(mode="json")
@@ -100,12 +102,12 @@ def test_without_the_key_nothing_is_written_of_it(tmp_path: Path) -> None:
         ({"count": 0}, r"greater than or equal to 1"),
     ],
 )
-def test_a_reserve_that_says_no_size_is_refused(reserve: dict[str, Any], said: str) -> None:
+def test_a_reserve_without_a_size_is_rejected(reserve: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         scheme_of({"scheme": "iid", "clients": 4, "reserve": reserve})
 
 
-def test_a_reserve_of_everything_is_refused() -> None:
+def test_a_reserve_of_everything_is_rejected() -> None:
     with pytest.raises(ExperimentError, match=r"reserve\.count: 40 .*\b40\b.*class 0"):
         dealt({"scheme": "iid", "clients": 4, "reserve": {"count": 40}}, 1)
 
@@ -124,7 +126,7 @@ def vowels(root: Path, seed: int, **keys: Any) -> FederatedDataset:
     return FederatedDataset.open(folder)
 
 
-def test_owners_are_kept_back_whole(tmp_path: Path) -> None:
+def test_owners_are_reserved_whole(tmp_path: Path) -> None:
     everyone = {entry.owner for entry in vowels(tmp_path, 1).manifest.clients}
     trained = [vowels(tmp_path, seed, reserve={"count": 5}) for seed in (1, 2)]
     new = vowels(tmp_path, 3, reserve={"count": 5, "deal": True})
@@ -143,7 +145,7 @@ def test_owners_are_kept_back_whole(tmp_path: Path) -> None:
         vowels(tmp_path, 1, reserve={"count": 15})
 
 
-def test_an_overlap_is_counted_example_by_example(tmp_path: Path) -> None:
+def test_an_overlap_is_counted_per_example(tmp_path: Path) -> None:
     trained = vowels(tmp_path, 1, scheme="iid", clients=4, train_per_client=60)
     new = vowels(tmp_path, 2, scheme="iid", clients=5, train_per_client=30)
     found = overlap(trained, new)
@@ -162,7 +164,7 @@ def test_an_overlap_is_counted_example_by_example(tmp_path: Path) -> None:
     assert found.known_by == "examples"
 
 
-def test_an_evaluation_says_whether_its_clients_are_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_states_if_its_clients_are_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = on_vowels(tmp_path, {"name": "fedavg", "local": {"steps": 1}})
     run.run()
     folder, root = run.folder.path, tmp_path / "data"
@@ -193,7 +195,7 @@ def test_an_evaluation_says_whether_its_clients_are_new(tmp_path: Path, capsys: 
     assert find_partition(trained_on, root) is None
 
 
-def test_a_manifest_says_what_is_kept_back(tmp_path: Path) -> None:
+def test_a_manifest_describes_its_reserve(tmp_path: Path) -> None:
     plain = vowels(tmp_path, 1).manifest
     kept = vowels(tmp_path, 1, reserve={"share": 0.3}).manifest
     assert plain.reserved is None

@@ -25,14 +25,14 @@ def tables_of(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", sorted(path.stem for path in RESULTS.glob("*.md")))
-def test_the_tables_of_a_page_are_those_made_from_its_compact_file(page: str) -> None:
+def test_tables_of_a_page_match_its_compact_file(page: str) -> None:
     made = list(results.PAGES[page].tables(summaries.read(RESULTS / f"{page}.csv")))
     on_page = tables_of(page)
     assert [table for table in made if table not in on_page] == []
     assert [table for table in on_page if table not in made] == []
 
 
-def test_pages_show_every_figure_that_is_there_and_no_other() -> None:
+def test_pages_show_exactly_the_existing_figures() -> None:
     shown = {
         name
         for path in [*RESULTS.glob("*.md"), ROOT / "README.md"]
@@ -42,7 +42,7 @@ def test_pages_show_every_figure_that_is_there_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(results.PAGES))
-def test_a_compact_file_is_read_as_it_was_written(page: str) -> None:
+def test_a_compact_file_round_trips(page: str) -> None:
     path = RESULTS / f"{page}.csv"
     assert summaries.written(summaries.read(path), results.PAGES[page].columns) == path.read_text(encoding="utf-8")
 
@@ -79,7 +79,7 @@ def test_folding_keeps_the_last_and_the_chosen_evaluation_of_each_run(tmp_path: 
     assert [(line.left, line.values) for line in left] == [(7, {})]
 
 
-def test_a_compact_file_has_all_that_was_folded(tmp_path: Path) -> None:
+def test_a_compact_file_contains_everything_folded(tmp_path: Path) -> None:
     runs_of_a_search(tmp_path)
     runs = summaries.fold(tmp_path)
     file = tmp_path / "page.csv"
@@ -92,13 +92,13 @@ def test_a_compact_file_has_all_that_was_folded(tmp_path: Path) -> None:
         ]
 
 
-def test_the_chosen_step_size_is_the_best_on_validation_that_stayed_finite(tmp_path: Path) -> None:
+def test_the_chosen_step_size_is_the_best_finite_one_on_validation(tmp_path: Path) -> None:
     runs_of_a_search(tmp_path)
     assert summaries.chosen_value(tmp_path / "search") == "0.1"
 
 
 @pytest.mark.parametrize("page", [page for page, about in results.PAGES.items() if about.figures])
-def test_figures_of_a_page_are_those_made_from_its_compact_file(page: str) -> None:
+def test_figures_of_a_page_match_its_compact_file(page: str) -> None:
     runs = summaries.read(RESULTS / f"{page}.csv")
     for name, draw in results.PAGES[page].figures.items():
         made = results.compact(results.as_svg(draw)(runs))

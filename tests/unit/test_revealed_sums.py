@@ -81,13 +81,13 @@ def remembers(sums: RevealedSums) -> bool:
     return True
 
 
-def test_another_process_remembers(tmp_path: Path) -> None:
+def test_another_process_reads_the_record(tmp_path: Path) -> None:
     checked(tmp_path)
     assert remembers(RevealedSums(tmp_path))
     assert (tmp_path / RECORD).stat().st_mode & 0o777 == 0o600
 
 
-def test_two_processes_at_once_know_of_each_other(tmp_path: Path) -> None:
+def test_concurrent_processes_share_the_record(tmp_path: Path) -> None:
     first, second = RevealedSums(tmp_path), RevealedSums(tmp_path)
     first.check("a", SUBJECT, SETS[0])
     with refusing(RefusedError, "a"):
@@ -104,7 +104,7 @@ def test_sums_of_different_runs_are_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_process_has_written_all_that_it_allowed(tmp_path: Path) -> None:
+def test_a_killed_process_has_recorded_all_that_it_allowed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, pathlib
 from fedloom.federation.revealed_sums import RevealedSums, Subject
@@ -121,7 +121,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kept", range(0, 60, 7))
-def test_a_truncated_last_line_is_forgotten(tmp_path: Path, kept: int) -> None:
+def test_a_truncated_last_line_is_ignored(tmp_path: Path, kept: int) -> None:
     checked(tmp_path)
     whole = (tmp_path / RECORD).read_bytes()
     RevealedSums(tmp_path).check("c", SUBJECT, SETS[0])
@@ -143,7 +143,7 @@ def test_a_line_truncated_by_another_process_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", range(5, 700, 50))
-def test_a_damaged_record_is_refused(tmp_path: Path, at: int) -> None:
+def test_a_damaged_record_is_rejected(tmp_path: Path, at: int) -> None:
     sums = checked(tmp_path)
     record = tmp_path / RECORD
     content = bytearray(record.read_bytes())
@@ -167,7 +167,7 @@ def test_removed_lines_are_detected(tmp_path: Path) -> None:
     assert str(tmp_path) not in str(error.value)
 
 
-def test_a_record_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_another_version_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
         newer.setattr("fedloom.federation.revealed_sums.VERSION", 2)
         checked(tmp_path)
@@ -175,7 +175,7 @@ def test_a_record_of_another_version_is_refused(tmp_path: Path, monkeypatch: pyt
         RevealedSums(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_rejected(tmp_path: Path) -> None:
     with refusing(StorageError, tmp_path):
         RevealedSums(tmp_path / "missing")
 

@@ -48,7 +48,7 @@ def trained(folder: Path, method: str, rounds: int = 2, **keys: Any) -> dict[str
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 10])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.25, 0.3, 0.49, 0.5])
-def test_a_trimmed_mean_against_others(rows: int, share: float) -> None:
+def test_a_trimmed_mean_matches_other_implementations(rows: int, share: float) -> None:
     x = torch.randn(rows, 37, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
     found = trimmed_mean(x, share).numpy()
     by_hand = []
@@ -65,7 +65,7 @@ def test_a_trimmed_mean_against_others(rows: int, share: float) -> None:
     assert torch.equal(trimmed_mean(x[order], share), trimmed_mean(x, share))
 
 
-def test_a_trimmed_mean_of_many_coordinates_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trimmed_mean_of_many_coordinates_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(3))
     whole = trimmed_mean(x, 0.2)
     monkeypatch.setattr("fedloom.algorithms.averaging.COLUMNS", 64)
@@ -73,7 +73,7 @@ def test_a_trimmed_mean_of_many_coordinates_is_taken_in_blocks(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_bound_scales_what_is_larger_and_leaves_the_rest_to_the_bit(dtype: torch.dtype) -> None:
+def test_a_norm_bound_scales_larger_updates_and_keeps_the_rest_to_the_bit(dtype: torch.dtype) -> None:
     x = torch.randn(4, 50, generator=torch.Generator().manual_seed(5), dtype=dtype)
     x = x / x.norm(dim=1, keepdim=True) * torch.tensor([[0.5], [0.99], [7.0], [1e12]], dtype=dtype)
     found = bounded(x, 1.0)
@@ -86,7 +86,7 @@ def test_a_bound_scales_what_is_larger_and_leaves_the_rest_to_the_bit(dtype: tor
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedavgm", "fedadam", "fedper", "lg-fedavg"])
-def test_a_bound_that_nobody_reaches_changes_no_bit(tmp_path: Path, method: str) -> None:
+def test_a_norm_bound_above_all_updates_changes_no_bit(tmp_path: Path, method: str) -> None:
     plain = trained(tmp_path / "plain", method)
     bound = trained(tmp_path / "bound", method, max_norm=1e30, trim=0.0)
     assert plain.keys() == bound.keys()
@@ -98,7 +98,7 @@ def test_a_bound_that_nobody_reaches_changes_no_bit(tmp_path: Path, method: str)
     ("method", "keys"),
     [("fedavg", {"trim": 0.5}), ("fedprox", {"trim": 0.2}), ("fedavgm", {"max_norm": 1e-3}), ("fedper", {"trim": 0.2})],
 )
-def test_a_bound_and_a_trimmed_mean_make_another_model(tmp_path: Path, method: str, keys: dict[str, float]) -> None:
+def test_a_norm_bound_and_a_trimmed_mean_change_the_model(tmp_path: Path, method: str, keys: dict[str, float]) -> None:
     plain, robust = trained(tmp_path / "plain", method), trained(tmp_path / "robust", method, **keys)
     assert not torch.equal(plain["theta"], robust["theta"])
     if "max_norm" in keys:
@@ -132,7 +132,7 @@ def poisoned(method: str, by: float) -> base.Algorithm:
 
 
 @pytest.mark.parametrize(("by", "weighting", "lr"), [(1e6, "uniform", 1.0), (-1e12, "examples", 0.5)])
-def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
+def test_a_poisoned_member_moves_the_model_by_at_most_the_bound(
     tmp_path: Path, by: float, weighting: str, lr: float
 ) -> None:
     s = made("fedavg", max_norm=0.25, weighting=weighting, server_lr=lr)
@@ -151,7 +151,7 @@ def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
 
 
 @pytest.mark.parametrize(("by", "trim"), [(1e6, 0.2), (-1e6, 0.5)])
-def test_a_trimmed_mean_stays_between_what_honest_members_say(tmp_path: Path, trim: float, by: float) -> None:
+def test_a_trimmed_mean_stays_within_the_honest_updates(tmp_path: Path, trim: float, by: float) -> None:
     """One liar among five, and a fifth left out at each end: every coordinate lies between two honest ones'."""
     said: list[Tensor] = []
     run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), setup(n=5), clients(SIZES))
@@ -169,7 +169,7 @@ def test_a_trimmed_mean_stays_between_what_honest_members_say(tmp_path: Path, tr
 
 
 @pytest.mark.parametrize("method", ROBUST)
-def test_the_server_needs_each_update_then(method: str) -> None:
+def test_robust_aggregation_needs_each_update(method: str) -> None:
     needs = find_algorithm(method).needs_each_update
     assert not needs(made(method))
     assert needs(made(method, max_norm=1.0))
@@ -190,7 +190,7 @@ def test_the_server_needs_each_update_then(method: str) -> None:
         ("afl", {"max_norm": 1.0}, ("max_norm",)),
     ],
 )
-def test_refusals(method: str, keys: dict[str, Any], facts: tuple[str, ...]) -> None:
+def test_invalid_settings_are_rejected(method: str, keys: dict[str, Any], facts: tuple[str, ...]) -> None:
     with pytest.raises(ValidationError) as error:
         find_algorithm(method).settings.model_validate(keys)
     assert tells(str(error.value), *facts)

@@ -38,7 +38,7 @@ def ids(roster: OpenRoster | ReplayedRoster) -> list[str]:
     return [entry.id for entry in roster.manifest.clients]
 
 
-def test_clients_join_the_roster_in_order_of_ids_and_leave_after_a_long_absence() -> None:
+def test_clients_are_ordered_by_id_and_leave_after_a_long_absence() -> None:
     presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("b"), member("a", observer=True)], [])
@@ -56,7 +56,7 @@ def test_clients_join_the_roster_in_order_of_ids_and_leave_after_a_long_absence(
     assert ids(short) == ["a", "c"]
 
 
-def test_a_client_that_never_came_back_is_away_since_the_aggregator_began() -> None:
+def test_a_client_that_never_returned_is_absent_since_the_aggregators_start() -> None:
     presence = AvailableClients()
     presence.change([member("a")], [])
     for heartbeat_timeout_s, left in ((1000.0, ()), (1e-9, ("z",))):
@@ -65,7 +65,7 @@ def test_a_client_that_never_came_back_is_away_since_the_aggregator_began() -> N
         assert roster.settle(1, evaluating=False).left == left
 
 
-def test_an_absent_client_leaves_in_time_though_no_other_comes_or_goes() -> None:
+def test_an_absent_client_leaves_in_time_without_other_changes() -> None:
     presence = AvailableClients()
     roster = opened(presence, heartbeat_timeout_s=0.05)
     presence.change([member("a"), member("b")], [])
@@ -79,7 +79,7 @@ def test_an_absent_client_leaves_in_time_though_no_other_comes_or_goes() -> None
     assert (left, ids(roster)) == (["b"], ["a"])
 
 
-def test_a_boundary_at_which_nothing_has_changed_looks_at_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_roster_checks_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("a"), member("b")], [])
@@ -92,7 +92,7 @@ def test_a_boundary_at_which_nothing_has_changed_looks_at_no_client(monkeypatch:
     assert [told.id for told in roster.settle(2, evaluating=False).joined] == ["a"]
 
 
-def test_a_client_with_other_data_leaves_and_joins() -> None:
+def test_a_client_with_changed_data_leaves_and_joins() -> None:
     presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("a", 10)], [])
@@ -102,7 +102,7 @@ def test_a_client_with_other_data_leaves_and_joins() -> None:
     assert roster.manifest.entry("a").train == 11
 
 
-def test_rounds_wait_below_min_clients_and_say_so_and_observers_do_not_count() -> None:
+def test_rounds_wait_below_min_clients_and_observers_do_not_count() -> None:
     presence, said = AvailableClients(), list[str]()
     roster = opened(presence, said, min_clients=2)
     presence.change([member("a"), member("o", observer=True)], [])
@@ -119,7 +119,7 @@ def test_rounds_wait_below_min_clients_and_say_so_and_observers_do_not_count() -
     assert [told.id for told in settled[0].joined] == ["a", "b", "o"]
 
 
-def test_a_round_waits_for_clients_that_take_part_and_an_evaluation_does_not() -> None:
+def test_a_round_waits_for_training_clients_and_an_evaluation_does_not() -> None:
     presence, said, silence = AvailableClients(), list[str](), Silence()
     roster = opened(presence, said, silence=silence)
     presence.change([member("g")], [])
@@ -138,7 +138,7 @@ def test_a_round_waits_for_clients_that_take_part_and_an_evaluation_does_not() -
     assert [told.id for told in settled[0].joined] == ["h"]
 
 
-def test_a_round_waits_no_longer_than_for_a_member_that_is_absent() -> None:
+def test_a_round_waits_for_an_absent_member_only_for_a_limited_time() -> None:
     presence, silence = AvailableClients(), Silence()
     roster = opened(presence, silence=silence, heartbeat_timeout_s=0.05)
     presence.change([member("g")], [])
@@ -148,7 +148,7 @@ def test_a_round_waits_no_longer_than_for_a_member_that_is_absent() -> None:
     assert roster.waits_for_others(2)
 
 
-def test_a_stop_ends_the_waiting() -> None:
+def test_a_stop_ends_the_wait() -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(InterruptedRun):
@@ -159,7 +159,7 @@ def test_a_stop_ends_the_waiting() -> None:
         opened(presence).settle(1, evaluating=False)
 
 
-def test_nobody_comes_or_goes_where_all_are_known() -> None:
+def test_a_closed_roster_never_changes() -> None:
     manifest = own_manifest(OWN, [member("b").entry(3), member("a").entry(3)], 1, MANIFEST.normalization)
     roster = FixedRoster(manifest)
     assert roster.settle(1, evaluating=False) == Change()
@@ -181,7 +181,7 @@ ROSTERS = st.dictionaries(NAMES, st.integers(1, 3)).map(lambda sizes: {n: member
 
 
 @given(st.lists(ROSTERS, max_size=6))
-def test_changes_told_one_after_another_give_the_last_roster(rosters: list[dict[str, Member]]) -> None:
+def test_successive_changes_give_the_last_roster(rosters: list[dict[str, Member]]) -> None:
     told: dict[str, Any] = {}
     before: dict[str, Member] = {}
     for after in rosters:
@@ -213,7 +213,7 @@ def journal(folder: Path) -> RunFolder:
     return run
 
 
-def test_a_journal_tells_who_is_there_and_a_replay_who_was_when(tmp_path: Path) -> None:
+def test_a_replay_restores_the_roster_of_each_round_from_the_journal(tmp_path: Path) -> None:
     run = journal(tmp_path)
     read = Journal.read(run)
     assert (sorted(read.members), sorted(read.ever), read.experiment) == (
@@ -235,7 +235,7 @@ def test_a_journal_tells_who_is_there_and_a_replay_who_was_when(tmp_path: Path) 
         assert "".join(ids(roster)) == expected, (round, evaluating)
 
 
-def test_lines_of_a_closed_run_do_not_have_what_it_has_not(tmp_path: Path) -> None:
+def test_lines_of_a_closed_run_omit_open_fields(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.make()
     Journal(run).append(Attempt(1, 1, statistics={"client_steps": 1.0}))
@@ -245,7 +245,7 @@ def test_lines_of_a_closed_run_do_not_have_what_it_has_not(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("joined", [[{"id": 3, "observer": False}], [{"id": "a"}], ["a"], 3])
-def test_a_damaged_line_is_refused(joined: object, tmp_path: Path) -> None:
+def test_a_damaged_line_is_rejected(joined: object, tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.make()
     run.append("journal.jsonl", {**asdict(Attempt(1, 1, statistics={"client_steps": 1.0})), "joined": joined})

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunFolder:
 @pytest.mark.parametrize(
     ("published", "url"), [(None, "s3://b/new"), ("s3://b/old", "s3://b/new"), ("s3://b/old", None)]
 )
-def test_states_have_one_place(run: RunFolder, published: str | None, url: str | None) -> None:
+def test_client_states_have_one_location(run: RunFolder, published: str | None, url: str | None) -> None:
     def place(url: str | None) -> str:
         return str(run.states) if url is None else f"{url}/states"
 
@@ -51,7 +51,7 @@ def test_states_have_one_place(run: RunFolder, published: str | None, url: str |
         check_states(run, "s3://b/new")
 
 
-def test_a_run_is_complete_when_all_of_it_is_there(run: RunFolder) -> None:
+def test_a_run_is_complete_when_all_files_exist(run: RunFolder) -> None:
     run.write("experiment.yaml", EXPERIMENT.resolved_yaml())
     run.checkpoints.mkdir()
     checkpoints = Checkpoints(run.checkpoints)
@@ -69,7 +69,7 @@ def test_a_run_is_complete_when_all_of_it_is_there(run: RunFolder) -> None:
     assert not sweep.complete(run, EXPERIMENT)
 
 
-def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_the_reporting_packages_is_complete(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     said: list[str] = []
 
@@ -82,7 +82,7 @@ def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypa
     assert not (run.path / "report.html").exists()
 
 
-def test_a_run_does_not_go_back(tmp_path: Path) -> None:
+def test_a_run_is_not_rewound(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write("experiment.yaml", EXPERIMENT.resolved_yaml())
     folder.checkpoints.mkdir()
@@ -95,7 +95,7 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_in_which_nobody_could_be_measured_fails(workers: int, tmp_path: Path) -> None:
+def test_a_run_without_any_measured_client_fails(workers: int, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     people = {name: (random.normal(size=(40, 3)) * 1e6, np.arange(40) % 2) for name in ("ann", "bob", "cy")}
     data = fedloom.Federated.from_arrays(people, root=tmp_path, held_out_fraction=0.3)

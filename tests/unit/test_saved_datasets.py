@@ -47,7 +47,7 @@ def frame(rows: slice = slice(None)) -> pandas.DataFrame:
 
 
 @pytest.mark.skipif(datasets is not None, reason="the package datasets is installed")
-def test_the_package_is_named_where_it_is_missing(tmp_path: Path) -> None:
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, "someone/reviews"):
         with refusing(ExperimentError, "datasets", "install"):
             read(path, tmp_path / "data")
@@ -120,7 +120,7 @@ def fill(cache: Path, name: str, subset: str = "default", version: str = "1", **
 
 
 @needs_datasets
-def test_a_data_set_in_the_cache_is_read_by_its_name(cache: Path, tmp_path: Path) -> None:
+def test_a_cached_dataset_is_read_by_its_name(cache: Path, tmp_path: Path) -> None:
     splits = {"train": frame(slice(0, 36)), "test": frame(slice(36, 48)), "unsupervised": frame(slice(48, N))}
     fill(cache, "someone/FarmPrices", **splits)
     assert datasets.load_dataset("someone/FarmPrices")["train"].num_rows == 36  # what the package itself finds
@@ -146,7 +146,7 @@ def test_a_new_version_in_the_cache_is_read(cache: Path, tmp_path: Path) -> None
 
 
 @needs_datasets
-def test_subsets_are_named_and_what_the_cache_lacks_is_refused(cache: Path, tmp_path: Path) -> None:
+def test_subsets_are_named_and_datasets_not_in_the_cache_are_rejected(cache: Path, tmp_path: Path) -> None:
     with refusing(ExperimentError, "someone/none", cache, "load_dataset"):
         read("someone/none", tmp_path / "data")
     with refusing(ExperimentError, "data.source.path", "some where/else/again"):

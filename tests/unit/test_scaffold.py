@@ -38,7 +38,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def test_the_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tmp_path: Path) -> None:
+def test_the_first_round_equals_fedavgs_to_the_bit_and_the_second_differs(tmp_path: Path) -> None:
     """Compare with FedAvg in round 1, where all control variates are zero."""
     data = clients(SIZES)
     for rounds in (1, 2):
@@ -54,7 +54,7 @@ def test_the_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tmp_path: Pa
                 assert torch.equal(mine.predictors[1, c.id][name].tensors()["theta"], predictor.tensors()["theta"])
 
 
-def test_one_client_alone_is_never_corrected(tmp_path: Path) -> None:
+def test_a_single_client_is_never_corrected(tmp_path: Path) -> None:
     """Check that one client's c_i is c, so that nothing is corrected."""
     data = clients((9,))
     mine, other = (
@@ -65,7 +65,7 @@ def test_one_client_alone_is_never_corrected(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
+def test_rounds_follow_algorithm_1(tmp_path: Path) -> None:
     s, data, n = made(server_lr=0.7), clients(SIZES), 3
     start = federation(tmp_path / "start", SCAFFOLD, s, setup(), data).state
     theta, c, own = start["theta"], start["c"], {x.id: start["c"] for x in data}
@@ -88,7 +88,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     close(f.state["c"], c)
 
 
-def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
+def test_c_is_the_mean_of_the_counted_clients_control_variates(tmp_path: Path) -> None:
     """Average over the whole roster: a client that never answers counts with zero."""
     f = rostered(tmp_path, SCAFFOLD, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
     close(f.state["c"], (kept(tmp_path, "c0", "c") + kept(tmp_path, "c2", "c")) / 3)
@@ -96,7 +96,7 @@ def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
+def test_it_converges_to_the_optimum_with_unequal_local_steps(tmp_path: Path) -> None:
     """The mean of the clients' means, which FedAvg misses, because clients with more steps pull further there."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
@@ -108,7 +108,7 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
 
 
-def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
+def test_held_out_examples_change_no_model(tmp_path: Path) -> None:
     data, s = clients(SIZES), made(personalize_steps=2)
     one, other = (
         rostered(tmp_path / name, SCAFFOLD, s, those, rounds=2, unseen=["c2"])
@@ -122,7 +122,7 @@ def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("momentum", 0.9), ("clip", 1.0)])
-def test_optimizers_other_than_plain_sgd_are_refused(key: str, value: float) -> None:
+def test_optimizers_other_than_plain_sgd_are_rejected(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
         made(local={key: value})
     with pytest.raises(ValidationError, match="weighting"):
@@ -132,7 +132,7 @@ def test_optimizers_other_than_plain_sgd_are_refused(key: str, value: float) -> 
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
+def test_a_batch_of_clients_replies_as_single_clients() -> None:
     random = torch.Generator().manual_seed(3)
     w = MODEL.init(random, torch.float64)
     c, own = (torch.randn(len(w), generator=random, dtype=torch.float64) for _ in range(2))

@@ -58,7 +58,7 @@ def refusal(counts: tuple[list[int], list[int]], scheme: MixScheme, **how: Any) 
 
 
 @pytest.mark.parametrize("clients", [10, 25])
-def test_client_i_has_rho_of_class_i_and_the_same_of_every_other(clients: int) -> None:
+def test_client_i_has_rho_of_class_i_and_equal_shares_of_the_others(clients: int) -> None:
     dealt = deal(CIFAR10, DominantScheme(clients=clients, rho=0.28, train_per_client=900, test_per_client=100))
     for split, size in (("train", 900), ("test", 100)):
         counts = classes_of(dealt, split, CIFAR10)
@@ -76,7 +76,7 @@ def test_ten_dominant_clients_use_every_example() -> None:
 
 
 @pytest.mark.parametrize(("rho", "classes"), [(1.0, 4), (0.25, 4), (1.0, 1)])
-def test_rho_may_be_anything_from_even_to_one_class(rho: float, classes: int) -> None:
+def test_rho_ranges_from_even_to_one_class(rho: float, classes: int) -> None:
     counts = ([120] * classes, [40] * classes)
     found = classes_of(deal(counts, DominantScheme(clients=classes, rho=rho)), "train", counts)
     expected = np.eye(classes) * 100 if rho == 1 else np.full((classes, classes), 25)
@@ -84,7 +84,7 @@ def test_rho_may_be_anything_from_even_to_one_class(rho: float, classes: int) ->
 
 
 @pytest.mark.parametrize("rho", [0.05, 0.0, -1.0])
-def test_a_class_that_would_not_dominate_is_refused(rho: float) -> None:
+def test_a_class_that_would_not_dominate_is_rejected(rho: float) -> None:
     with pytest.raises(ExperimentError, match=r"data\.partition\.rho: .*1/10.* 0\.1 or more"):
         DominantScheme(clients=4, rho=rho).check(datasets.find_dataset("mnist").classes)
 
@@ -116,7 +116,7 @@ def test_one_client_has_5000_images_and_nine_have_20(counts: tuple[list[int], li
         assert np.array_equal((train > 0).sum(0), [2] * 10)
 
 
-def test_which_clients_are_large_is_drawn_and_one_of_them_is_seen() -> None:
+def test_large_clients_are_drawn_and_one_of_them_is_seen() -> None:
     where = []
     for seed in range(60):
         dealt = deal(([300] * 3, [60] * 3), ImbalancedScheme(clients=10, large_size=100), seed, unseen=0.8)
@@ -146,7 +146,7 @@ def test_which_clients_are_large_is_drawn_and_one_of_them_is_seen() -> None:
     seed=SEEDS,
 )
 @settings(max_examples=200)
-def test_sizes_are_met_exactly_or_refused(
+def test_sizes_are_met_exactly_or_rejected(
     n: int, classes: int, large: int, sizes: tuple[int, int], mix: str, part: float, seed: int
 ) -> None:
     large, (large_size, small_size) = min(large, n), sorted(sizes, reverse=True)
@@ -187,7 +187,7 @@ def test_sizes_are_met_exactly_or_refused(
         ),
     ],
 )
-def test_sizes_that_are_not_there_are_refused(
+def test_unavailable_sizes_are_rejected(
     counts: tuple[list[int], list[int]], keys: dict[str, Any], words: list[str]
 ) -> None:
     message = refusal(counts, ImbalancedScheme(clients=10, **keys))
@@ -195,7 +195,7 @@ def test_sizes_that_are_not_there_are_refused(
         assert word in message
 
 
-def test_sizes_that_whole_examples_cannot_meet_are_refused() -> None:
+def test_sizes_that_need_fractional_examples_are_rejected() -> None:
     counts = ([124, 80, 102, 80, 58, 102, 80, 124, 124, 102], [50] * 10)
     scheme = ImbalancedScheme(clients=20, large_clients=14, large_size=31, small_size=9, classes_per_client=2)
     assert "cannot be met in whole examples" in refusal(counts, scheme, seed=3, validation=0.5)
@@ -249,7 +249,7 @@ def test_the_sizes_of_pfedbayes(
     seed=SEEDS,
 )
 @settings(max_examples=200)
-def test_fixed_counts_are_met_exactly_or_refused(
+def test_fixed_counts_are_met_exactly_or_rejected(
     n: int, classes: int, k: int, train: int, test: int, fraction: float, seed: int
 ) -> None:
     k = min(k, classes)
@@ -283,7 +283,7 @@ def test_fixed_counts_are_met_exactly_or_refused(
         (CIFAR10, 20, 600, 150, ["8,500", "6,000"]),
     ],
 )  # fmt: skip
-def test_a_class_that_runs_out_is_named(
+def test_an_exhausted_class_is_named(
     counts: tuple[list[int], list[int]], clients: int, train: int, test: int, words: list[str]
 ) -> None:
     scheme = FixedScheme(clients=clients, train_per_class=train, test_per_class=test, labels_per_client=5)
@@ -291,14 +291,14 @@ def test_a_class_that_runs_out_is_named(
     assert tells(message, f"data.partition.train_per_class: {train}", *words)
 
 
-def test_the_remedies_that_are_named_work() -> None:
+def test_suggested_remedies_work() -> None:
     scheme = FixedScheme(clients=10, train_per_class=900, test_per_class=300, labels_per_client=5)
     dealt = deal(MNIST, scheme, validation=62 / 900)
     assert [len(hand) for hand in dealt.examples["validation"]] == [5 * 62] * 10
     assert "900" in refusal(MNIST, scheme, validation=63 / 900)
 
 
-def test_validation_leaves_something_to_train_on() -> None:
+def test_validation_leaves_training_examples() -> None:
     scheme = FixedScheme(clients=2, train_per_class=1, test_per_class=1, labels_per_client=1, validation_from="train")
     assert tells(refusal(CIFAR10, scheme), "train_per_class: 1", "1 for validation")
 
@@ -323,7 +323,7 @@ def test_validation_leaves_something_to_train_on() -> None:
         ),
     ],
 )
-def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
+def test_a_scheme_that_does_not_fit_the_source_is_rejected(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
         PartitionSettings(scheme, 1, 0.1, 0.1).check(datasets.find_dataset("mnist"))
     for word in words:
@@ -354,7 +354,7 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
         ({"scheme": "natural", "min_examples": 2}, ["min_examples", "greater than or equal to 3"]),
     ],
 )
-def test_settings_that_contradict_themselves_are_refused(keys: dict[str, Any], words: list[str]) -> None:
+def test_contradictory_settings_are_rejected(keys: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValidationError) as error:
         TypeAdapter(Scheme).validate_python(keys)
     for word in words:

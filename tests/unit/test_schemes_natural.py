@@ -66,7 +66,7 @@ def problems(draw: st.DrawFn) -> tuple[RawDataset, NaturalScheme, PartitionSetti
 
 @given(problems())
 @settings(max_examples=250)
-def test_every_client_has_examples_of_its_owner_alone(
+def test_every_client_has_only_examples_of_its_owner(
     problem: tuple[RawDataset, NaturalScheme, PartitionSettings],
 ) -> None:
     whole, scheme, how = problem
@@ -111,7 +111,7 @@ def test_every_client_has_examples_of_its_owner_alone(
 
 @given(problems())
 @settings(max_examples=60)
-def test_equal_inputs_give_equal_partitions(problem: tuple[RawDataset, NaturalScheme, PartitionSettings]) -> None:
+def test_equal_settings_give_equal_partitions(problem: tuple[RawDataset, NaturalScheme, PartitionSettings]) -> None:
     whole, _, how = problem
 
     def outcome() -> list[Any] | str:
@@ -124,7 +124,7 @@ def test_equal_inputs_give_equal_partitions(problem: tuple[RawDataset, NaturalSc
     assert outcome() == outcome()
 
 
-def test_an_owner_without_a_test_set_is_divided_class_by_class() -> None:
+def test_an_owner_without_a_test_set_is_split_by_class() -> None:
     counts = [100, 60]
     whole = official(mixed(counts), [], 2, divided=False)
     dealt = deal(whole, NaturalScheme(), validation=0.25)
@@ -136,7 +136,7 @@ def test_an_owner_without_a_test_set_is_divided_class_by_class() -> None:
             assert np.all(abs(of[split] - share * every) < 2)
 
 
-def test_train_and_test_writers_who_are_not_the_same_are_joined() -> None:
+def test_different_train_and_test_writers_are_joined() -> None:
     # As QMNIST's: no writer is in both official sets.
     whole = official(mixed([50, 50]), (np.array(mixed([50, 50, 50])) + 2).tolist(), 5, divided=False)
     dealt = deal(whole, NaturalScheme(), unseen=0.4)
@@ -146,7 +146,7 @@ def test_train_and_test_writers_who_are_not_the_same_are_joined() -> None:
     assert dealt.seen.sum() == 3
 
 
-def test_the_official_division_stays_until_another_is_asked_for() -> None:
+def test_the_official_split_is_kept_unless_another_is_requested() -> None:
     whole = official(mixed([40] * 3), mixed([40] * 3), 3, divided=True)
     sizes = {
         fraction: len(deal(whole, NaturalScheme(test_fraction=fraction)).examples["test"][0])
@@ -196,7 +196,7 @@ def test_held_out_text_shares_no_character_with_training_text(test_fraction: flo
         assert max(validation) < min(test)
 
 
-def test_the_gap_is_no_wider_than_it_has_to_be() -> None:
+def test_the_gap_is_as_narrow_as_possible() -> None:
     whole = official([0] * 100, [], 1, divided=False, overlap=5)
     dealt = deal(whole, NaturalScheme(test_fraction=0.2), unseen=0.0, validation=0.2)
     train, validation, test = (dealt.examples[split][0] for split in SPLITS)
@@ -205,7 +205,7 @@ def test_the_gap_is_no_wider_than_it_has_to_be() -> None:
     assert train.tolist() == list(range(55))
 
 
-def test_a_cap_on_text_takes_evenly_spaced_windows() -> None:
+def test_a_limit_on_text_takes_evenly_spaced_windows() -> None:
     whole = official([0] * 100, [0] * 30, 1, divided=True, overlap=5)
     dealt = deal(whole, NaturalScheme(train_per_client=15, test_per_client=10), unseen=0.0)
     train, test = dealt.examples["train"][0], dealt.examples["test"][0]
@@ -215,7 +215,7 @@ def test_a_cap_on_text_takes_evenly_spaced_windows() -> None:
     assert len(dealt.training_pool) == 75
 
 
-def test_a_cap_on_exchangeable_examples_keeps_the_mix() -> None:
+def test_a_limit_on_exchangeable_examples_preserves_the_mix() -> None:
     whole = official([0] * 400, [0] * 100, 1, divided=True)
     free = deal(whole, NaturalScheme(), unseen=0.0).examples["train"][0]
     capped = deal(whole, NaturalScheme(train_per_client=40), unseen=0.0).examples["train"][0]
@@ -235,7 +235,7 @@ def test_examples_of_a_client_do_not_depend_on_the_others() -> None:
             assert np.array_equal(some.examples[split][i], every.examples[split][j])
 
 
-def test_which_owners_become_clients_is_drawn() -> None:
+def test_client_owners_are_drawn_at_random() -> None:
     whole = official(mixed([30] * 12), mixed([10] * 12), 12, divided=True)
     drawn = {deal(whole, NaturalScheme(clients=5), seed).owners for seed in range(20)}
     assert len(drawn) > 15
@@ -256,7 +256,7 @@ def test_which_owners_become_clients_is_drawn() -> None:
         ),
     ],
 )  # fmt: skip
-def test_owners_that_do_not_qualify_are_counted(scheme: NaturalScheme, words: list[str]) -> None:
+def test_ineligible_owners_are_counted(scheme: NaturalScheme, words: list[str]) -> None:
     # The fourth has no test example; the last has nothing at all.
     whole = official(mixed([30, 30, 5, 30, 0]), mixed([10, 10, 5, 0, 0]), 5, divided=True)
     with pytest.raises(ExperimentError) as error:
@@ -265,14 +265,14 @@ def test_owners_that_do_not_qualify_are_counted(scheme: NaturalScheme, words: li
         assert word in str(error.value)
 
 
-def test_text_too_short_for_the_gap_does_not_qualify() -> None:
+def test_text_too_short_for_the_gap_is_ineligible() -> None:
     whole = official([0] * 100 + [1] * 20, [0] * 20 + [1] * 20, 2, divided=True, overlap=30)
     assert deal(whole, NaturalScheme(), unseen=0.0).owners == ("writer-0",)
     with pytest.raises(ExperimentError, match=r"1 of 2 owners .*\b0 .*\b1 "):
         deal(whole, NaturalScheme(clients=2))
 
 
-def test_data_without_owners_are_refused() -> None:
+def test_data_without_owners_are_rejected() -> None:
     bare = Pool(np.zeros((20, 1), dtype=np.float32), np.arange(20) % CLASSES)
     how = PartitionSettings(NaturalScheme(), 1, 0.1, 0.1)
     with pytest.raises(ExperimentError, match=r"data\.partition\.scheme: natural .* bare .* classes,"):

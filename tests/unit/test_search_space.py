@@ -37,7 +37,7 @@ def only(parameters: dict[str, Any], **settings: Any) -> Parameter:
     return found
 
 
-def test_a_file_is_read_as_a_mapping_is(tmp_path: Path) -> None:
+def test_a_search_space_file_is_read_as_a_mapping(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(
         "parameters:\n  algorithm.local.lr: {min: 1e-3, max: 1, log: true}\n  model.hidden: {choices: [[16], [8, 8]]}\n"
@@ -53,7 +53,7 @@ def test_a_file_is_read_as_a_mapping_is(tmp_path: Path) -> None:
     assert [parameter.key for parameter in plan.parameters] == ["algorithm.local.lr", "model.hidden"]
 
 
-def test_a_range_with_whole_ends_has_integers_if_the_key_takes_only_integers() -> None:
+def test_a_range_with_integer_ends_has_integers_if_the_key_requires_them() -> None:
     assert only({"algorithm.local.epochs": {"min": 1, "max": 4}}).whole
     assert only({"algorithm.local.batch_size": {"min": 1, "max": 64, "log": True}}).whole
     assert not only({"algorithm.local.lr": {"min": 1, "max": 2}}).whole
@@ -75,7 +75,7 @@ def test_values_of_a_grid() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "step"), [(0.1, 0.3, 0.1), (0.05, 0.35, 0.1), (0.0, 0.9, 0.3), (1e-5, 3e-5, 1e-5)]
 )
-def test_a_grid_has_both_ends_and_its_values_are_optuna_s(low: float, high: float, step: float) -> None:
+def test_a_grid_has_both_ends_and_optunas_values(low: float, high: float, step: float) -> None:
     asked = Parameter("algorithm.local.lr", low, high, step)
     assert (asked.grid[0], asked.grid[-1], len(asked.grid)) == (low, high, round((high - low) / step) + 1)
     assert all(distribution(asked)._contains(value) for value in asked.grid)
@@ -92,7 +92,7 @@ def test_a_grid_ends_below_an_end_that_no_step_meets() -> None:
         ("algorithm.local.epochs", {"min": 1, "max": 10**12}),
     ],
 )
-def test_a_range_of_too_many_values_is_refused_before_they_are_made(key: str, values: dict[str, Any]) -> None:
+def test_a_range_of_too_many_values_is_rejected_early(key: str, values: dict[str, Any]) -> None:
     with refusing(ExperimentError, f"parameters.{key}", "10,000"):
         planned({key: values}, sampler="grid")
 
@@ -111,7 +111,7 @@ def test_every_number_survives_its_text(value: float) -> None:
     assert parse_yaml(Parameter("lr", 0.0, 1.0).text(value), "")[0] == value
 
 
-def test_optuna_is_told_the_same_values() -> None:
+def test_optuna_gets_the_same_values() -> None:
     assert distribution(only(LR)) == optuna.distributions.FloatDistribution(0.001, 1.0, log=True)
     epochs = only({"algorithm.local.epochs": {"min": 1, "max": 9, "step": 2}})
     assert distribution(epochs) == optuna.distributions.IntDistribution(1, 9, step=2)
@@ -142,7 +142,7 @@ def test_optuna_is_told_the_same_values() -> None:
         ([1], ["parameters"]),
     ],
 )
-def test_a_bad_space_is_refused(space: Any, said: list[str], tmp_path: Path) -> None:
+def test_an_invalid_space_is_rejected(space: Any, said: list[str], tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(experiments.as_yaml(space))
     with refusing(ExperimentError, *said):
@@ -178,7 +178,7 @@ def test_errors_of_a_file_name_their_lines(tmp_path: Path) -> None:
         ({"algorithm..lr": {"min": 1, "max": 3}}, {}, ["algorithm..lr"]),
     ],
 )
-def test_spaces_that_do_not_fit_the_experiment_are_refused(
+def test_spaces_that_do_not_fit_the_experiment_are_rejected(
     parameters: dict[str, Any], settings: dict[str, Any], said: list[str]
 ) -> None:
     with refusing(ExperimentError, *said):

@@ -58,7 +58,7 @@ def refused(tmp_path: Path, *overrides: str, algorithm: str = "{name: fedavg}") 
         (f"{SECURE}={{neighbours: 4, threshold: 5}}", SECURE, ("threshold", 5, 4)),
     ],
 )
-def test_settings_of_a_sum_that_cannot_be(tmp_path: Path, override: str, key: str, facts: tuple[object, ...]) -> None:
+def test_invalid_settings_of_a_sum(tmp_path: Path, override: str, key: str, facts: tuple[object, ...]) -> None:
     error = refused(tmp_path, override)
     assert mentions(str(error), key, *facts)
 
@@ -75,7 +75,7 @@ def test_settings_of_a_sum_that_cannot_be(tmp_path: Path, override: str, key: st
         ("{name: fedavg, max_norm: 1.0}", ("max_norm", "null", "trim", 0)),
     ],
 )
-def test_methods_that_need_each_answer(tmp_path: Path, algorithm: str, facts: tuple[object, ...]) -> None:
+def test_methods_that_need_each_answer_are_rejected(tmp_path: Path, algorithm: str, facts: tuple[object, ...]) -> None:
     error = refused(tmp_path, algorithm=algorithm)
     assert error.key == SECURE
     assert mentions(str(error), SECURE, *facts)
@@ -92,14 +92,14 @@ def secure_run(folder: Path, range: float, sizes: tuple[int, ...] = (12, 7, 9, 1
     return federation(folder, method, settings, problem, data, rounds=1, summation=summation, held=held, **keys)
 
 
-def test_a_range_that_is_too_small_for_all_stops_the_run_and_names_the_key(tmp_path: Path) -> None:
+def test_a_range_too_small_for_all_clients_stops_the_run_and_names_the_key(tmp_path: Path) -> None:
     with pytest.raises(QuorumError) as error:
         secure_run(tmp_path, 1e-9).run()
     assert error.value.exit_code is ExitCode.QUORUM
     assert mentions(str(error.value), f"{SECURE}.range", "delta_theta", "1e-09")
 
 
-def test_the_aggregator_does_not_learn_how_large_a_refused_answer_is(
+def test_the_aggregator_does_not_learn_the_size_of_a_rejected_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The client's own log says it, the journal does not."""
@@ -115,7 +115,9 @@ def test_the_aggregator_does_not_learn_how_large_a_refused_answer_is(
 
 
 @pytest.mark.parametrize("unseen", [1, 2])
-def test_groups_too_small_for_a_sum_are_not_measured_and_the_journal_says_why(tmp_path: Path, unseen: int) -> None:
+def test_groups_too_small_for_a_sum_are_not_measured_and_the_journal_has_the_reason(
+    tmp_path: Path, unseen: int
+) -> None:
     sizes = (12, 7, 9, 16, 11)
     ids = [client.id for client in clients(sizes)]
     made = secure_run(tmp_path, 100.0, sizes, unseen=ids[:unseen])

@@ -67,7 +67,7 @@ def test_sparse_graph_with_dropouts_at_every_step(seed: int) -> None:
     assert np.array_equal(session.hold(), session.expected())
 
 
-def test_cohorts_of_two_are_refused() -> None:
+def test_cohorts_of_two_are_rejected() -> None:
     for n in (1, 2):
         with pytest.raises(ExperimentError):
             parameters(n)

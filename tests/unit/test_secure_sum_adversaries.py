@@ -22,7 +22,7 @@ from fedloom.security.sum_keys import PUBLIC_BYTES
 # --- what an aggregator and members that collude with it learn ------------------------------------------------------
 
 
-def test_a_curious_aggregator_learns_the_sum_of_the_honest_survivors_alone() -> None:
+def test_a_curious_aggregator_learns_only_the_sum_of_the_honest_survivors() -> None:
     n, colluders, last = 30, {3, 17, 21}, {5: 1, 9: 1, 26: 0, 12: 3}
     honest = sorted(set(range(n)) - colluders - {5, 9, 26})
     first, second = vectors(n, 400), vectors(n, 400)
@@ -65,7 +65,7 @@ def split_by_gaps(colluding: bool) -> Adversary:
     return adversary
 
 
-def test_the_sum_can_be_split_by_colluding_members_at_the_bound() -> None:
+def test_colluding_members_at_the_bound_can_split_the_sum() -> None:
     """With c = 1, 2t = 6 does not exceed k + 2c: the colluding members help to unmask the edges of the gaps."""
     assert sorted(len(members) for members, _ in split_by_gaps(colluding=True).learns()) == [10, 10]
     assert split_by_gaps(colluding=False).learns() == []
@@ -102,7 +102,7 @@ def test_no_share_of_a_self_mask_without_a_receipt() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_the_aggregator_says_there_is_one_sum(data: st.DataObject) -> None:
+def test_an_inconsistent_aggregator_gets_one_sum(data: st.DataObject) -> None:
     """Random lies, by arcs of the ring, so that many members believe them; 2t > k + 2c."""
     n, k, t = data.draw(st.sampled_from([(12, 4, 3), (14, 6, 4), (14, 6, 5), (9, 8, 6), (8, 7, 4)]))
     p = parameters(n, k, t)
@@ -182,7 +182,7 @@ def test_a_step_answers_one_question() -> None:
     assert np.array_equal(session.unmask(confirmations), session.expected())
 
 
-def test_survivors_that_cannot_be() -> None:
+def test_impossible_survivors() -> None:
     n = 9
     session = Session(parameters(n, threshold=5), vectors(n), {8: 0, 7: -1})
     shares, present = session.share(*session.advertise())
@@ -203,7 +203,7 @@ def signed_members(n: int = 5, threshold: int = 4) -> tuple[list[SecureSumMember
     return [SecureSumMember(p, name, KeySigner(key), verifier) for name, key in zip(p.members, keys, strict=True)], keys
 
 
-def test_the_aggregator_cannot_pass_off_its_keys_as_those_of_a_member() -> None:
+def test_the_aggregator_cannot_substitute_its_keys_for_a_members() -> None:
     members, keys = signed_members()
     said = [member.advertise() for member in members]
     roster, signatures = (np.stack(parts) for parts in zip(*said, strict=True))
@@ -232,7 +232,7 @@ def test_the_aggregator_cannot_pass_off_its_keys_as_those_of_a_member() -> None:
     assert members[0].share(roster, signatures).any()  # the refusals have changed nothing
 
 
-def test_a_member_that_others_do_not_know_is_left_out_of_the_sum() -> None:
+def test_a_member_unknown_to_others_is_left_out_of_the_sum() -> None:
     """It drops out, since nobody shares anything with it; the others share no masks with it."""
     n, stranger = 6, 2
     members, _ = signed_members(n, threshold=3)
@@ -247,7 +247,7 @@ def test_a_member_that_others_do_not_know_is_left_out_of_the_sum() -> None:
     assert np.array_equal(session.unmask(session.confirm(*session.mask(shares, present))), session.expected())
 
 
-def test_rosters_that_cannot_be() -> None:
+def test_impossible_rosters() -> None:
     session = Session(parameters(9), vectors(9))
     keys, signatures = session.advertise()
     for change in ({1: 0, 2: 0, 3: 0, 4: 0}, {1: keys[2]}, {1: keys[0]}):
@@ -269,7 +269,7 @@ def test_rosters_that_cannot_be() -> None:
         SecureSumMember(parameters(9), "m9", NoSigner(), NoVerifier())
 
 
-def test_members_with_different_rosters_have_no_masks_in_common() -> None:
+def test_members_with_different_rosters_have_no_common_masks() -> None:
     n = 10
     session = Session(parameters(n, threshold=5), vectors(n))
     keys, signatures = session.advertise()
@@ -282,7 +282,7 @@ def test_members_with_different_rosters_have_no_masks_in_common() -> None:
             session.members[i].mask(session.values[i], received[i], present[i] & (session.aggregator.neighbours(i) < 9))
 
 
-def test_shares_that_are_sent_to_others_are_of_no_use() -> None:
+def test_shares_sent_to_others_are_useless() -> None:
     session = Session(parameters(7), vectors(7))
     shares, present = session.share(*session.advertise())
     for wrong in (shares[1], shares[0][::-1], shares[0] ^ 1):
@@ -295,7 +295,7 @@ def test_shares_that_are_sent_to_others_are_of_no_use() -> None:
 # --- members that do not follow the protocol -------------------------------------------------------------------------
 
 
-def test_wrong_shares_are_corrected_while_there_are_enough() -> None:
+def test_wrong_shares_are_corrected_if_there_are_enough() -> None:
     n = 13  # t = 9 of 12: one wrong share of each secret is corrected, two are not
     for liars, fine in (({4}, True), ({4, 7}, False)):
         session = Session(parameters(n), vectors(n), {2: 1})
@@ -314,7 +314,7 @@ def test_wrong_shares_are_corrected_while_there_are_enough() -> None:
             assert np.array_equal(session.aggregator.sum(rows, there), session.expected())
 
 
-def test_boxes_that_cannot_be_opened_are_shares_that_are_missing() -> None:
+def test_undecryptable_boxes_count_as_missing_shares() -> None:
     n = 10  # t = 7 of 9
     session = Session(parameters(n), vectors(n))
     keys, signatures = session.advertise()
@@ -324,7 +324,7 @@ def test_boxes_that_cannot_be_opened_are_shares_that_are_missing() -> None:
     assert np.array_equal(session.unmask(session.confirm(*session.mask(shares, present))), session.expected())
 
 
-def test_a_member_can_spoil_a_sum_and_nobody_is_told() -> None:
+def test_a_member_can_spoil_a_sum_undetected() -> None:
     session = Session(parameters(6), vectors(6))
     shares, present = session.share(*session.advertise())
     for i, member in enumerate(session.members):
@@ -336,7 +336,7 @@ def test_a_member_can_spoil_a_sum_and_nobody_is_told() -> None:
     assert not np.array_equal(found, session.expected())
 
 
-def test_the_aggregator_leaves_out_keys_of_no_use() -> None:
+def test_the_aggregator_excludes_unusable_keys() -> None:
     n = 12
     session = Session(parameters(n, threshold=6), vectors(n), {0: -1, 1: -1, 2: -1})
     keys = session.gather(0, {i: session.members[i].advertise()[0] for i in range(n)})
@@ -345,7 +345,7 @@ def test_the_aggregator_leaves_out_keys_of_no_use() -> None:
     assert set(np.flatnonzero(~roster.any(axis=1))) in ({0, 1, 2}, {0, 2, 5})
 
 
-def test_vectors_that_are_not_expected() -> None:
+def test_unexpected_vectors() -> None:
     session = Session(parameters(7), vectors(7), {6: 0})
     shares, present = session.share(*session.advertise())
     masked = session.members[0].mask(session.values[0], shares[0], present[0])

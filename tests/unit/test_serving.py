@@ -140,7 +140,7 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     "method",
     [pytest.param(name, marks=[pytest.mark.exhaustive] if i >= FIRST_TIER else []) for i, name in enumerate(METHODS)],
 )
-def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(
+def test_a_model_over_the_wire_equals_the_runs_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     monkeypatch.setenv("FEDLOOM_FACTORIES", "vowel_runs:normalized")
@@ -160,7 +160,7 @@ def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(
     assert len(model.classes) == 11
 
 
-def test_many_at_once_share_tiles_and_get_what_each_gets_alone(run: Path) -> None:
+def test_concurrent_clients_share_tiles_and_get_the_same_models_as_alone(run: Path) -> None:
     async def all_of(at: str) -> list[Any]:
         return await asyncio.gather(
             *(fedloom.personalize_async(at, *examples(i), client=f"c{i}", precision=("float32", "bfloat16")[i % 2])
@@ -176,7 +176,7 @@ def test_many_at_once_share_tiles_and_get_what_each_gets_alone(run: Path) -> Non
         assert torch.allclose(model(examples(i)[0]), alone(examples(i)[0]), atol=0.01)
 
 
-def test_more_conversations_than_a_connection_carries_all_come_to_an_end(run: Path) -> None:
+def test_more_conversations_than_streams_all_complete(run: Path) -> None:
     """Repeat a call that was refused only for that, whichever of its frames was refused."""
     words = {kind.__name__: kind for kind in (DescriptorRequest, Descriptor, PersonalizedModel)}
 
@@ -235,7 +235,7 @@ def test_memory_of_one_run_is_not_passed_to_another(run: Path, tmp_path: Path) -
         assert same(model, fedloom.personalize(str(folder), *examples(1)))
 
 
-def test_a_newer_round_is_taken_over_and_conversations_end_with_theirs(tmp_path: Path) -> None:
+def test_a_newer_round_is_loaded_and_open_conversations_end_with_theirs(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL).run()
     run, (x, y) = tmp_path / "run", examples(1)
     first = fedloom.personalize(str(run), x, y)
@@ -353,7 +353,7 @@ def poisoned(v: torch.Tensor) -> Iterator[list[wire.NewcomerPart]]:
     yield [end] * 200_000
 
 
-def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     v = torch.zeros(1, Raw.size)
     answers: list[tuple[Any, str]] = [
         (Descriptor(v * float("nan")), "not finite"),
@@ -410,7 +410,7 @@ def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytes
     assert "Traceback" not in caplog.text
 
 
-def test_a_full_queue_says_when_to_come_back(run: Path) -> None:
+def test_a_full_queue_returns_a_retry_time(run: Path) -> None:
     settings = ModelServerSettings(linger_s=WAIT_S, queue=1, drain_s=0)
     v = torch.zeros(1, Raw.size)
     with served(run, settings=settings) as at:
@@ -431,7 +431,7 @@ def test_a_full_queue_says_when_to_come_back(run: Path) -> None:
             fedloom.personalize(at, *examples(1), timeout_s=0.5)
 
 
-def test_a_client_with_unusable_values_leaves_the_models_of_its_tile_as_they_are(run: Path) -> None:
+def test_a_client_with_unusable_values_does_not_affect_its_tile(run: Path) -> None:
     with (
         served(run, settings=ModelServerSettings(linger_s=1.0)) as at,
         Raw(at) as nan,
@@ -469,7 +469,7 @@ def until_waiting(address: str, count: int) -> None:
     asyncio.run(wait())
 
 
-def test_a_client_that_takes_too_long_is_told_so(run: Path) -> None:
+def test_a_client_that_exceeds_the_time_limit_is_notified(run: Path) -> None:
     with served(run, settings=ModelServerSettings(deadline_s=0.05)) as at, Raw(at) as raw:
         raw.ask()
         raw.read()
@@ -478,7 +478,7 @@ def test_a_client_that_takes_too_long_is_told_so(run: Path) -> None:
         assert "0.05 s" in details
 
 
-def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp_path: Path) -> None:
+def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
     """pFedHN's conversation has several exchanges, which clients of a tile hold compose."""
     on_vowels(tmp_path, METHODS["pfedhn"]).run()
     run, (x, y) = tmp_path / "run", examples(1)
@@ -518,7 +518,7 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
     ],
 )
-def test_bad_data_are_a_sentence(run: Path, bad: dict[str, Any], said: str) -> None:
+def test_invalid_data_give_a_one_sentence_error(run: Path, bad: dict[str, Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         fedloom.personalize(str(run), **{"x": torch.zeros(5, 9), "y": torch.zeros(5, dtype=torch.int64), **bad})
 
@@ -540,7 +540,7 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
         (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
     ],
 )
-def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) -> None:
+def test_pixels_of_another_range_or_kind_give_a_one_sentence_error(x: Tensor, said: str) -> None:
     wanted = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)), clients=1)
     with pytest.raises(DataError, match=re.escape(said)):
         Newcomer.from_arrays("eve", x, None, wanted)
@@ -553,7 +553,7 @@ def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) ->
         (2, "hid", ["input_shape", "[2]", "[9]"]),
     ],
 )
-def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
+def test_a_folder_with_more_classes_or_another_shape_gives_a_one_sentence_error(
     run: Path, tmp_path: Path, features: int, other: str, said: list[str]
 ) -> None:
     rows = [",".join([*(str(i + j) for j in range(features)), ("had", other)[i % 2]]) for i in range(24)]
@@ -604,7 +604,7 @@ def known_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
     return {"name": "known-only", "local": {"steps": 1}}
 
 
-def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
+def test_a_method_without_models_for_new_clients_reports_it_and_training_continues(
     tmp_path: Path, known_only: dict[str, Any]
 ) -> None:
     loop = on_vowels(tmp_path, known_only)
@@ -624,19 +624,19 @@ def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
             refused()
 
 
-def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
+def test_unwanted_labels_are_rejected(tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["pefll without labels"]).run()
     with pytest.raises(DataError, match="y must be left out"):
         fedloom.personalize(str(tmp_path / "run"), *examples(1))
 
 
-def test_a_folder_that_is_missing_is_said_before_anybody_is_dialled(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_before_connecting(tmp_path: Path) -> None:
     with pytest.raises(DataError):  # a QuorumError, where nobody listens
         fedloom.personalize("127.0.0.1:1", data=tmp_path / "nowhere", timeout_s=5)
 
 
 @pytest.mark.parametrize("where", ["runn", "runs/none", "C:/run"])
-def test_a_run_that_is_not_there_is_no_address(where: str) -> None:
+def test_a_missing_run_is_not_taken_for_an_address(where: str) -> None:
     with pytest.raises(DataError, match=f"^{where} .*HOST:PORT"):
         fedloom.personalize(where, *examples(1))
 
@@ -646,7 +646,7 @@ def promised(model: Any) -> tuple[float, float, float, int]:
     return promise.epsilon, promise.delta, promise.clip, promise.examples
 
 
-def test_the_server_learns_a_private_descriptor_if_the_client_asks_for_it(run: Path, tmp_path: Path) -> None:
+def test_the_server_gets_a_private_descriptor_on_request(run: Path, tmp_path: Path) -> None:
     x, y = examples(1)
     how: dict[str, Any] = {"client": "eve", "epsilon": 1.0, "clip": 0.5}
     with served(run) as at:
@@ -667,7 +667,7 @@ def test_the_server_learns_a_private_descriptor_if_the_client_asks_for_it(run: P
     assert (told["epsilon"], told["mechanism"], told["neighbours"]) == (pytest.approx(1.0), "gaussian", "replace one")
 
 
-def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, tmp_path: Path) -> None:
+def test_a_ledger_adds_up_requests_and_enforces_the_budget(run: Path, tmp_path: Path) -> None:
     (x, y), file = examples(1), tmp_path / "ledger.jsonl"
     how: dict[str, Any] = {"epsilon": 1.0, "clip": 0.5, "ledger": file, "budget": 2.0}
     z = noise_multiplier(1.0, 1e-5)
@@ -712,7 +712,7 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
         PrivacyAccountant(path, total).charge(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
 
-def test_any_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_ledger_is_detected(tmp_path: Path) -> None:
     path, promise = tmp_path / "l", PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 50)
     for _ in range(2):
         PrivacyAccountant(path).charge(promise, where="here")
@@ -727,7 +727,7 @@ def test_any_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("delta", "n"), [(None, 100_000), (1e-3, 1000), (0.0099, 102)])
-def test_a_delta_that_is_no_promise_for_so_many_examples_is_refused(delta: float | None, n: int) -> None:
+def test_a_meaningless_delta_for_the_number_of_examples_is_rejected(delta: float | None, n: int) -> None:
     with pytest.raises(ExperimentError, match="delta must be below 1/n"):
         PersonalizationRequest("run", epsilon=1.0, delta=delta).check_delta(n)
     PersonalizationRequest("run", epsilon=1.0, delta=delta).check_delta(n // 2)
@@ -745,7 +745,7 @@ def handed_out(address: str) -> int:
     return asyncio.run(ask())
 
 
-def test_charges_are_on_the_disk_once_before_the_descriptor_is_sent(run: Path, tmp_path: Path) -> None:
+def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: Path) -> None:
     request = PersonalizationRequest("here", *examples(1), epsilon=1.0, clip=0.5, ledger=tmp_path / "ledger")
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
     accountant = client.accountant
@@ -773,7 +773,7 @@ def test_charges_are_on_the_disk_once_before_the_descriptor_is_sent(run: Path, t
         ({"ledger": "older"}, DataError, "older, line 1: .*version 1"),
     ],
 )
-def test_invalid_ledgers_and_budgets_are_refused(
+def test_invalid_ledgers_and_budgets_are_rejected(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -786,7 +786,7 @@ def test_invalid_ledgers_and_budgets_are_refused(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == kept
 
 
-def test_a_private_descriptor_is_told_once(tmp_path: Path) -> None:
+def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL, rounds=2).run()
     run, (x, y) = tmp_path / "run", examples(1)
     request = PersonalizationRequest("here", x, y, epsilon=1.0, clip=0.5)
@@ -809,7 +809,7 @@ def test_a_private_descriptor_is_told_once(tmp_path: Path) -> None:
         assert fedloom.personalize(at, x, y, epsilon=1.0, clip=0.5).card.round == 2
 
 
-def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_path: Path) -> None:
+def test_a_privately_trained_run_keeps_its_guarantee_for_new_clients(tmp_path: Path) -> None:
     privacy = {"clip": 0.25, "noise_multiplier": 2.0, "delta": 1e-6}
     on_vowels(tmp_path, {**PEFLL, "descriptor": {"train": "all", "evaluate": "all", "privacy": privacy}}).run()
     run, (x, y) = tmp_path / "run", examples(1)
@@ -836,19 +836,19 @@ def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_
         ({"clip": 1.0}, "clip needs epsilon"),
     ],
 )
-def test_invalid_privacy_is_refused(run: Path, how: dict[str, float], said: str) -> None:
+def test_invalid_privacy_is_rejected(run: Path, how: dict[str, float], said: str) -> None:
     with pytest.raises(ExperimentError, match=said):
         fedloom.personalize(str(run), *examples(1), **how)
 
 
-def test_privacy_of_a_method_without_a_descriptor_is_refused(tmp_path: Path) -> None:
+def test_privacy_for_a_method_without_a_descriptor_is_rejected(tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["fedavg"]).run()
     for where in (served(tmp_path / "run"), contextlib.nullcontext(str(tmp_path / "run"))):
         with where as at, pytest.raises(ExperimentError, match=r"epsilon .*descriptor.*pefll.*fedavg"):
             fedloom.personalize(at, *examples(1), epsilon=1.0, clip=1.0)
 
 
-def test_options_that_do_not_fit_are_refused(run: Path) -> None:
+def test_conflicting_options_are_rejected(run: Path) -> None:
     x, y = examples(1)
     with pytest.raises(ExperimentError) as error:
         fedloom.personalize(str(run), x, y, predictor="mine")
@@ -866,7 +866,7 @@ def test_options_that_do_not_fit_are_refused(run: Path) -> None:
         fedloom.personalize(at, x, y, timeout_s=0.3)  # nobody is there any more
 
 
-def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp_path: Path) -> None:
+def test_only_authorized_clients_get_models_and_the_audit_log_names_them(run: Path, tmp_path: Path) -> None:
     tokens, table, log = tmp_path / "tokens", tmp_path / "table.yaml", tmp_path / "audit.jsonl"
     secrets = {name: add_token(tokens, name)[0] for name in ("phone", "worker")}
     entries = [("phone", "personalize", ["eve", "eva"]), ("worker", "worker", ["*"])]
@@ -893,7 +893,7 @@ def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp
     assert {event["kind"] for event in events if event["event"] == "refused"} >= {"clients", "forbidden"}
 
 
-def test_an_aggregator_hands_out_models_of_its_last_durable_round(tmp_path: Path) -> None:
+def test_an_aggregator_serves_models_of_its_last_durable_round(tmp_path: Path) -> None:
     loop = on_vowels(tmp_path, PEFLL)
     e, audit, (x, y) = experiments.load_experiment(tmp_path / "run" / "experiment.yaml"), Audit(), examples(1)
     parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
@@ -909,7 +909,7 @@ def test_an_aggregator_hands_out_models_of_its_last_durable_round(tmp_path: Path
     assert same(model, fedloom.personalize(str(tmp_path / "run"), x, y))
 
 
-def test_serving_reports_to_prometheus(run: Path) -> None:
+def test_serving_exports_prometheus_metrics(run: Path) -> None:
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
@@ -922,7 +922,7 @@ def test_serving_reports_to_prometheus(run: Path) -> None:
     assert float(re.findall(r'latency_seconds{quantile="0.99"} (\S+)', text)[0]) > 0
 
 
-def test_a_server_process_drains_when_it_is_told_to_go(run: Path) -> None:
+def test_a_terminated_server_drains(run: Path) -> None:
     with started("serve", run, "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
@@ -938,7 +938,7 @@ def test_a_server_process_drains_when_it_is_told_to_go(run: Path) -> None:
         assert process.wait(WAIT_S) == 0
 
 
-def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Path, fedloom_packed: Path) -> None:
+def test_the_command_line_requests_and_saves_a_model(tmp_path: Path, run: Path, fedloom_packed: Path) -> None:
     with served(run) as at:
         for where in (at, str(run)):
             personalize(where, tmp_path / "m.safetensors", data=[fedloom_packed])

@@ -36,7 +36,7 @@ def test_the_field_is_a_prime_field() -> None:
 
 @given(SECRETS, st.integers(1, 6), st.integers(0, 3))
 @settings(max_examples=50)
-def test_any_t_shares_give_the_secret(secret: int, threshold: int, more: int) -> None:
+def test_any_t_shares_reconstruct_the_secret(secret: int, threshold: int, more: int) -> None:
     holders = threshold + more
     shares = dict(enumerate(split(element(secret), threshold, holders), start=1))
     for chosen in combinations(shares, threshold):
@@ -53,7 +53,7 @@ def test_a_known_polynomial() -> None:
     assert combine({x: wrapping[x] for x in (9, 1, 4, 6)}) == element(5)
 
 
-def test_fewer_shares_say_nothing() -> None:
+def test_fewer_shares_reveal_nothing() -> None:
     """Any t - 1 shares fit every secret, and are uniform."""
     shares = split(element(42), 3, 5)
     for guess in (0, 42, PRIME - 1):
@@ -91,7 +91,7 @@ def test_wrong_shares_are_corrected(data: st.DataObject) -> None:
     assert (found[0], sorted(found[1])) == (secret, sorted(wrong))
 
 
-def test_too_many_wrong_shares_are_not_corrected_into_the_secret() -> None:
+def test_too_many_wrong_shares_do_not_give_the_secret() -> None:
     secret = random_secret()
     shares = dict(enumerate(split(secret, 4, 8), start=1))
     for x in (1, 2, 3):
@@ -101,6 +101,6 @@ def test_too_many_wrong_shares_are_not_corrected_into_the_secret() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "holders"), [(0, 3), (4, 3)])
-def test_thresholds_that_cannot_be(threshold: int, holders: int) -> None:
+def test_invalid_thresholds(threshold: int, holders: int) -> None:
     with pytest.raises(ValueError, match=str(threshold)):
         split(element(1), threshold, holders)

@@ -43,14 +43,14 @@ def test_the_second_user_waits_for_the_same_lock(root: Path) -> None:
         pass
 
 
-def test_the_second_user_is_told_whose_the_root_is_and_what_to_do(root: Path) -> None:
+def test_the_second_user_learns_the_owner_and_the_remedy(root: Path) -> None:
     with second_user(), pytest.raises(StorageError) as caught, locked(root / "mnist"):
         pass
     assert caught.value.exit_code is ExitCode.STORAGE
     assert tells(str(caught.value), root / ".mnist.lock", root, "root", "FEDLOOM_DATA", "chmod")
 
 
-def test_the_second_user_cannot_replace_and_is_told_so(root: Path) -> None:
+def test_the_second_user_cannot_replace_files_and_gets_an_error(root: Path) -> None:
     with locked(root / "mnist"), published(root / "mnist") as staging:
         (staging / "a").write_text("first")
     with second_user(), pytest.raises(StorageError) as caught, published(root / "mnist"):
@@ -59,19 +59,19 @@ def test_the_second_user_cannot_replace_and_is_told_so(root: Path) -> None:
     assert (root / "mnist" / "a").read_text() == "first"
 
 
-def test_a_root_that_cannot_be_looked_into_is_named(root: Path) -> None:
+def test_an_inaccessible_root_is_named(root: Path) -> None:
     root.chmod(0o700)
     with second_user(), pytest.raises(StorageError) as caught, locked(root / "mnist"):
         pass
     assert tells(str(caught.value), "root", "FEDLOOM_DATA")
 
 
-def test_an_error_of_the_block_stays_what_it_is(root: Path) -> None:
+def test_an_error_in_the_block_is_raised_unchanged(root: Path) -> None:
     with pytest.raises(PermissionError, match="mine"), locked(root / "mnist"):
         raise PermissionError("mine")
 
 
-def test_a_partition_of_the_first_user_that_is_private_is_named(root: Path) -> None:
+def test_a_private_partition_of_the_first_user_is_named(root: Path) -> None:
     (root / "p").mkdir()
     (root / "p" / "partition.json").write_text("{}")
     (root / "p" / "partition.json").chmod(0o600)

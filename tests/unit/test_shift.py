@@ -28,7 +28,7 @@ def rows(dataset: FederatedDataset, client: str, split: str) -> list[tuple[Any, 
 
 
 @pytest.mark.parametrize("groups", [3, None])
-def test_labels_are_permuted_and_nothing_else_is_dealt(tmp_path: Path, groups: int | None) -> None:
+def test_labels_are_permuted_and_assignments_unchanged(tmp_path: Path, groups: int | None) -> None:
     plain = vowels(tmp_path, 1, scheme="iid", clients=6)
     shifted = vowels(tmp_path, 1, scheme="iid", clients=6, shift={"kind": "labels", "groups": groups})
     manifest = shifted.manifest
@@ -59,7 +59,7 @@ def test_groups_are_even_and_the_same_for_every_seed(tmp_path: Path) -> None:
     assert (own.permutation(2, 10, 1) != own.permutation(2, 10, 2)).any()
 
 
-def test_images_are_turned() -> None:
+def test_images_are_rotated() -> None:
     half, quarter = Shift(kind="rotation", groups=2), Shift(kind="rotation", groups=4)
     for shift, group, turns in ((half, 1, 2), (quarter, 1, 1), (quarter, 3, 3), (quarter, 0, 0)):
         x, y = shift.shifted(X, Y, group, 10, 1)
@@ -70,7 +70,7 @@ def test_images_are_turned() -> None:
         assert (back == X).all()
 
 
-def test_an_overlap_is_found_behind_a_shift(tmp_path: Path) -> None:
+def test_an_overlap_is_found_despite_a_shift(tmp_path: Path) -> None:
     trained = vowels(tmp_path, 1, scheme="iid", clients=4, train_per_client=60)
     shifted = vowels(tmp_path, 1, scheme="iid", clients=4, train_per_client=60, shift={"kind": "labels"})
     new = vowels(tmp_path, 2, scheme="iid", clients=5, train_per_client=30, shift={"kind": "labels", "groups": 2})
@@ -78,7 +78,7 @@ def test_an_overlap_is_found_behind_a_shift(tmp_path: Path) -> None:
     assert overlap(trained, new).train > 20
 
 
-def test_partitions_without_a_shift_are_named_as_before() -> None:
+def test_partitions_without_a_shift_keep_their_names() -> None:
     written = IidScheme(clients=3).model_dump(mode="json")
     assert "shift" not in written
     assert IidScheme(clients=3, shift=Shift(kind="labels")).model_dump(mode="json")["shift"] == {
@@ -104,7 +104,7 @@ def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
         ({"kind": "rotation", "groups": 3}, "groups: 3 .* 2 or 4"),
     ],
 )
-def test_a_shift_that_cannot_be_is_refused(shift: dict[str, Any], said: str) -> None:
+def test_an_invalid_shift_is_rejected(shift: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         TypeAdapter(Scheme).validate_python({"scheme": "iid", "clients": 4, "shift": shift})
 
@@ -117,7 +117,7 @@ def test_a_shift_that_cannot_be_is_refused(shift: dict[str, Any], said: str) -> 
         ({"kind": "rotation", "groups": 4}, "pixels", (1, 4, 6), r"shift\.groups: 4 .* 4x6"),
     ],
 )
-def test_inputs_that_cannot_be_shifted_are_refused(
+def test_inputs_that_cannot_be_shifted_are_rejected(
     shift: dict[str, Any], kind: str, shape: tuple[int, ...], said: str
 ) -> None:
     with pytest.raises(ExperimentError, match=said):
@@ -125,6 +125,6 @@ def test_inputs_that_cannot_be_shifted_are_refused(
     IidScheme(clients=2, shift=Shift(kind="rotation", groups=2)).check_inputs("pixels", (1, 4, 6))
 
 
-def test_an_experiment_says_so_at_its_key(tmp_path: Path) -> None:
+def test_an_experiment_reports_a_shift_error_at_its_key(tmp_path: Path) -> None:
     with pytest.raises(ExperimentError, match=r"rotation .* features"):
         vowels(tmp_path, 1, scheme="iid", clients=3, shift={"kind": "rotation", "groups": 2})

@@ -21,14 +21,14 @@ from fedloom.reporting.significance import (
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 12, 30, EXACT_UP_TO])
-def test_without_ties_the_p_value_is_the_exact_one(n: int) -> None:
+def test_without_ties_the_p_value_is_exact(n: int) -> None:
     differences = np.random.default_rng(n).normal(0.3, 1, n)
     expected = stats.wilcoxon(differences, method="exact").pvalue
     assert signed_rank_test(differences.tolist()) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_with_ties_and_zeros_it_counts_every_pattern_of_signs(seed: int) -> None:
+def test_with_ties_and_zeros_every_sign_pattern_is_counted(seed: int) -> None:
     differences = np.random.default_rng(seed).integers(-2, 4, 10).astype(float)
     differences[0] = 0.0
     every = stats.PermutationMethod(n_resamples=np.inf)  # scipy flips all 2^n signs
@@ -37,24 +37,24 @@ def test_with_ties_and_zeros_it_counts_every_pattern_of_signs(seed: int) -> None
 
 
 @pytest.mark.parametrize("n", [EXACT_UP_TO + 1, 3000])
-def test_many_differences_are_as_scipy_approximates_them(n: int) -> None:
+def test_many_differences_use_scipys_approximation(n: int) -> None:
     differences = np.random.default_rng(n).integers(-20, 22, n).astype(float)
     expected = stats.wilcoxon(differences, zero_method="pratt", method="approx", correction=False).pvalue
     assert signed_rank_test(differences.tolist()) == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_hand_made_case() -> None:
+def test_a_hand_computed_case() -> None:
     # Ranks 1 (a zero), 2.5, 2.5, 4; positive: 2.5 + 4. As far from the mean 4.5 as 6.5, or farther: the sums 6.5 and
     # 2.5 (twice each), 9 and 0, six of the eight patterns.
     assert signed_rank_test([0.0, 1.0, -1.0, 2.0]) == pytest.approx(6 / 8)
 
 
-def test_nothing_but_zeros() -> None:
+def test_only_zero_differences() -> None:
     assert signed_rank_test([0.0] * 5) == 1.0
     assert signed_rank_test([]) == 1.0
 
 
-def test_the_sign_of_all_differences_does_not_matter() -> None:
+def test_flipping_all_signs_does_not_matter() -> None:
     differences = [0.01, 0.03, -0.02, 0.05, 0.0, 0.01]
     assert signed_rank_test(differences) == signed_rank_test([-d for d in differences])
 
@@ -67,7 +67,7 @@ def test_holm_by_hand() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_holm_is_the_closed_test_of_all_intersections(seed: int) -> None:
+def test_holm_equals_the_closed_test_of_all_intersections(seed: int) -> None:
     """Adjusted p of each: the largest, over the sets of hypotheses that hold it, of Bonferroni's p of the set."""
     p = np.random.default_rng(seed).beta(0.3, 1, 7).tolist()
     sets = [s for size in range(1, 8) for s in itertools.combinations(range(7), size)]
@@ -75,7 +75,7 @@ def test_holm_is_the_closed_test_of_all_intersections(seed: int) -> None:
     assert holm(p) == pytest.approx(closed, rel=1e-12)
 
 
-def test_the_least_p_is_that_of_signs_which_all_agree() -> None:
+def test_the_smallest_p_is_that_of_equal_signs() -> None:
     for n in (1, 2, 6, 10):
         assert least_p(n) == signed_rank_test([float(i) for i in range(1, n + 1)])
         assert least_p(n) == pytest.approx(stats.wilcoxon(np.arange(1, n + 1), method="exact").pvalue, rel=1e-12)
@@ -83,7 +83,7 @@ def test_the_least_p_is_that_of_signs_which_all_agree() -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 13))
-def test_the_t_test_and_its_interval_are_scipys(n: int) -> None:
+def test_the_t_test_and_its_interval_equal_scipys(n: int) -> None:
     values = np.random.default_rng(n).normal(0.4, 1, n).tolist()
     expected = stats.ttest_1samp(values, 0)
     assert t_test(values) == pytest.approx(expected.pvalue, rel=1e-9)
@@ -99,7 +99,7 @@ def test_a_t_test_by_hand() -> None:
     assert t_interval([0.5, 0.5, 0.5]) == (0.5, 0.5)
 
 
-def test_the_bootstrap_of_one_seed_is_that_of_its_clients() -> None:
+def test_the_bootstrap_of_one_seed_resamples_its_clients() -> None:
     values = np.random.default_rng(1).normal(0.3, 1, 200)
     low, high = hierarchical_bootstrap([values.tolist()])
     expected = stats.bootstrap((values,), np.mean, n_resamples=9999, method="percentile", rng=1).confidence_interval
@@ -107,7 +107,7 @@ def test_the_bootstrap_of_one_seed_is_that_of_its_clients() -> None:
     assert (low, high) == pytest.approx((expected.low, expected.high), abs=0.15 * error)
 
 
-def test_the_bootstrap_draws_seeds_and_then_their_clients() -> None:
+def test_the_bootstrap_resamples_seeds_and_then_their_clients() -> None:
     """Its spread is known: of s seed means drawn with replacement, and of the clients of each that is drawn."""
     random = np.random.default_rng(2)
     seeds = [random.normal(mean, 2.0, n).tolist() for mean, n in ((0.0, 20), (1.0, 30), (3.0, 10), (1.5, 40))]
@@ -143,7 +143,7 @@ def test_coverage_of_the_intervals(seeds: int, of_seeds: float, of_clients: floa
 
 
 @pytest.mark.slow
-def test_claims_about_a_reference_that_validation_chose() -> None:
+def test_claims_about_a_reference_chosen_on_validation() -> None:
     """Eight methods as good as each other, three seeds, whose luck validation shares: docs/evaluation.md."""
     random, times, k, seeds = np.random.default_rng(4), 800, 8, 3
     named = chosen = excluded = 0

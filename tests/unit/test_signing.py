@@ -25,7 +25,7 @@ from fedloom.security.signing import (
 )
 
 
-def test_a_registered_key_signs_for_its_clients_alone(tmp_path: Path) -> None:
+def test_a_registered_key_signs_only_for_its_clients(tmp_path: Path) -> None:
     north, south = (create_signing_key(tmp_path / f"{name}.key") for name in ("north", "south"))
     register = tmp_path / "register"
     register.write_text(f"# agreed by mail\nnorth-* {north}  # a hospital\n\nsouth {south}\nsouth {north}\n")
@@ -50,7 +50,7 @@ def test_a_registered_key_signs_for_its_clients_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["north", "north x y", "north x", "no/rth {key}", "north {key}="])
-def test_lines_that_are_not_of_a_register(line: str, tmp_path: Path) -> None:
+def test_invalid_lines_of_a_register(line: str, tmp_path: Path) -> None:
     key = create_signing_key(tmp_path / "key")
     (tmp_path / "register").write_text(f"north {key}\n{line.format(key=key)}\n")
     with refusing(ExperimentError, "2"):
@@ -118,6 +118,6 @@ def test_a_certificate_that_has_expired_does_not_sign(tmp_path: Path) -> None:
         CertificateSigner(dataclasses.replace(pair, chain=pair.chain * 5))  # is too long
 
 
-def test_nobody_is_in_an_empty_register() -> None:
+def test_an_empty_register_verifies_nobody() -> None:
     with refusing(RefusedError, "north"):
         KeyVerifier([]).verify("north", b"keys", KeySigner(Ed25519PrivateKey.generate()).sign(b"keys"))

@@ -33,14 +33,14 @@ def drawn(silence: Silence, least: int, roster: Sequence[str] = EVERYONE) -> set
     return set(chain.from_iterable(silence.groups(roster, least)))
 
 
-def test_everyone_is_drawn_from_while_nobody_was_silent(silence: Silence) -> None:
+def test_cohorts_are_drawn_from_all_clients_while_none_is_silent(silence: Silence) -> None:
     assert silence.groups(EVERYONE, 3) == [EVERYONE]
     silence.end(EVERYONE, (), 1.0)
     assert silence.groups(EVERYONE, 3) == [EVERYONE]
     assert silence.waited_s == 0.0
 
 
-def test_all_clients_of_a_worker_that_answers_nothing_come_last(silence: Silence) -> None:
+def test_all_clients_of_a_silent_worker_come_last(silence: Silence) -> None:
     silence.end(HONEST[:1], GHOSTS[:2], 5.0)
     assert silence.silent == set(GHOSTS)
     assert silence.waited_s == 5.0
@@ -54,7 +54,7 @@ def test_a_worker_that_answers_for_others_loses_only_its_silent_clients(silence:
     assert drawn(silence, 3) == set(EVERYONE) - set(GHOSTS[1:3])
 
 
-def test_the_other_workers_of_an_owner_that_was_silent_come_after_other_owners(silence: Silence) -> None:
+def test_other_workers_of_a_silent_owner_come_after_other_owners(silence: Silence) -> None:
     silence.join(["g-x"], "another of mallory's", "mallory")
     silence.end((), GHOSTS[:1], 5.0)
     assert "g-x" not in silence.silent
@@ -64,7 +64,7 @@ def test_the_other_workers_of_an_owner_that_was_silent_come_after_other_owners(s
     assert drawn(silence, 3, (*EVERYONE, "g-x")) == {*HONEST, "g-x"}
 
 
-def test_after_a_silent_attempt_those_who_answered_come_first_though_others_gave_signs_of_life(
+def test_after_a_silent_attempt_answering_clients_come_first(
     silence: Silence,
 ) -> None:
     silence.end(HONEST, (), 1.0)
@@ -75,7 +75,7 @@ def test_after_a_silent_attempt_those_who_answered_come_first_though_others_gave
     assert drawn_after(silence, 4, GHOSTS[:3]) == [set(HONEST), set(GHOSTS)]
 
 
-def test_owners_of_clients_that_an_attempt_has_lost_come_last_in_the_next_one_though_they_said_something(
+def test_owners_of_lost_clients_come_last_in_the_next_attempt(
     silence: Silence,
 ) -> None:
     silence.end(EVERYONE, (), 1.0)
@@ -90,7 +90,7 @@ def drawn_after(silence: Silence, least: int, lost: Sequence[str]) -> list[set[s
     return [set(group) for group in silence.groups(EVERYONE, least, lost) if group]
 
 
-def test_a_client_that_joins_again_is_new(silence: Silence) -> None:
+def test_a_client_that_joins_again_counts_as_new(silence: Silence) -> None:
     silence.end((), GHOSTS, 5.0)
     silence.leave(GHOSTS)
     assert silence.silent == frozenset()
@@ -106,7 +106,7 @@ class Clock:
         return self.now
 
 
-def test_a_client_that_refuses_a_round_is_drawn_only_if_others_are_too_few() -> None:
+def test_a_refusing_client_is_drawn_only_if_there_are_too_few_others() -> None:
     clock = Clock()
     silence = Silence(clock)
     for client in HONEST:
@@ -137,7 +137,7 @@ def test_a_refusing_client_rests_while_others_of_its_owner_take_part(silence: Si
     assert silence.refusing == set(GHOSTS[:2])  # the other is silent, until it gives a sign of life
 
 
-def test_an_evaluation_leaves_out_silent_clients_and_after_its_patience_new_ones(silence: Silence) -> None:
+def test_an_evaluation_skips_silent_clients_and_later_new_ones(silence: Silence) -> None:
     silence.end(HONEST[:1], (), 1.0)
     silence.end((), GHOSTS, 5.0)
     deadline_s = 10.0
@@ -147,7 +147,7 @@ def test_an_evaluation_leaves_out_silent_clients_and_after_its_patience_new_ones
     assert silence.skipped(EVERYONE, 0.0, deadline_s) == {}
 
 
-def test_in_a_closed_run_silent_clients_are_those_who_were_asked() -> None:
+def test_in_a_closed_run_only_clients_that_were_asked_are_silent() -> None:
     silence = Silence()
     silence.end(("a",), ("b",), 5.0)
     assert set(silence.skipped(("a", "b", "c"), 0.0, 1.0)) == {"b"}
@@ -164,7 +164,7 @@ def cohort_of(silence: Silence | None, **how: object) -> tuple[str, ...]:
     return session.sample(**how).clients  # type: ignore[arg-type]
 
 
-def test_a_draw_is_what_it_was_where_everybody_answers(silence: Silence) -> None:
+def test_draws_are_unchanged_if_every_client_answers(silence: Silence) -> None:
     assert cohort_of(silence) == cohort_of(None)
     silence.end((), GHOSTS[:1], 5.0)
     assert cohort_of(silence) == cohort_of(silence, size=3) == HONEST  # which leaves no room to others

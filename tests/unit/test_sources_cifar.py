@@ -41,7 +41,7 @@ def test_cifar10_joins_its_batches_in_order() -> None:
     assert official.owners is None
 
 
-def test_cifar100_takes_the_fine_label() -> None:
+def test_cifar100_uses_the_fine_label() -> None:
     contents = {"train.bin": record([19, 99], 1, 1, 1) + record([0, 4], 2, 2, 2), "test.bin": record([7, 0], 3, 3, 3)}
     official = CIFAR100.read(contents)
     assert official.train.labels.tolist() == [99, 4]
@@ -68,7 +68,7 @@ def test_errors_are_named(content: bytes, words: list[str]) -> None:
         assert word in str(error.value)
 
 
-def test_pictures_and_lists_become_the_official_files_again() -> None:
+def test_images_and_lists_are_converted_to_the_official_files() -> None:
     image = pytest.importorskip("PIL.Image")
     rng = np.random.default_rng(0)
     official, files = {}, {}
@@ -91,7 +91,7 @@ def test_pictures_and_lists_become_the_official_files_again() -> None:
     assert told[-1].doing == "converting test_batch.bin"
 
 
-def test_a_picture_that_is_none() -> None:
+def test_an_invalid_image() -> None:
     pytest.importorskip("PIL.Image")
     files = {"train_lables.json": b"[]", "test_lables.json": b"[]", "data_batch_1.png": b"no picture"}
     with pytest.raises(FetchFailed, match=r"data_batch_1\.bin.*damaged"):

@@ -56,7 +56,7 @@ def test_fetched_data_sets_are_reported(fetch: Run, tmp_path: Path) -> None:
     assert "CC BY 4.0" in licence
 
 
-def test_leafs_files_of_ones_own(fetch: Run, tmp_path: Path) -> None:
+def test_leaf_files_of_the_user(fetch: Run, tmp_path: Path) -> None:
     given = leaf_folders.write(tmp_path / "leaf", leaf_folders.femnist())
     code, out, _ = fetch("femnist", "--from", given)
     assert code == 0
@@ -64,7 +64,7 @@ def test_leafs_files_of_ones_own(fetch: Run, tmp_path: Path) -> None:
     assert fetch("femnist")[0] == 0  # what is there stays
 
 
-def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path) -> None:
+def test_leaf_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path) -> None:
     files = leaf_folders.femnist()
     name = min(files)
     document = json.loads(files[name])
@@ -88,7 +88,7 @@ def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path
         (["shakespeare", "--from", "."], "(or LEAF's train/*.json and test/*.json, or its all_data/*.json)"),
     ],
 )
-def test_an_unavailable_data_set_is_answered_with_advice(
+def test_an_unavailable_dataset_gives_advice(
     arguments: list[str], words: str, fetch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()
@@ -101,7 +101,7 @@ def test_an_unavailable_data_set_is_answered_with_advice(
 
 
 @pytest.mark.parametrize(("name", "more"), [("vowel", ""), ("femnist", " --from DIR")])
-def test_the_command_of_the_answer_fetches_to_the_root_that_was_asked_for(
+def test_the_suggested_command_fetches_to_the_requested_root(
     name: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     default, other = tmp_path / "root", tmp_path / "its own"
@@ -120,7 +120,7 @@ def test_a_single_owner_is_named(fetch: Run, tmp_path: Path) -> None:
     assert "owners" not in out
 
 
-def test_the_list_says_what_is_here(data: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_shows_local_datasets(data: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def listed() -> dict[str, dict[str, Any]]:
         code, out, _ = data("list", "--json")
         assert code == 0

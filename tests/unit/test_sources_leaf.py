@@ -31,7 +31,7 @@ def changed(name: str, change: Change) -> dict[str, bytes]:
     return files | {name: json.dumps(document).encode()}
 
 
-def test_images_labels_and_writers_come_out_exactly() -> None:
+def test_images_labels_and_writers_are_read_exactly() -> None:
     official = FEMNIST.read(leaf_folders.femnist())
     assert official.owners == datasets.Owners(("f0000_00", "f0001_01", "f0002_02", "f0003_03"), divided=True)
     assert (len(official.train), len(official.test)) == (36, 4)
@@ -45,7 +45,7 @@ def test_images_labels_and_writers_come_out_exactly() -> None:
         assert official.train.labels[mine].tolist() == list(range(owner, owner + 9))
 
 
-def test_all_data_is_not_divided() -> None:
+def test_all_data_is_not_split() -> None:
     users = [{"a": leaf_folders.images(3, 0)}, {"b": leaf_folders.images(2, 1)}]
     official = FEMNIST.read(leaf_folders.files(all_data=users))
     assert official.owners == datasets.Owners(("a", "b"), divided=False)
@@ -53,7 +53,7 @@ def test_all_data_is_not_divided() -> None:
     assert official.test.inputs.shape == (0, 1, 28, 28)
 
 
-def test_the_classes_are_digits_then_capitals_then_small_letters() -> None:
+def test_classes_are_digits_then_capitals_then_small_letters() -> None:
     assert FEMNIST.classes == 62
     assert [FEMNIST.class_names[i] for i in (0, 9, 10, 35, 36, 61)] == ["0", "9", "A", "Z", "a", "z"]
 
@@ -114,12 +114,12 @@ def test_errors_are_named_with_file_and_user(name: str, change: Change, words: l
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b"[1, 2]", b"null"], ids=["empty", "cut", "bytes", "list", "null"]
 )
-def test_files_that_are_not_leafs_json(content: bytes) -> None:
+def test_files_that_are_not_leaf_json(content: bytes) -> None:
     with pytest.raises(DataError, match=rf"{TRAIN_0}.*(JSON|LEAF)"):
         FEMNIST.read(leaf_folders.femnist() | {TRAIN_0: content})
 
 
-def test_a_file_that_is_cut_short() -> None:
+def test_a_truncated_file() -> None:
     files = leaf_folders.femnist()
     with pytest.raises(DataError, match=rf"{TRAIN_0}.*JSON"):
         FEMNIST.read(files | {TRAIN_0: files[TRAIN_0][:-10]})
@@ -179,6 +179,6 @@ def test_windows_of_leafs_shakespeare() -> None:
         ("a" * 79 + "\ud800", "b", r"'\\ud800'"),
     ],
 )
-def test_examples_that_are_no_windows(x: object, y: str, words: str) -> None:
+def test_examples_that_are_not_windows(x: object, y: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         SHAKESPEARE.read(leaf_folders.files(train=[{"A": ([x], [y])}], test=[{"A": windows("a" * 81)}]))

@@ -55,7 +55,9 @@ def test_an_example_belongs_to_its_writer(contents: dict[str, bytes]) -> None:
     ],
     ids=["one", "mixed up", "few", "cut", "bytes"],
 )
-def test_labels_that_are_not_mnists(name: str, content: bytes, words: list[str], contents: dict[str, bytes]) -> None:
+def test_labels_that_differ_from_mnists(
+    name: str, content: bytes, words: list[str], contents: dict[str, bytes]
+) -> None:
     file = f"qmnist-{name}-labels-idx2-int"
     with pytest.raises(DataError) as error:
         find_dataset("qmnist").read(contents | {file: content})

@@ -94,7 +94,7 @@ Nobody speaks.
 """
 
 
-def test_lines_that_make_a_speech() -> None:
+def test_lines_that_form_a_speech() -> None:
     assert roles(PLAY) == {
         "ANNE": "First, she says. Second words. II A verse with a number. Amen. So be it.",
         "BEN": "A line without a blank one before. What I say again ACT II. THE COURT. No one's words.",
@@ -102,7 +102,7 @@ def test_lines_that_make_a_speech() -> None:
     }
 
 
-def test_a_text_that_is_no_play_has_no_roles() -> None:
+def test_a_text_that_is_not_a_play_has_no_roles() -> None:
     assert roles("ANNE.\nOnly a name.\n\nANNE.\nAnd no act.\n") == {}
 
 

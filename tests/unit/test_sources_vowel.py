@@ -45,13 +45,13 @@ def test_half_of_the_repetitions_of_each_vowel_by_each_speaker_trains() -> None:
     assert np.array_equal(official.test.inputs[:33], rows[33:66])
 
 
-def test_class_names_are_those_of_the_file() -> None:
+def test_class_names_match_the_file() -> None:
     vowel = data_frame(VOWEL, "Vowel")["Class"]
     assert isinstance(vowel, Factor)
     assert vowel.levels == datasets.find_dataset("vowel").class_names
 
 
-def test_invalid_data_are_refused() -> None:
+def test_invalid_data_are_rejected() -> None:
     """A closure in place of the first number: nothing of it is read."""
     whole = bytearray(lzma.decompress(VOWEL))
     at = whole.index(struct.pack(">ii", 14, 990))  # the first column of numbers: R's type 14, 990 of them

@@ -42,7 +42,7 @@ class Squared(MLP):
 @pytest.mark.parametrize(
     "model", [SMALL, LeNet(IMAGE, CLASSES), Squared(IMAGE, [6], CLASSES)], ids=["mlp", "lenet", "own"]
 )
-def test_clients_that_finish_first_change_nothing_for_the_others(model: Any, name: str) -> None:
+def test_clients_that_finish_first_do_not_affect_the_others(model: Any, name: str) -> None:
     """One client is alone for its last steps, the epochs being of 21, 13, 6, 3 and 1 examples."""
     s = LocalSGD.model_validate({"epochs": 2, "batch_size": 4, "lr": 0.05, **OPTIONS[name]})
     data, theta = clients(UNEVEN), starts(model, len(UNEVEN))
@@ -51,7 +51,7 @@ def test_clients_that_finish_first_change_nothing_for_the_others(model: Any, nam
     assert torch.equal(together.theta, train(model, group(data), theta, s).theta)
 
 
-def test_stacked_logits_of_a_network_are_those_of_each_client() -> None:
+def test_stacked_logits_equal_those_of_each_client() -> None:
     model = MLP(IMAGE, [7, 5], CLASSES)
     theta = starts(model, 3)
     w = LocalTrainer(model, group(clients((2, 2, 2))), members=[0, 1, 2]).parameters(theta)
@@ -68,7 +68,7 @@ def test_stacked_logits_of_a_network_are_those_of_each_client() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in METHODS if name.split()[0] in ours()])
-def test_every_method_is_near_to_one_by_one_and_repeats_its_bits(name: str, tmp_path: Path) -> None:
+def test_every_method_stacked_is_close_to_one_by_one_and_repeatable(name: str, tmp_path: Path) -> None:
     one, together, again = (
         run(tmp_path / str(i), name, rounds=2, at_once=at_once).state for i, at_once in enumerate((1, 4, 4))
     )
@@ -99,7 +99,7 @@ class Recorded(MLP):
     ],
     ids=["apfl", "per-fedavg", "per-fedavg with a Hessian"],
 )
-def test_methods_leave_out_those_who_are_done(method: Any, gradients: int, settings: dict[str, Any]) -> None:
+def test_methods_skip_finished_clients(method: Any, gradients: int, settings: dict[str, Any]) -> None:
     """Every gradient of a step is of the clients that make it, and the result is that of each client alone."""
     s = method.settings.model_validate({"local": {"epochs": 2, "batch_size": 4, "lr": 0.05}, **settings})
     model, data, theta = Recorded(), clients(UNEVEN), starts(SMALL, len(UNEVEN))

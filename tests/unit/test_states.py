@@ -107,7 +107,7 @@ def remembered(f: Federation, round: int, client: str) -> int:
     return int(f.predictors[round, client]["personal"].tensors()["theta"][0])
 
 
-def test_a_client_remembers_every_round_that_counted_it(tmp_path: Path) -> None:
+def test_a_client_restores_every_round_that_counted_it(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=3, unseen=["c2"])
     f.run()
     assert f.loop.server.said == {1: [0, 0], 2: [bits(1)] * 2, 3: [bits(1, 2)] * 2}
@@ -116,7 +116,7 @@ def test_a_client_remembers_every_round_that_counted_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", [0, 1])
-def test_a_round_that_lost_a_client_is_not_remembered_even_if_it_was_stored(tmp_path: Path, exchange: int) -> None:
+def test_a_round_that_lost_a_client_is_forgotten_even_if_it_was_stored(tmp_path: Path, exchange: int) -> None:
     """At exchange 0 it never opens; at exchange 1 it is lost before it answers."""
     f = made(tmp_path, rounds=2, lost={exchange: 1})
     f.run()
@@ -125,7 +125,7 @@ def test_a_round_that_lost_a_client_is_not_remembered_even_if_it_was_stored(tmp_
     assert remembered(f, 2, "c1") == 0
 
 
-def test_a_client_whose_answer_was_stored_and_then_lost_starts_from_before(tmp_path: Path) -> None:
+def test_a_client_lost_after_its_answer_was_stored_restarts_from_before(tmp_path: Path) -> None:
     """Its state of round 2 lies there, but the journal does not count it in round 2."""
     f = made(tmp_path, rounds=2)
     f.run()
@@ -138,7 +138,7 @@ def test_a_client_whose_answer_was_stored_and_then_lost_starts_from_before(tmp_p
     assert list((tmp_path / "states" / "c1").glob("2-1-0-1-*.safetensors"))
 
 
-def test_old_versions_go_and_those_of_kept_checkpoints_stay(tmp_path: Path) -> None:
+def test_old_versions_are_removed_except_those_of_kept_checkpoints(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=6)
     f.loop.schedule = dataclasses.replace(f.loop.schedule, checkpoint_every_s=0.0)
     f.run()
@@ -150,7 +150,7 @@ def test_old_versions_go_and_those_of_kept_checkpoints_stay(tmp_path: Path) -> N
     assert len(kept) <= 4  # the last checkpoints', the best's, and the newest
 
 
-def test_versions_that_a_checkpoint_needs_stay_while_it_is_being_written(tmp_path: Path) -> None:
+def test_versions_needed_by_a_checkpoint_are_kept_while_it_is_written(tmp_path: Path) -> None:
     """Rounds go on meanwhile; killed afterwards, the run goes on from that checkpoint."""
     f = made(tmp_path, rounds=5)
     f.loop._checkpoint()
@@ -172,7 +172,7 @@ def test_versions_that_a_checkpoint_needs_stay_while_it_is_being_written(tmp_pat
 
 
 @pytest.mark.parametrize("afresh", [False, True])
-def test_a_lost_state_is_refused_or_the_client_starts_afresh(tmp_path: Path, afresh: bool) -> None:
+def test_a_missing_state_is_rejected_or_the_client_starts_afresh(tmp_path: Path, afresh: bool) -> None:
     f = made(tmp_path, rounds=1, start_afresh=afresh)
     f.run()
     for path in (tmp_path / "states" / "c1").iterdir():
@@ -184,7 +184,7 @@ def test_a_lost_state_is_refused_or_the_client_starts_afresh(tmp_path: Path, afr
         assert "its state of round 1 is lost" in f.loop.journal.attempts[-1].conversations[0].lost[0].reason
 
 
-def test_a_damaged_state_loses_its_client_and_nobody_else(tmp_path: Path) -> None:
+def test_a_damaged_state_loses_only_its_client(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=1)
     f.run()
     next((tmp_path / "states" / "c0").iterdir()).write_bytes(b"half a fi")
@@ -196,7 +196,7 @@ def test_a_damaged_state_loses_its_client_and_nobody_else(tmp_path: Path) -> Non
     assert str(tmp_path) not in reason
 
 
-def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_path: Path) -> None:
+def test_the_journal_names_versions_by_round_and_forgets_rewound_ones(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=0)
     journal = Journal(f.loop.folder)
     life = journal.life
@@ -217,7 +217,7 @@ def test_the_journal_names_versions_by_round_and_forgets_what_is_rewound(tmp_pat
     assert again.life > life
 
 
-def test_a_life_is_later_than_those_in_the_journal_whatever_the_clock_says(tmp_path: Path) -> None:
+def test_a_generation_is_later_than_those_in_the_journal_for_any_clock(tmp_path: Path) -> None:
     f = made(tmp_path, rounds=0)
     attempts = [Attempt(t, 1, statistics={"client_steps": 0.0}, life=life) for t, life in ((1, 5), (2, 2**60))]
     f.loop.folder.rewrite("journal.jsonl", map(dataclasses.asdict, attempts))
@@ -225,7 +225,7 @@ def test_a_life_is_later_than_those_in_the_journal_whatever_the_clock_says(tmp_p
         assert Journal.read(f.loop.folder, upto).life == 2**60 + 1
 
 
-def test_an_aggregator_that_is_thought_dead_does_no_harm_to_its_successor(tmp_path: Path) -> None:
+def test_an_aggregator_thought_dead_does_not_harm_its_successor(tmp_path: Path) -> None:
     """It goes on with rounds that the successor holds, too; the successor's states stay what they are."""
     old = made(tmp_path, rounds=6)
     for _ in range(2):
@@ -290,7 +290,7 @@ def test_a_store_of_states(store: Store) -> None:
 
 @pytest.mark.parametrize("failure", [StorageError, RefusedError])
 @pytest.mark.parametrize("method", ["read", "write"])
-def test_a_store_that_fails_is_no_failure_of_its_clients(
+def test_a_failing_store_is_not_a_failure_of_its_clients(
     tmp_path: Path, failure: type[FedloomError], method: str
 ) -> None:
     """The run ends, resumable; it does not go on without those whose states are out of reach."""
@@ -320,7 +320,7 @@ class Failing(FolderStore):
         super().write(name, content, durably=durably)
 
 
-def test_half_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
+def test_partially_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
     """Also where no run's folder is: workers that were started by hand share one for states."""
     states, version = StoredStates(FolderStore(tmp_path)), Version(1, 1, 0, 0)
     states.save("a", version, {"x": torch.zeros(1)})
@@ -341,7 +341,7 @@ def test_half_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> No
         Versions(Version(9, 1, 0, 4), frozenset({Version(0, 0, 0, 0), Version(5, 1, 0, 4, 2**41)}), 2**41 + 1),
     ],
 )
-def test_versions_travel(versions: Versions) -> None:
+def test_versions_are_sent_over_the_wire(versions: Versions) -> None:
     assert (
         states_from_wire(type(states_to_wire(versions)).FromString(states_to_wire(versions).SerializeToString()))
         == versions

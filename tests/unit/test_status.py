@@ -61,7 +61,7 @@ def finish(folder: RunFolder, rounds: int) -> None:
     folder.write_json("summary.json", {"rounds": rounds, "seen": nothing, "unseen": None, "global": None})
 
 
-def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
+def test_the_status_is_read_from_the_files_of_a_run(tmp_path: Path) -> None:
     folder = run(tmp_path, rounds=5, lost={0: 1})
     now = RunStatus(folder).activity()
     assert (now.run, now.method, now.phase, now.round, now.rounds) == ("small", "fedavg", "interrupted", 3, 5)
@@ -78,7 +78,7 @@ def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_phase_of_a_run_that_is_at_work_finished_and_resumed_with_more_rounds(tmp_path: Path) -> None:
+def test_phases_of_a_working_finished_and_resumed_run(tmp_path: Path) -> None:
     folder = run(tmp_path)
     with folder.held():
         assert RunStatus(folder).activity().phase == "running"
@@ -88,7 +88,7 @@ def test_the_phase_of_a_run_that_is_at_work_finished_and_resumed_with_more_round
     assert RunStatus(folder).activity().phase == "interrupted"
 
 
-def test_a_journal_is_read_only_as_far_as_it_has_grown_and_anew_where_it_was_cut(tmp_path: Path) -> None:
+def test_a_journal_is_read_incrementally_and_again_after_truncation(tmp_path: Path) -> None:
     folder = run(tmp_path / "run")
     lines = (tmp_path / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
     journal = tmp_path / "run" / "journal.jsonl"
@@ -106,7 +106,7 @@ def test_a_journal_is_read_only_as_far_as_it_has_grown_and_anew_where_it_was_cut
         files.activity()
 
 
-def test_a_pause_is_told_of_a_run_that_is_not_at_work(tmp_path: Path) -> None:
+def test_a_pause_is_shown_for_a_run_that_is_not_working(tmp_path: Path) -> None:
     folder = run(tmp_path, rounds=5)
     held = Control(RunStatus(folder)._monitor, lambda now: None)
     held.keep(folder)
@@ -114,7 +114,7 @@ def test_a_pause_is_told_of_a_run_that_is_not_at_work(tmp_path: Path) -> None:
     assert RunStatus(folder).activity().paused_by == "operator"
 
 
-def test_the_newest_run_is_the_one_worked_on_last(tmp_path: Path) -> None:
+def test_the_newest_run_is_the_last_one_worked_on(tmp_path: Path) -> None:
     for name, when in (("b", 100), ("a", 300), ("c", 200)):
         folder = run(tmp_path / name)
         for file in folder.path.iterdir():
@@ -147,7 +147,7 @@ def test_status_of_a_run_in_a_store(tmp_path: Path) -> None:
     assert looked.activity().phase == "finished"
 
 
-def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
+def test_a_run_without_an_end_is_listed(tmp_path: Path) -> None:
     run(tmp_path / "endless", rounds="null")
     (found,) = list_runs(tmp_path)
     assert (found.state, found.done, found.rounds) == ("interrupted", 3, None)
@@ -172,7 +172,7 @@ def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
         (["status", "h:1", "--credentials", "{t}/absent"], 2, ("absent",)),
     ],
 )
-def test_unanswerable_requests_get_one_sentence(
+def test_requests_without_an_answer_give_one_sentence(
     tmp_path: Path, arguments: list[str], code: int, facts: tuple[str, ...]
 ) -> None:
     ended = CliRunner().invoke(app, [word.format(t=tmp_path) for word in arguments])
@@ -180,7 +180,7 @@ def test_unanswerable_requests_get_one_sentence(
     assert tells(str(ended.exception), *(fact.format(t=tmp_path) for fact in facts))
 
 
-def test_without_an_argument_the_newest_run_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_run_is_shown_without_an_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ended = CliRunner().invoke(app, ["status"])
     assert getattr(ended.exception, "exit_code", None) == 3
@@ -237,7 +237,7 @@ def test_a_narrow_terminal_shows_all(width: int) -> None:
     assert not any("\x1b" in line for line in narrow)
 
 
-def test_a_low_terminal_says_how_much_it_leaves_out() -> None:
+def test_a_short_terminal_counts_the_hidden_lines() -> None:
     low = lines(activity(), 80, height=10)
     assert len(low) == 9
     assert tells(low[-1], "more lines", "--once")
@@ -255,11 +255,11 @@ def test_late_clients_are_named() -> None:
         (90_000, "1 d 1 h"), (-3, "0.0 s"),
     ],
 )  # fmt: skip
-def test_times_as_a_person_says_them(seconds: float, said: str) -> None:
+def test_durations_are_readable(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
-def test_an_aggregator_that_is_gone_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_aggregator_is_polled_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown, "LOST_S", 0.02)
 
     def gone() -> Activity:

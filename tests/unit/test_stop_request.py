@@ -36,7 +36,7 @@ def counted(stop_request: StopRequest) -> threading.Event:
     return aborted
 
 
-def test_while_waiting_a_signal_aborts_at_once(said: list[str]) -> None:
+def test_a_signal_during_a_wait_aborts_at_once(said: list[str]) -> None:
     stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     before = signal.getsignal(signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_while_waiting_a_signal_aborts_at_once(said: list[str]) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_once(said: list[str]) -> None:
+def test_a_signal_lets_the_current_round_end_and_a_second_one_aborts(said: list[str]) -> None:
     stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     stop_request.training = True
@@ -64,7 +64,7 @@ def test_in_training_the_round_at_hand_may_end_and_a_second_signal_ends_it_at_on
     assert said == ["after this round"]
 
 
-def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) -> None:
+def test_a_round_that_ends_in_time_is_not_aborted_later(said: list[str]) -> None:
     stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     stop_request.training = True
@@ -75,7 +75,7 @@ def test_a_round_that_ends_in_time_is_not_aborted_afterwards(said: list[str]) ->
     assert not aborted.is_set()
 
 
-def test_an_operator_waits_for_the_round_at_hand_and_asks_again_or_at_once_if_not(said: list[str]) -> None:
+def test_an_operator_stop_waits_for_the_current_round_unless_forced(said: list[str]) -> None:
     monitor = Monitor()
     stop_request = StopRequest(Listener(said), monitor)
     aborted = counted(stop_request)
@@ -92,7 +92,7 @@ def test_an_operator_waits_for_the_round_at_hand_and_asks_again_or_at_once_if_no
     assert said == ["after this round", "after this round", "at once"]
 
 
-def test_nobody_watches(said: list[str]) -> None:
+def test_a_run_without_watchers_stops(said: list[str]) -> None:
     stop_request = StopRequest(Listener(said))
     aborted = counted(stop_request)
     unwatched = 0.0
@@ -107,7 +107,7 @@ def test_nobody_watches(said: list[str]) -> None:
     assert not any(thread.name == "orphan" for thread in threading.enumerate())
 
 
-def test_a_run_that_need_not_be_watched(said: list[str]) -> None:
+def test_a_run_that_needs_no_watcher(said: list[str]) -> None:
     stop_request = StopRequest(Listener(said))
     with stop_request.when_unwatched(lambda: 1e9, None):
         assert not any(thread.name == "orphan" for thread in threading.enumerate())

@@ -45,7 +45,7 @@ def left(folder: Path) -> list[str]:
     return [run.name for run in stored_runs(open_store(folder))]
 
 
-def test_runs_as_they_are_stored(folder: Path) -> None:
+def test_runs_as_stored(folder: Path) -> None:
     runs = stored_runs(open_store(folder))
     assert [run.name for run in runs] == ["run-1", "run-2", "run-3", "run-4"]
     assert [run.finished for run in runs] == [True, False, True, True]
@@ -64,7 +64,7 @@ def test_runs_as_they_are_stored(folder: Path) -> None:
         (0, 3.5, ["run-4"]),
     ],
 )
-def test_which_runs_go(folder: Path, keep: int | None, older_than: float | None, gone: list[str]) -> None:
+def test_selecting_runs_to_remove(folder: Path, keep: int | None, older_than: float | None, gone: list[str]) -> None:
     runs = stored_runs(open_store(folder))
     older_than_s = None if older_than is None else older_than * DAY
     assert [run.name for run in expired(runs, time.time(), keep=keep, older_than_s=older_than_s)] == gone
@@ -113,13 +113,13 @@ def test_the_files_that_complete_a_run_are_removed_first(folder: Path) -> None:
     ]
 
 
-def test_every_store_says_when_something_was_written(store: Store) -> None:
+def test_every_store_returns_modification_times(store: Store) -> None:
     store.write("runs/a/summary.json", b"{}")
     (run,) = stored_runs(store)
     assert abs(run.modified - time.time()) < 60
 
 
-def test_partitions_that_no_run_refers_to_go(store: Store) -> None:
+def test_unreferenced_partitions_are_removed(store: Store) -> None:
     manifests = {name: name.encode() for name in ("ended", "going", "alone")}
     for name, manifest in manifests.items():
         store.write(f"partitions/{name}/shards/a", b"x" * 10)

@@ -57,14 +57,14 @@ def test_the_projection_is_the_transpose_and_the_derivative() -> None:
     assert torch.equal(subspace.project(change[1:2])[0], projected[1])  # whoever else is in the group
 
 
-def test_groups_of_clients_expand_as_one_does() -> None:
+def test_stacked_clients_expand_as_one_does() -> None:
     subspace, v = drawn(), torch.randn(4, 11, dtype=torch.float64)
     one_by_one = torch.stack([subspace.expand(row) for row in v])
     assert torch.equal(subspace.expand(v), one_by_one)
     assert torch.equal(vmap(subspace.expand)(v), one_by_one)
 
 
-def test_over_the_draw_the_projection_is_unbiased_and_signs_are_fair() -> None:
+def test_over_draws_the_projection_is_unbiased_and_signs_are_fair() -> None:
     """E[P Pᵀ] = (k/d) I, so that E‖Pᵀ g‖² = (k/d) ‖g‖²."""
     draws, k = 4000, 11
     ps = [dense(drawn(k, seed)) for seed in range(draws)]
@@ -77,7 +77,7 @@ def test_over_the_draw_the_projection_is_unbiased_and_signs_are_fair() -> None:
 
 
 @pytest.mark.slow
-def test_another_seed_gives_another_subspace_and_another_process_the_same() -> None:
+def test_a_seed_determines_the_subspace_in_every_process() -> None:
     one, other = drawn(seed=3), drawn(seed=4)
     assert not torch.equal(one.origin, other.origin)
     assert not torch.equal(one.groups, other.groups)
@@ -120,7 +120,7 @@ def test_expansion_and_projection_take_linear_time() -> None:
     assert outputs.numbers < 25 * model.layout.size
 
 
-def test_a_subspace_larger_than_the_model_is_refused() -> None:
+def test_a_subspace_larger_than_the_model_is_rejected() -> None:
     assert SubspaceSettings().dimension(MODEL) == D
     assert SubspaceSettings().dimension(LeNet((1, 28, 28), 10)) == 500
     SubspaceSettings().check(MODEL, "algorithm.subspace")

@@ -40,7 +40,7 @@ def test_neighbours_are_random() -> None:
 
 
 @pytest.mark.parametrize("n", [100, 300, 1000, 2001])
-def test_default_degree_is_the_smallest_that_holds_the_bounds(n: int) -> None:
+def test_the_default_degree_is_the_smallest_that_meets_the_bounds(n: int) -> None:
     colluding = dropped = -(-n // 20)
 
     def holds(k: int) -> bool:
@@ -83,7 +83,7 @@ def test_every_parameter_is_in_the_digest() -> None:
     assert replace(first).digest == first.digest
 
 
-def test_parameters_that_cannot_be() -> None:
+def test_invalid_parameters() -> None:
     p = parameters(9)
     for wrong in [{"session": b"short"}, {"bits": 16}, {"members": ("a",) * 9}, {"members": ()}, {"threshold": 0}]:
         with pytest.raises(ExperimentError):

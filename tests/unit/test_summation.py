@@ -52,7 +52,7 @@ def trained(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_sums_in_the_clear_and_masked_are_the_plain_mean(name: str, tmp_path: Path) -> None:
+def test_plain_and_masked_sums_equal_the_mean(name: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", name, None, sums=False)
     clear = trained(tmp_path / "clear", name, None)
     masked = trained(tmp_path / "masked", name, SecureAggregation(bits=64, range=1000))
@@ -81,7 +81,7 @@ def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, t
     compare(expected, found)
 
 
-def test_more_members_than_32_bits_hold_are_refused() -> None:
+def test_more_members_than_32_bits_hold_are_rejected() -> None:
     """Statistics of 32-bit sums take parts of 16 bits, whose sums over 2^16 members just fit."""
     method = find_algorithm("fedavg")
     summation = Summation(method.sums(method.settings()))

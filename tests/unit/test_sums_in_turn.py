@@ -111,7 +111,7 @@ def ran(folder: Path, secure: SecureAggregation | None, lost: dict[int, int]) ->
     return made
 
 
-def test_a_client_that_is_silent_at_the_end_of_a_sum_is_not_asked_for_the_next(tmp_path: Path) -> None:
+def test_a_client_silent_at_the_end_of_a_sum_is_not_asked_for_the_next(tmp_path: Path) -> None:
     secure, row = SecureAggregation(bits=64, range=1000), 1
     at, then = 4, 6  # Survivors, and GoOn
     plain = ran(tmp_path / "plain", None, {1: row})

@@ -20,7 +20,7 @@ def made(seeds: str | None = None, *grid: str) -> list[Point]:
     return points(FILE, (), seeds, grid)
 
 
-def test_the_product_with_the_seeds_of_a_setting_next_to_each_other() -> None:
+def test_seeds_of_a_setting_are_adjacent_in_the_product() -> None:
     found = made("1,3-4", "algorithm.local.lr=0.01,3e-2", "federation.rounds=5")
     assert [point.name for point in found] == [
         f"lr={lr},rounds=5,seed={seed}" for lr in ("0.01", "0.03") for seed in (1, 3, 4)
@@ -30,7 +30,7 @@ def test_the_product_with_the_seeds_of_a_setting_next_to_each_other() -> None:
     assert "algorithm.local.lr=0.03" in found[4].overrides
 
 
-def test_labels_are_the_shortest_ends_that_differ() -> None:
+def test_labels_are_the_shortest_distinct_suffixes() -> None:
     names = [
         p.name for p in made(None, "data.partition.min_examples=10", "model.hidden=[8],[16]", "evaluation.every=7")
     ]
@@ -40,7 +40,7 @@ def test_labels_are_the_shortest_ends_that_differ() -> None:
     assert several[0].name == "local.batch_size=4,evaluation.batch_size=64"
 
 
-def test_methods_are_called_by_their_names() -> None:
+def test_methods_have_their_display_names() -> None:
     fedavg = "{name: fedavg, local: {epochs: 1, lr: 0.1}}"
     names = [
         p.name for p in made(None, f"algorithm={fedavg},{{name: fedavg}},{{name: pefll, embedding: {{network: mlp}}}}")
@@ -49,7 +49,7 @@ def test_methods_are_called_by_their_names() -> None:
     assert len(set(names)) == 3
 
 
-def test_a_name_is_never_too_long_and_does_not_depend_on_the_rest_of_the_grid() -> None:
+def test_a_name_is_bounded_and_independent_of_the_rest_of_the_grid() -> None:
     long = ",".join(str(i / 1e9) for i in range(100))
     name = made(None, f"model={{name: mlp, hidden: [{', '.join(['32'] * 60)}]}}", "federation.rounds=1,2")[0].name
     assert len(name) <= LONGEST_NAME
@@ -77,7 +77,7 @@ def test_a_name_is_never_too_long_and_does_not_depend_on_the_rest_of_the_grid() 
         ("1,2", ["federation.clients_per_round=5,50"], ["at federation.clients_per_round=50, seed=1: "]),
     ],
 )
-def test_refusals(seeds: str | None, grid: list[str], said: list[str], tmp_path: Path) -> None:
+def test_invalid_grids_are_rejected(seeds: str | None, grid: list[str], said: list[str], tmp_path: Path) -> None:
     text = FILE.read_text().replace("{scheme: natural}", "{scheme: natural, clients: 15}")
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ExperimentError) as refused:

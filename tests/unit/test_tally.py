@@ -18,7 +18,7 @@ def steps(examples: int) -> Release:
     return sampled("poisson", examples, 16, 1.5)
 
 
-def test_budget_ends_before_it_is_exceeded() -> None:
+def test_the_budget_ends_before_it_is_exceeded() -> None:
     tally = Tally(1e-5, 1.0)
     told = {EVERYONE: {SUM: 1}}
     while tally.may_release(told):
@@ -28,7 +28,7 @@ def test_budget_ends_before_it_is_exceeded() -> None:
     assert Tally(1e-5).may_release({EVERYONE: {sampled("poisson", 9, 3, 0.0): 1}})
 
 
-def test_largest_is_that_of_the_client_with_the_largest_epsilon() -> None:
+def test_the_largest_is_the_client_with_the_largest_epsilon() -> None:
     counts = {
         "many": Counter({steps(5000): 400}),
         "small": Counter({steps(100): 200}),
@@ -41,7 +41,7 @@ def test_largest_is_that_of_the_client_with_the_largest_epsilon() -> None:
     assert largest({}, 1e-5) == Counter()
 
 
-def test_budget_of_examples_looks_at_the_clients_asked() -> None:
+def test_an_example_budget_considers_the_clients_asked() -> None:
     tally = Tally(1e-5, 3.0)
     small, large = {"small": {steps(60): 1000}}, {"large": {steps(6000): 1000}}
     assert not tally.may_release(small)
@@ -54,7 +54,7 @@ def test_budget_of_examples_looks_at_the_clients_asked() -> None:
     assert not tally.may_release({EVERYONE: {SUM: 1}})  # this is about the small client, too
 
 
-def test_nothing_is_allowed_by_a_budget_once_something_was_not_counted() -> None:
+def test_a_budget_allows_nothing_after_an_uncounted_release() -> None:
     tally = Tally(1e-5, 100.0)
     tally.restore({EVERYONE: {SUM: 1}}, is_known=False)
     assert tally.epsilon == math.inf
@@ -63,7 +63,7 @@ def test_nothing_is_allowed_by_a_budget_once_something_was_not_counted() -> None
 
 
 @pytest.mark.slow
-def test_thousand_clients_of_many_sizes_are_judged_in_a_moment() -> None:
+def test_a_thousand_clients_of_many_sizes_are_checked_quickly() -> None:
     tally = Tally(1e-5, 50.0)
     told = {str(i): {steps(100 + i % 40): 10} for i in range(1000)}
     tally.add(told)
@@ -71,7 +71,7 @@ def test_thousand_clients_of_many_sizes_are_judged_in_a_moment() -> None:
     assert lines_run(lambda: tally.may_release(told)) < 400 * len(told)
 
 
-def test_limit_is_decided_exactly() -> None:
+def test_the_limit_is_decided_exactly() -> None:
     counts = Counter({SUM: 300})
     epsilon = epsilon_of(counts, 1e-5)
     assert fits(counts, 1e-5, epsilon)

@@ -88,7 +88,7 @@ NAMES = np.where(TOKENS % 5 == 4, -100, TOKENS % 4)
         (FEATURES, CLASSES.astype(float), "classification", 3, (), torch.int64),
     ],
 )
-def test_targets_say_their_task(
+def test_targets_define_their_task(
     x: NDArray[Any],
     y: NDArray[Any],
     task: str,
@@ -110,7 +110,7 @@ def test_targets_say_their_task(
     assert found.shape[1:] == shape
 
 
-def test_regression_is_standardized_over_the_training_targets_of_seen_clients(tmp_path: Path) -> None:
+def test_regression_targets_are_standardized_over_training_data_of_seen_clients(tmp_path: Path) -> None:
     many = {name: (FEATURES[i::6], PRICES[i::6]) for i, name in enumerate("abcdef")}
     data = fedloom.Federated.from_arrays(many, root=tmp_path, held_out_fraction=0.5)
     for measured_on in ("seen", "pool"):
@@ -164,7 +164,7 @@ def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
     )
 
 
-def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
+def test_a_named_task_is_accepted_or_rejected(tmp_path: Path) -> None:
     whole = np.arange(2 * N) % 7
     manifest = opened(FEATURES, whole, tmp_path, task="regression").manifest
     assert (manifest.task, manifest.outputs) == ("regression", 1)
@@ -194,7 +194,7 @@ def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
     assert (unknown.value.key, unknown.value.found) == ("task", "ranking")
 
 
-def test_integers_stay_and_features_of_any_rank_are_standardized_along_an_axis(tmp_path: Path) -> None:
+def test_integers_are_kept_and_features_of_any_rank_are_standardized_along_an_axis(tmp_path: Path) -> None:
     dataset = opened(TOKENS, CLASSES, tmp_path)
     manifest = dataset.manifest
     assert (manifest.kind, manifest.high, manifest.input_shape) == ("integers", int(TOKENS.max()) + 1, (5,))
@@ -215,12 +215,12 @@ def test_integers_stay_and_features_of_any_rank_are_standardized_along_an_axis(t
         assert torch.allclose(x.square().mean(others), torch.ones(size, dtype=torch.float64), atol=1e-5)
 
 
-def test_integers_below_zero_are_measurements(tmp_path: Path) -> None:
+def test_negative_integers_are_measurements(tmp_path: Path) -> None:
     assert opened(CODES - 4, CLASSES, tmp_path).manifest.kind == "features"
     assert opened(CODES.astype(np.float32), CLASSES, tmp_path).manifest.kind == "features"
 
 
-def test_named_inputs_reach_clients_each_of_its_kind(tmp_path: Path) -> None:
+def test_named_inputs_reach_clients_with_their_kinds(tmp_path: Path) -> None:
     x = {"image": IMAGES, "row": FEATURES, "codes": CODES}
     dataset = opened(x, PRICES, tmp_path)
     manifest = dataset.manifest
@@ -266,13 +266,13 @@ def test_repeated_named_inputs_stay_in_one_split(tmp_path: Path) -> None:
         ({}, ("x",)),
     ],
 )
-def test_wrong_named_inputs_are_refused(x: dict[str, NDArray[Any]], facts: tuple[str, ...], tmp_path: Path) -> None:
+def test_wrong_named_inputs_are_rejected(x: dict[str, NDArray[Any]], facts: tuple[str, ...], tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         opened(x, CLASSES, tmp_path)
     assert mentions(str(error.value), *facts), str(error.value)
 
 
-def test_clients_have_the_same_names(tmp_path: Path) -> None:
+def test_clients_have_the_same_input_names(tmp_path: Path) -> None:
     clients = {"a": ({"row": FEATURES[:N]}, CLASSES[:N]), "b": ({"line": FEATURES[N:]}, CLASSES[N:])}
     with pytest.raises(DataError) as error:
         fedloom.Federated.from_arrays(clients, root=tmp_path)
@@ -290,7 +290,7 @@ SCHEMES: list[tuple[dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("scheme", "key"), SCHEMES)
-def test_schemes_that_need_classes_refuse_numbers(scheme: dict[str, Any], key: str | None, tmp_path: Path) -> None:
+def test_schemes_that_need_classes_reject_regression(scheme: dict[str, Any], key: str | None, tmp_path: Path) -> None:
     if key is None:
         assert opened(FEATURES, PRICES, tmp_path, partition=scheme).manifest.task == "regression"
         return
@@ -299,7 +299,7 @@ def test_schemes_that_need_classes_refuse_numbers(scheme: dict[str, Any], key: s
     assert key in str(error.value)
 
 
-def test_quantiles_of_the_target_are_dealt_like_classes(tmp_path: Path) -> None:
+def test_target_quantiles_are_assigned_like_classes(tmp_path: Path) -> None:
     scheme = {"scheme": "classes", "clients": 6, "classes_per_client": 1, "quantiles": 3}
     dataset = opened(FEATURES, PRICES, tmp_path, partition=scheme)
     ranges = []
@@ -321,7 +321,7 @@ def test_quantiles_of_the_target_are_dealt_like_classes(tmp_path: Path) -> None:
     assert error.value.key == "data.partition.quantiles"
 
 
-def test_masks_turn_with_their_images(tmp_path: Path) -> None:
+def test_masks_are_rotated_with_their_images(tmp_path: Path) -> None:
     scheme = {"scheme": "iid", "clients": 4, "shift": {"kind": "rotation", "groups": 4}}
     dataset = opened(IMAGES, MASKS, tmp_path, partition=scheme)
     assert dataset.manifest.shift_groups is not None
@@ -341,7 +341,7 @@ def frame() -> pandas.DataFrame:
     )
 
 
-def test_frames_have_numbers_labels_and_codes_as_they_are_asked(tmp_path: Path) -> None:
+def test_frames_have_numbers_labels_and_codes_as_requested(tmp_path: Path) -> None:
     def made(**how: Any) -> Manifest:
         drop = how.pop("drop", [])
         data = fedloom.Federated.from_frame(
@@ -370,7 +370,7 @@ def test_frames_have_numbers_labels_and_codes_as_they_are_asked(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_tables_take_a_task_columns_of_targets_and_integers(ending: str, tmp_path: Path) -> None:
+def test_tables_have_a_task_target_columns_and_integers(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"t.{ending}"
     frame().to_csv(path, index=False) if ending == "csv" else frame().to_parquet(path, index=False)
 
@@ -438,7 +438,7 @@ def test_a_folder_of_images_and_masks_is_segmentation(scale: int, tmp_path: Path
         assert torch.equal(tensors["train_y"].bool(), tensors["train_x"][:, 0] > 100)
 
 
-def test_images_without_masks_and_masks_of_other_sizes_are_named(tmp_path: Path) -> None:
+def test_missing_and_mismatched_masks_are_named(tmp_path: Path) -> None:
     masked_folder(tmp_path / "data", scale=1)
     (tmp_path / "data/masks/3.png").unlink()
     (tmp_path / "data/images/4.png").unlink()
@@ -541,7 +541,7 @@ def test_targets_of_own_data_are_measured_exactly(tmp_path: Path) -> None:
         ({"normalization": {"mean": [0.0], "std": [1.0]}}, ("1 means", "8")),
     ],
 )
-def test_requirements_that_contradict_themselves_are_refused(change: dict[str, Any], facts: tuple[str, ...]) -> None:
+def test_contradictory_requirements_are_rejected(change: dict[str, Any], facts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as error:
         Own.model_validate(OWN | change)
     assert mentions(str(error.value), *facts), str(error.value)
@@ -585,7 +585,7 @@ def described(dataset: FederatedDataset) -> Problem:
         ({"image": IMAGES, "row": FEATURES}, CLASSES),
     ],
 )
-def test_newcomers_have_the_same_examples_as_clients(x: Any, y: NDArray[Any], tmp_path: Path) -> None:
+def test_new_clients_get_the_same_examples_as_clients(x: Any, y: NDArray[Any], tmp_path: Path) -> None:
     dataset = opened(x, y, tmp_path)
     client = dataset.manifest.roster[0]
     tensors = dataset.tensors(client)
@@ -597,7 +597,7 @@ def test_newcomers_have_the_same_examples_as_clients(x: Any, y: NDArray[Any], tm
         assert torch.equal(new.x[name] if name else new.x, old.x[name] if name else old.x)
 
 
-def test_newcomers_with_other_targets_or_inputs_are_refused(tmp_path: Path) -> None:
+def test_new_clients_with_other_targets_or_inputs_are_rejected(tmp_path: Path) -> None:
     numbers, named = (
         described(opened(FEATURES, PRICES, tmp_path)),
         described(opened({"row": FEATURES}, CLASSES, tmp_path)),
@@ -622,7 +622,7 @@ def test_newcomers_with_other_targets_or_inputs_are_refused(tmp_path: Path) -> N
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_built_in_models_get_integers_standardized_and_refuse_named_inputs() -> None:
+def test_built_in_models_standardize_integers_and_reject_named_inputs() -> None:
     specs = {"": InputSpec("integers", (3,), Normalization((1.0,) * 3, (2.0,) * 3), high=9)}
     for choice in (MLPSettings(), LogisticSettings()):
         found = fitted(choice, specs, 4)
@@ -678,7 +678,7 @@ def test_personal_models_predict_in_the_units_of_the_targets(tmp_path: Path) -> 
     )
 
 
-def test_personal_models_take_named_inputs_and_are_exported_with_them(tmp_path: Path) -> None:
+def test_personal_models_accept_named_inputs_and_are_exported_with_them(tmp_path: Path) -> None:
     manifest = opened({"row": FEATURES, "codes": CODES}, PRICES, tmp_path).manifest
     predictor: Any = _Fixed(lambda x: x["row"][:, :1] + x["codes"][:, :1])
     model = PersonalModel(predictor, card(manifest, standardizes=True))

@@ -52,7 +52,7 @@ def test_clients_have_every_metric_of_their_task(task: PredictionTask) -> None:
                 assert float(rows[i][column]) == pytest.approx(float(values[i]), rel=1e-5)
 
 
-def test_labels_have_the_pooled_areas_and_scores_of_scikit_learn() -> None:
+def test_pooled_areas_and_scores_of_labels_equal_scikit_learns() -> None:
     task = Multilabel()
     document = output_document(evaluated(task))
     assert document is not None
@@ -67,7 +67,7 @@ def test_labels_have_the_pooled_areas_and_scores_of_scikit_learn() -> None:
         assert row["auroc"] == pytest.approx(sk.roc_auc_score(y[:, k], bins))
 
 
-def test_classes_of_pixels_have_the_overlap_of_scikit_learn() -> None:
+def test_overlap_of_pixel_classes_equals_scikit_learns() -> None:
     task = Segmentation()
     document = output_document(evaluated(task))
     assert document is not None
@@ -82,7 +82,7 @@ def test_classes_of_pixels_have_the_overlap_of_scikit_learn() -> None:
     assert output_document(evaluated(Regression())) is None
 
 
-def test_report_lists_the_worst_labels_first(tmp_path: Path) -> None:
+def test_the_report_lists_the_worst_labels_first(tmp_path: Path) -> None:
     folder = write_task_run(tmp_path / "run", "multilabel")
     scores = {"flu": (0.9, 0.5), "cold": (0.4, None), "cough": (None, 0.7)}
     rows = [{"true": 3, "auroc": auroc, "f1": f1} for auroc, f1 in scores.values()]
@@ -96,7 +96,7 @@ def test_report_lists_the_worst_labels_first(tmp_path: Path) -> None:
 
 
 @TASK
-def test_pages_read_what_an_evaluation_writes(tmp_path: Path, task: PredictionTask) -> None:
+def test_pages_read_the_output_of_an_evaluation(tmp_path: Path, task: PredictionTask) -> None:
     if task.name == "classification":
         pytest.skip("test_report.py has classification")
     folder = RunFolder(write_task_run(tmp_path / "run", task.name))

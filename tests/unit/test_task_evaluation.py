@@ -82,7 +82,7 @@ def evaluated(task: PredictionTask, scale: float = 1.0, sizes: tuple[int, ...] =
 
 
 @TASK
-def test_statistics_are_those_of_the_metrics_of_each_client_and_of_all_examples(task: PredictionTask) -> None:
+def test_statistics_cover_metrics_per_client_and_over_all_examples(task: PredictionTask) -> None:
     e = evaluated(task)
     everyone = torch.ones(len(SIZES), dtype=torch.bool)
     found = metric_statistics(e, "personal", everyone)
@@ -107,7 +107,7 @@ def test_statistics_are_those_of_the_metrics_of_each_client_and_of_all_examples(
         )
 
 
-def test_statistics_of_classes_are_those_of_scikit_learn_and_agree_with_the_accuracies() -> None:
+def test_class_statistics_equal_scikit_learns_and_the_accuracies() -> None:
     e = evaluated(CLASSIFICATION)
     found = groups(e, label_mask=False)["seen"]
     assert found is not None
@@ -124,7 +124,7 @@ def test_statistics_of_classes_are_those_of_scikit_learn_and_agree_with_the_accu
     assert set(found["metrics"]) == {metric.name for metric in e.plan.metrics}
 
 
-def test_metrics_of_classes_follow_the_reading() -> None:
+def test_class_metrics_respect_the_label_mask() -> None:
     e = evaluated(CLASSIFICATION)
     for label_mask in (False, True):
         found = groups(e, label_mask=label_mask)["seen"]
@@ -151,7 +151,7 @@ def test_other_tasks_have_no_accuracy_and_a_mean_loss(task: PredictionTask) -> N
 
 
 @TASK
-def test_the_score_is_the_headline_on_validation_data_with_its_sign(task: PredictionTask) -> None:
+def test_the_score_is_the_signed_headline_on_validation_data(task: PredictionTask) -> None:
     good, bad = evaluated(task), evaluated(task, scale=-1.0)
     for e in (good, bad):
         pooled = validation_pooled(e, label_mask=False)
@@ -212,7 +212,7 @@ def test_clients_without_targets_measure_nothing(task: PredictionTask) -> None:
 
 
 @TASK
-def test_sums_of_an_untrusted_client_are_judged(task: PredictionTask) -> None:
+def test_sums_of_an_untrusted_client_are_checked(task: PredictionTask) -> None:
     plan, data = EvaluationPlan.of(targets(task.name), task), client(task, 0, 9)
     predictor = ModelPredictor(Scaled(task), torch.ones(1))
     found = metrics([{"personal": predictor}], [data], ["personal"], batch_size=4, plan=plan)
@@ -225,7 +225,7 @@ def test_sums_of_an_untrusted_client_are_judged(task: PredictionTask) -> None:
     assert implausible(dataclasses.replace(found, counts=negative), plan, validation=10, test=9)
 
 
-def test_auroc_of_classes_is_measured_if_asked_for() -> None:
+def test_auroc_of_classes_is_measured_on_request() -> None:
     plan = EvaluationPlan.of(targets("classification"), None, ["auroc", "f1"])
     data = client(CLASSIFICATION, 0, 40)
     predictor = ModelPredictor(Scaled(CLASSIFICATION), torch.ones(1))
@@ -240,7 +240,7 @@ def test_auroc_of_classes_is_measured_if_asked_for() -> None:
     assert values["pooled"] == pytest.approx(expected, abs=0.02)
 
 
-def test_metrics_that_a_task_lacks_are_refused() -> None:
+def test_metrics_that_a_task_lacks_are_rejected() -> None:
     with refusing(ExperimentError, "evaluation.metrics", "rmse", "accuracy", "auroc") as refused:
         EvaluationPlan.of(targets("classification"), None, ["rmse"])
     assert refused.value.key == "evaluation.metrics"
@@ -276,7 +276,7 @@ def own(function: Any, **targets_: Any) -> OwnMetric:
     return OwnMetric(f"mine:{getattr(named, '__name__', named)}", function, batch(Regression(), 4), **targets_)
 
 
-def test_own_metrics_are_means_over_examples_or_follow_from_own_sums() -> None:
+def test_own_metrics_are_example_means_or_computed_from_own_sums() -> None:
     mean, std = (1.0, 2.0, 3.0, 4.0), (2.0, 1.0, 0.5, 3.0)
     parts = [own(absolute, mean=mean, std=std), own(Correlation(), mean=mean, std=std)]
     plan = EvaluationPlan.of(targets("regression", mean=mean, std=std), None, (), parts)
@@ -315,20 +315,20 @@ def test_own_metrics_are_means_over_examples_or_follow_from_own_sums() -> None:
         type("Prose", (), {"sums": lambda self, o, y: o[:, 0], "value": lambda self, s: "high"})(),
     ],
 )
-def test_functions_that_are_no_metrics_are_refused(function: Any) -> None:
+def test_functions_that_are_not_metrics_are_rejected(function: Any) -> None:
     with refusing(ExperimentError, "evaluation.metrics", "mine") as refused:
         OwnMetric("package:mine", function, batch(Regression(), 4))
     assert refused.value.key == "evaluation.metrics"
 
 
-def test_names_of_own_metrics_are_their_own() -> None:
+def test_names_of_own_metrics_are_unique() -> None:
     with refusing(ExperimentError, "evaluation.metrics", "rmse"):
         OwnMetric("package:rmse", absolute, batch(Regression(), 4))
     with refusing(ExperimentError, "evaluation.metrics", "absolute"):
         EvaluationPlan.of(targets("regression"), None, (), [own(absolute), own(absolute)])
 
 
-def test_examples_for_which_an_own_metric_is_not_finite_are_left_out() -> None:
+def test_examples_with_non_finite_own_metrics_are_left_out() -> None:
     def risky(outputs: Tensor, y: Tensor) -> Tensor:
         return y[:, 0] / (y[:, 0] > 0)
 
@@ -351,7 +351,7 @@ def test_examples_for_which_an_own_metric_is_not_finite_are_left_out() -> None:
     assert not OwnMetric("mine:Risky", Risky(), (outputs, y)).of(outputs, y).any()
 
 
-def test_shapes_of_targets_agree_with_the_plan() -> None:
+def test_target_shapes_agree_with_the_plan() -> None:
     for name in SHAPES:
         plan = EvaluationPlan.of(targets(name))
         assert plan.nothing(3, 2).sums.shape == (3, 2, 2, plan.size)

@@ -55,7 +55,7 @@ def cells(row: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_report_has_the_numbers_of_every_metric(tmp_path: Path, task: str) -> None:
+def test_the_report_has_every_metric(tmp_path: Path, task: str) -> None:
     run, metric = RunFolder(write_task_run(tmp_path / "run", task)), headline(task)
     results, every = result_table(run).tables
     of_clients = [made_up(metric.name, i, 0.8) for i in SEEN]
@@ -91,7 +91,7 @@ def test_clients_are_sorted_by_the_worst_headline(tmp_path: Path, task: str) -> 
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_figures_of_clients_mark_the_worst_side(tmp_path: Path, task: str) -> None:
+def test_client_figures_mark_the_worst_side(tmp_path: Path, task: str) -> None:
     rows = RunFolder(write_task_run(tmp_path / "run", task)).clients()
     metric = headline(task)
     worst = max if not metric.higher_is_better else min
@@ -102,7 +102,7 @@ def test_figures_of_clients_mark_the_worst_side(tmp_path: Path, task: str) -> No
     assert sorted(texts) == ["global better: 0", "personalized better: 30"]
 
 
-def test_best_round_of_a_lower_headline_is_the_lowest(tmp_path: Path) -> None:
+def test_the_best_round_of_a_lower_is_better_headline_is_the_lowest(tmp_path: Path) -> None:
     rounds = {0: 0.1, 10: 0.9, 20: 0.5, 30: 0.6}
     folder = write_task_run(tmp_path / "run", "regression", rounds=rounds)
     results, _ = result_table(RunFolder(folder)).tables
@@ -117,7 +117,7 @@ def test_best_round_of_a_lower_headline_is_the_lowest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_comparison_finds_the_better_method(tmp_path: Path, task: str) -> None:
+def test_the_comparison_finds_the_better_method(tmp_path: Path, task: str) -> None:
     metric = headline(task)
     for seed in (1, 2, 3):
         for method, quality in (("ditto", 0.8), ("pefll", 0.6)):
@@ -156,7 +156,7 @@ def test_comparison_finds_the_better_method(tmp_path: Path, task: str) -> None:
     assert "accurac" not in "".join(line for line in as_latex(found).splitlines() if "caption" in line)
 
 
-def test_equal_differences_of_an_error_are_equal_floats(tmp_path: Path) -> None:
+def test_equal_error_differences_are_equal_floats(tmp_path: Path) -> None:
     write_task_run(tmp_path / "a", "regression")
     write_task_run(tmp_path / "b", "regression", lr=0.2)
     for name, off in (("a", 0.1), ("b", 0.3)):
@@ -181,7 +181,7 @@ def test_equal_differences_of_an_error_are_equal_floats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["regression", "segmentation"])
-def test_setting_is_chosen_on_validation_in_the_metrics_direction(tmp_path: Path, task: str) -> None:
+def test_a_setting_is_chosen_on_validation_in_the_metrics_direction(tmp_path: Path, task: str) -> None:
     for lr, quality in ((0.1, 0.5), (0.2, 0.8), (0.3, 0.7)):
         write_task_run(tmp_path / f"lr={lr}", task, lr=lr, quality=quality)
     (choice,) = compare_runs([tmp_path]).chosen
@@ -191,7 +191,7 @@ def test_setting_is_chosen_on_validation_in_the_metrics_direction(tmp_path: Path
     assert (choice.validation, choice.runner_up) == (made_up(metric, 0, 0.8), made_up(metric, 0, 0.7))
 
 
-def test_runs_of_different_metrics_are_not_compared(tmp_path: Path) -> None:
+def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
     one, two = (write_task_run(tmp_path / task, task) for task in ("regression", "segmentation"))
     with pytest.raises(ExperimentError) as error:
         compare_runs([one, two])
@@ -208,7 +208,7 @@ def test_damaged_metrics_are_named(tmp_path: Path) -> None:
     assert mentions(str(error.value), "summary.json", "rmse")
 
 
-def test_no_client_with_the_metric_is_a_dash(tmp_path: Path) -> None:
+def test_a_metric_without_clients_is_a_dash(tmp_path: Path) -> None:
     folder = write_task_run(tmp_path / "run", "multilabel")
     summary = json.loads((folder / "summary.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -239,7 +239,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_status_has_the_headline_also_over_the_wire(tmp_path: Path, task: str) -> None:
+def test_status_shows_the_headline_locally_and_over_the_wire(tmp_path: Path, task: str) -> None:
     folder, metric = write_task_run(tmp_path / "run", task), headline(task)
     now = Activity("run", "ditto", "training", 2.0, 1.0, measured=LastEvaluation.of(last_line(folder)))
     told = from_wire(to_wire(now))
@@ -283,7 +283,7 @@ def test_tables_and_lines_show_the_headline(tmp_path: Path, task: str, capsys: p
         assert f"seen {metric.exact(value)}" in said
 
 
-def test_list_of_runs_has_each_runs_metric(tmp_path: Path) -> None:
+def test_the_list_of_runs_shows_each_runs_metric(tmp_path: Path) -> None:
     for task in TASKS:
         write_task_run(tmp_path / task, task)
     write_run(tmp_path / "classes", n=10, unseen=2, rounds=(0, 10))
@@ -299,7 +299,7 @@ def test_list_of_runs_has_each_runs_metric(tmp_path: Path) -> None:
     assert "RMSE 19.7" in done.output
 
 
-def test_a_threshold_has_the_direction_of_the_metric() -> None:
+def test_a_threshold_follows_the_direction_of_the_metric() -> None:
     EarlyStopping(at_least=0.9).check(ACCURACY)
     EarlyStopping(at_most=3.5).check(METRICS["rmse"])
     for metric in (ACCURACY, METRICS["rmse"]):
@@ -331,7 +331,7 @@ def with_examples(folder: Path, task: str, clients: list[dict[str, Any]], output
     RunFolder(folder).write_json("examples.json", document)
 
 
-def test_report_of_numbers_shows_residuals(tmp_path: Path) -> None:
+def test_the_report_of_regression_shows_residuals(tmp_path: Path) -> None:
     folder = write_task_run(tmp_path / "run", "regression")
     true = {"client-00": [1.0, 2.0, 4.0], "client-29": [10.0, 30.0]}
     off = {"client-00": [0.5, -0.5, 3.0], "client-29": [0.0, -4.0]}
@@ -360,7 +360,7 @@ def test_report_of_numbers_shows_residuals(tmp_path: Path) -> None:
     assert 'aria-label="Examples: residuals"' in page
 
 
-def test_report_of_masks_shows_input_truth_and_prediction(tmp_path: Path) -> None:
+def test_the_report_of_segmentation_shows_input_truth_and_prediction(tmp_path: Path) -> None:
     folder = write_task_run(tmp_path / "run", "segmentation")
     true, predicted = [[0, 1], [2, 255]], [[0, 2], [2, 0]]
     clients = [{"id": "client-00", "seen": True, "image": [[0, 100], [200, 255]], "true": true, "predicted": predicted}]
@@ -373,7 +373,7 @@ def test_report_of_masks_shows_input_truth_and_prediction(tmp_path: Path) -> Non
     assert 'aria-label="Examples: examples"' in write_report(folder).read_text()
 
 
-def test_damaged_examples_are_a_note(tmp_path: Path) -> None:
+def test_damaged_examples_give_a_note(tmp_path: Path) -> None:
     folder = write_task_run(tmp_path / "run", "segmentation")
     with_examples(folder, "segmentation", [{"id": "a", "seen": True, "true": [[0, 1]], "predicted": [[0]]}], 2)
     page = write_report(folder).read_text()

@@ -78,7 +78,7 @@ def test_names_settings_and_headline_agree(task: PredictionTask) -> None:
     assert plan.task is task
 
 
-def test_losses_equal_torch() -> None:
+def test_losses_equal_torchs() -> None:
     outputs, y = batch(Classification(), 9)
     weights = (1.0, 2.0, 0.5, 3.0)
     torch.testing.assert_close(Classification().loss(outputs, y), F.cross_entropy(outputs, y, reduction="none"))
@@ -102,7 +102,7 @@ def test_losses_equal_torch() -> None:
         torch.testing.assert_close(found, F.cross_entropy(outputs[i], y[i], label_smoothing=0.2))
 
 
-def test_an_example_without_any_target_costs_nothing() -> None:
+def test_an_example_without_targets_has_zero_loss() -> None:
     for task, ignored in ((Segmentation(), 255), (NextToken(), -100)):
         outputs, y = batch(task, 2)
         y[0] = ignored
@@ -112,13 +112,13 @@ def test_an_example_without_any_target_costs_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("output_shape", [(), (1,)])
-def test_one_number_needs_no_axis_of_its_own(shape: tuple[int, ...], output_shape: tuple[int, ...]) -> None:
+def test_one_number_needs_no_axis(shape: tuple[int, ...], output_shape: tuple[int, ...]) -> None:
     outputs, y = torch.tensor([1.0, 2, 3]).reshape(3, *output_shape), torch.tensor([1.0, 4, 6]).reshape(3, *shape)
     assert Regression().loss(outputs, y).tolist() == [0, 4, 9]
 
 
 @TASK
-def test_clients_stacked_under_vmap_have_the_losses_of_each(task: PredictionTask) -> None:
+def test_losses_under_vmap_equal_those_of_single_clients(task: PredictionTask) -> None:
     pairs = [batch(task, 5, seed) for seed in range(3)]
     outputs, y = (torch.stack(tensors) for tensors in zip(*pairs, strict=True))
     found = torch.func.vmap(torch.func.grad(lambda o, t: task.loss(o, t).mean()))(outputs, y)
@@ -173,7 +173,7 @@ def test_multilabel_metrics_equal_scikit_learn_and_torchmetrics() -> None:
 
 
 @pytest.mark.parametrize("std", [(), (2.0, 0.5, 3.0, 1.0)])
-def test_regression_metrics_are_in_own_units(std: tuple[float, ...]) -> None:
+def test_regression_metrics_are_in_original_units(std: tuple[float, ...]) -> None:
     outputs, y = batch(Regression(), 30)
     mean = (5.0, -1.0, 0.0, 2.0) if std else ()
     found = measured(Regression(), outputs, y, std=std, mean=mean)
@@ -255,13 +255,13 @@ def test_sums_are_additive_over_batches_and_clients(task: PredictionTask) -> Non
 
 
 @TASK
-def test_no_example_and_undefined_metrics_are_nan(task: PredictionTask) -> None:
+def test_metrics_without_examples_or_definition_are_nan(task: PredictionTask) -> None:
     outputs, y = batch(task, 0)
     for pooled in (False, True):
         assert all(math.isnan(value) for value in measured(task, outputs, y, pooled=pooled).values())
 
 
-def test_pooled_auroc_differs_from_the_exact_one_by_ties_within_bins() -> None:
+def test_pooled_auroc_differs_from_the_exact_one_only_by_ties_within_bins() -> None:
     outputs, y = batch(Multilabel(), 400)
     outputs = (outputs.clamp(-7, 7) / WIDTH).round() * WIDTH  # all scores of a bin are equal
     exact, pooled = (measured(Multilabel(), outputs, y, pooled=pooled)["auroc"] for pooled in (False, True))
@@ -272,7 +272,7 @@ def test_pooled_auroc_differs_from_the_exact_one_by_ties_within_bins() -> None:
     assert pooled != exact
 
 
-def test_pooled_auroc_of_two_clients_is_that_of_their_examples_together() -> None:
+def test_pooled_auroc_of_two_clients_is_that_of_their_joint_examples() -> None:
     part, task = Auroc(K, of_classes=False), Multilabel()
     pairs = [batch(task, 50, seed) for seed in (0, 1)]
     pairs = [((outputs / WIDTH).round() * WIDTH, y) for outputs, y in pairs]
@@ -299,7 +299,7 @@ def test_broken_predictions_have_finite_sums_and_are_wrong(task: PredictionTask,
         assert found.get("perplexity", math.exp(LOSS_CAP)) == pytest.approx(math.exp(LOSS_CAP))
 
 
-def test_the_errors_of_a_field_are_those_of_all_its_numbers() -> None:
+def test_errors_of_a_field_cover_all_its_numbers() -> None:
     task, shape, std = Regression(), (2, 3, 4), 2.5
     generator = torch.Generator().manual_seed(0)
     outputs, y = (torch.randn(6, *shape, generator=generator) for _ in range(2))
@@ -317,7 +317,7 @@ def test_the_errors_of_a_field_are_those_of_all_its_numbers() -> None:
 
 
 @TASK
-def test_sums_that_no_client_can_have_are_told(task: PredictionTask) -> None:
+def test_impossible_sums_are_reported(task: PredictionTask) -> None:
     outputs, y = batch(task, 20)
     for part in EvaluationPlan.of(targets(task.name), task, task.optional).sums:
         sums = part.of(task.predictions(outputs), y)
@@ -331,7 +331,7 @@ def test_sums_that_no_client_can_have_are_told(task: PredictionTask) -> None:
                 assert part.implausible(lie, 20), (type(part), i, value)
 
 
-def test_settings_that_do_not_fit_the_outputs_are_told() -> None:
+def test_settings_that_do_not_fit_the_outputs_are_reported() -> None:
     assert mentions(Classification(class_weights=(1.0, 2.0)).setting_fault(K) or "", "task.class_weights")
     assert mentions(Multilabel(pos_weight=(1.0,) * 5).setting_fault(K) or "", "task.pos_weight")
     assert mentions(Segmentation().setting_fault(256) or "", "task.ignore_index")
@@ -347,12 +347,12 @@ def test_targets_as_inputs_have_the_stated_length(task: PredictionTask) -> None:
     assert found.dtype == torch.float32
 
 
-def test_masks_as_inputs_are_the_parts_of_their_classes() -> None:
+def test_masks_as_inputs_are_class_proportions() -> None:
     y = torch.tensor([[[0, 1], [1, 255]], [[255, 255], [255, 255]]])
     torch.testing.assert_close(Segmentation().label_input(y, 3), torch.tensor([[1 / 3, 2 / 3, 0], [0, 0, 0]]))
 
 
-def test_tokens_that_are_the_inputs_are_moved_by_one_place() -> None:
+def test_tokens_identical_to_the_inputs_are_shifted_by_one() -> None:
     x = np.array([[4, 5, 6], [7, 8, 9]])
     assert next_tokens(x, x).tolist() == [[5, 6, -100], [8, 9, -100]]
     padded = np.array([[4, 5, -100], [7, 8, 9]])
@@ -363,7 +363,7 @@ def test_tokens_that_are_the_inputs_are_moved_by_one_place() -> None:
     assert next_tokens(x, ignored) is ignored
 
 
-def test_a_vocabulary_has_no_square_of_its_size() -> None:
+def test_memory_does_not_grow_with_the_square_of_the_vocabulary() -> None:
     plan = EvaluationPlan.of(Targets("next_token", (128,), 30_000))
     assert sum(math.prod(shape) for shape in plan.shapes(2).values()) < 1000
     assert EvaluationPlan.of_classes(10).size <= 2  # an evaluation of classes stays as small as it was

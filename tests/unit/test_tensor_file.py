@@ -33,14 +33,14 @@ def test_written_tensors_are_read() -> None:
     assert decode_tensors(encode_tensors({}, {}))[0] == {}
 
 
-def test_equal_contents_are_equal_bytes() -> None:
+def test_equal_contents_give_equal_bytes() -> None:
     assert encode_tensors(TENSORS, {"a": 1, "b": 2}) == encode_tensors(
         dict(reversed(TENSORS.items())), {"b": 2, "a": 1}
     )
     assert encode_tensors(TENSORS, {"a": 1}) != encode_tensors(TENSORS, {"a": 2})
 
 
-def test_no_flipped_bit_is_read() -> None:
+def test_any_flipped_bit_is_detected() -> None:
     """Flip each bit of values, names, shapes, metadata and the digest itself."""
     content = encode_tensors(TENSORS, {"round": 7})
     for bit in range(8 * len(content)):
@@ -49,7 +49,7 @@ def test_no_flipped_bit_is_read() -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 8, 40, 100, 200, -8, -1])
-def test_a_file_that_was_cut_is_not_read(kept: int) -> None:
+def test_a_truncated_file_is_rejected(kept: int) -> None:
     with pytest.raises(ValueError, match=r"digest|damaged"):
         decode_tensors(encode_tensors(TENSORS, {})[:kept])
 
@@ -65,7 +65,7 @@ def made(folder: Path) -> Checkpoints:
     return checkpoints
 
 
-def test_a_damaged_checkpoint_is_named_and_so_are_the_others(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_with_the_others(tmp_path: Path) -> None:
     """Whichever bit of it; nothing is taken in its place."""
     checkpoints = made(tmp_path / "checkpoints")
     path = tmp_path / "checkpoints" / "round-000005.safetensors"
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_named_and_so_are_the_others(tmp_path: Path) -> 
     assert checkpoints.load().round == 4
 
 
-def test_the_hint_for_a_damaged_checkpoint_is_one_that_works(tmp_path: Path) -> None:
+def test_the_hint_for_a_damaged_checkpoint_works(tmp_path: Path) -> None:
     """An earlier round needs the file gone for --resume; the first has nothing to go back to, nor has the only one."""
     checkpoints = made(tmp_path / "checkpoints")
     first, second, third = sorted((tmp_path / "checkpoints").iterdir())
@@ -97,7 +97,7 @@ def test_the_hint_for_a_damaged_checkpoint_is_one_that_works(tmp_path: Path) -> 
         checkpoints.load()
 
 
-def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_under_another_name_is_rejected(tmp_path: Path) -> None:
     checkpoints = made(tmp_path / "checkpoints")
     first, _, last = sorted((tmp_path / "checkpoints").iterdir())
     last.write_bytes(first.read_bytes())
@@ -105,7 +105,7 @@ def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None
         checkpoints.load()
 
 
-def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_state_is_rejected(tmp_path: Path) -> None:
     states, version = StoredStates(FolderStore(tmp_path)), Version(2, 1, 0, 3, 77)
     states.save("c0", version, {"q": torch.arange(40.0)})
     path = tmp_path / "c0" / f"{version}.safetensors"

@@ -70,7 +70,7 @@ def ids_of(texts: list[str], how: TextColumn) -> list[list[int]]:
     return found.x["input_ids" if how.mask else ""].tolist()
 
 
-def test_texts_are_padded_and_cut_on_the_side_that_is_asked_for(folder: str) -> None:
+def test_texts_are_padded_and_truncated_on_the_requested_side(folder: str) -> None:
     texts = ["good film", "very very very very bad", "odd"]
     assert ids_of(texts, column(folder)) == [[2, 3, 5, 0, 0], [2, 6, 6, 6, 6], [2, 1, 0, 0, 0]]
     left = column(folder, padding="left", truncation="left", mask=False)
@@ -83,7 +83,7 @@ def test_texts_are_padded_and_cut_on_the_side_that_is_asked_for(folder: str) -> 
     assert (found.specs["input_ids"].high, found.specs["attention_mask"].high) == (len(WORDS), 2)
 
 
-def test_invalid_texts_and_tokenizers_are_refused(folder: str, tmp_path: Path) -> None:
+def test_invalid_texts_and_tokenizers_are_rejected(folder: str, tmp_path: Path) -> None:
     with refusing(DataError, "row 1", "row 2", "row 3", "7"):
         ids_of(["good", None, " ", 7], column(folder))  # type: ignore[list-item]
     with refusing(DataError, "none"):
@@ -94,7 +94,7 @@ def test_invalid_texts_and_tokenizers_are_refused(folder: str, tmp_path: Path) -
         ids_of(["good"], column(tokenizer_at(tmp_path / "unpadded", pad_token=None)))
 
 
-def test_the_digest_is_of_all_that_makes_ids(folder: str, tmp_path: Path) -> None:
+def test_the_digest_covers_everything_that_determines_ids(folder: str, tmp_path: Path) -> None:
     def digest(where: str, **settings: Any) -> str | None:
         how = column(where, **settings)
         return tokenized(["good"], how, str, ValidationErrors("the texts")).specs["input_ids"].tokenizer
@@ -117,7 +117,7 @@ def data_of(path: Path, folder: str, root: Path, **text: Any) -> Any:
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
-def test_tables_with_a_column_of_texts_give_named_integers(ending: str, folder: str, tmp_path: Path) -> None:
+def test_tables_with_a_text_column_give_named_integers(ending: str, folder: str, tmp_path: Path) -> None:
     path = tmp_path / f"t.{ending}"
     frame().to_csv(path, index=False) if ending == "csv" else frame().to_parquet(path, index=False)
     dataset = data_of(path, folder, tmp_path)
@@ -138,7 +138,7 @@ def test_tables_with_a_column_of_texts_give_named_integers(ending: str, folder: 
         data_of(path, folder, tmp_path, column="none")
 
 
-def test_frames_with_a_column_of_texts_train_a_transformer(folder: str, tmp_path: Path) -> None:
+def test_frames_with_a_text_column_train_a_transformer(folder: str, tmp_path: Path) -> None:
     text = {"column": "review", "tokenizer": folder, "length": 6}
     told = {"label": "label", "client": "owner", "root": tmp_path / "data", "held_out_fraction": 0.0}
     data = fedloom.Federated.from_frame(frame(), text=text, **told)
@@ -167,7 +167,7 @@ def own_texts(**changes: Any) -> Own:
     return Own.model_validate({"kind": "named", "inputs": inputs, "classes": ["down", "up"]})
 
 
-def test_packed_clients_carry_the_digest_of_their_tokenizer(folder: str, tmp_path: Path) -> None:
+def test_packed_clients_record_the_digest_of_their_tokenizer(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     frame()[["review", "label"]].to_csv(path, index=False)
 
@@ -202,7 +202,7 @@ def test_packed_clients_carry_the_digest_of_their_tokenizer(folder: str, tmp_pat
         Newcomer.from_folder(tmp_path / "c", wanted)
 
 
-def test_ids_of_unknown_origin_do_not_meet_a_required_tokenizer(folder: str, tmp_path: Path) -> None:
+def test_ids_of_unknown_origin_are_rejected_if_a_tokenizer_is_required(folder: str, tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 7, (40, 5))
     np.savez(tmp_path / "t.npz", **{"x.input_ids": ids, "x.attention_mask": ids % 2, "y": ids[:, 0] % 2})
     pack(tmp_path / "t.npz", tmp_path / "ids", PackSettings(request=Request(own_texts())))

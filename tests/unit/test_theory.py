@@ -46,15 +46,13 @@ def exact_floor(s: Setting) -> float:
     ("alpha", "beta", "growth"),
     [*((alpha, beta, 0.0) for alpha in (0.0, 0.7, 1.0) for beta in (None, 0.02, 0.3)), (0.7, 0.3, 3.0)],
 )
-def test_the_moments_on_a_quadratic_are_those_of_the_algorithms_updates(
-    alpha: float, beta: float | None, growth: float
-) -> None:
+def test_moments_on_a_quadratic_match_the_algorithms_updates(alpha: float, beta: float | None, growth: float) -> None:
     s = replace(QUICK, alpha=alpha, beta=beta, growth=growth)
     simulated = simulate(s, seed=1, runs=20_000)[::50]
     torch.testing.assert_close(simulated, torch.tensor(s.exact()[::50], dtype=torch.float64), rtol=0.05, atol=1e-3)
 
 
-def test_bias_correction_ends_at_a_loss_without_the_bias_and_wga_at_its_square() -> None:
+def test_bias_correction_converges_to_the_loss_without_bias_and_wga_to_its_square() -> None:
     bc = [exact_floor(replace(QUICK, bias=bias)) for bias in (0.0, 1.0, 10.0)]
     assert bc == pytest.approx([bc[0]] * 3, rel=1e-9)
     wga = [exact_floor(replace(QUICK, bias=bias, beta=None)) for bias in (0.0, 1.0, 2.0, 3.0)]
@@ -70,7 +68,7 @@ def test_bias_correction_gets_worse_before_it_gets_better() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_more_helpers_saturate_where_alpha_is_fixed() -> None:
+def test_with_a_fixed_alpha_more_helpers_saturate() -> None:
     few, some, many = (exact_floor(replace(QUICK, helpers=n)) for n in (1, 10, 1000))
     assert few > 1.8 * some
     assert many > some / 3
@@ -102,7 +100,7 @@ def test_the_best_alpha_minimizes_the_bound(helpers: int, bias: float, scaling: 
         assert gain == pytest.approx(speedup(helpers, relative_bias(p, 0.1)))
 
 
-def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
+def test_the_best_weights_of_the_other_two_methods_minimize_their_bounds() -> None:
     p = CollaborationConstants(7, 1.0, 2.0)
     best = min(GRID, key=lambda alpha: weighted_variance(alpha, 2.0, 7, 5.0))
     assert optimal_alpha_oracle(p, 5.0) == pytest.approx(best, abs=1e-3)
@@ -127,7 +125,9 @@ def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
         (20, 0.0, 0.05, 0.05),
     ],
 )
-def test_bounds_are_near_the_values_of_a_quadratic(helpers: int, bias: float, eta: float, beta: float | None) -> None:
+def test_bounds_are_close_to_the_values_of_a_quadratic(
+    helpers: int, bias: float, eta: float, beta: float | None
+) -> None:
     """The table of docs/theory.md: the best α of the bound is nearly best, the speedup is at most twice the gain."""
     p = CollaborationConstants(helpers, bias, 10.0)
     if beta is None:
@@ -145,13 +145,13 @@ def test_bounds_are_near_the_values_of_a_quadratic(helpers: int, bias: float, et
     assert found < claimed < 2 * found
 
 
-def test_without_noise_nobody_is_needed() -> None:
+def test_without_noise_no_helper_is_needed() -> None:
     p = CollaborationConstants(5, 0.5, 0.0)
     assert (optimal_alpha(p, 0.1), optimal_alpha_oracle(p, 0.0), optimal_alpha_bc(p, 0.1, 0.1)) == (0, 0, 0)
     assert speedup(5, relative_bias(p, 0.1)) == 1
 
 
-def test_linear_speedup_of_bias_correction_where_beta_falls_with_n() -> None:
+def test_bias_correction_has_linear_speedup_if_beta_falls_with_n() -> None:
     """At one η: the exact loss falls like 1/(N + 1) up to a constant, where a fixed β stops it."""
 
     def gain(helpers: int, beta: float) -> float:
@@ -165,7 +165,7 @@ def test_linear_speedup_of_bias_correction_where_beta_falls_with_n() -> None:
 
 @pytest.mark.parametrize("helpers", [1, 20])
 @pytest.mark.parametrize("bias", [0.0, 0.3, 3.0])
-def test_mean_estimation_is_wga_with_harmonic_steps(helpers: int, bias: float) -> None:
+def test_mean_estimation_equals_wga_with_harmonic_steps(helpers: int, bias: float) -> None:
     p, samples = CollaborationConstants(helpers, bias**2, 4.0), 25
     alpha = optimal_alpha(p, 1 / samples)
     best = min(GRID, key=lambda a: mean_estimation_loss(p, a, samples))
@@ -201,7 +201,7 @@ def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int, growth
 
 
 @pytest.mark.parametrize("growth", [0.0, 0.15])
-def test_the_bound_with_unlike_hessians_holds_in_simulation(growth: float) -> None:
+def test_the_bound_with_different_hessians_holds_in_simulation(growth: float) -> None:
     """f_0 = x²/2, f_avg = (1 + δ) (x - m)²/2: B(x) = δx - (1 + δ) m."""
     delta, m, alpha, beta, noise, helpers, steps = 0.5, 1.0, 0.8, 0.3, 1.0, 10, 400
     p = CollaborationConstants(helpers, 0.0, noise, dissimilarity=delta, growth=growth)
@@ -226,7 +226,7 @@ def test_the_bound_with_unlike_hessians_holds_in_simulation(growth: float) -> No
         bc_bound(p, alpha, beta, 0.9, steps, excess, bias)
 
 
-def test_noise_that_grows_takes_from_the_descent_and_too_much_is_refused() -> None:
+def test_growing_noise_slows_descent_and_too_much_is_rejected() -> None:
     p = CollaborationConstants(4, 1.0, 1.0, 2.0, 1.0, 0.5, growth=3.0)
     assert descent(p, 0.5, 0.1) == pytest.approx(1 - 0.25 * 0.5 - 0.2 * 3 * (0.25 + 0.0625))
     with pytest.raises(ValueError, match=r"step_size .*0\.46.*0\.5"):
@@ -235,7 +235,7 @@ def test_noise_that_grows_takes_from_the_descent_and_too_much_is_refused() -> No
         bc_bound(p, 0.5, 1.0, 0.1, 10, 1.0, 1.0)
 
 
-def test_invalid_problems_are_refused() -> None:
+def test_invalid_problems_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"pl .*smoothness, 1\.0.*2\.0"):
         CollaborationConstants(3, 0.0, 1.0, pl=2.0)
     with pytest.raises(ValueError, match=r"noise .*-1"):

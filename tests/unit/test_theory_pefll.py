@@ -36,7 +36,7 @@ def splits(n: int, m: int = 6) -> list[Split]:
     return [Split(one, torch.randint(3, (m,), generator=random)) for one in x]
 
 
-def test_the_divergence_is_that_of_the_main_text_and_not_of_the_appendix() -> None:
+def test_the_divergence_follows_the_main_text_and_not_the_appendix() -> None:
     mean, alpha = torch.randn(7, generator=seeded(), dtype=torch.float64), 0.3
     spread = torch.full_like(mean, math.sqrt(alpha))
     q, p = (Independent(Normal(m, spread), 1) for m in (mean, torch.zeros_like(mean)))
@@ -46,14 +46,14 @@ def test_the_divergence_is_that_of_the_main_text_and_not_of_the_appendix() -> No
     assert alpha * squared != pytest.approx(expected)
 
 
-def test_the_terms() -> None:
+def test_terms_of_the_bound() -> None:
     assert meta_term(10.0, 100, 0.05) == pytest.approx(math.sqrt((10 + math.log(40 / 0.05)) / 200))
     assert client_term(10.0, 4, 25, 0.05) == pytest.approx(math.sqrt((10 + math.log(800 / 0.05) + 1) / 200))
     assert Bound(1, 1, 0.4, 0.0, 0.3, 0.3).vacuous
     assert not Bound(1, 1, 0.4, 0.0, 0.3, 0.2).vacuous
 
 
-def test_with_narrow_gaussians_the_losses_are_those_of_the_means() -> None:
+def test_with_narrow_gaussians_losses_equal_those_of_the_means() -> None:
     these, clients = made(), splits(5)
     wrong: list[float] = []
     for split in clients:
@@ -70,7 +70,7 @@ def test_with_narrow_gaussians_the_losses_are_those_of_the_means() -> None:
     assert b.vacuous  # such certainty costs ‖η‖²/2α
 
 
-def test_the_terms_of_a_bound_are_those_of_its_networks() -> None:
+def test_terms_of_a_bound_match_its_networks() -> None:
     these, clients = made(), [*splits(4), *splits(1, m=9)]
     b = bound(these, clients, Variances(0.5, 2.0, 1e12), seeded(), delta=0.1, draws=2)
 
@@ -92,6 +92,6 @@ def test_wider_gaussians_cost_less() -> None:
     assert bound(these, clients, Variances(1e-5, 1e-5, 1.0), seeded(), draws=1).meta < wide.meta / 2
 
 
-def test_clients_without_labels_are_refused() -> None:
+def test_clients_without_labels_are_rejected() -> None:
     with pytest.raises(ValueError, match="clients: found"):
         bound(made(), [Split(torch.zeros(2, 5), None)], SMALL, seeded())

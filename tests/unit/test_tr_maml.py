@@ -27,7 +27,7 @@ def problem() -> Setup:
 
 
 @pytest.mark.parametrize("hessian", ["none", "exact"])
-def test_with_weights_that_stay_it_is_uniform_per_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
+def test_constant_weights_give_uniform_per_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
     keys = {"local": LOCAL, "hessian": hessian, "inner_lr": 0.05}
     mine, other = (
         federation(tmp_path / m.name, m, s, problem(), clients(SIZES), rounds=2)
@@ -49,7 +49,7 @@ def at(c: float, id: str) -> ClientData:
     return ClientData(id, split, split, split, 0)
 
 
-def test_on_quadratics_a_round_is_as_on_paper(tmp_path: Path) -> None:
+def test_a_round_on_quadratics_matches_a_hand_computation(tmp_path: Path) -> None:
     """F_i = (1 - α)² (w - c)²/2: w descends by n p_i ∇F_i, p ascends on F_i, not on p_i F_i."""
     centres, alpha, lr, rate = (1.0, -3.0, 0.5), 0.2, 0.1, 0.3
     keys = {"inner_lr": alpha, "hessian": "exact", "weights_lr": rate}
@@ -87,7 +87,7 @@ def test_a_client_gets_one_inner_step_on_its_train_split(tmp_path: Path) -> None
     assert TR_MAML.client(s, problem()).personalization_steps("personal", 9) == 1
 
 
-def test_refusals() -> None:
+def test_invalid_settings_are_rejected() -> None:
     for key, value in (("weights_lr", -1), ("weighting", "examples"), ("inner_lr", -0.1)):
         with pytest.raises(ValidationError, match=key):
             TRMAMLSettings.model_validate({key: value})

@@ -50,7 +50,7 @@ class Notices(RunObserver):
             os.kill(os.getpid(), 2)
 
 
-def test_they_hear_every_number_and_change_none(task: dict[str, Any], tmp_path: Path) -> None:
+def test_trackers_get_every_number_and_do_not_change_the_run(task: dict[str, Any], tmp_path: Path) -> None:
     alone = fedloom.run(task, out=tmp_path / "alone", report=False, progress=False)
     names = ["csv", "tensorboard"]
     tracked = fedloom.run(task, out=tmp_path / "tracked", report=False, progress=False, tracking=names)
@@ -69,7 +69,7 @@ def test_they_hear_every_number_and_change_none(task: dict[str, Any], tmp_path: 
     assert shown == pytest.approx({t: found[t, "unseen/accuracy_mean"] for t in range(4)}, abs=1e-6)
 
 
-def test_a_resumed_run_has_each_number_once(task: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_logs_each_number_once(task: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InterruptedRun):
         fedloom.run(task, out=tmp_path / "run", report=False, progress=Notices(stop_after=2), track=["csv"])
     run = fedloom.run(
@@ -109,7 +109,7 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plugged")
-def test_a_tracker_that_fails_does_not_stop_a_run(task: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failing_tracker_does_not_stop_a_run(task: dict[str, Any], tmp_path: Path) -> None:
     seen = Notices()
     names = ["breaks", "atonce", "csv"]
     run = fedloom.run(task, out=tmp_path / "run", report=False, progress=seen, tracking=names)
@@ -123,7 +123,7 @@ def test_a_tracker_that_fails_does_not_stop_a_run(task: dict[str, Any], tmp_path
 
 
 @pytest.mark.usefixtures("plugged")
-def test_one_that_is_not_there_is_named_before_anything_runs(task: dict[str, Any], tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_rejected_before_the_run(task: dict[str, Any], tmp_path: Path) -> None:
     for name, said in (("nothing", ("nothing", "csv", "tensorboard")), ("absent", ("absent", "not_installed_at_all"))):
         with pytest.raises(ExperimentError) as refused:
             fedloom.run(task, out=tmp_path / "run", progress=False, track=[name])
@@ -140,7 +140,7 @@ def test_the_package_to_install_is_named(name: str, monkeypatch: pytest.MonkeyPa
     assert tells(str(refused.value), name, "not installed", f"fedloom[{name}]")
 
 
-def test_the_command_line_and_its_environment_say_which(
+def test_trackers_are_chosen_on_the_command_line_and_in_its_environment(
     task: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "e.yaml").write_text(of(task).resolved_yaml())
@@ -155,7 +155,7 @@ def test_the_command_line_and_its_environment_say_which(
     assert first[3, "train/loss"] == second[3, "train/loss"]
 
 
-def test_the_experiment_says_which(task: dict[str, Any], tmp_path: Path) -> None:
+def test_trackers_are_chosen_in_the_experiment(task: dict[str, Any], tmp_path: Path) -> None:
     e = of(task, tracking=["csv"])
     (tmp_path / "e.yaml").write_text(e.resolved_yaml())
     assert load_experiment(tmp_path / "e.yaml").tracking == ("csv",)

@@ -47,7 +47,7 @@ def poisson(rate: float, z: float) -> Release:
 
 
 @pytest.mark.parametrize(("rate", "z", "count"), [(0.05, 1.0, 300), (0.01, 1.1, 1000), (0.3, 2.0, 20), (0.5, 5.0, 1)])
-def test_epsilon_for_replacing_one_is_the_package_s_own(rate: float, z: float, count: int) -> None:
+def test_epsilon_under_replace_one_equals_dp_accountings(rate: float, z: float, count: int) -> None:
     own = dp.pld.PLDAccountant(REPLACE)
     own.compose(dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(z)), count)
     counts = {poisson(rate, z): count}
@@ -61,7 +61,7 @@ def test_epsilon_for_replacing_one_is_the_package_s_own(rate: float, z: float, c
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.7])
-def test_one_sum_for_replacing_one_is_the_integral(rate: float) -> None:
+def test_one_sum_under_replace_one_equals_the_integral(rate: float) -> None:
     def density(x: float, at: float) -> float:
         return float((1 - rate) * norm.pdf(x, 0, 1.3) + rate * norm.pdf(x, at, 1.3))
 
@@ -73,7 +73,7 @@ def test_one_sum_for_replacing_one_is_the_integral(rate: float) -> None:
     assert quad(beyond, -15, 15, limit=500)[0] == pytest.approx(1e-4, rel=1e-3)
 
 
-def test_no_two_terms_are_told_apart_better_than_opposite_ones() -> None:
+def test_opposite_terms_are_the_most_distinguishable() -> None:
     """Compare δ by integration on a grid in the plane, where terms need not lie on a line."""
     rate, epsilon, z = 0.3, 0.8, 1.0
     at = np.linspace(-8, 8, 401)
@@ -95,7 +95,7 @@ def test_no_two_terms_are_told_apart_better_than_opposite_ones() -> None:
         assert delta((1.0, 0.0), (turned[0] / further, turned[1] / further)) <= most * (1 + 1e-6)
 
 
-def test_replacing_costs_nothing_more_if_it_is_already_the_relation() -> None:
+def test_converting_to_replace_one_is_free_if_it_already_is() -> None:
     fixed = {sampled("fixed", 900, 45, 12.0): 100}
     assert epsilon_of(fixed, 1e-5, replacing=True) == epsilon_of(fixed, 1e-5)
     assert epsilon_of({gaussian_release(4.0): 3}, 1e-5, replacing=True) == pytest.approx(gaussian_epsilon(2, 1e-5, 3))
@@ -105,7 +105,7 @@ def test_replacing_costs_nothing_more_if_it_is_already_the_relation() -> None:
 
 
 @pytest.mark.parametrize("unit", ["examples", "clients"])
-def test_total_of_training_and_descriptors_is_by_the_accountant(unit: str) -> None:
+def test_the_total_of_training_and_descriptors_uses_the_accountant(unit: str) -> None:
     """A Gaussian event of the package has the noise for adding one: replacing one moves it by twice as much."""
     own = dp.pld.PLDAccountant(REPLACE)
     own.compose(dp.PoissonSampledDpEvent(0.032, dp.GaussianDpEvent(1.1)), 200)
@@ -119,7 +119,7 @@ def test_total_of_training_and_descriptors_is_by_the_accountant(unit: str) -> No
     assert max(alone) < found.epsilon < sum(alone)
 
 
-def test_total_with_sums_over_a_fixed_number_is_by_renyi_divergences() -> None:
+def test_the_total_with_fixed_size_sums_uses_renyi_divergences() -> None:
     own = dp.rdp.RdpAccountant(neighboring_relation=REPLACE)
     own.compose(dp.SampledWithoutReplacementDpEvent(900, 45, dp.GaussianDpEvent(6.0)), 100)
     own.compose(dp.GaussianDpEvent(Z), 2)
@@ -127,7 +127,7 @@ def test_total_with_sums_over_a_fixed_number_is_by_renyi_divergences() -> None:
     assert found.epsilon == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
 
 
-def test_two_trainings_compose_and_several_kinds_of_sums_do() -> None:
+def test_two_trainings_and_several_kinds_of_sums_compose() -> None:
     own = dp.pld.PLDAccountant(REPLACE)
     own.compose(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(2.0)), 100)
     own.compose(dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(1.5)), 50)
@@ -139,7 +139,7 @@ def test_two_trainings_compose_and_several_kinds_of_sums_do() -> None:
     assert Spent((), trainings).total(1e-5).epsilon == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
 
 
-def test_samples_of_a_fixed_size_do_not_end_the_amplification_of_other_trainings() -> None:
+def test_fixed_size_samples_keep_the_amplification_of_other_trainings() -> None:
     fixed, drawn = training((sampled("fixed", 900, 45, 12.0), 100)), training((poisson(0.01, 1.0), 1000))
     halves = Spent(trainings=(fixed,)).total(5e-6).epsilon + Spent((Z,), (drawn,)).total(5e-6).epsilon
     found = Spent((Z,), (fixed, drawn)).total(1e-5)
@@ -159,7 +159,7 @@ def test_epsilon_of_a_claim_without_its_mechanism_is_added() -> None:
     assert Spent((), (training(epsilon=1e9),)).total(1e-5).delta > 1  # finite, and no guarantee
 
 
-def test_releases_without_a_meaning_are_refused() -> None:
+def test_meaningless_releases_are_rejected() -> None:
     good = {"rate": 0.1, "noise_multiplier": 1.0, "sampling": "poisson", "times": 3}
     CountedRelease.model_validate(good)
     for bad in ({"rate": 0.0}, {"rate": 1.5}, {"noise_multiplier": 0.0}, {"times": 0}, {"sampling": "round"}):
@@ -196,7 +196,7 @@ def test_a_ledger_has_one_total_of_trainings_and_requests(tmp_path: Path) -> Non
     assert json.loads(path.read_text().splitlines()[0])["delta"] == 1e-5
 
 
-def test_training_is_counted_whatever_the_budget_and_then_stops_requests(tmp_path: Path) -> None:
+def test_training_is_counted_beyond_the_budget_and_then_stops_requests(tmp_path: Path) -> None:
     alone = epsilon_of({poisson(0.05, 2.0): 60}, 1e-5, replacing=True)
     accountant = PrivacyAccountant(tmp_path / "l", budget=alone / 2)
     assert accountant.add_training(claimed())
@@ -208,7 +208,7 @@ def test_training_is_counted_whatever_the_budget_and_then_stops_requests(tmp_pat
     assert PrivacyAccountant(tmp_path / "l", budget=total).charge(request()).total_epsilon == total
 
 
-def test_any_flipped_bit_of_a_training_is_found(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_training_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "l"
     PrivacyAccountant(path).add_training(claimed())
     whole = path.read_bytes()
@@ -221,7 +221,7 @@ def test_any_flipped_bit_of_a_training_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["unit", "claim", "releases.times", "delta"])
-def test_a_line_that_is_no_training_is_refused(tmp_path: Path, lacking: str) -> None:
+def test_an_invalid_training_line_is_rejected(tmp_path: Path, lacking: str) -> None:
     path = tmp_path / "l"
     PrivacyAccountant(path).add_training(claimed())
     first, second = path.read_bytes().splitlines(keepends=True)

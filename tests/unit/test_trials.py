@@ -85,7 +85,7 @@ def opened(folder: Path, asked: SearchPlan, base: str = "e", schedule: Schedule 
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
-def test_trials_are_those_that_optuna_draws(sampler: str, tmp_path: Path) -> None:
+def test_trials_equal_those_drawn_by_optuna(sampler: str, tmp_path: Path) -> None:
     space = {**SPACE, "algorithm.local.lr": {"choices": [0.01, 0.1, 1.0]}} if sampler == "grid" else SPACE
     asked = plan_search(read_space({"parameters": space, "seed": 5, "sampler": sampler, "trials": None}), make)
     trials = opened(tmp_path / "s", asked)
@@ -121,7 +121,7 @@ def test_trials_are_those_that_optuna_draws(sampler: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("early", [None, "median", "hyperband"])
-def test_a_search_killed_at_any_point_continues_unchanged(early: str | None, tmp_path: Path) -> None:
+def test_a_search_killed_at_any_point_resumes_unchanged(early: str | None, tmp_path: Path) -> None:
     asked, whole = plan(early_stopping=early, trials=14), list[str]()
     search(opened(tmp_path / "whole", asked), whole)
     states = {event.split()[1] for event in whole if event.split()[1] in ("done", "stopped", "failed")}
@@ -141,7 +141,7 @@ def test_a_search_killed_at_any_point_continues_unchanged(early: str | None, tmp
         assert lines == [line.object for line in RunFiles(tmp_path / "whole").line_file(LOG).forwards()]
 
 
-def test_the_median_stops_the_trials_that_optuna_stops(tmp_path: Path) -> None:
+def test_the_median_pruner_stops_the_trials_optuna_stops(tmp_path: Path) -> None:
     trials = opened(tmp_path / "s", plan(early_stopping="median", trials=30))
     search(trials, [])
     done: list[Trial] = []
@@ -169,7 +169,7 @@ def test_a_search_can_be_extended(tmp_path: Path) -> None:
     assert [trial.texts for trial in more.all] == [trial.texts for trial in whole.all]
 
 
-def test_a_trial_beyond_the_bound_on_epsilon_is_not_chosen(tmp_path: Path) -> None:
+def test_a_trial_beyond_the_epsilon_bound_is_not_chosen(tmp_path: Path) -> None:
     private = ["algorithm.weighting=uniform", "federation.privacy={clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-3}"]
     bounded = plan_search(
         read_space({"parameters": SPACE, "epsilon": 2.0, "trials": 3}), lambda changes: make([*private, *changes])
@@ -182,7 +182,7 @@ def test_a_trial_beyond_the_bound_on_epsilon_is_not_chosen(tmp_path: Path) -> No
     assert (best.number, best.score) == (2, 0.5)
 
 
-def test_hyperband_has_the_rounds_of_the_experiment(tmp_path: Path) -> None:
+def test_hyperband_uses_the_rounds_of_the_experiment(tmp_path: Path) -> None:
     trials = opened(tmp_path / "s", plan(early_stopping="hyperband", trials=40), schedule=Schedule(9, 1))
     search(trials, [])
     ends = {max(trial.measured) for trial in trials.all if trial.state == "stopped"}
@@ -190,7 +190,7 @@ def test_hyperband_has_the_rounds_of_the_experiment(tmp_path: Path) -> None:
     assert min(ends) == 1
 
 
-def test_another_search_is_refused(tmp_path: Path) -> None:
+def test_a_different_search_is_rejected(tmp_path: Path) -> None:
     search(opened(tmp_path / "s", plan(trials=3)), [])
     with refusing(ExperimentError, tmp_path / "s", "resume", "space"):
         opened(tmp_path / "s", plan(trials=3, seed=6))

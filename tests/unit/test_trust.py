@@ -70,7 +70,7 @@ def certificate(*names: str, days: float = 1) -> Certificate:
 # ---- tokens
 
 
-def test_a_token_is_found_by_its_hash_alone(tokens: Path) -> None:
+def test_a_token_is_found_only_by_its_hash(tokens: Path) -> None:
     token, entry = add_token(tokens, "north")
     other = make_token()
     kept = read_tokens(tokens)
@@ -86,7 +86,7 @@ def test_a_token_has_256_random_bits() -> None:
 
 
 @given(st.text(max_size=80))
-def test_invalid_tokens_belong_to_nobody(text: str) -> None:
+def test_invalid_tokens_match_no_identity(text: str) -> None:
     entry = keep_token("a", make_token())
     known = Tokens((entry,))
     assert known.find(SecretStr(text)) is None
@@ -94,7 +94,7 @@ def test_invalid_tokens_belong_to_nobody(text: str) -> None:
     assert known.find(SecretStr(f"fedloom_{entry.id}_" + "A" * 43)) is None
 
 
-def test_the_file_is_its_owners(tokens: Path) -> None:
+def test_the_token_file_is_readable_only_by_its_owner(tokens: Path) -> None:
     add_token(tokens, "north")
     before = tokens.stat().st_ino
     add_token(tokens, "south")
@@ -106,7 +106,7 @@ def _add(path: str, name: str) -> None:
     add_token(Path(path), name)
 
 
-def test_two_who_write_at_once_lose_nothing(tokens: Path) -> None:
+def test_concurrent_writers_lose_nothing(tokens: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_add, args=(str(tokens), f"m-{i}")) for i in range(8)]
     for writer in writers:
@@ -140,7 +140,7 @@ def test_revoking_by_id_and_by_name(tokens: Path) -> None:
         ('{"version": 1, "tokens": [], "more": 1}', "more"),
     ],
 )
-def test_a_damaged_file_of_tokens(tokens: Path, content: str, found: str) -> None:
+def test_a_damaged_token_file(tokens: Path, content: str, found: str) -> None:
     tokens.write_text(content)
     with pytest.raises(ExperimentError) as error:
         read_tokens(tokens)
@@ -150,7 +150,7 @@ def test_a_damaged_file_of_tokens(tokens: Path, content: str, found: str) -> Non
     assert tokens.read_text() == content
 
 
-def test_a_damaged_file_of_tokens_shows_nothing_of_itself(tokens: Path) -> None:
+def test_errors_about_a_damaged_token_file_reveal_none_of_it(tokens: Path) -> None:
     """JSON's errors carry the whole document, which may be a token that somebody saved to the wrong file."""
     token = make_token()
     tokens.write_text(token.get_secret_value())
@@ -160,7 +160,7 @@ def test_a_damaged_file_of_tokens_shows_nothing_of_itself(tokens: Path) -> None:
     assert error.value.__cause__ is None
 
 
-def test_invalid_tokens_are_refused_without_being_shown(tmp_path: Path) -> None:
+def test_invalid_tokens_are_rejected_without_being_shown(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("hunter2 and more\n")
     with pytest.raises(RefusedError) as refused:
@@ -175,7 +175,7 @@ def test_invalid_tokens_are_refused_without_being_shown(tmp_path: Path) -> None:
 # ---- the table of identities
 
 
-def test_the_table(table: Path) -> None:
+def test_the_identity_file(table: Path) -> None:
     found = read_identities(table)
     north = found.find(frozenset({"URI:urn:fedloom:north", "DNS:elsewhere"}), None)
     assert [each.name for each in north] == ["north"]
@@ -213,12 +213,12 @@ def test_the_table(table: Path) -> None:
         ("a*?", "a", False),
     ],
 )
-def test_patterns_of_clients(pattern: str, client: str, allowed: bool) -> None:
+def test_client_patterns(pattern: str, client: str, allowed: bool) -> None:
     assert Identity("n", frozenset({Role.WORKER}), (pattern,)).speaks_for(client) is allowed
 
 
 @given(st.text("ab*?.", min_size=1, max_size=12), st.text("ab.", min_size=1, max_size=12))
-def test_patterns_mean_what_they_mean_to_a_shell(pattern: str, client: str) -> None:
+def test_patterns_match_as_in_a_shell(pattern: str, client: str) -> None:
     whom = Identity("n", frozenset({Role.WORKER}), (pattern, "c*"))
     assert whom.speaks_for(client) is fnmatchcase(client, pattern)
 
@@ -231,7 +231,7 @@ def test_a_pattern_with_many_stars_takes_linear_time() -> None:
     assert time.perf_counter() - started < 5
 
 
-def test_the_number_of_an_identitys_clients_is_bounded_beyond_its_pattern(tmp_path: Path) -> None:
+def test_the_client_limit_of_an_identity_applies_beyond_its_pattern(tmp_path: Path) -> None:
     path = tmp_path / "identities.yaml"
     entries = ('clients: ["a-1", "a-2"]', 'clients: ["a-*"]', 'clients: ["a-*"], max_clients: 5')
     path.write_text(
@@ -248,7 +248,7 @@ def test_the_number_of_an_identitys_clients_is_bounded_beyond_its_pattern(tmp_pa
 
 
 @pytest.mark.skipif(not yaml.__with_libyaml__, reason="libyaml makes it fast")
-def test_a_table_of_thousands_is_read_and_looked_up_fast(tmp_path: Path) -> None:
+def test_an_identity_file_of_thousands_is_read_and_searched_fast(tmp_path: Path) -> None:
     """Read with little more work than libyaml's own, and look up without a walk through the table."""
     path = tmp_path / "identities.yaml"
     entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
@@ -267,7 +267,7 @@ def test_a_table_of_thousands_is_read_and_looked_up_fast(tmp_path: Path) -> None
     assert lines_run(look_up) < 100 * 400
 
 
-def test_an_identity_without_clients_speaks_for_none() -> None:
+def test_an_identity_without_clients_may_serve_none() -> None:
     assert not Identity("n", frozenset({Role.WATCH})).speaks_for("")
 
 
@@ -294,7 +294,7 @@ def test_an_identity_without_clients_speaks_for_none() -> None:
         (TABLE, "- 1", ("version", "identities")),
     ],
 )
-def test_mistakes_in_the_table(table: Path, old: str, new: str, expected: tuple[str, ...]) -> None:
+def test_errors_in_the_identity_file(table: Path, old: str, new: str, expected: tuple[str, ...]) -> None:
     assert old in TABLE
     table.write_text(TABLE.replace(old, new))
     with pytest.raises(ExperimentError) as error:
@@ -302,7 +302,7 @@ def test_mistakes_in_the_table(table: Path, old: str, new: str, expected: tuple[
     assert tells(str(error.value), table, *expected)
 
 
-def test_a_token_in_the_table_is_refused_unseen(table: Path) -> None:
+def test_a_token_in_the_identity_file_is_rejected_without_being_shown(table: Path) -> None:
     token = make_token()
     table.write_text(TABLE.replace("token: south", f"token: {token.get_secret_value()}"))
     with pytest.raises(ExperimentError) as error:
@@ -314,14 +314,14 @@ def test_a_token_in_the_table_is_refused_unseen(table: Path) -> None:
 # ---- who is let in
 
 
-def test_each_role_may_do_what_the_table_says() -> None:
+def test_each_role_has_the_documented_permissions() -> None:
     for role in Role:
         identity = Identity("n", frozenset({role}), ("*",))
         assert {action for action in Action if identity.may(action)} == ALLOWED[role]
     assert set(ALLOWED) == set(Role)
 
 
-def test_nobody_is_let_in_without_anything(table: Path, tokens: Path) -> None:
+def test_a_peer_without_credentials_is_rejected(table: Path, tokens: Path) -> None:
     add_token(tokens, "south")
     for action in Action:
         with pytest.raises(Denied) as denied:
@@ -329,7 +329,7 @@ def test_nobody_is_let_in_without_anything(table: Path, tokens: Path) -> None:
         assert denied.value.identity is None
 
 
-def test_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
+def test_authentication_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
     south, kept = add_token(tokens, "south")
     stranger = make_token()
     access = Access(tokens, table)
@@ -349,7 +349,7 @@ def test_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
             access.admit(presented, Action.TRAIN)
 
 
-def test_the_wrong_role_is_told_who_it_is(table: Path, tokens: Path) -> None:
+def test_an_unauthorized_peer_learns_its_identity(table: Path, tokens: Path) -> None:
     eye, _ = add_token(tokens, "eye")
     access = Access(tokens, table)
     assert access.admit(PeerCredentials(token=eye), Action.MEASURE).identity.name == "eye"
@@ -359,7 +359,7 @@ def test_the_wrong_role_is_told_who_it_is(table: Path, tokens: Path) -> None:
     assert tells(str(denied.value), "eye", "train", "observer")
 
 
-def test_without_a_table_all_that_is_known_may_work_watch_and_ask_for_models(tokens: Path) -> None:
+def test_without_an_identity_file_every_known_peer_may_work_watch_and_request_models(tokens: Path) -> None:
     token, _ = add_token(tokens, "south")
     identity = Access(tokens).admit(PeerCredentials(token=token), Action.TRAIN).identity
     assert (identity.name, identity.roles) == ("south", {Role.WORKER, Role.PERSONALIZE, Role.WATCH})
@@ -396,7 +396,7 @@ def revoked(access: Access, admitted: Admitted) -> Denied | None:
     return None
 
 
-def test_a_token_that_is_revoked_while_it_is_used(table: Path, tokens: Path) -> None:
+def test_a_token_revoked_during_use(table: Path, tokens: Path) -> None:
     south, kept = add_token(tokens, "south")
     second, _ = add_token(tokens, "south")
     access = Access(tokens, table)
@@ -412,7 +412,7 @@ def test_a_token_that_is_revoked_while_it_is_used(table: Path, tokens: Path) -> 
         access.admit(PeerCredentials(token=south), Action.TRAIN)
 
 
-def test_an_identity_that_is_taken_from_the_table_or_may_do_less(table: Path, tokens: Path) -> None:
+def test_an_identity_removed_or_restricted_during_use(table: Path, tokens: Path) -> None:
     access = Access(tokens if tokens.exists() else None, table)
     admitted = access.admit(PeerCredentials(certificate("URI:urn:fedloom:north")), Action.TRAIN)
     table.write_text(TABLE.replace('clients: ["north-*"]', 'clients: ["north-1"]'))
@@ -425,7 +425,7 @@ def test_an_identity_that_is_taken_from_the_table_or_may_do_less(table: Path, to
     assert not denied.again
 
 
-def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) -> None:
+def test_a_token_and_a_certificate_that_expire_during_use(tokens: Path) -> None:
     now = [datetime.now(UTC)]
     token, kept = add_token(tokens, "south", days=1)
     access = Access(tokens, now=lambda: now[0])
@@ -444,7 +444,7 @@ def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "fedloom_" + "0" * 12 + "_" + "A" * 43])
-def test_later_damage_changes_nothing(
+def test_later_damage_to_a_file_changes_nothing(
     table: Path, tokens: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     south, kept = add_token(tokens, "south")
@@ -465,7 +465,7 @@ def test_later_damage_changes_nothing(
         access.admit(PeerCredentials(token=south), Action.TRAIN)
 
 
-def test_a_file_that_goes_away_changes_nothing(tokens: Path) -> None:
+def test_a_file_removed_later_changes_nothing(tokens: Path) -> None:
     token, _ = add_token(tokens, "south")
     access = Access(tokens)
     tokens.unlink()
@@ -473,7 +473,7 @@ def test_a_file_that_goes_away_changes_nothing(tokens: Path) -> None:
     assert access.admit(PeerCredentials(token=token), Action.TRAIN)
 
 
-def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_changes_during_a_read_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("1")
 
@@ -490,7 +490,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> N
     assert file.refresh() == 1
 
 
-def test_files_that_are_being_replaced_are_read_when_they_have_been(tmp_path: Path) -> None:
+def test_files_under_replacement_are_read_once_complete(tmp_path: Path) -> None:
     path, tries = tmp_path / "a", []
 
     def read() -> str:
@@ -509,7 +509,7 @@ def test_files_that_are_being_replaced_are_read_when_they_have_been(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "absent", "bytes"])
-def test_paths_that_are_no_files_are_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_paths_that_are_not_files_are_rejected_at_once(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
     match kind:
         case "pipe":
@@ -546,7 +546,7 @@ def test_the_audit_log(tmp_path: Path) -> None:
     assert [line["event"] for line in lines(path)] == ["leave"]
 
 
-def test_refusals_are_counted_not_repeated(tmp_path: Path) -> None:
+def test_repeated_rejections_are_counted_instead_of_logged(tmp_path: Path) -> None:
     now = [0.0]
     audit = Audit(tmp_path / "audit.jsonl", clock=lambda: now[0])
     for _ in range(100):
@@ -569,7 +569,7 @@ def test_a_flood_from_many_hosts_fills_neither_memory_nor_disk(tmp_path: Path) -
 # ---- the commands
 
 
-def test_the_life_of_a_token_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
+def test_managing_a_token_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
     code, out, err = fedloom("token", "new", "north", "--days", "30")
     assert code == 0
     token, id = out.strip(), out.split("_")[1]
@@ -597,7 +597,7 @@ def test_the_life_of_a_token_on_the_command_line(fedloom: Fedloom, tmp_path: Pat
         (("list", "--tokens", "absent.json"), ("absent.json", "no such file")),
     ],
 )
-def test_mistakes_with_tokens(
+def test_invalid_token_commands(
     fedloom: Fedloom, tmp_path: Path, arguments: tuple[str, ...], facts: tuple[str, ...]
 ) -> None:
     add_token(tmp_path / "tokens.json", "known")

@@ -34,7 +34,7 @@ def document(**groups: Any) -> dict[str, Any]:
     return {"round": 3, "edges": EDGES, "personal": {"seen": None, "unseen": None}, "global": None} | groups
 
 
-def test_the_global_curve_is_over_the_examples_of_both_groups() -> None:
+def test_the_global_curve_covers_the_examples_of_both_groups() -> None:
     shared = {"seen": rows(30, 1.0), "unseen": rows(10, 0.6)}
     found = _groups(document(**{"global": shared}))
     assert list(found) == ["global"]
@@ -42,7 +42,7 @@ def test_the_global_curve_is_over_the_examples_of_both_groups() -> None:
     assert found["global"][0] == [0, 0, 0]
 
 
-def test_only_what_there_is_is_drawn_the_same_bytes_every_time() -> None:
+def test_only_available_figures_are_drawn_with_equal_bytes() -> None:
     whole = document(personal={"seen": rows(5, 1.0), "unseen": rows(5, 0.5)}, **{"global": {"seen": rows(5, 0.1)}})
     picture = draw_reliability(whole)
     assert picture == draw_reliability(whole)
@@ -80,7 +80,7 @@ def after(*rounds: int) -> dict[str, Any]:
     return found
 
 
-def test_the_numbers_of_a_client_are_its_own() -> None:
+def test_clients_have_their_own_numbers() -> None:
     calibration, uncertainty = ensembles(8, 4, 0.7, torch.Generator().manual_seed(7))
     (one,) = after(7)["rounds"]
     assert one["examples"][2] is one["right"][2] is one["entropy"][2] is one["mutual_information"][2] is None
@@ -102,7 +102,7 @@ def test_the_first_two_rounds_and_the_last_are_kept() -> None:
     assert [one["round"] for one in told(stopped, 1)["rounds"]] == [0, 1]
 
 
-def test_five_draw_confidence_over_training() -> None:
+def test_five_drawn_networks_over_training() -> None:
     document = after(0, 1, 10)
     picture = draw_confidence_over_training(document)
     assert picture == draw_confidence_over_training(document)
@@ -127,7 +127,7 @@ def test_five_draw_confidence_over_training() -> None:
     assert "no answer" in draw_confidence_over_training(missed)
 
 
-def test_every_client_by_its_uncertainty() -> None:
+def test_clients_are_drawn_by_their_uncertainty() -> None:
     document = after(0, 10)
     picture = draw_accuracy_by_uncertainty(document)
     assert picture == draw_accuracy_by_uncertainty(document)
@@ -142,7 +142,7 @@ def test_every_client_by_its_uncertainty() -> None:
         assert f"ρ {r:.2f}" in picture
 
 
-def test_a_run_keeps_them_and_a_resumed_one_the_same(tiny_root: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_same_figures(tiny_root: Path, tmp_path: Path) -> None:
     tree = {
         "name": "tiny",
         "data": {"dataset": "tiny", "root": str(tiny_root), "partition": {"scheme": "iid", "clients": 5},

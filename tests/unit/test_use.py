@@ -42,7 +42,7 @@ def others(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
-def test_a_damaged_partition_is_refused_before_anything_is_written(
+def test_a_damaged_partition_is_rejected_before_anything_is_written(
     run: Path, others: Path, tmp_path: Path, damage: str
 ) -> None:
     evaluate(run, partition=str(others), out=tmp_path / "whole.json")
@@ -60,7 +60,7 @@ def test_a_damaged_partition_is_refused_before_anything_is_written(
     assert not (tmp_path / "models").exists()
 
 
-def test_clients_who_cannot_be_measured_are_no_smaller_group(tmp_path: Path) -> None:
+def test_clients_that_cannot_be_measured_are_reported(tmp_path: Path) -> None:
     trained = on_vowels(tmp_path, PFEDBAYES)
     trained.run()
     run = trained.folder.path
@@ -78,7 +78,7 @@ def test_clients_who_cannot_be_measured_are_no_smaller_group(tmp_path: Path) -> 
         evaluate(run)
 
 
-def test_the_table_is_shown_even_if_its_file_cannot_be_written(
+def test_results_are_shown_even_if_the_file_cannot_be_written(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StorageError, match="nope") as caught:
@@ -88,7 +88,7 @@ def test_the_table_is_shown_even_if_its_file_cannot_be_written(
 
 
 @pytest.mark.parametrize("clients", [",", "", " , "])
-def test_nobody_is_not_everybody(run: Path, tmp_path: Path, clients: str) -> None:
+def test_an_empty_selection_of_clients_is_not_all_of_them(run: Path, tmp_path: Path, clients: str) -> None:
     with pytest.raises(ExperimentError, match=r"clients must be .*4 clients.*"):
         personalize(str(run), tmp_path / "models", clients=clients)
     assert not (tmp_path / "models").exists()
@@ -104,7 +104,7 @@ def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path: Path, file: str, alg
         resumed.run()
 
 
-def test_models_of_a_runs_clients_are_files_that_need_no_fedloom(tmp_path: Path) -> None:
+def test_saved_client_models_need_no_fedloom(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL).run()
     run = tmp_path / "run"
     personalize(str(run), tmp_path / "models")

@@ -117,7 +117,7 @@ def values(opened: Any, column: int) -> set[float]:
         (np.array([["no", "yes"][i % 2] for i in range(N)], dtype=object), ("no", "yes")),
     ],
 )
-def test_classes_are_the_different_labels_at_every_entrance(
+def test_labels_become_equal_classes_at_every_entry_point(
     entrance: Callable[..., Any], label: Any, classes: tuple[str, ...], tmp_path: Path
 ) -> None:
     manifest, _ = entrance(table(label), tmp_path)
@@ -136,7 +136,7 @@ FRACTIONS = (np.random.default_rng(1).normal(size=N), np.arange(N) % 2 * 0.7)
         *((entrance, np.arange(N)) for entrance in ENTRANCES),
     ],
 )
-def test_a_measured_quantity_is_no_class_at_any_entrance(
+def test_a_measured_quantity_is_not_a_class_at_any_entry_point(
     entrance: Callable[..., Any], label: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as error:
@@ -146,7 +146,7 @@ def test_a_measured_quantity_is_no_class_at_any_entrance(
 
 @pytest.mark.parametrize("entrance", [of_npz, of_frame, of_arrays])
 @pytest.mark.parametrize("label", FRACTIONS)
-def test_typed_numbers_with_fractions_are_targets_of_regression(
+def test_typed_numbers_with_fractions_are_regression_targets(
     entrance: Callable[..., Any], label: Any, tmp_path: Path
 ) -> None:
     manifest, opened = entrance(table(label), tmp_path)
@@ -156,7 +156,7 @@ def test_typed_numbers_with_fractions_are_targets_of_regression(
     assert y.std() == pytest.approx(1, abs=1e-5)
 
 
-def test_labels_and_owners_of_other_types_are_refused_with_their_count(tmp_path: Path) -> None:
+def test_labels_and_owners_of_other_types_are_rejected_with_their_count(tmp_path: Path) -> None:
     days = pandas.date_range("2024-01-01", periods=2).repeat(30)
     for entrance in (of_frame, of_parquet):
         with pytest.raises(DataError) as error:
@@ -165,7 +165,7 @@ def test_labels_and_owners_of_other_types_are_refused_with_their_count(tmp_path:
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_values_that_32_bits_cannot_tell_apart_are_refused_at_every_entrance(
+def test_values_indistinguishable_in_32_bits_are_rejected_at_every_entry_point(
     entrance: Callable[..., Any], tmp_path: Path
 ) -> None:
     label = np.arange(N) % 2
@@ -180,7 +180,7 @@ def test_values_that_32_bits_cannot_tell_apart_are_refused_at_every_entrance(
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
-def test_integers_that_are_rounded_are_told(
+def test_rounded_integers_are_reported(
     entrance: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="fedloom.data")
@@ -192,20 +192,20 @@ def test_integers_that_are_rounded_are_told(
 
 
 @pytest.mark.parametrize("entrance", [of_csv, of_parquet, of_frame])
-def test_integers_beyond_2_53_are_no_features(entrance: Callable[..., Any], tmp_path: Path) -> None:
+def test_integers_beyond_2_53_are_rejected_as_features(entrance: Callable[..., Any], tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         entrance(table(np.arange(N) % 2, ids=2**60 + np.arange(N)), tmp_path)
     assert tells(str(error.value), "2^53", "column ids")
 
 
 @pytest.mark.parametrize("entrance", [of_csv, of_parquet, of_frame])
-def test_true_and_false_are_1_and_0(entrance: Callable[..., Any], tmp_path: Path) -> None:
+def test_booleans_become_1_and_0(entrance: Callable[..., Any], tmp_path: Path) -> None:
     smokes = np.arange(N) % 3 == 0
     _, opened = entrance(table(np.arange(N) % 2, smokes=smokes), tmp_path)
     assert values(opened, 1) == {0.0, 1.0}
 
 
-def test_true_and_false_among_numbers_are_refused(tmp_path: Path) -> None:
+def test_booleans_among_numbers_are_rejected(tmp_path: Path) -> None:
     mixed = np.array(["True", "2"] * 30, dtype=object)
     with pytest.raises(DataError) as error:
         of_csv(table(np.arange(N) % 2, odd=mixed), tmp_path)
@@ -220,14 +220,14 @@ def test_true_and_false_among_numbers_are_refused(tmp_path: Path) -> None:
         ("complex", np.full(N, 1 + 2j)),
     ],
 )
-def test_columns_of_other_types_are_refused_by_name(kind: str, column: Any, tmp_path: Path) -> None:
+def test_columns_of_other_types_are_rejected_by_name(kind: str, column: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         of_frame(table(np.arange(N) % 2, other=column), tmp_path)
     assert tells(str(error.value), "numeric", "other: ", kind)
 
 
 @pytest.mark.parametrize("kind", ["Int64", "UInt8", "Float32", "boolean"])
-def test_nullable_types_are_taken_as_numbers_and_their_holes_named(kind: str, tmp_path: Path) -> None:
+def test_nullable_types_are_read_as_numbers_and_missing_values_named(kind: str, tmp_path: Path) -> None:
     whole = pandas.Series([0, 1] * 30).astype(kind)
     _, opened = of_frame(table(np.arange(N) % 2, other=whole), tmp_path)
     assert values(opened, 1) == {0.0, 1.0}
@@ -254,11 +254,11 @@ def test_nullable_types_are_taken_as_numbers_and_their_holes_named(kind: str, tm
         ("1e", None),
     ],
 )
-def test_a_text_is_a_number_in_ascii_digits_alone(text: str, value: float | None) -> None:
+def test_only_text_in_ascii_digits_is_a_number(text: str, value: float | None) -> None:
     assert number(text) == value
 
 
-def test_codes_with_underscores_are_no_numbers(tmp_path: Path) -> None:
+def test_codes_with_underscores_are_not_numbers(tmp_path: Path) -> None:
     rows = "\n".join(f"{'12_34' if i == 3 else i},{'ny'[i % 2]}" for i in range(N))
     (tmp_path / "t.csv").write_text(f"code,label\n{rows}\n")
     with pytest.raises(DataError) as error:
@@ -283,7 +283,7 @@ def test_binary_text_of_parquet_is_text(tmp_path: Path) -> None:
     assert tells(str(error.value), "1 place", "row 5", "UTF-8")
 
 
-def test_an_index_is_no_feature_and_columns_without_a_name_are_refused(tmp_path: Path) -> None:
+def test_an_index_is_not_a_feature_and_unnamed_columns_are_rejected(tmp_path: Path) -> None:
     frame = table(np.repeat([0, 1], 30))
     frame.to_csv(tmp_path / "t.csv")
     frame.sample(frac=1, random_state=0).to_parquet(tmp_path / "t.parquet")
@@ -306,7 +306,7 @@ def test_an_index_is_no_feature_and_columns_without_a_name_are_refused(tmp_path:
     assert tells(str(error.value), "column 3 of 3")
 
 
-def test_numbered_columns_are_found_and_levels_of_names_are_refused(tmp_path: Path) -> None:
+def test_numbered_columns_are_found_and_multilevel_names_are_rejected(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(N, 4))
     frame = pandas.DataFrame(np.c_[x, np.arange(N) % 2])
     data = fedloom.Federated.from_frame(frame, label=4, scheme=DEALT, root=tmp_path)
@@ -331,9 +331,7 @@ def test_numbered_columns_are_found_and_levels_of_names_are_refused(tmp_path: Pa
         (("False", "True"), [True, False], [1, 0]),
     ],
 )
-def test_a_newcomer_gives_labels_as_they_were_given_in_training(
-    classes: tuple[str, ...], y: Any, positions: list[int]
-) -> None:
+def test_a_new_client_gives_labels_as_in_training(classes: tuple[str, ...], y: Any, positions: list[int]) -> None:
     wanted = Problem("table", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
     found = Newcomer.from_arrays("eve", [[1, 2], [3, 4]], y, wanted).client("eve").train
     assert found.y is not None
@@ -344,7 +342,7 @@ def test_a_newcomer_gives_labels_as_they_were_given_in_training(
     assert tells(str(error.value), "unknown label", "2 places", "y[0]", 5)
 
 
-def test_classes_given_in_order_are_those_of_positions_and_newcomers_name_them(tmp_path: Path) -> None:
+def test_given_classes_name_label_positions_for_new_clients_too(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(N, 2)), np.arange(N) % 3
     clients = {"ann": (x[:30], y[:30]), "bob": (x[30:], y[30:])}
     classes = ("10", "2", "30")  # as folders of these names are sorted
@@ -363,7 +361,7 @@ def test_classes_given_in_order_are_those_of_positions_and_newcomers_name_them(t
     assert named.tolist() == [1, 2]
 
 
-def test_a_newcomer_within_the_run_s_range_is_taken(tmp_path: Path) -> None:
+def test_a_new_client_within_the_runs_range_is_accepted(tmp_path: Path) -> None:
     wanted = Problem("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,)), clients=1)
     x = 1_700_000_000 + np.arange(20)[:, None]
     assert len(Newcomer.from_arrays("eve", x, None, wanted).client("eve").train) == 20
@@ -376,7 +374,7 @@ def test_a_newcomer_within_the_run_s_range_is_taken(tmp_path: Path) -> None:
     assert tells(str(error.value), "weight", "age")
 
 
-def test_a_packed_client_and_a_run_name_classes_alike(tmp_path: Path) -> None:
+def test_a_packed_client_and_a_run_name_classes_equally(tmp_path: Path) -> None:
     for name, y in (("t.npz", np.arange(N) % 2 * 10 + 10), ("u.npz", np.arange(N) % 2)):
         np.savez(tmp_path / name, x=np.random.default_rng(0).normal(size=(N, 2)), y=y)
     wanted = Problem("t", "features", (2,), ("10", "20", "30"), Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
@@ -394,7 +392,7 @@ def test_a_packed_client_and_a_run_name_classes_alike(tmp_path: Path) -> None:
 # --- files that are read again, and files that would fill the memory -------------------------------------------------
 
 
-def test_a_source_behind_a_link_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_a_changed_source_behind_a_link_is_read_again(tmp_path: Path) -> None:
     frame = table(np.arange(N) % 2)
     (tmp_path / "real").mkdir()
     frame.to_csv(tmp_path / "real" / "a.csv", index=False)
@@ -422,14 +420,14 @@ def npz(path: Path, header: dict[str, Any], content: int, claimed: int | None = 
 
 
 @pytest.mark.parametrize("rows", [10**15, -3, 8, 10])
-def test_an_array_that_is_not_as_large_as_its_header_says_is_refused(rows: int, tmp_path: Path) -> None:
+def test_an_array_smaller_than_its_header_states_is_rejected(rows: int, tmp_path: Path) -> None:
     header = {"descr": "<f4", "fortran_order": False, "shape": (rows, 3)}
     with pytest.raises(DataError) as error:
         pack(npz(tmp_path / "t.npz", header, 9 * 12), tmp_path / "out", PackSettings())
     assert tells(str(error.value), "t.npz", "x.npy", rows, 108)
 
 
-def test_a_small_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+def test_a_small_file_that_would_fill_the_memory_is_rejected(tmp_path: Path) -> None:
     rows = 2**30 // 1024 + 1
     header = {"descr": "|u1", "fortran_order": False, "shape": (rows, 1024)}
     with pytest.raises(DataError) as error:
@@ -443,7 +441,7 @@ def test_a_small_file_that_would_fill_the_memory_is_refused(tmp_path: Path) -> N
     assert tells(str(error.value), "t.parquet", "unpacks")
 
 
-def test_a_small_gzip_file_that_would_fill_the_memory_is_refused() -> None:
+def test_a_small_gzip_file_that_would_fill_the_memory_is_rejected() -> None:
     piece = gzip.compress(bytes(2**26))
     with pytest.raises(FetchFailed) as error:
         uncompressed(piece * 17, "labels.gz")
@@ -506,7 +504,7 @@ def bucket(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", ["table", "function", "index", "select", "one_hot"])
-def test_codes_that_are_cut_from_standardized_features_are_refused_before_training(way: str) -> None:
+def test_codes_taken_from_standardized_features_are_rejected_before_training(way: str) -> None:
     with pytest.raises(ExperimentError) as error:
         check_codes(lambda: nn.Sequential(Codes(fold, way)), (1,))
     assert tells(str(error.value), "model.factory", "'0.table'" if way == "table" else "'0'", "standardized")
@@ -518,13 +516,13 @@ def folded() -> nn.Module:
     return Codes(fold)
 
 
-def test_a_factory_is_checked_for_codes_where_the_data_are_features(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factory_that_reads_features_as_codes_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FACTORIES, f"{__name__}:folded")
     with pytest.raises(ExperimentError, match="standardized"):
         ModuleSettings(factory=f"{__name__}:folded").build((1,), 3, "features")
 
 
-def test_numbers_of_other_types_are_refused() -> None:
+def test_numbers_of_other_types_are_rejected() -> None:
     for values_, kind in ((np.array(["1"]), "<U1"), (np.array([1j]), "complex128"), (np.array([None]), "object")):
         with pytest.raises(ValueError, match=kind):
             as_numbers(values_)
@@ -545,7 +543,7 @@ FOUR = np.arange(8.0).reshape(4, 2)
         (FOUR, [[0], [0, 1], [0], [1]], ("y",)),
     ],
 )
-def test_values_that_are_no_arrays_are_refused_in_training_and_by_newcomers(
+def test_values_that_are_not_arrays_are_rejected_in_training_and_from_new_clients(
     x: Any, y: Any, facts: tuple[str, ...], tmp_path: Path
 ) -> None:
     uses: tuple[Callable[[], object], ...] = (
@@ -558,7 +556,7 @@ def test_values_that_are_no_arrays_are_refused_in_training_and_by_newcomers(
         assert tells(str(error.value), *facts)
 
 
-def test_missing_labels_are_named_in_training_and_by_newcomers(tmp_path: Path) -> None:
+def test_missing_labels_are_named_in_training_and_from_new_clients(tmp_path: Path) -> None:
     y = np.array(["a", None, "caf\u00e9", None], dtype=object)
     for use, place in (
         (lambda: Newcomer.from_arrays("me", FOUR, y, WANTED), "y[1]"),
@@ -591,7 +589,7 @@ def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
     assert tells(str(error.value), "two columns", repr(composed))
 
 
-def test_gray_images_of_a_newcomer_need_no_axis_for_channels() -> None:
+def test_grey_images_of_a_new_client_need_no_channel_axis() -> None:
     wanted = Problem("values", "pixels", (1, 5, 5), ("a", "b"), Normalization((0.0,), (1.0,)), clients=1)
     assert Newcomer.from_arrays("me", np.zeros((4, 5, 5), np.uint8), None, wanted).client("me").train.x.shape == (
         4,

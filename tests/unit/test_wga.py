@@ -80,7 +80,7 @@ def test_a_gradient_is_that_of_the_mean_cross_entropy() -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_bias_correction_is_algorithm_3(tmp_path: Path) -> None:
+def test_bias_correction_follows_algorithm_3(tmp_path: Path) -> None:
     """g = (1-α) g_0 + α (g_avg - c_t) with c_t from before; then c_{t+1} = (1-β) c_t + β (g_avg - g_0)."""
     s, data, p = made(alpha=0.7, beta=0.3), clients(SIZES), problem()
     fed = run(tmp_path, s, data, rounds=3)
@@ -96,7 +96,7 @@ def test_bias_correction_is_algorithm_3(tmp_path: Path) -> None:
     close(fed.state["bias"][0], c)
 
 
-def test_without_weight_on_the_helpers_it_is_alone_exactly(tmp_path: Path) -> None:
+def test_zero_helper_weight_equals_training_alone_exactly(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", made(rule="alone", steps_per_round=2), rounds=3)
     alone.run()
     for rule in ("wga", "bc", "oracle"):
@@ -105,7 +105,7 @@ def test_without_weight_on_the_helpers_it_is_alone_exactly(tmp_path: Path) -> No
         assert torch.equal(other.state["theta"], alone.state["theta"])
 
 
-def test_bias_correction_that_learns_no_bias_is_wga_exactly(tmp_path: Path) -> None:
+def test_bias_correction_without_learning_equals_wga_exactly(tmp_path: Path) -> None:
     wga, bc = (run(tmp_path / rule, made(rule=rule, beta=0.0), rounds=3) for rule in ("wga", "bc"))
     wga.run()
     bc.run()
@@ -113,7 +113,7 @@ def test_bias_correction_that_learns_no_bias_is_wga_exactly(tmp_path: Path) -> N
     assert not bc.state["bias"].any()
 
 
-def test_an_oracle_without_noise_and_with_full_batches_makes_every_alpha_alone(tmp_path: Path) -> None:
+def test_an_exact_oracle_with_full_batches_equals_training_alone_for_any_alpha(tmp_path: Path) -> None:
     """g_avg minus the true bias is ∇f_0 then."""
     alone = run(tmp_path / "alone", made(rule="alone", batch_size=100), rounds=3)
     oracle = run(tmp_path / "oracle", made(rule="oracle", alpha=0.9, batch_size=100), rounds=3)
@@ -125,7 +125,7 @@ def test_an_oracle_without_noise_and_with_full_batches_makes_every_alpha_alone(t
 
 
 @pytest.mark.parametrize("settings", [{}, {"weights": "cosine", "optimizer": "adam"}, {"weights": "inverse_variance"}])
-def test_one_of_many_users_goes_the_way_of_the_only_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_one_of_many_users_trains_like_the_only_one(tmp_path: Path, settings: dict[str, Any]) -> None:
     one = run(tmp_path / "one", made(users="one", steps_per_round=2, **settings), rounds=3)
     all_ = run(tmp_path / "all", made(users="all", block=2, steps_per_round=2, **settings), rounds=3)
     one.run()
@@ -141,7 +141,7 @@ def test_one_of_many_users_goes_the_way_of_the_only_one(tmp_path: Path, settings
     assert not torch.equal(all_.state["theta"][0], all_.state["theta"][1])
 
 
-def test_each_user_has_a_bias_of_its_own(tmp_path: Path) -> None:
+def test_each_user_has_a_separate_bias(tmp_path: Path) -> None:
     s, data, p = made(users="all", alpha=0.6, beta=1.0, block=2), clients(SIZES), problem()
     fed = run(tmp_path, s, data)
     start = fed.state["theta"]
@@ -154,7 +154,7 @@ def test_each_user_has_a_bias_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_the_average_is_over_the_helpers_that_answered(tmp_path: Path, lost: int) -> None:
+def test_the_average_is_over_the_answering_helpers(tmp_path: Path, lost: int) -> None:
     s, data, p = made(rule="wga", alpha=0.5), clients(SIZES), problem()
     fed = run(tmp_path, s, data, lost={0: lost})
     theta = fed.state["theta"][0]
@@ -188,7 +188,7 @@ def test_user_zero_is_in_every_cohort_and_the_rest_is_drawn(tmp_path: Path) -> N
     assert {client for cohort in cohorts for client in cohort} == {f"c{i}" for i in range(5)}
 
 
-def test_helpers_that_point_the_other_way_get_no_weight(tmp_path: Path) -> None:
+def test_helpers_with_opposite_gradients_get_no_weight(tmp_path: Path) -> None:
     """A helper with user 0's data, and one with the labels turned round."""
     (c0,) = clients((8,))
     assert c0.train.y is not None
@@ -224,7 +224,7 @@ def test_the_variance_of_a_gradient_is_estimated_without_bias() -> None:
     close(found[0][1][0, 0], (0.5 * h * x[:5].square()).sum(1).mean())
 
 
-def test_quieter_helpers_count_more_by_the_inverse_of_their_variance(tmp_path: Path) -> None:
+def test_helpers_are_weighted_by_their_inverse_variance(tmp_path: Path) -> None:
     server = WGAServer(made(rule="wga", weights="inverse_variance"), problem(), torch.Generator().manual_seed(0))
     state = server.state
     gradients, everyone = torch.zeros(3, 4), torch.ones(3).bool()
@@ -234,7 +234,7 @@ def test_quieter_helpers_count_more_by_the_inverse_of_their_variance(tmp_path: P
     del tmp_path
 
 
-def test_local_steps_are_one_gradient(tmp_path: Path) -> None:
+def test_local_steps_form_one_gradient(tmp_path: Path) -> None:
     s, data, p = made(rule="wga", alpha=0.5, local_steps=3, local_lr=0.1), clients(SIZES), problem()
     fed = run(tmp_path, s, data)
     theta = fed.state["theta"][0]
@@ -249,7 +249,7 @@ def test_local_steps_are_one_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_the_corrected_gradient_goes_through_the_optimizer(tmp_path: Path, optimizer: str) -> None:
+def test_the_corrected_gradient_is_passed_to_the_optimizer(tmp_path: Path, optimizer: str) -> None:
     s, data, p = made(rule="wga", alpha=0.5, optimizer=optimizer, lr=0.02), clients(SIZES), problem()
     fed = run(tmp_path, s, data, rounds=4)
     theta = fed.state["theta"][0].requires_grad_()
@@ -273,7 +273,7 @@ def test_schedules() -> None:
     close(c, seen.mean())  # with 1/(t + 1) the estimate is the mean of all that was observed
 
 
-def test_a_harmonic_beta_counts_what_the_user_itself_has_observed(tmp_path: Path) -> None:
+def test_a_harmonic_beta_counts_the_users_own_observations(tmp_path: Path) -> None:
     """Cohorts of two of three: a user whose first update comes late must not keep a part of c_0 = 0."""
     s, data, p = made(users="all", alpha=0.0, beta="harmonic"), clients(SIZES), problem()
     fed = run(tmp_path, s, data, rounds=4, cohort=2)
@@ -297,7 +297,7 @@ def test_a_block_is_no_longer_than_the_roster() -> None:
     assert answer_shapes(WGA.messages, half.sizes)[Gradients]["gradient"][0] == 3
 
 
-def test_optimal_weights_are_those_of_theory() -> None:
+def test_optimal_weights_match_the_theory() -> None:
     known = {"bias": 0.5, "noise": 2.0, "horizon": 100}
     p = collaboration.CollaborationConstants(4, 0.5, 2.0)
     assert made(rule="wga", alpha="optimal", known=known).alpha_at(0, 4, 0) == collaboration.optimal_alpha(p, 0.05)
@@ -320,12 +320,12 @@ def test_optimal_weights_are_those_of_theory() -> None:
         ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, r"beta: optimal .*known\.horizon"),
     ],
 )
-def test_impossible_values_are_refused(keys: dict[str, Any], found: str) -> None:
+def test_impossible_values_are_rejected(keys: dict[str, Any], found: str) -> None:
     with pytest.raises(ValidationError, match=found):
         made(**keys)
 
 
-def test_a_client_that_is_no_user_starts_its_steps_from_the_mean(tmp_path: Path) -> None:
+def test_a_client_that_is_not_a_user_starts_from_the_mean(tmp_path: Path) -> None:
     s, data = made(users="all", personalize_steps=2, batch_size=3), clients(SIZES)
     p = problem()
     fed = federation(tmp_path, WGA, s, dataclasses.replace(p, roster=("c0", "c1")), data, unseen=["c2"], rounds=2)
@@ -342,7 +342,7 @@ def test_a_client_that_is_no_user_starts_its_steps_from_the_mean(tmp_path: Path)
     close(fed.predictors[2, "c2"]["global"].tensors()["theta"], mean)
 
 
-def test_a_stranger_with_a_users_name_gets_no_users_state() -> None:
+def test_a_client_with_a_users_id_gets_no_user_state() -> None:
     server = WGAServer(made(users="all"), problem(same_clients=False), torch.Generator().manual_seed(0))
     server.state["theta"][:] = torch.arange(3.0)[:, None]
     sent: list[UserModel] = []
@@ -416,7 +416,7 @@ STACKED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.usefixtures("each_task")
-def test_a_stack_answers_as_its_clients_do_alone(name: str) -> None:
+def test_stacked_clients_reply_as_single_ones(name: str) -> None:
     """Two steps, a block of two states and then one, the gradients of all data in between; sizes unequal."""
     s = made(**({"steps_per_round": 2} | STACKED[name]))
     p, data = problem(), clients((9, 2, 7))
@@ -445,7 +445,7 @@ def test_a_stack_answers_as_its_clients_do_alone(name: str) -> None:
 
 
 @pytest.mark.usefixtures("each_task")
-def test_a_stack_is_personalized_as_its_clients_are_alone() -> None:
+def test_stacked_clients_are_personalized_as_single_ones() -> None:
     p, data = problem(), clients((9, 2, 7))
     half, random = WGA.client(made(personalize_steps=3), p), torch.Generator().manual_seed(5)
     states = torch.stack([p.model.init(random, torch.float64) for _ in range(3)])

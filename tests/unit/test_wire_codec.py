@@ -99,7 +99,7 @@ def encode_bytes(tensor):
 
 @given(messages)
 @settings(max_examples=60)
-def test_round_trip_keeps_every_bit(message):
+def test_a_round_trip_preserves_every_bit(message):
     for part in (wire.WorkerPart, wire.AggregatorPart):
         assert same(assemble(parts_of(message, part)).message(Everything), message)
 
@@ -120,7 +120,7 @@ PARTS = (
 
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.WhichOneof("part"))
-def test_any_flipped_bit_of_any_part_is_noticed(part):
+def test_any_flipped_bit_is_detected(part):
     frame = wire.WorkerFrame if isinstance(part, wire.WorkerPart) else wire.AggregatorFrame
     whole = seal_frame(serialize(part))
     assert parse_frame(frame, whole).parts[0] == part
@@ -145,7 +145,7 @@ def test_garbage_is_a_wire_error_or_a_frame(data):
             parse_frame(frame, data)
 
 
-def test_non_contiguous_and_gradient_tensors_travel():
+def test_non_contiguous_and_gradient_tensors_are_encoded():
     x = torch.arange(12.0).view(3, 4).t().requires_grad_()
     message = Everything(x, torch.tensor(1.5), x[:, ::2])
     back = assemble(parts_of(message)).message(Everything)
@@ -154,7 +154,7 @@ def test_non_contiguous_and_gradient_tensors_travel():
     assert torch.equal(back.c, x[:, ::2])
 
 
-def test_large_messages_are_cut_into_frames_of_at_most_one_mebibyte():
+def test_large_messages_are_split_into_frames_of_at_most_one_mebibyte():
     message = Everything(torch.randn(5, 100_000), torch.randn(300_001), torch.zeros(5, 1, dtype=torch.bool))
     pieces = list(Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message)))
     assert all(sum(map(len, piece)) <= FRAME_BYTES for piece in pieces)
@@ -162,14 +162,14 @@ def test_large_messages_are_cut_into_frames_of_at_most_one_mebibyte():
     assert same(assemble(parts_of(message)).message(Everything), message)
 
 
-def test_the_chunk_written_by_hand_is_what_protobuf_writes():
+def test_handwritten_chunk_encoding_equals_protobufs():
     message = Everything(torch.randn(2, 50_000), torch.randn(3), torch.zeros(1))
     for piece in Cutter(wire.WorkerPart).parts(wire.Envelope(), encode(message)):
         data = b"".join(piece)
         assert wire.WorkerFrame.FromString(data).SerializeToString() == data
 
 
-def test_decoded_tensors_lie_aligned_and_are_writable():
+def test_decoded_tensors_are_aligned_and_writable():
     message = Everything(torch.randn(1, 3), torch.randn(5, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.bool))
     for tensor in assemble(parts_of(message)).message(Everything).tensors().values():
         assert tensor.data_ptr() % 64 == 0
@@ -181,7 +181,7 @@ def small():
 
 
 @pytest.mark.parametrize("nbytes", [0, 10, HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 3])
-def test_memory_is_aligned_writable_and_as_much_as_was_asked(nbytes):
+def test_memory_is_aligned_writable_and_of_the_requested_size(nbytes):
     flat = memory(nbytes)
     assert (flat.shape, flat.dtype) == ((nbytes,), torch.uint8)
     assert flat.data_ptr() % 64 == 0
@@ -189,7 +189,7 @@ def test_memory_is_aligned_writable_and_as_much_as_was_asked(nbytes):
     assert int(flat.sum()) == 7 * nbytes
 
 
-def test_total_other_than_the_specs_is_refused():
+def test_a_total_that_differs_from_the_specs_is_rejected():
     begin = parts_of(small())[0].begin
     begin.total_bytes += 1
     with pytest.raises(WireError, match="announced") as caught:
@@ -197,7 +197,7 @@ def test_total_other_than_the_specs_is_refused():
     assert caught.value.refusal is Refusal.SIZE
 
 
-def test_more_than_the_limit_is_refused_before_memory_is_taken():
+def test_messages_beyond_the_limit_are_rejected_before_allocating():
     begin = wire.Begin(total_bytes=4 << 50)
     spec = wire.TensorSpec(name="a", quantity=wire.QUANTITY_MODEL, dtype=wire.DATA_TYPE_FLOAT32, shape=[1 << 50])
     begin.envelope.tensors.append(spec)
@@ -217,14 +217,14 @@ def test_more_than_the_limit_is_refused_before_memory_is_taken():
     ],
     ids=["reordered", "repeated", "gap", "truncated", "overlong", "empty chunk"],
 )
-def test_damaged_transfers_are_refused(damage, refusal):
+def test_damaged_transfers_are_rejected(damage, refusal):
     message = Everything(torch.randn(1, 100_000), torch.randn(200_000), torch.zeros(0))
     with pytest.raises(WireError) as caught:
         assemble(damage(parts_of(message)))
     assert caught.value.refusal is refusal
 
 
-def test_unknown_dtype_quantity_field_and_bool_are_refused():
+def test_unknown_dtype_quantity_field_and_bool_are_rejected():
     parts = parts_of(small())
     envelope = parts[0].begin.envelope
     for field, value in (("dtype", 77), ("quantity", 77), ("dtype", 0)):
@@ -243,12 +243,12 @@ def test_unknown_dtype_quantity_field_and_bool_are_refused():
         assemble(parts).message(Everything)
 
 
-def test_a_dtype_that_does_not_travel_is_named():
+def test_an_unsupported_dtype_is_named():
     with pytest.raises(TypeError, match=r"Everything\.a is torch\.float16 .* torch\.float32"):
         encode(Everything(torch.zeros(1, dtype=torch.float16), torch.zeros(1), torch.zeros(1)))
 
 
-def test_outbox_keeps_order_within_a_lane_and_takes_turns_between_lanes():
+def test_an_outbox_keeps_order_within_a_lane_and_alternates_between_lanes():
     def parts(lane, number, size=400_000):
         for i in range(3):
             chunk = wire.Chunk(transfer=100 * lane + 10 * number + i, data=bytes(size))
@@ -279,7 +279,7 @@ def test_outbox_keeps_order_within_a_lane_and_takes_turns_between_lanes():
     assert len(frames) < len(order)
 
 
-def test_frames_put_while_the_last_one_is_written_are_written_too() -> None:
+def test_frames_added_during_the_last_write_are_written_too() -> None:
     goodbye = serialize(wire.AggregatorPart(goodbye=wire.Goodbye()))
 
     async def written():
@@ -300,7 +300,7 @@ def test_frames_put_while_the_last_one_is_written_are_written_too() -> None:
     assert asyncio.run(written()) == 3
 
 
-def test_an_outbox_with_nothing_to_say_says_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_outbox_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.01)
 
     async def written():
@@ -328,7 +328,7 @@ GENERATOR = "6.31.1"
 
 
 @pytest.mark.parametrize("contract_of", ["federation", "control", "personalization"])
-def test_generated_code_is_that_of_the_contract(tmp_path, contract_of):
+def test_generated_code_matches_the_contract(tmp_path, contract_of):
     pytest.importorskip("grpc_tools")
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", f"--python_out={tmp_path}"]
     command += [f"--pyi_out={tmp_path}", f"fedloom/v1/{contract_of}.proto"]
@@ -367,7 +367,7 @@ def as_parsed(frame):
 
 @given(st.lists(messages, min_size=1, max_size=3))
 @settings(max_examples=50)
-def test_a_frame_is_read_as_protobuf_reads_it(sent):
+def test_a_frame_is_parsed_as_by_protobuf(sent):
     cutter = Cutter(wire.WorkerPart)
     pieces = [piece for message in sent for part in cutter.parts(wire.Envelope(), encode(message)) for piece in part]
     frame = seal_frame(pieces)
@@ -396,7 +396,7 @@ PART = wire.WorkerPart.CHUNK_FIELD_NUMBER
         field(1, field(4, b"\x08\x07")) + field(1, field(PART, CHUNK)),
     ],
 )
-def test_frames_that_we_do_not_write_are_read_as_protobuf_reads_them(frame):
+def test_unusual_frames_are_parsed_as_by_protobuf(frame):
     frame = seal_frame([frame])
     assert list(read_parts(wire.WorkerFrame, frame)) == as_parsed(frame)
 
@@ -417,7 +417,7 @@ def test_frames_that_we_do_not_write_are_read_as_protobuf_reads_them(frame):
         field(1, bytes([PART << 3 | 2, 60]) + CHUNK),  # a chunk that goes beyond its part
     ],
 )
-def test_invalid_frames_are_refused(frame):
+def test_invalid_frames_are_rejected(frame):
     with pytest.raises(WireError) as refused:
         list(read_parts(wire.WorkerFrame, seal_frame([frame])))
     assert refused.value.refusal is Refusal.GARBAGE
@@ -425,7 +425,7 @@ def test_invalid_frames_are_refused(frame):
 
 @given(st.binary(max_size=60))
 @settings(max_examples=300)
-def test_any_bytes_are_refused_or_read_as_protobuf_would(data):
+def test_any_bytes_are_rejected_or_parsed_as_by_protobuf(data):
     data = seal_frame([data])
     try:
         found = list(read_parts(wire.WorkerFrame, data))
@@ -464,7 +464,7 @@ def some_answers(count):
     return [Everything(x, x.double(), x[:, :3].double()) for x in draws]
 
 
-def test_answers_are_stacked_where_they_came_in():
+def test_answers_are_stacked_in_the_memory_they_were_received_in():
     sent = some_answers(4)
     found = answers_of(an_exchange(4), sent)
     stacked, expected = stack(Everything, found), stack(Everything, sent)
@@ -473,7 +473,7 @@ def test_answers_are_stacked_where_they_came_in():
         assert torch.equal(getattr(stacked, name), getattr(expected, name))
 
 
-def test_an_absent_answer_is_zero_and_its_neighbours_stay():
+def test_an_absent_answer_is_zero_and_its_neighbours_are_unchanged():
     sent = some_answers(4)
     found = answers_of(an_exchange(4), sent)
     found[2] = None
@@ -481,7 +481,7 @@ def test_an_absent_answer_is_zero_and_its_neighbours_stay():
     assert torch.equal(stacked.a, torch.cat([sent[0].a, sent[1].a, torch.zeros(1, 7), sent[3].a]))
 
 
-def test_answers_out_of_order_are_stacked_in_the_order_given():
+def test_answers_out_of_order_are_stacked_in_the_given_order():
     sent = some_answers(3)
     found = answers_of(an_exchange(3), sent)
     assert torch.equal(stack(Everything, found[::-1]).a, torch.cat([m.a for m in sent[::-1]]))
@@ -509,7 +509,7 @@ def transfer_of(sent):
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("size", [7, 0])
-def test_split_rows_are_those_encoded_alone(count, size):
+def test_split_rows_equal_those_encoded_alone(count, size):
     class Mixed(Message):
         x: Tensor = rows(Quantity.OTHER)
         shared: Tensor = broadcast(Quantity.OTHER)
@@ -537,7 +537,7 @@ def test_small_tensors_are_received_aligned():
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("size", [7, 3 * CHUNK_BYTES // 8])
-def test_rows_that_share_a_transfer_come_out_one_by_one_and_lie_stacked(count, size):
+def test_rows_of_one_transfer_are_yielded_one_by_one_and_stored_stacked(count, size):
     sent = pairs(count, size)
     exchange = an_exchange(count + 1)
     (_, begin), *chunks, _ = transfer_of(sent)
@@ -551,7 +551,7 @@ def test_rows_that_share_a_transfer_come_out_one_by_one_and_lie_stacked(count, s
     assert stack(Pair, found).a.data_ptr() == found[0].a.data_ptr()  # no copy
 
 
-def test_a_row_that_is_forgotten_halfway_leaves_its_memory_alone():
+def test_a_partially_received_row_leaves_its_memory_alone():
     """It may be another answer's by then."""
     sent = pairs(3)
     exchange = an_exchange(3)
@@ -568,7 +568,7 @@ def test_a_row_that_is_forgotten_halfway_leaves_its_memory_alone():
     assert same(assembler.message(Pair, 2), sent[2])
 
 
-def test_answers_share_a_transfer_if_they_are_of_one_kind_and_fit_into_a_chunk():
+def test_answers_of_one_kind_that_fit_into_a_chunk_share_a_transfer():
     small, other = encode(pairs(1)[0]), encode(pairs(1, 9)[0])
     large, broad = encode(pairs(1, CHUNK_BYTES // 8 + 1)[0]), encode(some_answers(1)[0])
 

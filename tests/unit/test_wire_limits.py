@@ -20,7 +20,7 @@ class Clock:
         return self.now
 
 
-def test_a_budget_comes_back_with_time_and_not_beyond_its_most() -> None:
+def test_a_token_bucket_refills_up_to_its_capacity() -> None:
     clock = Clock()
     budget = TokenBucket(3, 2, clock)
     assert [budget.spend() for _ in range(4)] == [True, True, True, False]
@@ -30,7 +30,7 @@ def test_a_budget_comes_back_with_time_and_not_beyond_its_most() -> None:
     assert [budget.spend(2), budget.spend(1), budget.spend(0.1)] == [True, True, False]
 
 
-def test_lines_of_one_kind_are_rationed_and_say_how_many_were_left_out() -> None:
+def test_log_lines_of_one_kind_are_rate_limited_and_omissions_counted() -> None:
     clock, told = Clock(), []
 
     class Keep(logging.Handler):
@@ -52,7 +52,7 @@ def test_lines_of_one_kind_are_rationed_and_say_how_many_were_left_out() -> None
     assert told[-1] == "refused 1001"
 
 
-def test_clients_are_some_of_those_of_the_run() -> None:
+def test_clients_are_a_subset_of_the_runs() -> None:
     index = {f"c{i}": i for i in range(20)}
     some = Clients(index, ["c3", "c17", "c3"])
     assert list(some) == ["c3", "c17"]
@@ -66,7 +66,7 @@ def test_clients_are_some_of_those_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(64, 16), (400, 144), (1_400, CONNECTIONS)])
-def test_descriptors_are_kept_for_files(limit: int, expected: int) -> None:
+def test_file_descriptors_are_reserved_for_files(limit: int, expected: int) -> None:
     program = (
         f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, {limit}))\n"
         "from fedloom.transport.limits import connections\n"

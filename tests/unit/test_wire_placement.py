@@ -9,7 +9,7 @@ CLIENTS = [f"client-{i}" for i in range(6)]
 
 
 @given(st.lists(st.sampled_from(CLIENTS), max_size=30), st.integers(1, 5))
-def test_equal_shares_in_order_where_all_may_serve(clients, workers):
+def test_equal_shares_in_order_if_all_workers_may_serve(clients, workers):
     shares = deal(clients, {f"w{i}": set(CLIENTS) for i in range(workers)})
     sizes = [len(shares.get(f"w{i}", [])) for i in range(workers)]
     assert max(sizes) - min(sizes) <= 1
@@ -21,7 +21,7 @@ def test_equal_shares_in_order_where_all_may_serve(clients, workers):
     st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sets(st.sampled_from(CLIENTS))),
     st.randoms(use_true_random=False),
 )
-def test_each_row_once_where_it_may_be_served_whatever_the_order_of_workers(clients, workers, random):
+def test_each_row_is_placed_once_where_allowed_for_any_order_of_workers(clients, workers, random):
     shares = deal(clients, workers)
     dealt = sorted(row for share in shares.values() for row in share)
     assert dealt == [row for row, client in enumerate(clients) if any(client in may for may in workers.values())]
@@ -32,10 +32,10 @@ def test_each_row_once_where_it_may_be_served_whatever_the_order_of_workers(clie
     assert deal(clients, {name: workers[name] for name in names}) == shares
 
 
-def test_data_in_one_place_is_served_there_and_the_rest_evens_out():
+def test_data_on_one_worker_are_served_there_and_the_rest_is_balanced():
     shares = deal(["x", "x", "y", "y", "y", "y"], {"a": {"x", "y"}, "b": {"y"}})
     assert shares == {"a": [0, 1, 2], "b": [3, 4, 5]}
 
 
-def test_busy_workers_get_less():
+def test_busy_workers_get_fewer_rows():
     assert deal(["x"] * 4, {"a": {"x"}, "b": {"x"}}, loads={"a": 2}) == {"a": [0], "b": [1, 2, 3]}

@@ -50,11 +50,11 @@ def test_faults_name_field_found_and_expected(message, said):
     assert re.search(said, check(message) or "")
 
 
-def test_a_message_that_was_not_asked_for():
+def test_an_unexpected_message():
     assert tells(fault(Shared(torch.zeros(1)), {Update: SHAPES[Update]}, torch.float32) or "", "Shared", "Update")
 
 
-def test_a_sum_beyond_the_largest_number_is_no_fault():
+def test_a_sum_that_overflows_is_valid():
     largest = torch.finfo(torch.float32).max
     assert check(Update(torch.full((1, 3), largest), torch.zeros(1))) is None
     assert "not finite" in check(Update(torch.tensor([[largest, largest, float("nan")]]), torch.zeros(1)))

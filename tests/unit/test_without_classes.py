@@ -41,7 +41,7 @@ def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
     return FederatedDataset.open(folder)
 
 
-def test_examples_lie_around_their_clients_mean(tmp_path: Path) -> None:
+def test_examples_are_distributed_around_their_clients_mean(tmp_path: Path) -> None:
     data = dealt(tmp_path, bias=4.0, distance=2.0, noise=0.5, train_per_client=4000)
     first = data.manifest.roster[0]
     means = {entry.id: data.client(entry.id).train.x.mean(0) for entry in data.manifest.clients}
@@ -57,7 +57,7 @@ def test_examples_lie_around_their_clients_mean(tmp_path: Path) -> None:
     assert data.manifest.normalization.mean == (0.0,) * 3
 
 
-def test_spread_moves_each_helper_on_its_own() -> None:
+def test_spread_moves_each_helper_independently() -> None:
     seen = np.array([False, True, True, True])
     scheme = MeansScheme(clients=4, dimension=5, bias=0.0, spread=2.0)
     means = client_means(scheme, seen, 1)
@@ -66,14 +66,14 @@ def test_spread_moves_each_helper_on_its_own() -> None:
     assert not np.allclose(means[2], means[3])
 
 
-def test_the_draw_depends_on_the_seed_alone(tmp_path: Path) -> None:
+def test_the_draw_depends_only_on_the_seed(tmp_path: Path) -> None:
     one, same, other = dealt(tmp_path / "a"), dealt(tmp_path / "b"), dealt(tmp_path / "a", seed=2)
     assert one.manifest.fingerprint == same.manifest.fingerprint
     assert {entry.sha256 for entry in one.manifest.clients}.isdisjoint(entry.sha256 for entry in other.manifest.clients)
     assert len({entry.sha256 for entry in one.manifest.clients}) == 6
 
 
-def test_the_quadratic_is_its_formula() -> None:
+def test_the_quadratic_matches_its_formula() -> None:
     model, random = Quadratic(2, (3.0, 0.5)), torch.Generator().manual_seed(0)
     theta, x = torch.randn(2, generator=random), torch.randn(5, 2, generator=random)
     h = torch.diag(torch.tensor([3.0, 0.5]))
@@ -84,7 +84,7 @@ def test_the_quadratic_is_its_formula() -> None:
         QuadraticSettings(curvature=(1.0, 2.0)).build((3,), 0, "features")
 
 
-def test_its_loss_is_measured_and_no_accuracy() -> None:
+def test_its_loss_is_measured_but_no_accuracy() -> None:
     splits = [Split(torch.tensor([[1.0], [3.0]]), None)] * 3
     client = ClientData("c", *splits, 0)
     found = measure({"personal": ModelPredictor(Quadratic(1), torch.zeros(1))}, client, ["personal"], batch_size=1)
@@ -97,7 +97,7 @@ def test_its_loss_is_measured_and_no_accuracy() -> None:
     assert torch.isfinite(broken.counts).all()
 
 
-def test_the_best_round_is_that_of_lowest_validation_loss() -> None:
+def test_the_best_round_has_the_lowest_validation_loss() -> None:
     groups = {"seen": None, "unseen": None, "global": None, "validation_pooled": None}
     lines = [{"round": t, "validation_loss": loss, **groups} for t, loss in ((0, 3.0), (1, 2.0), (2, 2.0), (3, 5.0))]
     chosen = best(lines)
@@ -169,13 +169,13 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsuitable_settings_are_refused(tmp_path: Path, keys: dict[str, Any], found: list[str]) -> None:
+def test_unsuitable_settings_are_rejected(tmp_path: Path, keys: dict[str, Any], found: list[str]) -> None:
     with pytest.raises(ExperimentError) as refused:
         load(tmp_path, **keys)
     assert tells(str(refused.value), *found)
 
 
-def test_models_are_for_data_with_classes_or_for_data_without() -> None:
+def test_models_are_for_data_with_or_without_classes() -> None:
     with pytest.raises(ExperimentError, match="quadratic") as refused:
         LogisticSettings().build((2,), 0, "features")
     assert (refused.value.key, refused.value.found) == ("model.name", "logistic")

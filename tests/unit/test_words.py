@@ -21,23 +21,23 @@ NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
 
 
 @given(st.text(), st.integers(0, 20))
-def test_printable_text_is_short_and_prints(text: str, limit: int) -> None:
+def test_printable_text_is_short_and_printable(text: str, limit: int) -> None:
     assert printable(text, limit).isprintable()
     assert len(printable(text, limit)) <= limit
     assert len(printable(text).splitlines()) <= 1
 
 
 @given(st.text().filter(str.isprintable))
-def test_printing_characters_are_kept(text: str) -> None:
+def test_printable_characters_are_kept(text: str) -> None:
     assert printable(text) == text
 
 
-def test_characters_may_stay() -> None:
+def test_selected_characters_may_be_kept() -> None:
     assert printable("two\nlines\x1b[0m", keep="\n") == "two\nlines\\x1b[0m"
 
 
 @given(st.dictionaries(st.text(), st.text() | st.just(NASTY), max_size=3))
-def test_files_of_lines_have_a_line_for_each_object_whoever_splits_them(
+def test_files_of_lines_have_one_line_per_object_for_any_splitter(
     tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any]
 ) -> None:
     folder = RunFolder(tmp_path_factory.mktemp("lines"))
@@ -55,14 +55,14 @@ def test_files_of_lines_have_a_line_for_each_object_whoever_splits_them(
         assert len((folder.path / name).read_text().splitlines()) == 2
 
 
-def test_logs_have_a_line_for_each_record() -> None:
+def test_logs_have_one_line_per_record() -> None:
     record = logging.LogRecord("fedloom", logging.WARNING, "", 0, "%s", (NASTY,), None)
     (line,) = JsonLines().format(record).splitlines()
     assert json.loads(line)["message"] == NASTY
     assert line.isascii()
 
 
-def test_lines_say_what_they_are_about() -> None:
+def test_log_lines_name_their_subject() -> None:
     def line(**about: Any) -> dict[str, Any]:
         record = logging.makeLogRecord({"name": "fedloom", "levelname": "INFO", "msg": "lost", **about})
         return dict(json.loads(JsonLines().format(record)))
@@ -87,13 +87,13 @@ def test_standard_error_shows_no_control_characters() -> None:
     assert all(c.isprintable() or c == "\n" for c in stream.getvalue())
 
 
-def test_owners_of_clients_may_be_called_anything(tmp_path: Path) -> None:
+def test_owners_of_clients_may_have_any_name(tmp_path: Path) -> None:
     RunFolder(tmp_path).write("clients.csv", "id,seen,owner\nc0,true,a\u2028b\nc1,false,d\x85e\n")
     assert [row["id"] for row in RunFolder(tmp_path).clients()] == ["c0", "c1"]
 
 
 @given(st.floats(1e-9, 1e9), st.integers(2, 5))
-def test_a_bound_as_text_is_one_still(bound: float, digits: int) -> None:
+def test_a_bound_as_text_remains_a_bound(bound: float, digits: int) -> None:
     shown = float(rounded_up(bound, digits))
     assert bound * (1 - 1e-6) <= shown <= bound * (1 + 10.0 ** (1 - digits)) * (1 + 1e-9)
     assert float(rounded_up(shown, digits)) == shown

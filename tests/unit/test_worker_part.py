@@ -14,7 +14,7 @@ from fedloom.runner.worker import select_clients
 
 
 @given(n=st.integers(1, 60), data=st.data())
-def test_blocks_are_equal_to_one_and_hold_everyone_once_in_order(n: int, data: st.DataObject) -> None:
+def test_blocks_are_equal_to_one_and_contain_every_client_once_in_order(n: int, data: st.DataObject) -> None:
     everyone = [f"client-{i}" for i in range(data.draw(st.integers(n, 200)))]
     blocks = [select_clients(everyone, f"{i}/{n}") for i in range(n)]
     assert [*itertools.chain(*blocks)] == everyone
@@ -23,13 +23,13 @@ def test_blocks_are_equal_to_one_and_hold_everyone_once_in_order(n: int, data: s
     assert 0 not in sizes
 
 
-def test_everyone_and_those_named() -> None:
+def test_all_and_named_clients() -> None:
     assert select_clients(["a", "b"], None) == ["a", "b"]
     assert select_clients(["a", "b"], "b, c,") == ["b", "c"]
 
 
 @pytest.mark.parametrize("part", ["2/2", "0/4", "0/0", "-1/2", "1/2/3", "a/b", "/", "1 /2", "٣/٤", "a,0/2"])
-def test_invalid_parts(part: str) -> None:
+def test_invalid_blocks(part: str) -> None:
     with pytest.raises(ExperimentError) as refused:
         select_clients(["a", "b", "c"], part)
     assert tells(str(refused.value), "clients", "I/N", part)
@@ -37,6 +37,6 @@ def test_invalid_parts(part: str) -> None:
 
 
 @pytest.mark.parametrize("clients", ["", ",", " , "])
-def test_nobody(clients: str) -> None:
+def test_empty_blocks(clients: str) -> None:
     with pytest.raises(ExperimentError, match=r"clients must .*2 clients"):
         select_clients(["a", "b"], clients)
