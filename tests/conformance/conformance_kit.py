@@ -1,4 +1,4 @@
-"""A tiny federation made of the real parts, and transports that lose, move and poison what the real ones carry."""
+"""A tiny federation of the real parts, and transports that lose, move and corrupt messages."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ ROUNDS = 3
 
 
 class Quiet:
-    """An observer that only lets a test look at what happens."""
+    """Observer that does nothing; tests replace its callbacks."""
 
     def __init__(self) -> None:
         self.on_round: Callable[[Attempt], None] = lambda attempt: None
@@ -181,14 +181,14 @@ class Quiet:
 
 @dataclass
 class Federation:
-    """One method on the tiny data, ready to be run any number of times."""
+    """One method on the tiny data, which can be run repeatedly."""
 
     parts: RunContext
     dataset: FederatedDataset
     tmp: Path
 
     def changed(self, **keys: Any) -> Federation:
-        """Return a copy with other keys of a section (``federation__rounds=2``), or with a section replaced."""
+        """Return a copy with changed keys of a section (``federation__rounds=2``), or with a section replaced."""
         tree = self.parts.experiment.model_dump(mode="json")
         for key, value in keys.items():
             section, _, name = key.partition("__")
@@ -199,7 +199,7 @@ class Federation:
         return dataclasses.replace(self, parts=_parts(self.tmp, tree, self.dataset))
 
     def transport(self, name: str, change: Callable[[ClientAlgorithm], Any] = lambda half: half) -> InProcess:
-        """A fresh in-process transport for the run in folder ``name``; ``change`` may wrap the clients' half."""
+        """Return an in-process transport for the run in folder ``name``; ``change`` may wrap the client algorithm."""
         algorithm = self.parts.algorithm
         changed = copy.copy(algorithm)
         vars(changed)["client"] = lambda *known: change(algorithm.client(*known))
@@ -237,26 +237,26 @@ class Federation:
         return loop
 
     def resume(self, name: str) -> EvaluationResult:
-        """Go on in a folder, in new objects only."""
+        """Resume in a folder with new objects only."""
         loop = self.loop(name)
         loop.resume()
         return loop.run()
 
     def final(self, name: str) -> bytes:
-        """The bytes of a run's last checkpoint."""
+        """Return the bytes of a run's last checkpoint."""
         return sorted((self.tmp / name / "checkpoints").glob("round-*"))[-1].read_bytes()
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
-        """The evaluated rounds."""
+        """Return the evaluated rounds."""
         return list(RunFolder(self.tmp / name).lines("metrics.jsonl"))
 
     def attempts(self, name: str) -> list[Attempt]:
-        """The journal without times and lives."""
+        """Return the journal without times and incarnations."""
         attempts = Journal.read(RunFolder(self.tmp / name)).attempts
         return [dataclasses.replace(attempt, seconds=0.0, phases={}, life=0) for attempt in attempts]
 
     def exchanges(self, round: int = 2) -> list[Exchange]:
-        """The exchanges of an undisturbed training round, found by running it."""
+        """Return the exchanges of an undisturbed training round, found by running it."""
         name = f"exchanges-{round}"
         transport = Faulty(self.transport(name))
         self.changed(federation__rounds=round).advance(name, transport)
@@ -281,7 +281,7 @@ class Exchange:
 
 
 def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any]) -> Federation:
-    """Eight clients of very different sizes, two of them unseen; three in a cohort."""
+    """Return eight clients of very different sizes, two of them unseen, with three in a cohort."""
     trains = find_algorithm(algorithm).trains
     tree = {
         "name": "conformance",
@@ -318,7 +318,7 @@ def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> RunCon
 
 
 def state(loop: Loop) -> dict[str, Tensor]:
-    """A copy of the server's state."""
+    """Return a copy of the server's state."""
     loop.server.settle()
     return {name: tensor.clone() for name, tensor in loop.server.state.items()}
 
@@ -372,9 +372,9 @@ class Faulty:
 
 
 class Spread:
-    """Several places, each serving the clients it has; a conversation's row stays where it was opened.
+    """Several places, each serving its clients; a conversation's row stays where it was opened.
 
-    It measures traffic like a wire does, so that what the server does meanwhile runs beside the exchange.
+    Traffic is measured as on a wire, so that the server's own work runs beside the exchange.
     """
 
     def __init__(self, places: Sequence[InProcess], serves: Sequence[frozenset[str]]) -> None:
@@ -410,7 +410,7 @@ class Spread:
 
 
 class Poisoned:
-    """A client algorithm whose answers hold a NaN for one client at one exchange of one kind of conversation."""
+    """Client algorithm whose answers contain a NaN for one client at one exchange of one kind of conversation."""
 
     def __init__(self, half: ClientAlgorithm, opening: type[Message], client: str, exchange: int) -> None:
         self.predictors, self.stateful = half.predictors, half.stateful
@@ -437,10 +437,9 @@ class Poisoned:
 
 
 class Huge:
-    """A client algorithm whose answers in training are finite, and too large for the server: its state overflows.
+    """Client algorithm whose training answers are finite, but overflow the server's state.
 
-    All float32 numbers, of which models and their updates are made, are 3e38; those in float64, which count and
-    measure, are 0.
+    All float32 numbers (models and their updates) are 3e38; float64 numbers (counts and measurements) are 0.
     """
 
     def __init__(self, half: ClientAlgorithm) -> None:
@@ -454,17 +453,17 @@ class Huge:
                 answer = honest.send(told)
             except StopIteration as end:
                 return end.value
-            clients.lost.clear()  # who starts from such a state diverges
+            clients.lost.clear()  # clients that start from such a state diverge
             told = yield type(answer)(**{name: huge(tensor) for name, tensor in answer.tensors().items()})
 
 
 def huge(tensor: Tensor) -> Tensor:
-    """3e38 everywhere in a float32 tensor, 0 in another."""
+    """Return 3e38 everywhere for a float32 tensor, 0 for another."""
     return torch.full_like(tensor, 3e38 if tensor.dtype == torch.float32 else 0)
 
 
 def with_nan(tensor: Tensor) -> Tensor:
-    """A copy whose last number is not one."""
+    """Return a copy whose last number is NaN."""
     copy = tensor.clone()
     if copy.is_floating_point():
         copy.view(-1)[-1] = torch.nan
@@ -472,4 +471,4 @@ def with_nan(tensor: Tensor) -> Tensor:
 
 
 class Killed(BaseException):
-    """Ends a run at once, like a signal that cannot be caught, but in this process."""
+    """Exception that ends a run at once, like SIGKILL, but in this process."""

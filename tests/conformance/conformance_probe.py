@@ -1,4 +1,4 @@
-"""A method written for the kit: it does in a round whatever the contract allows, and computes next to nothing."""
+"""A method written for the kit: it does everything that the contract allows, and computes next to nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Show(Message):
 
 
 class Server(ServerAlgorithm):
-    """Two conversations in a round, of two exchanges and one; a part of its update waits for the next round."""
+    """Server with two conversations per round, of two exchanges and one; part of its update waits for a round."""
 
     def __init__(self, settings: Settings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
@@ -53,13 +53,13 @@ class Server(ServerAlgorithm):
         self._pending: Callable[[], None] | None = None
 
     def settle(self) -> None:
-        """Do what was put off."""
+        """Apply the postponed part of the update."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending()
 
     def train_round(self, round: Round) -> Statistics:
-        """Draws of its own, and two cohorts of which the second has one client for certain."""
+        """Draw random numbers and two cohorts, of which the second always has one client."""
         theta = self.state["theta"]
         first = round.sample()
         one = first.send(Begin(theta), Moved, meanwhile=self.settle)
@@ -74,19 +74,19 @@ class Server(ServerAlgorithm):
         return {"client_steps": one.total(one.steps) + two.total(two.steps) + three.total(three.steps)}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """One exchange."""
+        """Run one exchange."""
         self.settle()
         return cohort.send(Show(self.state["theta"] + self.state["late"]))
 
 
 class Client(ClientAlgorithm):
-    """Remembers a vector, to which every round that counts it adds."""
+    """Client with a vector to which every counted round adds."""
 
     stateful = True
 
     @conversation
     def train(self, clients: ClientGroup, opening: Begin) -> Conversation:
-        """Answers as often as it is asked, from what it remembers, what it draws and what it is told."""
+        """Answer each request from the stored vector, a random draw and the message."""
         theta = opening.theta.expand(len(clients), -1)
         remembered = clients.load_state("memory", torch.zeros_like(theta))
         steps = torch.tensor([[float(len(client.train))] for client in clients.clients], dtype=torch.float64)
@@ -103,14 +103,14 @@ class Client(ClientAlgorithm):
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: Show) -> Predictors:
-        """The shared vector and what the client remembers."""
+        """Return the sum of the shared and the stored vector."""
         theta = opening.theta.expand(len(clients), -1)
         remembered = clients.load_state("memory", torch.zeros_like(theta))
         return predictors_of(self.setup.model, personal=theta + remembered)
 
 
 class Probe(Algorithm):
-    """The method of these two halves."""
+    """Algorithm made of this server and this client."""
 
     name = "probe"
     settings, server, client = Settings, Server, Client

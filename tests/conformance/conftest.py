@@ -71,11 +71,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``method`` is every registered algorithm, some with a second setting, ``trained`` those that have rounds.
+    """Parametrize ``method`` by all registered algorithms, some with two settings, ``trained`` by those with rounds.
 
-    Of these, ``thorough`` are those that are killed at every exchange, and ``sampled`` the others: what is killed and
-    resumed is the loop, the journal and the clients' states, which all methods share. A method that is chosen by
-    ``--algorithm`` is thorough. ``summed`` are those for whose servers sums suffice, for secure aggregation.
+    Of these, ``thorough`` are the methods that are killed at every exchange, and ``sampled`` the others: killing and
+    resuming concern the loop, the journal and the clients' states, which all methods share. A method selected by
+    ``--algorithm`` is thorough. ``summed`` are the methods whose servers need only sums, for secure aggregation.
     """
     chosen = metafunc.config.getoption("--algorithm", default=None)
     methods = available() if chosen is None else (find_algorithm(chosen).name,)
@@ -117,9 +117,9 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def every_client(summed: str, pytestconfig: pytest.Config) -> bool:
-    """True if each client is lost in turn: for the methods in ``BY_NAME``, and for one that ``--algorithm`` chose.
+    """Return True if each client is lost in turn: for methods in ``BY_NAME``, and for one selected by ``--algorithm``.
 
-    One client is lost at each exchange of the others: what a sum does without it depends on no method.
+    For other methods one client is lost at each exchange: a sum handles a lost client equally for every method.
     """
     return summed in BY_NAME or pytestconfig.getoption("--algorithm", default=None) is not None
 
@@ -128,7 +128,7 @@ def every_client(summed: str, pytestconfig: pytest.Config) -> bool:
 def tiny(
     request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Federation:
-    """The method of this test on eight clients of very different sizes, two of them unseen."""
+    """Return the method of this test on eight clients of very different sizes, two of them unseen."""
     kinds = ("method", "trained", "thorough", "sampled", "summed")
     which = next(name for name in kinds if name in request.fixturenames)
     name = request.getfixturevalue(which)

@@ -29,7 +29,7 @@ NO_TESTS = 5
 
 
 def entry_points(checkout: Path, folder: Path) -> None:
-    """Write the entry points of a checkout as those of an installed package, which hides the one that is installed."""
+    """Write the entry points of a checkout like those of an installed package, so that they take precedence over it."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     about = folder / f"{project['name']}-{project['version']}.dist-info"
     about.mkdir()
@@ -40,7 +40,7 @@ def entry_points(checkout: Path, folder: Path) -> None:
 
 
 def bits(checkout: Path, only: Sequence[str]) -> dict[str, Any]:
-    """Train a checkout's methods, or some, and return the digests by method; its kept_bits.json is put back."""
+    """Train all or some methods of a checkout and return the digests by method; restore its kept_bits.json."""
     kept = (checkout / KEPT).read_bytes()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", TEST, "--keep-bits"]
     if only:
@@ -63,7 +63,7 @@ def bits(checkout: Path, only: Sequence[str]) -> dict[str, Any]:
 
 
 def bits_of(commit: str | None, only: Sequence[str]) -> dict[str, Any]:
-    """Return the digests of a commit, from a temporary worktree; None: of the working tree."""
+    """Return the digests of a commit, from a temporary worktree; None means the working tree."""
     if commit is None:
         return bits(ROOT, only)
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +76,7 @@ def bits_of(commit: str | None, only: Sequence[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print a line for each method that differs or that one commit lacks, and a summary."""
+    """Print a line for each method that differs or is missing in one commit, and a summary."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("before")
     arguments.add_argument("after", nargs="?")

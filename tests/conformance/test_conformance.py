@@ -1,8 +1,8 @@
-"""Properties that hold for every method, whatever happens to its clients (docs/federation.md).
+"""Properties that hold for every method under faults of its clients (docs/federation.md).
 
-    pytest tests/conformance --algorithm NAME --settings 'local: {epochs: 1}'
+pytest tests/conformance --algorithm NAME --settings 'local: {epochs: 1}'
 
-runs it for one registered method, this repository's or another's.
+runs these tests for one registered method, from this repository or another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def steps(tiny: Federation, name: str) -> float:
 
 
 def measured_at_the_end(tiny: Federation) -> Federation:
-    """Return the federation with one evaluation, after the last round: evaluation takes half of a run's time."""
+    """Return the federation with a single evaluation, after the last round: evaluation takes half of a run's time."""
     return tiny.changed(evaluation__every=ROUNDS)
 
 
@@ -76,7 +76,7 @@ def test_losing_any_client_at_any_exchange_and_replaying_it(tiny: Federation, tr
             lost = [(loss.row, loss.exchange) for loss in attempt.conversations[exchange.conversation].lost]
             assert (attempt.outcome, lost) == ("done", [(row, exchange.exchange)])
 
-            # The state of the server decides the evaluation, but where clients keep states: once is enough.
+            # Only the server's state affects the evaluation unless clients keep states: once is enough.
             measured = tiny.parts.client_algorithm().stateful or row == exchange.rows[exchange.exchange % COHORT]
             if measured:
                 tiny.resume(name)
@@ -196,7 +196,7 @@ GROWS: dict[str, dict[str, Any]] = {
 
 
 def test_out_of_range_replies_are_rejected(tiny: Federation, trained: str) -> None:
-    """Every answer is finite, and far beyond what a model can be."""
+    """Every answer is finite, but far larger than a model can be."""
     loop = tiny.loop("absurd", tiny.transport("absurd", Huge))
     before = state(loop)
     with pytest.raises(QuorumError, match="value out of range"):
@@ -207,10 +207,10 @@ def test_out_of_range_replies_are_rejected(tiny: Federation, trained: str) -> No
 def test_a_state_that_would_not_be_finite_is_discarded(
     tiny: Federation, trained: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every answer is finite, but their sum with the state, or a square, or a product, is not.
+    """Every answer is finite, but its sum with the state, a square or a product overflows.
 
-    A method of another package may take steps so small that these rounds overflow nothing: then all of them are made,
-    and the state is finite.
+    A third-party method may take steps so small that these rounds overflow nothing: then all rounds are completed
+    with a finite state.
     """
     monkeypatch.setattr("fedloom.federation.validation.VALUE_LIMIT", math.inf)
     tree = tiny.parts.experiment.model_dump(mode="json")["algorithm"]
@@ -260,7 +260,7 @@ def test_resuming_after_a_kill_at_any_exchange(tiny: Federation, thorough: str, 
 
 @pytest.mark.sampled(3)
 def test_resuming_after_a_kill_at_one_exchange_of_each_kind(tiny: Federation, sampled: str) -> None:
-    """At a call drawn at random, the same in every run; checkpoints after every round, and only at the end, in turn."""
+    """Kill the run at a random but fixed call; checkpoint after every round, or only at the end, in turn."""
     calls = undisturbed(tiny)
     kinds: dict[tuple[str, int], list[int]] = {}
     for i, call in enumerate(calls):
@@ -273,14 +273,14 @@ def test_resuming_after_a_kill_at_one_exchange_of_each_kind(tiny: Federation, sa
 
 
 def undisturbed(tiny: Federation) -> list[Call]:
-    """The calls of a whole run, in the folder ``whole``."""
+    """Return the calls of a complete run, in the folder ``whole``."""
     transport = Faulty(tiny.transport("whole"))
     tiny.run("whole", transport)
     return transport.calls
 
 
 def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
-    """A run that is killed at its i-th call and resumed ends as the whole one."""
+    """Check that a run killed at its i-th call and resumed ends like the complete one."""
     name = f"killed-{i}"
     left = iter(range(i + 1))
 
@@ -298,7 +298,7 @@ def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("purpose", ["train", "evaluate"])
 def test_stopping_loses_no_client(tiny: Federation, trained: str, purpose: str) -> None:
-    """A transport that is stopped loses who has not answered; that must not become part of the run."""
+    """A stopped transport loses the clients that have not answered; the run must not record these losses."""
     transport = Faulty(tiny.transport("whole"))
     tiny.run("whole", transport)
     calls = [c for c in transport.calls if c.key.purpose == purpose and c.key.round == AT]
@@ -378,7 +378,7 @@ def test_clients_not_seen_in_training_get_predictors(tiny: Federation, method: s
 
 
 def test_predictors_return_probabilities(tiny: Federation, method: str) -> None:
-    """Rows sum to one, and the tensors that are saved are finite."""
+    """Rows sum to one, and saved tensors are finite."""
     seen: list[str] = []
 
     def look(predictors, group):
@@ -401,7 +401,7 @@ def test_clients_lost_in_an_evaluation_are_left_out(tiny: Federation, method: st
     final = max(call.key.round for call in transport.calls)
     last = max(call.exchange for call in transport.calls if call.key.purpose == "evaluate")
     for exchange in range(last + 1):
-        for rows in ({0}, {0, 1, 2, 3}):  # one, and a whole cohort
+        for rows in ({0}, {0, 1, 2, 3}):  # a single row, and a whole cohort
             name = f"absent-{exchange}-{len(rows)}"
 
             def lose(call: Call, row: int, exchange=exchange, rows=rows) -> bool:

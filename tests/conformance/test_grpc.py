@@ -1,4 +1,4 @@
-"""Every method over real gRPC streams, its clients at two workers: the bits are those of one process."""
+"""Every method over real gRPC streams with two workers: results equal those of one process to the bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORKERS = 2
 
 @contextmanager
 def aggregator_of(tiny: Federation, states: str, workers: int = WORKERS) -> Iterator[Aggregator]:
-    """An aggregator whose workers, threads of this process, serve every other client each, or all if there is one."""
+    """Return an aggregator with workers in threads; each serves every other client, or all if there is one."""
     parts, everyone = tiny.parts, [entry.id for entry in tiny.dataset.manifest.clients]
     algorithm, stop = parts.algorithm, threading.Event()
     run = ServedRun(

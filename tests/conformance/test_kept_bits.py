@@ -1,10 +1,10 @@
-"""Bits of a tiny run of every method, three rounds each, equal to those of before (docs/design.md, §4).
+"""Check that a tiny run of every method, three rounds each, gives the recorded bits (docs/design.md, §4).
 
-They are kept in kept_bits.json for one machine; on another the bits may be others, and these tests are skipped.
+The bits are recorded in kept_bits.json for one machine; others may compute other bits, and these tests are skipped.
 
-    pytest tests/conformance/test_kept_bits.py --keep-bits -n 0
+pytest tests/conformance/test_kept_bits.py --keep-bits -n 0
 
-writes them anew, for the machine that it runs on; same_bits.py does so in two checkouts, and compares them.
+records them again on the present machine; same_bits.py does so in two checkouts and compares them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEPT = Path(__file__).parent / "kept_bits.json"
 
 
 def digest(parts: Iterator[str]) -> str:
-    """Hash parts without regard to their order, hence to names: a tensor or a key that is renamed keeps its bits."""
+    """Hash parts regardless of their order, and so of names: a renamed tensor or key keeps its bits."""
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()
 
 
@@ -39,7 +39,7 @@ def tensors(state: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def numbers(measured: Any) -> Iterator[str]:
-    """Yield every number in nested lists and mappings, in full precision; what follows from others is left out."""
+    """Yield every number in nested lists and mappings, in full precision, without derived values."""
     if isinstance(measured, dict | list):
         for value in kept(measured) if isinstance(measured, dict) else measured:
             yield from numbers(value)
@@ -48,7 +48,7 @@ def numbers(measured: Any) -> Iterator[str]:
 
 
 def kept(measured: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of a mapping but for a task's metrics, which came later than the bits of before."""
+    """Yield the values of a mapping except a task's metrics, which are newer than the recorded bits."""
     return (value for key, value in measured.items() if key not in ("metrics", "headline"))
 
 
@@ -63,7 +63,7 @@ def test_results_equal_the_recorded_bits(tiny: Federation, method: str, request:
     if kept["machine"] != machine and not write:
         pytest.skip(f"bits are kept for {kept['machine']}, this is {machine}")
     tiny.run("run")
-    state, _ = tensor_file.decode_tensors(tiny.final("run"))  # what its file looks like may change
+    state, _ = tensor_file.decode_tensors(tiny.final("run"))  # the file format may change
     found = {"state": digest(tensors(state)), "metrics": digest(numbers(tiny.metrics("run")))}
     if write:
         before = kept["bits"] if kept["machine"] == machine else {}

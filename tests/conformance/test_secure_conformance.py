@@ -1,6 +1,6 @@
-"""Every method whose server needs sums alone, under secure aggregation, whatever happens to its clients.
+"""Every method whose server needs only sums, under secure aggregation and faults of its clients.
 
-The cohorts are those of the runs without it, so that each run has a plain one to be compared with.
+The cohorts are those of runs without secure aggregation, so that each run has a plain one to compare with.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def training(call: Call) -> bool:
 
 
 def calls_of(tiny: Federation, name: str, *, measured: bool = True) -> list[Call]:
-    """Run without a fault, and return the exchanges of the round to be disturbed."""
+    """Run without a fault, and return the exchanges of the round that is disturbed later."""
     transport = Faulty(tiny.transport(name))
     (tiny.run if measured else tiny.advance)(name, transport)
     return [call for call in transport.calls if training(call)]
 
 
 def rounds_of(tiny: Federation, name: str) -> list[Attempt]:
-    """Return the attempts at rounds; that two unseen clients cannot be measured in a sum is journalled, too."""
+    """Return the attempts at rounds; the journal also has evaluations, in which two unseen clients are too few."""
     return [attempt for attempt in tiny.attempts(name) if attempt.outcome != EVALUATED]
 
 
@@ -64,9 +64,9 @@ def of_sum(calls: Sequence[Call]) -> list[Call]:
 
 
 def losing(tiny: Federation, name: str, lose: Disturbed) -> dict[str, Tensor]:
-    """Make the last round with clients that are lost; return the server's state at the end.
+    """Run the last round with lost clients and return the server's state at the end.
 
-    The rounds before are those of a run that all disturbed ones go on from.
+    All disturbed runs continue from the same earlier rounds.
     """
     start = tiny.tmp / ("start" if tiny.parts.experiment.federation.secure_aggregation is None else "secure-start")
     if not start.exists():
@@ -79,7 +79,7 @@ def losing(tiny: Federation, name: str, lose: Disturbed) -> dict[str, Tensor]:
 
 
 def at(call: Call, *rows: int, attempt: int = 1) -> Disturbed:
-    """Return what loses these rows at this exchange."""
+    """Return a predicate that loses these rows at this exchange."""
 
     def lose(other: Call, row: int) -> bool:
         here = (other.key.conversation, other.exchange) == (call.key.conversation, call.exchange)
@@ -94,7 +94,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 
 def assert_replayed(tiny: Federation, name: str) -> None:
-    """Evaluate the last round, which is all that is missing, and compare with a replay from the beginning."""
+    """Evaluate the last round, the only missing one, and compare with a replay from the beginning."""
     tiny.resume(name)
     tiny.run(f"{name}-replayed", replay=name)
     assert tiny.final(f"{name}-replayed") == tiny.final(name)
@@ -103,7 +103,7 @@ def assert_replayed(tiny: Federation, name: str) -> None:
 
 
 def plain_without(tiny: Federation, calls: Sequence[Call], call: Call, row: int) -> dict[str, Tensor]:
-    """Return the state of the run without secure aggregation that loses a client at an exchange, or that is summed."""
+    """Return the state of the run without secure sums that loses a client at the given or the summed exchange."""
     there = call if call in (plain := of_method(calls)) else plain[-1]
     name = f"plain-{there.exchange}-{row}"
     if not (tiny.tmp / name).exists():
@@ -114,9 +114,9 @@ def plain_without(tiny: Federation, calls: Sequence[Call], call: Call, row: int)
 
 
 def assert_lost(tiny: Federation, calls: Sequence[Call], call: Call, row: int) -> None:
-    """Lose a client at an exchange: before its masked answer has arrived it is missing in the sum, and later it is not.
+    """Lose a client at an exchange: before its masked answer arrives it is excluded from the sum, later it is included.
 
-    The expected state is that of the run without secure aggregation that loses it at the exchange that is summed.
+    The expected state is that of the run without secure aggregation that loses it at the summed exchange.
     """
     secure, name = disturbed(tiny), f"lost-{call.exchange}-{row}"
     found = losing(secure, name, at(call, row))
@@ -132,7 +132,7 @@ def assert_lost(tiny: Federation, calls: Sequence[Call], call: Call, row: int) -
 
 
 def of_method(calls: Sequence[Call]) -> list[Call]:
-    """Return the exchanges that the method itself makes."""
+    """Return the exchanges of the method itself."""
     return [call for call in calls if not isinstance(call.message, STEPS)]
 
 
@@ -147,7 +147,7 @@ def test_losing_any_client_at_any_exchange_and_replaying_it(tiny: Federation, ev
 
 
 def test_secure_sums_equal_plain_sums(tiny: Federation, summed: str) -> None:
-    """Nobody is lost; then one client at an exchange that is drawn, the same in every run."""
+    """No client is lost; then one client at a random exchange, the same in every run."""
     secure = disturbed(tiny)
     calls = of_sum(calls_of(secure, "whole", measured=False))
     plain, again = disturbed(tiny, None).advance("plain"), secure.advance("again")
@@ -160,13 +160,13 @@ def test_secure_sums_equal_plain_sums(tiny: Federation, summed: str) -> None:
 
 
 def test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round(tiny: Federation, summed: str) -> None:
-    """Two of five are lost before the sum is known. Nothing of that attempt is in the state."""
+    """Two of five clients are lost before the sum is known. The failed attempt leaves no trace in the state."""
     secure = disturbed(tiny)
     for call in of_sum(calls_of(secure, "whole", measured=False)):
         if isinstance(call.message, SUMMED_ALREADY):
             continue
         name = f"few-{call.exchange}"
-        rows = (1, 3) if isinstance(call.message, STEPS) else (0, 1, 3)  # three that are ready are enough
+        rows = (1, 3) if isinstance(call.message, STEPS) else (0, 1, 3)  # three ready clients suffice
         loop = secure.loop(name, Faulty(secure.transport(name), at(call, *rows)), upto=AT)
         before: list[dict[str, Tensor]] = []
         unchanged: list[bool] = []
@@ -180,7 +180,7 @@ def test_too_few_clients_fail_the_attempt_and_another_cohort_completes_the_round
         assert [(a.round, a.attempt, a.outcome == "done") for a in made] == [(1, 1, True), (2, 1, False), (2, 2, True)]
         secure.advance(f"{name}-replayed", replay=name)
         assert secure.final(f"{name}-replayed") == secure.final(name)
-        # The second attempt alone is the round: no value of the first has gone anywhere.
+        # Only the second attempt counts for the round: no value of the first is used.
         fresh = disturbed(tiny, None)
         plain = fresh.advance(f"{name}-plain", Faulty(fresh.transport(f"{name}-plain"), everybody_first))
         assert_close(state(loop), state(plain))
@@ -194,7 +194,7 @@ def everybody_first(call: Call, row: int) -> bool:
 def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference_of_sums(
     tiny: Federation, summed: str
 ) -> None:
-    """Nobody reveals a share. Members cannot know that no sum was made, and refuse cohorts that differ by two."""
+    """No member reveals a share. Members cannot know that there was no sum, and refuse cohorts that differ by two."""
     secure = disturbed(tiny)
     last = of_sum(calls_of(secure, "whole", measured=False))[-1]
     loop = secure.loop("late", Faulty(secure.transport("late"), at(last, *last.rows)))
@@ -223,7 +223,7 @@ def test_placement_of_clients_does_not_change_results(tiny: Federation, summed: 
 
 
 def test_losing_a_client_of_a_batch_keeps_the_others(tiny: Federation, summed: str) -> None:
-    """Up to three at once: the sums are those of one by one but for rounding, whoever of a group is lost."""
+    """Serve up to three clients at once: whichever client is lost, sums equal those of one by one up to rounding."""
     if getattr(tiny.parts.experiment.model, "norm", None) == "batch":
         pytest.skip("clients of a model with model.norm: batch are served one by one")
     together = disturbed(tiny, runtime__clients_at_once=3)
@@ -243,10 +243,11 @@ def test_losing_a_client_of_a_batch_keeps_the_others(tiny: Federation, summed: s
 
 
 def test_the_error_of_a_secure_mean_is_within_the_stated_bound(tiny: Federation, summed: str) -> None:
-    """A client's value is rounded to a step of at most 2 B n / 2^31: the mean is off by half of one at most.
+    """A client's value is rounded to a step of at most 2 B n
+    2^31, so the mean is off by at most half a step.
 
-    Weights are at most the largest client's, so that a weighted mean is off by as much times that weight over the mean
-    one. What the servers add to their states is the mean, or a part of it. A method that refuses 32 bits has 64.
+    Weights are at most the largest client's, so a weighted mean is off by half a step times that weight over the mean
+    one. Servers add the mean, or a part of it, to their states. A method that rejects 32 bits uses 64.
     """
     bound, bits = 1000.0, 64 if tiny.parts.algorithm.needs_fine_sums(tiny.parts.settings) else 32
     secure = disturbed(tiny, {"bits": bits, "range": bound}, federation__rounds=1)
@@ -269,7 +270,7 @@ def test_the_error_of_a_secure_mean_is_within_the_stated_bound(tiny: Federation,
 
 
 def test_resuming_after_a_kill_at_any_exchange(tiny: Federation, summed: str) -> None:
-    """The attempt is lost with the aggregator, and what it had received is of no use; the round is made again."""
+    """The attempt is lost with the aggregator, and its received answers are useless; the round is repeated."""
     secure = disturbed(tiny)
     calls = calls_of(secure, "whole")
     for i, killed in enumerate(calls):

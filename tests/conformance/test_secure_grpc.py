@@ -1,4 +1,4 @@
-"""Secure sums over real gRPC streams; workers and the aggregator are killed in the middle, and connections cut."""
+"""Secure sums over real gRPC streams, with killed workers and aggregators and cut connections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fedloom.transport.worker import serve
 
 
 class Member:
-    """A worker in a thread. Another of the same name knows nothing of the conversations of the first."""
+    """Worker in a thread. A successor of the same name has none of its conversations."""
 
     def __init__(self, wire: Wire, name: str, clients: Sequence[str], address: str) -> None:
         self._stop = threading.Event()
@@ -54,7 +54,7 @@ class Member:
         )
 
     def kill(self) -> None:
-        """End it without a word to the aggregator."""
+        """End the worker without notifying the aggregator."""
         self._stop.set()
         self._thread.join(10)
         assert not self._thread.is_alive()
@@ -74,7 +74,7 @@ class Wire:
         self.server = self.aggregator()
 
     def aggregator(self) -> Aggregator:
-        """Start an aggregator; it remembers no conversation of another."""
+        """Start an aggregator without the conversations of an earlier one."""
         self._incarnations += 1
         parts, algorithm = self.tiny.parts, self.tiny.parts.algorithm
         run = ServedRun(
@@ -119,7 +119,7 @@ def wire_of(tiny: Federation, name: str, client: str, through: Callable[[str], s
 
 
 def once(call: Call, act: Callable[[], None]) -> Callable[[Call], None]:
-    """Return what acts before the first attempt's exchange of this number."""
+    """Return a callback that acts once, before the first attempt's exchange of this number."""
     left = [act]
 
     def before(other: Call) -> None:
@@ -139,7 +139,7 @@ def sums_of(tiny: Federation) -> tuple[Federation, list[Call], str]:
 
 
 def equal(tiny: Federation, name: str, other: str) -> None:
-    """Check model and metrics, if measured, but for the bytes that only a wire counts."""
+    """Compare the model and the metrics, if measured, except for bytes that only a wire counts."""
     assert tiny.final(name) == tiny.final(other)
     for there, here in zip(tiny.metrics(name), tiny.metrics(other), strict=True):
         del there["communication"], here["communication"]
@@ -157,10 +157,10 @@ def test_grpc_gives_the_bits_of_one_process(tiny: Federation, summed: str, worke
 
 
 def test_a_worker_killed_at_a_step_is_restarted(tiny: Federation, summed: str) -> None:
-    """It has forgotten its secrets: once its keys are known its client is lost, and in the sum when it has answered.
+    """The worker has lost its secrets: once its keys are known its client is lost, once it has answered it is summed.
 
-    The others are the survivors: the bits are those of one process that loses the same client there. The first and the
-    last of these runs are evaluated, and all where clients keep states, which an evaluation alone shows.
+    The others are the survivors: results equal those of one process that loses the same client there. The first and the
+    last of these runs are evaluated, and all if clients keep states, which only an evaluation shows.
     """
     secure, calls, client = sums_of(tiny)
     secure.advance("advanced")
@@ -204,7 +204,7 @@ def test_cutting_a_workers_connection_at_every_step_loses_nothing(tiny: Federati
 
 
 def test_an_aggregator_killed_during_a_secure_sum_is_resumed(tiny: Federation, summed: str) -> None:
-    """The attempt is lost; the workers, which hold answers for it, make a new one with the next aggregator."""
+    """The attempt is lost; the workers, which hold answers for it, start a new one with the next aggregator."""
     secure, calls, client = sums_of(tiny)
 
     def die() -> None:
@@ -226,13 +226,13 @@ def test_an_aggregator_killed_during_a_secure_sum_is_resumed(tiny: Federation, s
 
 
 def test_the_sum_includes_a_worker_absent_at_its_end(tiny: Federation, summed: str) -> None:
-    """The deadline passes without it; what it has answered is in the sum all the same."""
+    """The deadline passes without the worker; the sum still includes its answer."""
     secure, calls, client = sums_of(tiny)
     short = secure.changed(federation__deadline_s=2.0)
     call = next(call for call in calls if isinstance(call.message, SUMMED_ALREADY))
     with wire_of(short, "away", client) as wire:
         loop = short.loop("away", Faulty(wire.server, before=once(call, lambda: wire.members["alone"].kill())))
-        loop.run()  # its evaluation lacks the client
+        loop.run()  # the evaluation lacks the client
     whole = secure.loop("whole")
     whole.resume()
     assert same_bits(state(loop), state(whole))

@@ -1,9 +1,9 @@
-"""The chart, installed: by Helm on a real cluster, or what Helm renders on the cluster of processes.
+"""The chart, installed by Helm on a real cluster, or as Helm renders it on the fake cluster of processes.
 
-On processes the objects that matter there are created as they are rendered, and pods are made of the templates of
-StatefulSets and Deployments, one of them by one: a pod that ends or goes is made again, one whose template has changed
-is told to go first. A headless Service has an address here. Nothing of FedLoom is replaced. What only a real cluster
-does is left out: certificates of cert-manager, network policies, probes, autoscaling, volumes.
+On processes, the relevant objects are created as rendered, and pods are made one by one from the templates of
+StatefulSets and Deployments: a pod that ends or is deleted is recreated, one with a changed template is terminated
+first. A headless Service has an address here. Nothing of FedLoom is replaced. Features of real clusters are left
+out: certificates of cert-manager, network policies, probes, autoscaling, volumes.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ TICK_S = 0.1
 
 
 class Installed(Protocol):
-    """A release of the chart; ``name`` is that of its objects, ``instance`` their label."""
+    """Release of the chart; ``name`` is that of its objects, ``instance`` their label."""
 
     name: str
     instance: str
 
     def upgrade(self, values: Mapping[str, Any]) -> None:
-        """Install it, or change it to these values."""
+        """Install the release, or upgrade it to these values."""
 
     def rollback(self) -> None:
-        """Go back to the values before."""
+        """Roll back to the previous values."""
 
     def test(self, *words: str) -> None:
-        """Run the chart's own test; it says these words, where they can be read: Helm removes a pod that passed."""
+        """Run the chart's own test and check its output where it is readable: Helm removes a pod that passed."""
 
     def uninstall(self) -> None:
-        """Remove it."""
+        """Remove the release."""
 
 
 class OnProcesses:
-    """Helm's output, applied to the cluster of processes."""
+    """Output of Helm, applied to the cluster of processes."""
 
     def __init__(self, place: Place, folder: Path, name: str) -> None:
         self.name, self._place, self._folder = name, place, folder
@@ -155,7 +155,7 @@ class OnProcesses:
 
 
 class ByHelm:
-    """A release on the real cluster that the environment names."""
+    """Release on the real cluster named by the environment."""
 
     def __init__(self, place: Place, folder: Path, name: str) -> None:
         self.name, self._place, self._path = name, place, folder / "values.yaml"
@@ -178,7 +178,7 @@ class ByHelm:
         self._helm("test", self.name)
 
     def uninstall(self) -> None:
-        self._helm("uninstall", self.name, "--wait")  # it returns while pods are still ending
+        self._helm("uninstall", self.name, "--wait")  # returns while pods are still terminating
         pods = partial(
             self._place.core.list_namespaced_pod,
             self._place.namespace,
@@ -189,7 +189,7 @@ class ByHelm:
 
 @contextmanager
 def release(place: Place, folder: Path, name: str) -> Iterator[Installed]:
-    """A name for a release of the chart, and for its run; what is installed under it is removed at the end."""
+    """Return a name for a release of the chart and its run; remove what is installed under it at the end."""
     real = bool(os.environ.get("FEDLOOM_E2E_KUBECONFIG"))
     made: Installed = (ByHelm if real else OnProcesses)(place, folder, f"chart-{place.token}-{name}")
     try:

@@ -1,4 +1,4 @@
-"""The clusters that the end-to-end tests run on, and the run that each federation must equal."""
+"""The clusters of the end-to-end tests, and the run that each federation must equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXPERIMENT: dict[str, Any] = {
         "held_out_fraction": 0.25,
     },
     "model": {"name": "mlp", "hidden": [16]},
-    # Keeps a state of every client between rounds: a worker that takes a client over has to find it.
+    # Client states persist between rounds: a worker that takes a client over has to find them.
     "algorithm": {
         "name": "pfedbayes", "steps": 20, "batch_size": 20, "zeta": 1.0, "optimizer": "adam",
         "lr_personal": 0.003, "lr_global": 0.003, "draws": 2,
@@ -45,7 +45,7 @@ EXPERIMENT: dict[str, Any] = {
     params=[pytest.param("processes", id="processes"), pytest.param("real", id="real-cluster")],
 )
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A real cluster if the environment names one, else the cluster of processes: never both."""
+    """Return a real cluster if the environment names one, else the cluster of processes."""
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if request.param == "real":
         if missing:
@@ -62,7 +62,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def case(place: Place, fashion_mnist_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """The experiment, its partition in the store, and its run in one pod."""
+    """Return the experiment, its partition in the store, and its run in one pod."""
     folder = tmp_path_factory.mktemp("case")
     text = yaml.safe_dump({**EXPERIMENT, "storage": place.storage})
     dealt_here = {**EXPERIMENT, "data": {**EXPERIMENT["data"], "root": str(folder / "root")}}

@@ -1,6 +1,6 @@
-"""Clusters for end-to-end tests: a real one that the environment names, or one of processes (``fake_cluster``).
+"""Clusters for end-to-end tests: a real one named by the environment, or one of processes (``fake_cluster``).
 
-Everything is asked of the API with the real client, and nothing but how a pod is made to crash differs.
+Both are used through the API with the real client; they differ only in how a pod is crashed.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ SECRET = {"apiVersion": "v1", "kind": "Secret"}
 
 @dataclass
 class Place:
-    """A namespace of a cluster, and a store that its pods and these tests reach.
+    """A namespace of a cluster, and a store that its pods and these tests can access.
 
     Attributes
     ----------
     image
-        With all of FedLoom in it: its pods launch, aggregate and work.
+        Image with all of FedLoom: its pods launch, aggregate and work.
     secret, s3_endpoint
-        How pods reach the store.
+        Access of pods to the store.
     crash
-        Ends a pod without a word of warning.
+        Kills a pod without warning.
     kubeconfig
-        How it is reached.
+        Access to the cluster.
     store_environment
-        How the store is reached from here.
+        Access to the store from this process.
     launcher
         Environment of launcher pods; ``service_account`` theirs.
     patience_s
-        How long a pod may take to begin or to end; on a real cluster images are pulled and nodes are added.
+        Maximum time for a pod to start or end; on a real cluster images are pulled and nodes are added.
     """
 
     api: client.ApiClient
@@ -107,7 +107,7 @@ class Place:
         self.core.create_namespaced_pod_eviction(pod, self.namespace, body)
 
     def ended(self, pod: str) -> tuple[int, str]:
-        """Wait for the end of a pod of ours; its exit code and what it said."""
+        """Wait for one of our pods to end; return its exit code and output."""
         until(
             lambda: self._phase(pod) in ("Succeeded", "Failed"),
             f"{pod} ends; it says: {self._try_log(pod)}",
@@ -121,7 +121,7 @@ class Place:
         return str(self.core.read_namespaced_pod_log(pod, self.namespace))
 
     def secret_with(self, name: str, **values: str | bytes) -> str:
-        """Make a Secret of ours, or replace it, and return its name."""
+        """Create or replace a Secret and return its name."""
         metadata = {"name": f"{self.token}-{name}", "labels": {MARK: self.token}}
         encoded = {key: value.encode() if isinstance(value, str) else value for key, value in values.items()}
         data = {key: b64encode(value).decode() for key, value in encoded.items()}
@@ -132,13 +132,13 @@ class Place:
         return str(metadata["name"])
 
     def pods(self, run_id: str, component: str | None = None) -> list[Any]:
-        """The pods of a federation, or of one of its components, oldest first."""
+        """Return the pods of a federation, or of one of its components, oldest first."""
         labels = self.selector(run_id) + (f",app.kubernetes.io/component={component}" if component else "")
         found = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
         return sorted(found, key=lambda pod: (pod.metadata.creation_timestamp, pod.metadata.name))
 
     def left(self, run_id: str) -> list[str]:
-        """Everything of a federation that the cluster still has."""
+        """Return every object of a federation that the cluster still has."""
         chosen: dict[str, str] = {"label_selector": self.selector(run_id)}
         return [
             f"{type(item).__name__} {item.metadata.name}"
@@ -151,7 +151,7 @@ class Place:
         ]
 
     def assert_all_gone(self, run_id: str) -> None:
-        """Nothing of a federation is left."""
+        """Check that no object of a federation is left."""
         until(lambda: not self.left(run_id), f"{run_id} is gone; left: {self.left(run_id)}", GONE_S)
 
     def launch(
@@ -168,21 +168,21 @@ class Place:
         return self.start(f"{run_id}-{attempt}", ["python", "-u", "-c", SCRIPT], {**self.launcher, **told})
 
     def run_id(self, name: str) -> str:
-        """A run id that no other session of tests has."""
+        """Return a run id that no other test session uses."""
         return f"{self.token}-{name}"
 
     def selector(self, run_id: str) -> str:
-        """Selects every object of a federation."""
+        """Return the selector of every object of a federation."""
         return f"app.kubernetes.io/instance=fl-{identity(self.run_id(run_id), 'federate')}"
 
     def published_round(self, run_id: str, name: str = "e2e") -> int:
-        """The last round that a federation has published; -1 before the first."""
+        """Return the last round that a federation has published; -1 before the first."""
         run = self.store.under(f"runs/{name}-{identity(self.run_id(run_id), 'federate')}")
         records = [entry.name for entry in run.entries("published/")]
         return int(json.loads(run.read(records[-1]))["round"]) if records else -1
 
     def fetch(self, prefix: str, folder: Path) -> Path:
-        """Bring a folder of the store here; a run may still remove what it no longer needs."""
+        """Download a folder of the store; a run may still remove files that it no longer needs."""
         part = self.store.under(prefix)
         for entry in part.entries():
             try:
@@ -194,7 +194,7 @@ class Place:
         return folder
 
     def clear(self) -> None:
-        """Remove every pod of ours, and everything of ours from the store."""
+        """Remove all our pods and all our objects in the store."""
         for pod in self.core.list_namespaced_pod(self.namespace, label_selector=f"{MARK}={self.token}").items:
             self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=0)
         for secret in self.core.list_namespaced_secret(self.namespace, label_selector=f"{MARK}={self.token}").items:
@@ -218,11 +218,11 @@ class Case:
     Attributes
     ----------
     experiment
-        Its file's text.
+        Text of its file.
     fingerprint
-        Of its partition, which the store has.
+        Fingerprint of its partition, which is in the store.
     reference
-        The folder of its run in one pod of the same image, with no federation at all.
+        Folder of its run in one pod of the same image, without a federation.
     """
 
     experiment: str
@@ -237,7 +237,7 @@ class Case:
 
 @contextmanager
 def processes(root: Path, s3: S3Server) -> Iterator[Place]:
-    """The fake cluster: its launcher has the rights of the Role that we ship, and no more."""
+    """Start the fake cluster; its launcher has exactly the rights of the Role that we ship."""
     rules = next(item for item in yaml.safe_load_all(RBAC.read_text()) if item["kind"] == "Role")["rules"]
     storage = f"s3://{s3.new_bucket()}/e2e"
     with FakeCluster(root, images={"fedloom:e2e": []}) as cluster:
@@ -267,7 +267,7 @@ def processes(root: Path, s3: S3Server) -> Iterator[Place]:
 
 @contextmanager
 def real() -> Iterator[Place]:
-    """The cluster that the environment names (docs/e2e.md)."""
+    """Return the cluster named by the environment (docs/e2e.md)."""
     env = {name.removeprefix("FEDLOOM_E2E_"): value for name, value in os.environ.items() if "FEDLOOM_E2E_" in name}
     api = config.new_client_from_config(env["KUBECONFIG"])
     namespace = env["NAMESPACE"]

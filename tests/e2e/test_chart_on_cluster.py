@@ -73,7 +73,7 @@ def values(place: Place, case: Case, folder: Path) -> dict[str, Any]:
 
 
 def common(place: Place) -> dict[str, Any]:
-    """Image, store, and what the aggregator needs."""
+    """Return image, store and settings of the aggregator."""
     repository, _, tag = place.image.rpartition(":")
     port = int(place.s3_endpoint.rpartition(":")[2])
     return {
@@ -92,7 +92,7 @@ def published_round(place: Place, name: str) -> int:
 
 
 def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case, tmp_path: Path) -> None:
-    """The aggregator crashes in a round; its node is drained; the run is that of one process; it stays; it goes on."""
+    """The aggregator crashes, its node is drained, it completes the run of one process, stays and continues."""
     given = values(place, case, tmp_path)
     with release(place, tmp_path, "inside") as fed:
         aggregator = f"{fed.name}-aggregator-0"
@@ -102,7 +102,7 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
         until(lambda: published_round(place, fed.name) >= 6, f"{fed.name} trains again", place.patience_s)
         drained = [aggregator, *(f"{fed.name}-worker-{i}" for i in range(2))]
         left = {pod: uid(place, pod) for pod in drained}
-        for pod in drained:  # as a drain of the only node does; their folders go with it
+        for pod in drained:  # as a drain of the only node does; the pods' folders are lost
             place.evict(pod)
         for pod, before in left.items():
             until(lambda pod=pod, before=before: uid(place, pod) not in (before, None), "another", place.patience_s)
@@ -113,10 +113,10 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
 
         until(over, f"{fed.name} is over; it says: {log(place, aggregator)}", place.patience_s)
         assert_equals_reference(place.fetch(f"runs/{fed.name}", tmp_path / "run"), case)
-        with (tmp_path / "run" / "tracking.csv").open(newline="") as file:  # what its tracker wrote came along
+        with (tmp_path / "run" / "tracking.csv").open(newline="") as file:  # its tracker's file was published too
             rounds = [int(row["round"]) for row in csv.DictReader(file) if row["name"] == "train/loss"]
         assert rounds == [*range(1, case.rounds + 1)]
-        fed.test("finished")  # it stays, and says so to whom it knows
+        fed.test("finished")  # it stays, and reports this to authorized peers
 
         more = {**given, "experiment": {"values": yaml.safe_load(case.experiment)}}
         more["experiment"]["values"]["federation"]["rounds"] = case.rounds + 2
@@ -128,7 +128,7 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
         assert {"time", "level", "message", "run", "phase", "round"} <= set(lines[-1])
 
         before = uid(place, aggregator)
-        fed.rollback()  # fewer rounds than it has made; nothing of them is lost
+        fed.rollback()  # fewer rounds than it has completed; none is lost
         until(lambda: uid(place, aggregator) not in (before, None), "the aggregator is another", place.patience_s)
         assert published_round(place, fed.name) == case.rounds + 2
     left = place.core.list_namespaced_pod(place.namespace, label_selector="app.kubernetes.io/part-of=fedloom").items
@@ -136,7 +136,7 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
 
 
 def packed(folder: Path) -> list[Path]:
-    """Speakers of the vowels, each packed as a member of its own."""
+    """Pack each speaker of the vowel data as a separate member."""
     fixture = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
     official = read_vowel({"Vowel.rda": fixture.read_bytes()})
     pools = (official.train, official.test)
@@ -153,7 +153,7 @@ def packed(folder: Path) -> list[Path]:
 def test_external_members_survive_new_certificates_and_a_new_client_gets_a_model(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Members dial in from outside; the aggregator is drained, its certificate rotated, its experiment changed."""
+    """Members connect from outside; the aggregator is drained, its certificate rotated, its experiment changed."""
     monkeypatch.setenv("KUBECONFIG", place.kubeconfig)
     ca, ours = tmp_path / "ca", tmp_path / "certificates"
     authority = make_ca(ca).certificate
@@ -226,11 +226,11 @@ def test_external_members_survive_new_certificates_and_a_new_client_gets_a_model
         secret("server", [*hosts, "127.0.0.1"])
         until(lambda: certificate() not in (old, ""), "it shows the new certificate", place.patience_s)
         more_rounds()
-        assert uid(place, aggregator) == before  # nothing was started anew
+        assert uid(place, aggregator) == before  # nothing was restarted
         statuses = place.core.read_namespaced_pod(aggregator, place.namespace).status.container_statuses
         assert [status.restart_count for status in statuses] == [0]
 
-        rounds = published_round(place, fed.name) + 300  # more than are made until the aggregator is another
+        rounds = published_round(place, fed.name) + 300  # more than complete before the aggregator is replaced
         federation = {**VOWELS["federation"], "rounds": rounds}
         fed.upgrade({**given, "experiment": {"values": {**VOWELS, "federation": federation}}})
         until(lambda: uid(place, aggregator) not in (before, None), "the experiment is another", place.patience_s)
@@ -263,7 +263,7 @@ def uid(place: Place, pod: str) -> str | None:
 
 
 def life(place: Place, pod: str) -> tuple[str, int]:
-    """Identity of a pod, and how often its container was restarted."""
+    """Return the identity of a pod, and the number of its container's restarts."""
     found = place.core.read_namespaced_pod(pod, place.namespace)
     return found.metadata.uid, found.status.container_statuses[0].restart_count
 

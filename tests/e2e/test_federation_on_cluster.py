@@ -1,4 +1,4 @@
-"""Federations as pods, through everything that happens to pods (docs/e2e.md)."""
+"""Federations as pods, under faults of pods (docs/e2e.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOLERANCE = 0.05
 
 
 def assert_equals_reference(run: Path, case: Case) -> None:
-    """A run is the one that a single pod made: to the bit, where both computed in the same way."""
+    """Check that a run equals the one of a single pod: to the bit, where both computed in the same way."""
     assert scores(run)["rounds"] == case.rounds
     here, there = (json.loads((folder / "environment.json").read_text()) for folder in (run, case.reference))
     if here == there:
@@ -39,21 +39,21 @@ def assert_equals_reference(run: Path, case: Case) -> None:
 
 
 def finished(place: Place, launcher: str, run_id: str, folder: Path) -> tuple[Path, str]:
-    """Wait for a launcher to end well; the folder of the run, and what it said."""
+    """Wait for a launcher to succeed; return the folder of the run and the output."""
     code, said = place.ended(launcher)
     assert code == 0, said
     return place.fetch(f"launched/{place.run_id(run_id)}", folder / "run"), said
 
 
 def under_way(place: Place, run_id: str, case: Case, component: str) -> set[str]:
-    """Wait until some rounds are published, and not all; the names of a component's pods."""
+    """Wait until some rounds are published, but not all; return the names of a component's pods."""
     until(lambda: place.published_round(run_id) >= 2, f"{run_id} is under way", place.patience_s)
     assert place.published_round(run_id) < case.rounds
     return names(place, run_id, component)
 
 
 def names(place: Place, run_id: str, component: str) -> set[str]:
-    """The names of a component's pods."""
+    """Return the names of a component's pods."""
     return {found.metadata.name for found in place.pods(run_id, component)}
 
 
@@ -68,14 +68,14 @@ def test_pods_give_the_results_of_one_process(place: Place, case: Case, tmp_path
         assert (run / name).stat().st_size, name
     assert any(path.name.endswith(".log") for path in (run / "logs").iterdir())
     assert json.loads((run / "summary.json").read_text())["communication"]["wire_down"] > 0  # there was a federation
-    assert f"after round {case.rounds}: " in said  # the launcher was told of the evaluation
+    assert f"after round {case.rounds}: " in said  # the launcher received the evaluation
     joins = [json.loads(line) for line in (run / "logs" / "audit.jsonl").read_text().splitlines()]
     assert {line["identity"] for line in joins if line["event"] == "join"} == {"shared-token"}
     assert token not in said + "".join(path.read_text() for path in (run / "logs").iterdir())
 
 
 def test_replaced_client_pods_find_the_states_of_their_clients(place: Place, case: Case, tmp_path: Path) -> None:
-    """One crashes, one is asked to leave its node. Each serves clients of its own, so the rounds wait for the next."""
+    """One pod crashes, one is evicted. Each serves different clients, so the rounds wait for their replacements."""
     launcher = place.launch("client", case.experiment, case.fingerprint, clients_per_worker=6)
     crashed, evicted = before = sorted(under_way(place, "client", case, "worker"))
     place.crash(crashed)
@@ -108,7 +108,7 @@ def test_a_launcher_adopts_the_federation_of_a_killed_one(place: Place, case: Ca
     run, said = finished(place, second, "launcher", tmp_path)
     assert "adopted Job" in said
     assert "created Job" not in said
-    assert {path.stem for path in (run / "logs").glob("fl-*.log")} <= before  # no pod was started anew
+    assert {path.stem for path in (run / "logs").glob("fl-*.log")} <= before  # no pod was restarted
     assert_equals_reference(run, case)
     place.assert_all_gone("launcher")
 

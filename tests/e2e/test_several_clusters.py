@@ -1,7 +1,7 @@
-"""A federation over three clusters and a machine of none: releases of the chart, each on a cluster of its own.
+"""A federation over three clusters and a machine outside: one release of the chart on each cluster.
 
-The clusters are those of processes (``fake_cluster``), also where the environment names a real one. They share nothing
-but the address to which members connect, which here is that of the aggregator's Service (docs/clusters.md).
+The clusters are fake ones (``fake_cluster``), even if the environment names a real one. They share only the address
+to which members connect, here that of the aggregator's Service (docs/clusters.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXPERIMENT: dict[str, Any] = {
 
 
 def test_members_in_other_clusters_give_the_results_of_one_process(s3_server: S3Server, tmp_path: Path) -> None:
-    """Mutual TLS end to end; a member may be only whom its certificate names; the aggregator's node is drained."""
+    """Mutual TLS end to end; a member may only act as its certificate names it; the aggregator's node is drained."""
     ca, ours = tmp_path / "ca", tmp_path / "certificates"
     authority = make_ca(ca).certificate
     data = packed(tmp_path)[:3]
@@ -109,7 +109,7 @@ def test_members_in_other_clusters_give_the_results_of_one_process(s3_server: S3
         run = here.fetch(f"runs/{hub.name}", tmp_path / "run")
         for name, place in zip(members, elsewhere, strict=False):
             pods = place.core.list_namespaced_pod(place.namespace).items
-            assert [pod.metadata.name for pod in pods] == [f"{name}-worker-0"]  # and no aggregator
+            assert [pod.metadata.name for pod in pods] == [f"{name}-worker-0"]  # without an aggregator
 
     joins = [json.loads(line) for line in (run / "logs" / "audit.jsonl").read_text().splitlines()]
     assert {line["identity"] for line in joins if line["event"] == "join"} == set(members)

@@ -51,24 +51,24 @@ __all__ = ["FakeCluster"]
 
 
 class FakeCluster:
-    """A cluster, from ``with`` to the end of its block; nothing of it is left then.
+    """A cluster that exists until the end of its ``with`` block and leaves nothing behind.
 
     Parameters
     ----------
     root
         Folder for kubeconfigs and the pods' files; by default a temporary one.
     images
-        Image -> command that stands for its entrypoint, as ``{"fedloom:1": ["fedloom"]}``; ``[]`` if it has none.
-        Programs are looked for beside this Python first. Other images cannot be pulled. May be changed while the
+        Image -> command in place of its entrypoint, as ``{"fedloom:1": ["fedloom"]}``; ``[]`` if it has none.
+        Programs are first looked up beside this Python. Other images cannot be pulled. May be changed while the
         cluster runs.
     namespace
-        The one that there is.
+        Name of the only namespace.
     environment
-        What every image has in its environment; of this process' environment a container gets PATH alone.
+        Environment of every image; of this process' environment a container only gets PATH.
     capacity
-        What the node has, in addition to or in place of plenty of cpu, memory and pods.
+        Capacity of the node, in addition to or in place of plenty of cpu, memory and pods.
     backoff_s
-        Wait before a failed pod is replaced and a failed pull is tried again: 10 s in Kubernetes.
+        Wait before a failed pod is replaced and a failed pull is retried: 10 s in Kubernetes.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class FakeCluster:
         return f"http://{host}:{port}"
 
     def __enter__(self) -> Self:
-        """Begin to serve."""
+        """Start serving."""
         for thread in self._threads:
             thread.start()
         return self
@@ -124,7 +124,7 @@ class FakeCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Kill what runs, close what listens."""
+        """Kill running processes and close sockets."""
         self.kubelet.stop()
         with self._store.changed:
             self._store.changed.notify_all()
@@ -138,7 +138,7 @@ class FakeCluster:
             self._temporary.cleanup()
 
     def kubeconfig_for(self, rules: list[Object] | None, *, user: str = "launcher") -> Path:
-        """A kubeconfig of somebody with the rules of a Role (None: who may do everything)."""
+        """Return a kubeconfig for a user with the rules of a Role (None: unrestricted)."""
         token = secrets.token_hex(8)
         name = user if rules is None else f"system:serviceaccount:{self.namespace}:{user}"
         self.api.identities[token] = Identity(name, rules)
@@ -153,33 +153,33 @@ class FakeCluster:
         return path
 
     def add_secret(self, name: str, values: Mapping[str, str]) -> None:
-        """Make a Secret."""
+        """Create a Secret."""
         data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
         manifest = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": data}
         self._store.create(RESOURCES["secrets"], {**manifest, "metadata": {"name": name, "namespace": self.namespace}})
 
     def add_claim(self, name: str) -> Path:
-        """Make a PersistentVolumeClaim, and return its folder, which every pod that mounts it shares."""
+        """Create a PersistentVolumeClaim and return its folder, which all pods that mount it share."""
         folder = self.kubelet.claims / name
         folder.mkdir(parents=True)
         return folder
 
     def add_workflow(self, name: str, labels: Mapping[str, str], nodes: Mapping[str, Object]) -> None:
-        """Make a Workflow of Argo, of which nothing runs."""
+        """Create a Workflow of Argo, which is not executed."""
         manifest = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "status": {"nodes": dict(nodes)}}
         meta = {"name": name, "namespace": self.namespace, "labels": dict(labels)}
         self._store.create(RESOURCES["workflows"], {**manifest, "metadata": meta})
 
     def add_quota(self, name: str, **hard: str) -> None:
-        """Limit what there may be: ``add_quota("few", **{"count/jobs.batch": "2"})``."""
+        """Limit objects and resources: ``add_quota("few", **{"count/jobs.batch": "2"})``."""
         self._quotas.all.append(Quota(name, hard))
 
     def objects(self, plural: str, selector: str = "") -> list[Object]:
-        """Every object of a kind, as ``"jobs"``."""
+        """Return every object of a kind, as ``"jobs"``."""
         return [item for item in self._store.list(RESOURCES[plural])[0] if selects(selector, None, item)]
 
     def pods(self, selector: str = "") -> list[Object]:
-        """Every pod, as the API gives it, oldest first."""
+        """Return every pod as the API represents it, oldest first."""
         return self.objects("pods", selector)
 
     def log(self, pod: str, container: str | None = None) -> str:
@@ -188,7 +188,7 @@ class FakeCluster:
         return ended if ended is not None else self.kubelet.run_of(pod).container(container).said()
 
     def pid(self, pod: str, container: str | None = None) -> int:
-        """The process of a running container."""
+        """Return the process id of a running container."""
         process = self.kubelet.run_of(pod).container(container).process
         if process is None:
             raise ApiError(400, "BadRequest", f"{pod} does not run")
@@ -204,7 +204,7 @@ class FakeCluster:
         self.api.failures.append(Failure(verb, resource, ApiError(code, reason, message), times))
 
     def expire(self) -> None:
-        """Forget the history: every watch there is, and every one from an older version, is answered with 410."""
+        """Expire the history: every open watch, and every one from an older version, is answered with 410."""
         self._store.compact()
 
     def _control(self) -> None:
@@ -219,7 +219,7 @@ class FakeCluster:
                 self._store.changed.wait(0.1)
 
     def _forward(self) -> None:
-        """A forwarder for each port of each Service."""
+        """Start a forwarder for each port of each Service."""
         wanted = {}
         for service in self._store.list(RESOURCES["services"])[0]:
             for port in service["spec"]["ports"]:
@@ -245,7 +245,7 @@ class FakeCluster:
         return found
 
     def _resolve(self, text: str) -> str:
-        """Names of Services in a text become their addresses."""
+        """Replace names of Services in a text by their addresses."""
 
         def address(found: re.Match[str]) -> str:
             try:

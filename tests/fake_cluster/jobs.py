@@ -1,10 +1,10 @@
-"""The Job controller: makes pods, counts how they end, and says when a Job is over.
+"""The Job controller: creates pods, counts their results, and ends Jobs.
 
 Written from the documentation of batch/v1 (Jobs, pod failure policy, backoff limit per index, pod replacement policy),
 and, for the finalizer of pods, from ``pkg/controller/job`` of kubernetes/kubernetes: ``canRemoveFinalizer`` of
 ``job_controller.go``, ``getPodsWithDelayedDeletionPerIndex`` of ``indexed_job_utils.go``. Under a backoff limit per
-index, the last failed pod of an index keeps its finalizer until another pod of that index is there, the index is given
-up, or the Job ends or is deleted. In a namespace that is being deleted no pod can be made, so the failed ones stay.
+index, the last failed pod of an index keeps its finalizer until another pod of that index exists, the index has
+failed, or the Job ends or is deleted. In a namespace that is being deleted no pod can be created, so failed ones stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REASONS = {
 
 
 class Count:
-    """Count of one Job's finished pods, as its controller knows them. Without indexes, every pod has index None."""
+    """Counts of one Job's finished pods in its controller. Without indexes, every pod has index None."""
 
     def __init__(self) -> None:
         self.failures: Counter[int | None] = Counter()
@@ -51,7 +51,7 @@ class Count:
 
 
 class JobController:
-    """Makes the Jobs of a store come true.
+    """Controller of the Jobs in a store.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class JobController:
         self._counts: dict[str, Count] = {}
 
     def tick(self) -> None:
-        """Look at every Job and every pod of one, once."""
+        """Process every Job and every pod of one, once."""
         jobs = {job["metadata"]["uid"]: job for job in self._store.list(JOBS)[0]}
         pods: dict[str, list[Object]] = {uid: [] for uid in jobs}
         for pod in self._store.list(PODS)[0]:
@@ -100,7 +100,7 @@ class JobController:
         live = [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
         staying = [pod for pod in live if "deletionTimestamp" not in pod["metadata"]]
         if "deletionTimestamp" in meta:
-            return  # the pods go with the Job
+            return  # the pods are deleted with the Job
         if "startTime" not in status:
             status = {**status, "startTime": now()}
         ended = self._ended(spec, status, count)
@@ -114,7 +114,7 @@ class JobController:
             first = {"Failed": "FailureTarget", "Complete": "SuccessCriteriaMet"}[kind]
             if not condition(status, first):
                 conditions.append(_condition(first, "True", reason, message))
-            if not live:  # an end is an end of every pod
+            if not live:  # the end of a Job ends all its pods
                 conditions.append(_condition(kind, "True", reason, message))
                 if kind == "Complete":
                     status = {**status, "completionTime": now()}
@@ -132,7 +132,7 @@ class JobController:
             new["completedIndexes"] = ranges(count.completed)
             if "backoffLimitPerIndex" in spec:
                 new["failedIndexes"] = ranges(count.given_up)
-        for key in ("active", "terminating", "succeeded", "failed", "conditions"):  # zeros and nothings are left out
+        for key in ("active", "terminating", "succeeded", "failed", "conditions"):  # empty entries are left out
             if not new[key]:
                 del new[key]
         self._store.modify(JOBS, meta["namespace"], meta["name"], lambda found: found.update(status=new))
@@ -179,7 +179,7 @@ class JobController:
         count.not_before[index if limit is not None else None] = time.monotonic() + wait
 
     def _make(self, job: Object, count: Count, live: list[Object], staying: list[Object]) -> list[Object]:
-        """Make the pods that are missing, and return them."""
+        """Create the missing pods and return them."""
         spec = job["spec"]
         occupying = live if spec["podReplacementPolicy"] == "Failed" else staying
         room = spec["parallelism"] - len(occupying)
@@ -215,7 +215,7 @@ class JobController:
             self._store.delete(PODS, meta["namespace"], meta["name"], uid=meta["uid"])
 
     def _release(self, pod: Object) -> None:
-        """An ended pod that was counted, or that nobody counts, may go."""
+        """Remove the finalizer of an ended pod that was counted or belongs to no Job."""
         meta = pod["metadata"]
         if has_ended(pod) and TRACKING in meta.get("finalizers", []):
             self._store.modify(
@@ -224,22 +224,22 @@ class JobController:
 
 
 def has_ended(pod: Object) -> bool:
-    """True once no container of a pod will ever run again."""
+    """Return True once no container of a pod will run again."""
     return pod["status"]["phase"] in ("Succeeded", "Failed")
 
 
 def waits_for_successor(job: Object, count: Count, pod: Object, pods: list[Object]) -> bool:
-    """True while the finalizer of a failed pod waits for the pod that replaces it in its index."""
+    """Return True while the finalizer of a failed pod waits for the pod that replaces it in its index."""
     index = index_of(pod)
     if job["spec"].get("backoffLimitPerIndex") is None or index is None or pod["status"]["phase"] == "Succeeded":
         return False
     if index in count.completed | count.given_up:
         return False
-    return next(other for other in reversed(pods) if index_of(other) == index) is pod  # they are in order of creation
+    return next(other for other in reversed(pods) if index_of(other) == index) is pod  # pods are in order of creation
 
 
 def pod_of(job: Object, index: int | None) -> Object:
-    """The pod that a Job makes next."""
+    """Return the next pod of a Job."""
     meta, template = job["metadata"], copy.deepcopy(job["spec"]["template"])
     labels, annotations = ({**((template.get("metadata") or {}).get(kind) or {})} for kind in ("labels", "annotations"))
     for prefix in ("batch.kubernetes.io/", ""):
@@ -267,7 +267,7 @@ def pod_of(job: Object, index: int | None) -> Object:
 
 
 def matched(spec: Object, pod: Object) -> tuple[str | None, str]:
-    """The action of the first rule of the pod failure policy that a failed pod matches, and the API's words for it."""
+    """Return the action of the first rule of the pod failure policy that matches, and the API's message."""
     where = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
     for i, rule in enumerate((spec.get("podFailurePolicy") or {}).get("rules") or []):
         end = f"matching {rule['action']} rule at index {i}"
@@ -287,18 +287,18 @@ def matched(spec: Object, pod: Object) -> tuple[str | None, str]:
 
 
 def condition(status: Object, kind: str) -> Object | None:
-    """A condition that is true."""
+    """Return a condition with status True."""
     return next((c for c in status.get("conditions", []) if c["type"] == kind and c["status"] == "True"), None)
 
 
 def index_of(pod: Object) -> int | None:
-    """The completion index of a pod, or None."""
+    """Return the completion index of a pod, or None."""
     found: Any = (pod["metadata"].get("annotations") or {}).get(INDEX)
     return None if found is None else int(found)
 
 
 def ranges(indexes: Iterable[int | None]) -> str:
-    """``{0, 1, 2, 5}`` as ``0-2,5``."""
+    """Format ``{0, 1, 2, 5}`` as ``0-2,5``."""
     parts: list[list[int]] = []
     for index in sorted(i for i in indexes if i is not None):
         if parts and parts[-1][-1] == index - 1:

@@ -1,6 +1,6 @@
 """The scheduler, and a kubelet whose containers are processes of this machine.
 
-Sources, of kubernetes/kubernetes: reasons and messages of containers that wait, ``pkg/kubelet/images/image_manager.go``
+Sources in kubernetes/kubernetes: reasons and messages of waiting containers, ``pkg/kubelet/images/image_manager.go``
 and ``pkg/kubelet/kuberuntime/kuberuntime_container.go``; messages from the end of a log,
 ``pkg/kubelet/container/runtime.go``; files of Secrets and ConfigMaps, ``pkg/volume/util/atomic_writer.go``.
 """
@@ -38,7 +38,7 @@ MESSAGE_BYTES = 2048
 
 
 class Waiting(Exception):
-    """A container that cannot start yet: reason and message of its waiting state."""
+    """Reason and message of the waiting state of a container that cannot start yet."""
 
     def __init__(self, reason: str, message: str, event: str | None = None) -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ class Waiting(Exception):
 
 
 class Scheduler:
-    """One node: a pod waits while what it asks for is not there.
+    """Scheduler of one node: a pod waits until its requested resources are free.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Scheduler:
         self.capacity = dict(capacity)
 
     def tick(self) -> None:
-        """Place what can be placed; say of the others why not."""
+        """Bind the pods that fit; record the reason for the others."""
         pods = self._store.list(PODS)[0]
         used: dict[str, float] = {}
         for pod in pods:
@@ -109,16 +109,16 @@ class Scheduler:
 
 
 class Kubelet:
-    """Runs every pod in a thread of its own.
+    """Kubelet that runs every pod in a thread of its own.
 
     Parameters
     ----------
     images
-        Image -> the command that stands for its entrypoint. Asked anew each time, so an image may appear later.
+        Image -> command in place of its entrypoint. Looked up each time, so an image may appear later.
     environment
-        What every image has in its environment.
+        Environment of every image.
     resolve
-        Host names of Services in a text -> their addresses.
+        Function that replaces host names of Services in a text by their addresses.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Kubelet:
         """What containers of pods that are gone had said: ``POD/CONTAINER`` -> log."""
 
     def tick(self) -> None:
-        """Begin with the pods that are new here."""
+        """Start the pods that are new on this node."""
         if self.stopping.is_set():
             return
         for pod in self.store.list(PODS)[0]:
@@ -149,15 +149,15 @@ class Kubelet:
                 self.runs[uid] = PodRun(self, pod)
 
     def run_of(self, name: str) -> PodRun:
-        """The pod of a name, newest first."""
+        """Return the newest run of the pod of a name."""
         found = [run for run in [*self.runs.values()] if run.name == name]
         if not found:
             raise ApiError(404, "NotFound", f'pods "{name}" not found')
         return found[-1]
 
     def stop(self) -> None:
-        """Kill everything."""
-        with self.store.changed:  # what looks for new pods holds this, too
+        """Kill all pods."""
+        with self.store.changed:  # the loop that looks for new pods holds this lock, too
             self.stopping.set()
             runs = [*self.runs.values()]
         for run in runs:
@@ -165,7 +165,7 @@ class Kubelet:
 
 
 class PodRun:
-    """One pod, from the moment it is placed until its object may go."""
+    """One pod, from its placement until its object may be deleted."""
 
     def __init__(self, kubelet: Kubelet, pod: Object) -> None:
         self.kubelet = kubelet
@@ -178,14 +178,14 @@ class PodRun:
         self.thread.start()
 
     def container(self, name: str | None) -> Container:
-        """One of its containers; the first without a name."""
+        """Return a container of the pod; by default the first."""
         for container in self.containers:
             if name in (None, "", container.name):
                 return container
         raise ApiError(400, "BadRequest", f"container {name} is not valid for pod {self.name}")
 
     def current(self) -> Object | None:
-        """The pod's object, or None once it is gone."""
+        """Return the pod's object, or None once it is deleted."""
         try:
             found = self.kubelet.store.get(PODS, self.namespace, self.name)
         except ApiError:
@@ -234,7 +234,7 @@ class PodRun:
             time.sleep(TICK_S)
 
     def _terminate(self, pod: Object | None) -> None:
-        """SIGTERM, and SIGKILL after the grace; at once for a pod that was removed by force."""
+        """Send SIGTERM, and SIGKILL after the grace period; at once for a pod that was removed by force."""
         began = time.monotonic()
         for container in self.containers:
             container.signal(signal.SIGTERM)
@@ -250,7 +250,7 @@ class PodRun:
             container.kill()
 
     def _wait_for_deletion(self) -> None:
-        """An ended pod keeps its folder and log until somebody deletes it."""
+        """Keep the folder and log of an ended pod until it is deleted."""
         while not self.kubelet.stopping.is_set() and (pod := self.current()) is not None:
             if _leaving(pod) and pod["metadata"].get("deletionGracePeriodSeconds"):
                 with suppress(ApiError):
@@ -259,7 +259,7 @@ class PodRun:
                 self.kubelet.store.changed.wait(0.2)
 
     def _tell(self, moment: str, **extra: str) -> None:
-        """Write the pod's status, if it is another."""
+        """Write the pod's status if it has changed."""
         ready = moment == "live" and all(container.running for container in self.containers)
         started = any(container.process is not None for container in self.containers)
         phase = "Running" if started else "Pending"
@@ -292,7 +292,7 @@ class PodRun:
 
 
 class Container:
-    """One container: a process, its log, its state as the API tells it."""
+    """One container: its process, its log, and its state in the API's form."""
 
     def __init__(self, run: PodRun, spec: Object) -> None:
         self.run, self.spec = run, spec
@@ -309,15 +309,15 @@ class Container:
 
     @property
     def running(self) -> bool:
-        """True while its process runs."""
+        """Return True while its process runs."""
         return self.process is not None and self.code is None
 
     def said(self) -> str:
-        """Its log."""
+        """Return its log."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     def try_to_start(self) -> None:
-        """Start it, or say why that cannot be."""
+        """Start the container, or raise with the reason why it must wait."""
         if self.process is not None or self.code is not None:
             return
         pod, store = self.run.pod, self.run.kubelet.store
@@ -351,12 +351,12 @@ class Container:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                dies_with_parent=True,  # nothing is ever left behind
+                dies_with_parent=True,  # no process is ever left behind
             )
         emit(store, pod, "Normal", "Started", f"Started container {self.name}")
 
     def look(self) -> None:
-        """Notice an end."""
+        """Detect the end of the process."""
         if self.process is None or self.code is not None:
             return
         code = self.process.poll()
@@ -366,13 +366,13 @@ class Container:
             return
 
     def signal(self, number: int) -> None:
-        """Signal its first process."""
+        """Signal the container's first process."""
         if self.running and self.process is not None:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """End it, and whatever it has started, at once."""
+        """Kill the container and its child processes at once."""
         if self.process is None or self.code is not None:
             return
         self._kill_group()
@@ -380,7 +380,7 @@ class Container:
         self.look()
 
     def status(self) -> Object:
-        """Its entry in the pod's ``containerStatuses``."""
+        """Return its entry in the pod's ``containerStatuses``."""
         state: Object = {"waiting": {"reason": self._waiting[0]}}
         if self._waiting[1]:
             state["waiting"]["message"] = self._waiting[1]
@@ -416,12 +416,12 @@ class Container:
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def _prepare(self) -> tuple[list[str], dict[str, str], Path]:
-        """Command, environment and working directory, as a container runtime and a network would have made them.
+        """Return command, environment and working directory, as a container runtime and a network would provide them.
 
         Raises
         ------
         Waiting
-            If something that it needs is not there.
+            If something that it needs does not exist.
         """
         image = self.spec["image"]
         entrypoint = self.run.kubelet.images.get(image)
@@ -440,7 +440,7 @@ class Container:
         if not words:
             raise Waiting("CreateContainerError", "no command specified")
         if "/tmp" in mounts:
-            given.setdefault("TMPDIR", "/tmp")  # programs know /tmp by themselves
+            given.setdefault("TMPDIR", "/tmp")  # programs use /tmp by default
         given.setdefault("FEDLOOM_CLAIMS", str(self.run.folder / "claims"))
         environment = {name: self._localize(value, mounts) for name, value in given.items()}
         beside = str(Path(sys.executable).parent)
@@ -475,7 +475,7 @@ class Container:
         return found
 
     def _claim(self, name: str) -> Path:
-        """The folder of a claim, which all pods share; programs find it under its name, as below ``/mnt/claims``."""
+        """Return the folder of a claim, shared by all pods; programs find it by its name, as below ``/mnt/claims``."""
         shared, mounted = self.run.kubelet.claims / name, self.run.folder / "claims" / name
         if not shared.is_dir():
             raise Waiting("ContainerCreating", f'persistentvolumeclaim "{name}" not found', "FailedScheduling")
@@ -485,7 +485,7 @@ class Container:
         return mounted
 
     def _content(self, volume: Object) -> dict[str, bytes]:
-        """The files of a volume that is a Secret or a ConfigMap."""
+        """Return the files of a volume that is a Secret or a ConfigMap."""
         if "secret" in volume:
             held = self._held(SECRETS, volume["secret"]["secretName"])
             return {key: b64decode(value) for key, value in held.items()}
@@ -495,7 +495,7 @@ class Container:
         return {}
 
     def renew(self) -> None:
-        """Show what a Secret or ConfigMap has become: one volume at each look, as they follow one by one."""
+        """Update mounted Secrets and ConfigMaps: one volume at each tick, as they change one after another."""
         for folder, (volume, before) in self._mounted.items():
             with suppress(ApiError):
                 content = self._content(volume)
@@ -558,19 +558,19 @@ class Container:
         return str(found)
 
     def _localize(self, text: str, mounts: Mapping[str, Path]) -> str:
-        """A text of the manifest, with this machine's folders and addresses for those of the container."""
+        """Replace the container's folders and addresses in a text of the manifest by those of this machine."""
         if mounts:
             paths = "|".join(re.escape(mount) for mount in sorted(mounts, key=len, reverse=True))
-            own = re.escape(str(self.run.kubelet.root.parent))  # a path of this machine is meant as it is
+            own = re.escape(str(self.run.kubelet.root.parent))  # a path of this machine is left unchanged
             text = re.sub(rf"(?<![\w./~-])(?!{own})({paths})(?![\w.-])", lambda found: str(mounts[found[1]]), text)
         return self.run.kubelet.resolve(text.replace("0.0.0.0", self.run.address).replace("[::]", self.run.address))
 
 
 def project(folder: Path, content: Mapping[str, bytes]) -> None:
-    """Make the files of a volume, all at once, by a link to a folder of them (``..data``) that is replaced.
+    """Update the files of a volume atomically, by a link to a folder of them (``..data``) that is replaced.
 
-    As ``pkg/volume/util/atomic_writer.go`` of kubernetes/kubernetes does: a file that is gone from the Secret is gone
-    here, two files of one volume never differ in age, and those of two volumes do.
+    As ``pkg/volume/util/atomic_writer.go`` of kubernetes/kubernetes does: a file removed from the Secret is removed
+    here, files of one volume never differ in age, and those of two volumes do.
     """
     made, link = Path(tempfile.mkdtemp(prefix="..", dir=folder)), folder / "..data"
     for key, value in content.items():
@@ -588,7 +588,7 @@ def project(folder: Path, content: Mapping[str, bytes]) -> None:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """``$(NAME)`` of variables that are known, others as they are; ``$$(NAME)`` is the text ``$(NAME)``."""
+    """Expand ``$(NAME)`` of known variables and keep others; ``$$(NAME)`` is the text ``$(NAME)``."""
     return re.sub(
         r"\$(\$|\(([^)]*)\))",
         lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),

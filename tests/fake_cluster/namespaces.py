@@ -1,6 +1,6 @@
 """The namespace controller: empties a namespace that is being deleted, its pods first.
 
-Sources, of kubernetes/kubernetes: ``pkg/controller/namespace/deletion/namespaced_resources_deleter.go`` (content, then
+Sources in kubernetes/kubernetes: ``pkg/controller/namespace/deletion/namespaced_resources_deleter.go`` (content, then
 the finalizer of ``spec``), KEP-5080 (pods before everything else; on by default since 1.33, always since 1.34).
 """
 
@@ -21,13 +21,13 @@ def namespace_object(name: str) -> Object:
 
 
 class NamespaceController:
-    """Deletes what is in namespaces that are being deleted."""
+    """Controller that deletes the content of namespaces under deletion."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def tick(self) -> None:
-        """Look at every namespace that is being deleted, once."""
+        """Process every namespace under deletion, once."""
         for namespace in self._store.list(NAMESPACES)[0]:
             if "deletionTimestamp" in namespace["metadata"]:
                 self._empty(namespace["metadata"]["name"])
@@ -40,7 +40,7 @@ class NamespaceController:
             self._store.modify(NAMESPACES, "", name, lambda found: found["spec"]["finalizers"].clear())
 
     def _delete(self, plural: str, namespace: str) -> int:
-        """Delete every object of a kind, and return how many there were."""
+        """Delete every object of a kind, and return their number."""
         found = self._store.list(RESOURCES[plural], namespace)[0]
         for item in found:
             meta = item["metadata"]

@@ -1,4 +1,4 @@
-"""Addresses of Services and pods on the loopback network, and what forwards a Service's connections to its pods."""
+"""Addresses of Services and pods on the loopback network, and forwarders of a Service's connections to its pods."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Backend = tuple[str, int]
 
 
 class Network:
-    """Addresses 127.A.B.x of this cluster alone: A.B is free if nobody listens on its first address.
+    """Addresses 127.A.B.x of this cluster: A.B is free if nothing listens on its first address.
 
-    Linux answers on all of 127.0.0.0/8 without being told; other systems do not.
+    Linux answers on all of 127.0.0.0/8 without configuration; other systems do not.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Network:
         raise RuntimeError("no free loopback network was found")
 
     def address(self) -> str:
-        """An address that nobody has."""
+        """Return an unused address."""
         with self._lock:
             free = [a for i in range(2, 255) if (a := f"{self.prefix}.{i}") not in self._taken]
             address = random.choice(free)
@@ -46,18 +46,18 @@ class Network:
             return address
 
     def release(self, address: str) -> None:
-        """It may be given to somebody else."""
+        """Allow an address to be reused."""
         with self._lock:
             self._taken.discard(address)
 
 
 class Forwarder:
-    """One port of a Service: each connection goes to a ready pod, or is closed if there is none.
+    """One port of a Service: each connection is forwarded to a ready pod, or closed if there is none.
 
     Parameters
     ----------
     backends
-        The ready pods now, asked for each connection.
+        Function that returns the ready pods, called for each connection.
     """
 
     def __init__(self, address: str, port: int, backends: Callable[[], list[Backend]]) -> None:
@@ -66,7 +66,7 @@ class Forwarder:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """The Service is gone; connections that were made stay, as with kube-proxy."""
+        """Stop listening; open connections stay, as with kube-proxy."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -94,12 +94,12 @@ class Forwarder:
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Copy what comes until the end; then nothing more comes from there."""
+    """Copy data until the end, and then shut down the other direction."""
     try:
         while data := source.recv(1 << 16):
             target.sendall(data)
     except OSError:
         pass
-    for end in (source, target):  # both: half-open connections help nobody who has lost the other side
+    for end in (source, target):  # both: half-open connections are useless once the other side is lost
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""``pods/portforward`` over a WebSocket (v4.channel.k8s.io): one port of one pod, both ways."""
+"""``pods/portforward`` over a WebSocket (v4.channel.k8s.io): one port of one pod, in both directions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accept(key: str) -> str:
 
 
 def forward(connection: Any, reader: Any, address: str, port: int) -> None:
-    """Speak to a client whose handshake is over, until one side has left."""
+    """Serve a client after the handshake, until one side disconnects."""
     lock = threading.Lock()
 
     def send(payload: bytes) -> None:
@@ -52,7 +52,7 @@ def forward(connection: Any, reader: Any, address: str, port: int) -> None:
 
     def read(size: int) -> bytes:
         if not (data := reader.read(size)):
-            raise ConnectionResetError("the client has left")  # frame_buffer would ask again, for ever
+            raise ConnectionResetError("the client has left")  # frame_buffer would retry for ever
         return bytes(data)
 
     frames = frame_buffer(read, True)

@@ -1,4 +1,4 @@
-"""Quotas of objects and of pods' resources, charged when something is created, before its name is looked at."""
+"""Quotas of objects and of pods' resources, charged on create, before the name is checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMPUTE = ("requests.cpu", "requests.memory", "limits.cpu", "limits.memory")
 
 @dataclass
 class Quota:
-    """A ResourceQuota: what a namespace may have, and what it is charged for."""
+    """A ResourceQuota: the limits of a namespace, and the amounts charged."""
 
     name: str
     hard: dict[str, str]
@@ -23,7 +23,7 @@ class Quota:
 
 
 class Quotas:
-    """All of a cluster."""
+    """All quotas of a cluster."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class Quotas:
         Raises
         ------
         ApiError
-            403, in the words of the API, if a quota does not allow it.
+            403, with the message of the API, if a quota does not allow it.
         """
         for quota in self.all:
             if quota.recalculated_at != self._store.deletions:
@@ -66,7 +66,7 @@ class Quotas:
 
 
 def usage(resource: Resource, item: Object) -> dict[str, float]:
-    """Return the amounts that an object takes of a quota."""
+    """Return the amounts of a quota that an object uses."""
     counted: dict[str, float] = {f"count/{resource.qualified}": 1.0}
     if not resource.group:
         counted[resource.plural] = 1.0
@@ -82,7 +82,7 @@ def _specified(container: Object, kind: str) -> Any:
 
 
 def _unspecified(hard: dict[str, str], pod: Object) -> str:
-    """``limits.memory for: main``, or nothing if every container says what a quota counts."""
+    """Return ``limits.memory for: main``, or nothing if every container states the resources that a quota counts."""
     lacking = {
         kind: [container["name"] for container in pod["spec"]["containers"] if _specified(container, kind) is None]
         for kind in COMPUTE

@@ -1,4 +1,4 @@
-"""The kinds of objects, what may be created, what the API fills in, and how objects are selected."""
+"""Kinds of objects, admission of new ones, defaults of the API, and selectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = "1.36"
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind, as it stands in URLs and in manifests."""
+    """A kind, as named in URLs and in manifests."""
 
     plural: str
     kind: str
@@ -28,12 +28,12 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """Group and version, as in a manifest."""
+        """Return group and version, as in a manifest."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     @property
     def qualified(self) -> str:
-        """Plural and group, as in the API's messages."""
+        """Return plural and group, as in the API's messages."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
@@ -47,14 +47,14 @@ RESOURCES = {
         Resource("configmaps", "ConfigMap"),
         Resource("events", "Event"),
         Resource("jobs", "Job", "batch"),
-        Resource("workflows", "Workflow", "argoproj.io", "v1alpha1", schema=False),  # an owner, nothing runs it
-        Resource("experiments", "Experiment", "kubeflow.org", "v1beta1", schema=False),  # Katib's, as well
+        Resource("workflows", "Workflow", "argoproj.io", "v1alpha1", schema=False),  # an owner that is not executed
+        Resource("experiments", "Experiment", "kubeflow.org", "v1beta1", schema=False),  # Katib's, likewise
     )
 }
 
 
 class Invalid(Exception):
-    """An object that the API refuses: 422, with one line for each thing that is wrong."""
+    """Error for an object that the API rejects: 422, with one line for each error."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Invalid(Exception):
 
 
 def admit(resource: Resource, namespace: str, given: Object) -> Object:
-    """Check an object that is to be created, and fill in what the API fills in.
+    """Validate a new object and fill in the API's defaults.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def validate(resource: Resource, item: Object) -> None:
 
 
 def suffix() -> str:
-    """The random end of a generated name."""
+    """Return the random end of a generated name."""
     return "".join(random.choices("bcdfghjklmnpqrstvwxz2456789", k=5))
 
 
@@ -155,7 +155,7 @@ UNITS = {
 
 
 def quantity(text: Any) -> float:
-    """A quantity such as ``500m`` or ``1Gi`` as a number."""
+    """Return a quantity such as ``500m`` or ``1Gi`` as a number."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([A-Za-z]*)", str(text))
     if found is None or found[2] not in UNITS:
         raise Invalid(422, f"quantities must match the regular expression of the API, found {text!r}")

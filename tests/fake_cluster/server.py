@@ -1,4 +1,4 @@
-"""The API over HTTP, as the Python client speaks it."""
+"""The API over HTTP, compatible with the Python client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUTE = re.compile(
 
 @dataclass
 class Identity:
-    """User that a token stands for, and their rules in the namespace (None: everything is allowed)."""
+    """User of a token, and its rules in the namespace (None: unrestricted)."""
 
     user: str
     rules: list[Object] | None = None
@@ -50,7 +50,7 @@ class Identity:
 
 @dataclass
 class Failure:
-    """An answer that a test wants the API to give."""
+    """An answer that a test requests from the API."""
 
     verb: str
     resource: str
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass
 class Request:
-    """One request, understood."""
+    """A parsed request."""
 
     verb: str
     resource: Resource
@@ -72,7 +72,7 @@ class Request:
 
     @property
     def qualified(self) -> str:
-        """The resource as rules name it."""
+        """Return the resource as named in rules."""
         return f"{self.resource.plural}/{self.sub}" if self.sub else self.resource.plural
 
 
@@ -83,7 +83,7 @@ class Api:
     Parameters
     ----------
     identities
-        Token -> who that is.
+        Token -> identity.
     """
 
     store: Store
@@ -96,15 +96,15 @@ class Api:
     """Verb and resource of every request, oldest first."""
 
     def answer(self, request: Request, identity: Identity) -> Object | Iterator[bytes] | str:
-        """One answer: an object, a stream, or text.
+        """Return one answer: an object, a stream, or text.
 
         Raises
         ------
         ApiError
-            For everything but success.
+            For every failure.
         """
         self.requests.append((request.verb, request.qualified))
-        needed = {request.verb, *(["create"] if request.sub == "portforward" else [])}  # as newer API servers have it
+        needed = {request.verb, *(["create"] if request.sub == "portforward" else [])}  # as in newer API servers
         if not all(identity.may(verb, request.resource.group, request.qualified) for verb in needed):
             raise ApiError(403, "Forbidden", self._forbidden(request, identity))
         for failure in self.failures:
@@ -139,7 +139,7 @@ class Api:
         )
 
     def _terminating(self, request: Request) -> str:
-        """Refuse what Kubernetes refuses (apiserver/pkg/admission/plugin/namespace/lifecycle/admission.go)."""
+        """Reject what Kubernetes rejects (apiserver/pkg/admission/plugin/namespace/lifecycle/admission.go)."""
         named = f'{request.resource.qualified} "{request.body["metadata"]["name"]}" is forbidden'
         return f"{named}: unable to create new content in namespace {request.namespace} because it is being terminated"
 
@@ -152,7 +152,7 @@ class Api:
     def _list(self, request: Request) -> Object:
         items, version = self.store.list(request.resource, request.namespace)
         chosen = [item for item in items if self._chosen(request, item)]
-        for item in chosen:  # the API leaves them out of a list's items
+        for item in chosen:  # the API omits them from the items of a list
             del item["kind"], item["apiVersion"]
         resource = request.resource
         return {
@@ -185,7 +185,7 @@ class Api:
                 if not changes:
                     self.store.changed.wait(POLL_S)
             if not changes:
-                yield b""  # lets the server notice that nobody listens any more
+                yield b""  # lets the server detect a closed connection
             for change in changes:
                 seen = change.version
                 was, now_chosen = self._chosen(request, change.before), self._chosen(request, change.object)
@@ -301,7 +301,7 @@ def _line(kind: str, item: Object) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on the socket that the network has taken."""
+    """HTTP server on the socket that the network has reserved."""
 
     daemon_threads = True
 
@@ -312,22 +312,22 @@ class Server(ThreadingHTTPServer):
         self.socket = api.network.api
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that left in the middle is none of our business."""
+        """Ignore clients that disconnect during a request."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection."""
+    """Handler of one connection."""
 
     protocol_version = "HTTP/1.1"
     server: Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: tests look at ``Api.requests``."""
+        """Log nothing: tests check ``Api.requests``."""
 
     def do_GET(self) -> None:
-        """Read, list, watch and log."""
+        """Handle reads, lists, watches and logs."""
         self._do()
 
     do_POST = do_DELETE = do_GET
@@ -354,7 +354,7 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         raw = self.rfile.read(length)
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        identity = self.server.api.identities.get(token if scheme == "Bearer" else "")  # "" is nobody in particular
+        identity = self.server.api.identities.get(token if scheme == "Bearer" else "")  # "" is the anonymous user
         if identity is None:
             raise ApiError(401, "Unauthorized", "Unauthorized")
         try:

@@ -1,4 +1,4 @@
-"""Store of the cluster: objects with versions, changes, and removal of objects whose owner is removed."""
+"""Store of the cluster: versioned objects, their changes, and garbage collection by owner."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FOREGROUND = "foregroundDeletion"
 
 
 class ApiError(Exception):
-    """An answer of the API that is no success: becomes a ``Status`` body."""
+    """Failure of the API, sent as a ``Status`` body."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.code, self.reason, self.message = code, reason, message
 
     def status(self) -> Object:
-        """The body."""
+        """Return the body."""
         return {
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
             "message": self.message, "reason": self.reason, "code": self.code,
@@ -47,19 +47,19 @@ class Change:
 
 
 def now() -> str:
-    """The time as the API writes it."""
+    """Return the time in the API's format."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def seconds_since(stamp: str) -> float:
-    """Seconds from a time that the API wrote."""
+    """Return the seconds since a time in the API's format."""
     return time.time() - datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
 
 
 class Store:
     """All objects; every method is atomic, and ``changed`` is notified of each change.
 
-    What is returned are copies; what goes into the history is never changed again.
+    Returned objects are copies; entries of the history are never changed.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Store:
         Raises
         ------
         ApiError
-            409 if there is one of that name.
+            409 if the name exists.
         """
         with self.changed:
             made = copy.deepcopy(given)
@@ -90,12 +90,12 @@ class Store:
             return copy.deepcopy(made)
 
     def get(self, resource: Resource, namespace: str, name: str) -> Object:
-        """One object.
+        """Return one object.
 
         Raises
         ------
         ApiError
-            404 if it is not there.
+            404 if it does not exist.
         """
         with self.changed:
             try:
@@ -104,7 +104,7 @@ class Store:
                 raise ApiError(404, "NotFound", f'{resource.qualified} "{name}" not found') from None
 
     def list(self, resource: Resource, namespace: str = "") -> tuple[list[Object], int]:
-        """Every object of a kind, oldest first, and the version at which that was so."""
+        """Return every object of a kind, oldest first, and the version of that state."""
         with self.changed:
             found = [
                 copy.deepcopy(item)
@@ -116,12 +116,12 @@ class Store:
     def modify(
         self, resource: Resource, namespace: str, name: str, change: Callable[[Object], object], uid: str | None = None
     ) -> Object:
-        """Let a function change an object; it goes if that was the last finalizer of one that is being deleted.
+        """Let a function change an object; remove it if that was the last finalizer of one under deletion.
 
         Raises
         ------
         ApiError
-            404 if it is not there (or is another than ``uid``).
+            404 if it does not exist (or has another ``uid``).
         """
         with self.changed:
             key = (resource.plural, namespace, name)
@@ -144,12 +144,12 @@ class Store:
         self, resource: Resource, namespace: str, name: str, propagation: str | None = None, grace_s: int | None = None,
         uid: str | None = None,
     ) -> Object:  # fmt: skip
-        """Begin to delete an object and return it; it goes when nothing holds it any more.
+        """Begin to delete an object and return it; it is removed once no finalizer holds it.
 
         Raises
         ------
         ApiError
-            404 if it is not there, 409 if it is another than ``uid``.
+            404 if it does not exist, 409 if it has another ``uid``.
         """
         with self.changed:
             current = self.get(resource, namespace, name)
@@ -173,7 +173,7 @@ class Store:
             return self.modify(resource, namespace, name, begin)
 
     def collect_garbage(self) -> None:
-        """Delete what has lost its owners, and owners that waited for what they own."""
+        """Delete objects that have lost their owners, and owners that waited for their dependents."""
         with self.changed:
             alive = {item["metadata"]["uid"]: item for item in self._objects.values()}
             owned: dict[str, list[Object]] = {}
@@ -197,7 +197,7 @@ class Store:
                     )
 
     def compact(self) -> int:
-        """Forget the history, as etcd does every few minutes; return the version now."""
+        """Drop the history, as etcd does every few minutes; return the current version."""
         with self.changed:
             self._version += 1
             self._history.clear()
@@ -233,7 +233,7 @@ def emit(store: Store, about: Object, kind: str, reason: str, message: str) -> N
 
 
 def _gone(item: Object) -> bool:
-    """Return True if nothing holds back the deletion of an object any more."""
+    """Return True if no finalizer holds back the deletion of an object."""
     meta = item["metadata"]
     held = meta.get("finalizers") or meta.get("deletionGracePeriodSeconds") or item.get("spec", {}).get("finalizers")
     return "deletionTimestamp" in meta and not held

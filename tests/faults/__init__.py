@@ -1,1 +1,1 @@
-"""Faults, tried at random: kills, cuts, hostile peers, garbage, full disks, endurance (docs/faults.md)."""
+"""Random fault injection: kills, cuts, hostile peers, garbage, full disks, endurance (docs/faults.md)."""

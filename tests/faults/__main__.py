@@ -1,4 +1,4 @@
-"""``make faults``: try faults at random for so many minutes, and write what became of them."""
+"""``make faults``: inject random faults for a number of minutes, and write the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fedloom.data.folders import data_root
 
 
 def chosen(kinds: str) -> list[Fault]:
-    """The faults of these kinds, or of these names; all without."""
+    """Return the faults of these kinds or names; by default all."""
     wanted = kinds.replace(",", " ").split()
     known = {name for fault in FAULTS for name in (fault.kind, fault.name)}
     for word in wanted:
@@ -32,7 +32,7 @@ def chosen(kinds: str) -> list[Fault]:
 
 
 def main() -> None:
-    """Run the command; its exit code says whether every promise was kept."""
+    """Run the command; the exit code is 0 if every guarantee held."""
     parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--kinds", default="")
@@ -52,7 +52,7 @@ def main() -> None:
     started = time.monotonic()
 
     def following() -> Fault | None:
-        """The fault whose turn it is; None once time is up."""
+        """Return the next fault to try; None once time is up."""
         due = [fault for fault in tallies if not given.tries or begun[fault] < given.tries]
         if not due or (not given.tries and time.monotonic() - started > 60 * given.minutes):
             return None

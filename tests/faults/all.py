@@ -29,13 +29,13 @@ _place: Place
 def prepare(folder: Path, root: Path, s3: S3Server | None, rounds: int) -> None:
     """Make this process ready for trials."""
     global _place
-    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # peers here are refused all the time
+    logging.getLogger("fedloom").addHandler(logging.NullHandler())  # peers are rejected here all the time
     own = folder / f"place-{os.getpid()}"
     own.mkdir()
     _place = Place(own, root, s3, rounds)
 
 
 def try_named(name: str, seed: int) -> tuple[Tried | str, float]:
-    """One trial: what it did, or why it failed, and the seconds that it took."""
+    """Run one trial; return its result or the reason of its failure, and the seconds it took."""
     outcome, seconds = try_once(next(fault for fault in FAULTS if fault.name == name), _place, seed)
     return (outcome if isinstance(outcome, Tried) else f"{type(outcome).__name__}: {outcome}"), seconds

@@ -1,4 +1,4 @@
-"""An honest federation beside a hostile peer: it ends with the same bits, and what that costs is measured."""
+"""An honest federation beside a hostile peer: it ends with the same bits, and the cost is measured."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def attacked(
     Parameters
     ----------
     exact
-        The undisturbed bits, or those of the replay of its journal if rows went to the peer; without, what the peer
-        says may be taken for an answer, and has to leave a finite state.
+        Require the undisturbed bits, or those of the replay of its journal if rows went to the peer; otherwise the
+        peer's messages may count as answers, and must leave a finite state.
     may_fail
-        The run may give up for want of answers (5); without the peer it is resumed.
+        The run may end for lack of answers (5); it is resumed without the peer.
     secure
-        Over mutual TLS, where the peer has a certificate of its own.
+        Over mutual TLS, with a certificate for the peer.
     """
     experiment = place.experiment("fedavg", every=20, rounds=ROUNDS, deadline_s=deadline_s)
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def attacked(
                 memory = max(memory, _looked(run.aggregator.memory_mb))
                 descriptors = max(descriptors, int(_looked(run.aggregator.descriptors)))
                 now = time.monotonic()
-                if done < ROUNDS:  # then it waits for peers that lost their connection, to tell them
+                if done < ROUNDS:  # then it waits to notify peers that lost their connection
                     pause_s = max(pause_s, now - changed)
                 if rounds(run.out) != done:
                     done, changed = rounds(run.out), now
@@ -99,7 +99,7 @@ def attacked(
 
 
 def member(folder: Path, name: str) -> ClientOptions:
-    """A certificate of a federation's authority, made there."""
+    """Create a certificate of a federation's authority in its folder."""
     made = make_certificate(name, folder, folder)
     return ClientOptions(folder / "ca.crt", made.certificate, made.key)
 
@@ -116,7 +116,7 @@ def _logs(out: Path, aggregator: Running) -> list[Path]:
 
 
 def finite(run: Path) -> None:
-    """A run whose checkpoint, journal and summary hold numbers alone."""
+    """Check that a run's checkpoint, journal and summary contain only finite numbers."""
     state = Checkpoints(run / "checkpoints").load().state
     for name, tensor in state.items():
         if not bool(tensor.isfinite().all()):

@@ -1,4 +1,4 @@
-"""Connections that are cut, slow, half open or damaged: the numbers stay, and nobody is lost by it."""
+"""Connections that are cut, slow, half open or damaged: results are unchanged, and no client is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def through(
     *,
     secure: bool = False,
 ) -> Tried:
-    """A federation whose workers reach the aggregator through a proxy."""
+    """Start a federation whose workers reach the aggregator through a proxy."""
     experiment = place.experiment(random.choice(methods), rounds=rounds)
     made: list[Proxy] = []
     with ExitStack() as stack:
@@ -37,7 +37,7 @@ def through(
 
         run = Federation(place, experiment, stack, through=proxied, secure=secure)
         run.finish()
-        for name in ("worker-0", "worker-1"):  # told of the end, though their connection may be cut just then
+        for name in ("worker-0", "worker-1"):  # they learn of the end even if their connection is cut just then
             run.processes[name].wait(0)
     (proxy,) = made
     place.check(run.out, experiment)
@@ -46,24 +46,24 @@ def through(
 
 
 def cut(place: Place, random: Random, secure: bool = False) -> Tried:
-    """PeFLL, whose openings take 100 kB; one cut for every 50 to 150 kB."""
+    """Run PeFLL, whose first messages take 100 kB, with a cut for every 50 to 150 kB."""
     weather = Weather(cut_every=random.uniform(5e4, 1.5e5))
     return through(place, random, weather, ("pefll",), rounds=20, secure=secure)
 
 
 def half_open(place: Place, random: Random, secure: bool = False) -> Tried:
-    """One direction is closed, the other goes on."""
+    """Close one direction while the other continues."""
     return through(place, random, Weather(cut_every=random.uniform(1e5, 3e5), half=0.7), secure=secure)
 
 
 def slow(place: Place, random: Random, secure: bool = False) -> Tried:
-    """Every block is late, and some connections are narrow."""
+    """Delay every block, with some narrow connections."""
     weather = Weather(delay_s=random.uniform(0.001, 0.02), rate=random.choice((0.0, 2e6)))
     return through(place, random, weather, rounds=6, secure=secure)
 
 
 def flip(place: Place, random: Random, secure: bool = False) -> Tried:
-    """Bits are flipped on the way, in headers, in envelopes, in tensors, in handshakes."""
+    """Flip bits in headers, envelopes, tensors and handshakes."""
     return through(place, random, Weather(flip_every=random.uniform(5e4, 3e5), faults=40), secure=secure)
 
 

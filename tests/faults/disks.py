@@ -1,4 +1,4 @@
-"""Disks that are full, files that may not grow, files that are damaged."""
+"""Full disks, file size limits, and damaged files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLIPS = 100
 
 
 def may_not_grow(place: Place, random: Random) -> Tried:
-    """A limit on the size of files fails a write in the middle, as a full disk does; raised, the run goes on."""
+    """Limit the size of files, which fails a write like a full disk; the run continues once the limit is raised."""
     experiment, out = place.experiment(random.choice(METHODS)), place.new()
     largest = max(path.stat().st_size for path in place.truth(experiment).rglob("*") if path.is_file())
     order = ("run", experiment, "--partition", place.partition, "--resume", "--out", out)
@@ -43,7 +43,7 @@ def may_not_grow(place: Place, random: Random) -> Tried:
 
 @contextmanager
 def small_disk(where: Path, kilobytes: int) -> Iterator[bool]:
-    """A disk of so many kB; False where none can be had."""
+    """Mount a disk of so many kB; return False if that is impossible."""
     where.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(where)]
     there = shutil.which("mount") is not None and subprocess.run(mount, capture_output=True).returncode == 0
@@ -55,7 +55,7 @@ def small_disk(where: Path, kilobytes: int) -> Iterator[bool]:
 
 
 def full(place: Place, random: Random) -> Tried:
-    """The disk is full at some time; with more room the run goes on."""
+    """Let the disk fill up at some time; with more room the run continues."""
     experiment, disk = place.experiment(random.choice(METHODS)), place.new()
     taken = sum(path.stat().st_size for path in place.truth(experiment).rglob("*") if path.is_file()) // 1024
     with small_disk(disk, random.randrange(8, max(16, taken))) as there:
@@ -76,7 +76,7 @@ def full(place: Place, random: Random) -> Tried:
 
 
 def damage(content: bytes, random: Random) -> bytes:
-    """One bit flipped, or the end cut off."""
+    """Flip one bit of a file, or cut off its end."""
     if random.random() < 0.1:
         return content[: random.randrange(len(content))]
     changed = bytearray(content)
@@ -85,7 +85,7 @@ def damage(content: bytes, random: Random) -> bytes:
 
 
 def checkpoints_and_states(place: Place, random: Random) -> Tried:
-    """Bits flipped anywhere in checkpoints and clients' states: whoever reads them is told."""
+    """Flip bits in checkpoints and clients' states: every reader detects the damage."""
     run = place.truth(place.experiment(random.choice(STATEFUL)))
     copy = place.new()
     shutil.copytree(run, copy)
@@ -112,7 +112,7 @@ def checkpoints_and_states(place: Place, random: Random) -> Tried:
 
 
 def files_of_a_run(place: Place, random: Random) -> Tried:
-    """Any file of a killed run is damaged: resumed, it is refused with a code, or goes on to its end."""
+    """Damage any file of a killed run: resuming is rejected with an exit code, or completes."""
     experiment, out = place.experiment(random.choice(TRAINED)), place.new()
     order = ("run", experiment, "--partition", place.partition, "--resume", "--out", out)
     operations = place.operations(experiment)

@@ -1,4 +1,4 @@
-"""Very many rounds: the last cost what the first cost."""
+"""Very many rounds: the last ones cost as much as the first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOWER = 1.3
 
 @dataclass
 class Sample:
-    """A moment of a run."""
+    """Measurements of a run at one moment."""
 
     round: int
     at: float
@@ -32,7 +32,7 @@ class Sample:
 
 
 def sample(run: Federation) -> Sample:
-    """Look at the aggregator and its worker."""
+    """Measure the aggregator and its worker."""
     processes = run.processes.items()
     return Sample(
         durable(run.out),
@@ -54,7 +54,7 @@ def _processor_s(process: Running) -> float:
 
 
 def endure(place: Place, random: Random) -> Tried:
-    """An aggregator that publishes, and a worker, for very many rounds; then the aggregator is killed and resumed."""
+    """Run a publishing aggregator and a worker for very many rounds; then kill and resume the aggregator."""
     del random
     rounds = place.rounds
     experiment = place.experiment("fedavg", every=rounds, rounds=rounds, checkpoint_every_s=2.0)
@@ -91,7 +91,7 @@ def endure(place: Place, random: Random) -> Tried:
 
 
 def _per_round(start: Sample, end: Sample) -> dict[str, float]:
-    """Milliseconds of processor time a round, by process."""
+    """Return milliseconds of processor time per round, by process."""
     n = end.round - start.round
     return {name: 1000 * (end.processor_s[name] - start.processor_s[name]) / n for name in start.processor_s}
 

@@ -28,7 +28,7 @@ SOME = (*(bytes([n]) for n in (0, 1, 8, 0x0A, 0x12, 0x1A, 0x7F, 0x80, 0xFF)), b"
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the log, which is not what is timed here."""
+    """Disable the log, which is not measured here."""
     logger = logging.getLogger("fedloom.transport")
     before, logger.level = logger.level, logging.CRITICAL + 1
     logging.getLogger("fedloom.transport.aggregator").manager._clear_cache()  # type: ignore[attr-defined]
@@ -39,17 +39,17 @@ def quiet() -> Iterator[None]:
 
 
 def dispatcher() -> Dispatcher:
-    """The receiving side, without sockets."""
+    """Create the receiving side, without sockets."""
     return Dispatcher(served_run(), lambda come, gone: None, lambda text: None)
 
 
 def link(name: str, *clients: str, incarnation: str = "i1") -> Link:
-    """The stream of a worker."""
+    """Create the stream of a worker."""
     return Link(WorkerInfo(name, incarnation, Clients({f"c{i}": i for i in range(4)}, clients), "cpu"))
 
 
 def reply(cutter: Cutter, call: Call, rows: Sequence[int], value: torch.Tensor) -> bytes:
-    """A good answer to some rows, ``[rows, d]``: all parts of a frame, which is not sealed yet."""
+    """Return a valid answer to some rows, ``[rows, d]``: all parts of a frame that is not sealed yet."""
     envelope = wire.Envelope(
         run="run-1", incarnation="a1", conversation=key_to_wire(call.key), exchange=call.exchange, rows=rows,
         clients=[call.clients[call.rows.index(row)] for row in rows],
@@ -58,7 +58,7 @@ def reply(cutter: Cutter, call: Call, rows: Sequence[int], value: torch.Tensor) 
 
 
 def mutated(frame: bytes, others: list[bytes], random: Random) -> bytes:
-    """A frame with one or more things wrong with it."""
+    """Return a frame with one or more errors."""
     changed = bytearray(frame)
     for _ in range(random.choice((1, 1, 1, 2, 5))):
         at, other = random.randrange(len(changed) + 1), random.choice(others)
@@ -80,7 +80,7 @@ def mutated(frame: bytes, others: list[bytes], random: Random) -> bytes:
 
 
 def frames(place: Place, random: Random) -> Tried:
-    """Mutated frames from one worker: its own row may be lost, nothing else happens."""
+    """Send mutated frames from one worker: at most its own row is lost."""
     count = FRAMES if place.thorough else FRAMES // 5
     board, honest = dispatcher(), link("honest", "c0")
     board.enter(honest)
@@ -94,7 +94,7 @@ def frames(place: Place, random: Random) -> Tried:
                 board.leave(mallory)
                 board.close(exchange.call.key)
                 exchange, mallory, good = _asked(board, number + 2)
-            frame = seal_frame([mutated(random.choice(good), good, random)])  # as whoever means harm does
+            frame = seal_frame([mutated(random.choice(good), good, random)])  # as a hostile peer would
             if random.random() < 0.05:
                 frame = mutated(frame, good, random)
             try:
@@ -121,7 +121,7 @@ def frames(place: Place, random: Random) -> Tried:
 
 
 def _asked(board: Dispatcher, round: int) -> tuple[Exchange, Link, list[bytes]]:
-    """An exchange that waits for both rows, a fresh stream of the hostile worker, and what it could rightly say."""
+    """Return an exchange that waits for both rows, a new stream of the hostile worker, and a valid answer."""
     mallory = link("mallory", "c1", incarnation=f"i{round}")
     board.enter(mallory)
     call = start_call(("c0", "c1"), deadline_s=None, d=D, the_key=key(round=round))
@@ -140,7 +140,7 @@ def _asked(board: Dispatcher, round: int) -> tuple[Exchange, Link, list[bytes]]:
 
 
 def flips(place: Place, random: Random) -> Tried:
-    """One bit of a good answer is flipped: it is refused, asked for again, or means what it meant."""
+    """Flip one bit of a valid answer: it is rejected, requested again, or unchanged in meaning."""
     tries = 2_000 if place.thorough else 200
     with quiet():
         for _ in range(tries):

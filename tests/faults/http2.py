@@ -13,12 +13,12 @@ FRAME = 16_384
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """One frame."""
+    """Return one frame."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
 def headers(path: str) -> bytes:
-    """The headers of a gRPC call, as literals."""
+    """Return the headers of a gRPC call, as literals."""
     fields = {
         ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "content-type": "application/grpc",
         "te": "trailers",
@@ -30,7 +30,7 @@ def headers(path: str) -> bytes:
 
 
 def unfinished_messages(channel: socket.socket, path: str, streams: int, size: int, stop: threading.Event) -> None:
-    """Begin a message of ``size`` bytes in each of so many streams, and send all of them but for the last byte."""
+    """Begin a message of ``size`` bytes in each of so many streams, and send all but the last byte."""
     channel.sendall(PREFACE + frame(SETTINGS, 0, 0))
     channel.settimeout(0.2)
     waiting = {

@@ -36,12 +36,12 @@ class Kept:
         self._round, self._lines = -1, list[str]()
 
     def look(self) -> None:
-        """Compare with what was there when this was called last.
+        """Compare with the files at the previous call.
 
         Raises
         ------
         Broken
-            If a durable round is gone, or was made again.
+            If a durable round is missing, or was repeated.
         """
         run = self._out if self._url is None else self._taken_up(self._url)
         if durable(run) < self._round or journal_lines(run, self._round) != self._lines:
@@ -50,7 +50,7 @@ class Kept:
         self._lines = journal_lines(run, self._round)
 
     def _taken_up(self, url: str) -> Path:
-        """The published run, as an aggregator elsewhere would find_algorithm it."""
+        """Restore the published run, as an aggregator on another machine would."""
         found = self._place.new()
         found.mkdir()
         Publisher(RunFolder(found), open_store(url, self._place.environment), "onlooker").restore()
@@ -58,13 +58,13 @@ class Kept:
 
 
 def new_url(place: Place) -> str:
-    """A place in the store for one run."""
+    """Return an unused place in the store for one run."""
     assert place.s3 is not None
     return f"s3://{place.s3.new_bucket()}/runs/one"
 
 
 def in_process(place: Place, random: Random, published: bool = False) -> Tried:
-    """``fedloom run --workers 0`` killed at an operation on its files or at any time, resumed, killed again."""
+    """Kill ``fedloom run --workers 0`` at a file operation or at any time, resume it, and kill it again."""
     experiment, out = place.experiment(random.choice(METHODS)), place.new()
     url = new_url(place) if published else None
     order = ("run", experiment, "--partition", place.partition, "--resume", *(("--publish", url) if url else ()))
@@ -92,7 +92,7 @@ def in_process(place: Place, random: Random, published: bool = False) -> Tried:
 
 
 class Federation:
-    """An aggregator and its workers, processes that may end and be started again; all end with the stack."""
+    """An aggregator and its workers, as processes that may end and be restarted; all end with the stack."""
 
     def __init__(
         self,
@@ -108,16 +108,16 @@ class Federation:
         secure: bool = False,
         ended: bool = False,
     ) -> None:
-        """Make and start it.
+        """Create and start the federation.
 
         Parameters
         ----------
         through
-            Where workers dial; the aggregator listens by then.
+            Address for workers to connect to; the aggregator listens by then.
         secure
             Mutual TLS.
         ended
-            Workers speak TLS and show a token to a proxy, which speaks plaintext to the aggregator.
+            Workers use TLS and a token with a proxy, which connects to the aggregator in plaintext.
         """
         self.out = place.new()
         self.experiment = experiment
@@ -148,7 +148,7 @@ class Federation:
 
     @property
     def aggregator(self) -> Running:
-        """Its present life."""
+        """Return the present process of the aggregator."""
         return self.processes["aggregator"]
 
     def renew(self) -> None:
@@ -169,7 +169,7 @@ class Federation:
         return {FILES[field]: str(self.members / file) for field, file in files.items()}
 
     def start(self, name: str) -> None:
-        """Start a process, again."""
+        """Start or restart a process."""
         partition = ("--partition", self._place.partition)
         if name == "aggregator":
             publish = () if self._url is None else ("--publish", self._url)
@@ -189,11 +189,11 @@ class Federation:
         Raises
         ------
         Broken
-            If the aggregator, or a worker, ended with a code that nobody caused.
+            If the aggregator, or a worker, ended with an unexpected code.
         """
         codes = {name: running.process.poll() for name, running in self.processes.items()}
         for name, code in codes.items():
-            if code is None or code in (self.final if name == "aggregator" else (0,)):  # a worker was told of the end
+            if code is None or code in (self.final if name == "aggregator" else (0,)):  # workers learn of the end
                 continue
             if code not in (-signal.SIGKILL, *(self.tolerated if name == "aggregator" else (8,))):
                 raise Broken(f"{name} ended with {code}: {self.processes[name].said[-500:]}")
@@ -201,12 +201,12 @@ class Federation:
         return codes["aggregator"] in self.final
 
     def finish(self) -> None:
-        """Let the run come to its end."""
+        """Let the run finish."""
         wait_until(self.over, "the end of the run")
 
 
 def federation(place: Place, random: Random, published: bool = False, secure: bool = False) -> Tried:
-    """An aggregator and two workers, each killed or stopped for a moment at any time, and started again."""
+    """Kill or suspend an aggregator and two workers at any time, and restart them."""
     method = random.choice(TRAINED)
     experiment = place.experiment(method, rounds=12)
     url = new_url(place) if published else None
@@ -222,7 +222,7 @@ def federation(place: Place, random: Random, published: bool = False, secure: bo
                 break
             if random.random() < 0.3:
                 if run.processes[name].process.poll() is not None:
-                    continue  # a worker that was told of the end before the aggregator's
+                    continue  # a worker that learned of the end before the aggregator exited
                 pid = run.processes[name].pid
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(random.uniform(0.01, 0.3))
@@ -239,7 +239,7 @@ def federation(place: Place, random: Random, published: bool = False, secure: bo
 
 
 def with_workers(place: Place, random: Random) -> Tried:
-    """``fedloom run --workers 2``: its workers, or itself, killed or stopped for a moment."""
+    """Kill or suspend the workers of ``fedloom run --workers 2``, or the run itself."""
     experiment, out = place.experiment(random.choice(TRAINED), rounds=12), place.new()
     order = ("run", experiment, "--partition", place.partition, "--workers", 2, "--out", out, "--resume")
     kept, signals = Kept(place, out, None), 0
@@ -273,7 +273,7 @@ def with_workers(place: Place, random: Random) -> Tried:
 
 
 def stopped_past_the_deadline(place: Place, random: Random, secure: bool = False) -> Tried:
-    """A worker is stopped for longer than an exchange may take: its clients are lost, and the journal says so."""
+    """Suspend a worker beyond the timeout of an exchange: its clients are lost, and the journal records it."""
     experiment = place.experiment(random.choice(TRAINED), rounds=8, deadline_s=1.0, attempts=20)
     with ExitStack() as stack:
         run = Federation(place, experiment, stack, tolerated=(5,), secure=secure)

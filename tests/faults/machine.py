@@ -1,4 +1,4 @@
-"""The aggregator's books against a simple model: hypothesis has workers join, leave, answer, repeat and keep silent."""
+"""The aggregator's dispatcher against a simple model, with random joins, leaves, answers, repeats and silence."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Books(RuleBasedStateMachine):
         self.board = dispatcher()
         self.links: dict[str, Link] = {}
         self.cutters: dict[str, Cutter] = {}
-        self.asked: dict[str, list[tuple[Call, int]]] = {}  # of each stream: the requests that it was sent, row by row
+        self.asked: dict[str, list[tuple[Call, int]]] = {}  # requests sent to each stream, row by row
         self.sent: list[tuple[str, bytes]] = []  # answers, to be repeated
         self.calls: list[Call] = []
         self.exchange: Exchange | None = None
@@ -49,7 +49,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def join(self, name: str) -> None:
-        """A process joins, unless one of its name is there."""
+        """Let a process join, unless one of its name is connected."""
         if name in self.links:
             return
         self.incarnations += 1
@@ -60,13 +60,13 @@ class Books(RuleBasedStateMachine):
 
     @rule(name=NAMES)
     def leave(self, name: str) -> None:
-        """Its stream ends."""
+        """End a worker's stream."""
         if name in self.links:
             self.board.leave(self.links.pop(name))
             self.look()
 
     def say(self, name: str, frame: bytes) -> None:
-        """Something comes from a worker; a stream that is put out for it has left."""
+        """Send a message of a worker; a stream that is closed for it has left."""
         try:
             self.board.receiver.take(self.links[name], frame)
         except WireError:
@@ -74,11 +74,11 @@ class Books(RuleBasedStateMachine):
         self.look()
 
     def request(self, name: str, at: int) -> tuple[Call, int] | None:
-        """One of the rows that a worker was asked for: it may be awaited, or late by now."""
+        """Return one of the rows requested from a worker: still awaited, or late by now."""
         return self.asked[name][at % len(self.asked[name])] if name in self.links and self.asked[name] else None
 
     def requests(self, name: str, at: int, count: int) -> tuple[Call, list[int]] | None:
-        """Up to so many rows of one exchange that a worker was asked for, in ascending order."""
+        """Return up to so many rows of one exchange that were requested from a worker, in ascending order."""
         if not (found := self.request(name, at)):
             return None
         call, row = found
@@ -87,7 +87,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(name=NAMES, at=st.integers(0, 9), count=st.integers(1, 4))
     def answer(self, name: str, at: int, count: int) -> None:
-        """It answers, some rows in one transfer."""
+        """Answer some rows in one transfer."""
         if found := self.requests(name, at, count):
             call, rows = found
             self.sent.append((name, seal_frame([reply(self.cutters[name], call, rows, values(call, rows))])))
@@ -95,7 +95,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(name=NAMES, at=st.integers(0, 9), count=st.integers(1, 4))
     def half(self, name: str, at: int, count: int) -> None:
-        """It begins to answer, with something else, and does not go on."""
+        """Begin an answer after another part, and do not complete it."""
         if found := self.requests(name, at, count):
             call, rows = found
             whole = parse_frame(
@@ -105,13 +105,13 @@ class Books(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 9))
     def repeat(self, at: int) -> None:
-        """A frame comes again, perhaps on another stream of the same worker."""
+        """Repeat a frame, perhaps on another stream of the same worker."""
         if self.sent and self.sent[at % len(self.sent)][0] in self.links:
             self.say(*self.sent[at % len(self.sent)])
 
     @rule(name=NAMES, at=st.integers(0, 9), given_up=st.booleans())
     def lack(self, name: str, at: int, given_up: bool) -> None:
-        """It lacks the conversation, or gives a row up."""
+        """Report a missing conversation, or give a row up."""
         if not (found := self.request(name, at)):
             return
         call, row = found
@@ -125,7 +125,7 @@ class Books(RuleBasedStateMachine):
 
     @rule()
     def wait(self) -> None:
-        """For long nothing happens, so that others are asked, too."""
+        """Let time pass, so that other workers are asked, too."""
         for stream in self.links.values():
             stream.sign_at -= 1e6
         if self.exchange is not None:
@@ -138,7 +138,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.exchange is None)
     @rule(new=st.booleans())
     def ask(self, new: bool) -> None:
-        """The next exchange, with those that answered the last, or another conversation."""
+        """Start the next exchange, with those that answered the last, or another conversation."""
         alive = [row for row, outcome in sorted(self.outcomes.items()) if isinstance(outcome, Arrived)]
         if new or not self.calls or not alive:
             if self.calls:
@@ -159,20 +159,20 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.exchange is not None and not self.exchange.outstanding)
     @rule()
     def answered(self) -> None:
-        """Every row is settled."""
+        """Return True if every row is settled."""
         self.done()
 
     @precondition(lambda self: self.exchange is not None)
     @rule()
     def deadline(self) -> None:
-        """Time is up: rows without an answer are lost, and what comes for them is late."""
+        """Reach the deadline: rows without an answer are lost, and their later answers are late."""
         assert self.exchange is not None
         for row in self.exchange.call.rows:
             self.outcomes.setdefault(row, Lost("deadline"))
         self.done()
 
     def done(self) -> None:
-        """The round loop reads the answers, which nothing has written over since they came."""
+        """Read the answers in the round loop: their memory has not been overwritten since they arrived."""
         assert self.exchange is not None
         self.board.finish(self.exchange)
         for row, outcome in self.outcomes.items():
@@ -180,15 +180,15 @@ class Books(RuleBasedStateMachine):
         self.exchange = None
 
     def right(self, call: Call, row: int, outcome: Arrived | Lost) -> None:
-        """An answer is that of its row to this exchange."""
+        """Check that an answer belongs to its row and this exchange."""
         if isinstance(outcome, Arrived):
             found = outcome.message().x
             assert torch.equal(found, value(call, row)), f"row {row} has the answer to something else"
 
-    # ---- what holds
+    # ---- invariants
 
     def look(self) -> None:
-        """Read what the streams were sent, and what became of rows; each row is settled once, and rightly."""
+        """Read the messages sent to streams, and the outcomes of rows: each row is settled once, and correctly."""
         for name, to in self.links.items():
             for frame in pack_parts(iter(to.outbox._next, ())):
                 for part in parse_frame(wire.AggregatorFrame, frame).parts:
@@ -208,14 +208,14 @@ class Books(RuleBasedStateMachine):
             self.right(self.exchange.call, row, outcome)
 
     def note(self, name: str, about: wire.Envelope) -> None:
-        """A worker is asked for rows: only for clients that it may serve."""
+        """Record the rows requested from a worker: only of clients that it may serve."""
         assert set(about.clients) <= set(SERVES[name]), f"{name} was asked for {about.clients}"
         if key_from_wire(about.conversation) == self.calls[0].key:
             self.asked[name] += [(self.calls[about.exchange], row) for row in about.rows]
 
     @invariant()
     def awaited(self) -> None:
-        """Every row that waits is awaited from a worker that is there, if one may serve it; no other is."""
+        """Check that open rows are awaited from connected workers that may serve them, and no other rows are."""
         if self.exchange is None:
             return
         assert self.exchange.outstanding == set(self.exchange.call.rows) - set(self.outcomes)
@@ -239,7 +239,7 @@ def values(call: Call, rows: list[int]) -> torch.Tensor:
 
 
 def books(place: Place, random: Random) -> Tried:
-    """Stories of forty events."""
+    """Run state machines of forty steps."""
     stories = 100 if place.thorough else 20
     limits = settings(
         max_examples=stories, stateful_step_count=STEPS, deadline=None, database=None, print_blob=False,

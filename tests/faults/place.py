@@ -1,4 +1,4 @@
-"""Tiny experiments for trials, their processes, and comparison of two runs."""
+"""Tiny experiments for trials, their processes, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
 
 PROGRAM = Path(__file__).with_name("program.py")
-PATIENCE_S = 120.0  # of a process that should end; machines are busy
+PATIENCE_S = 120.0  # for a process to end; machines are busy
 METHODS = tuple(name for name in sorted({*available(), *TINY}) if name.partition(":")[0] in available())
 """Every registered method, some with a second setting."""
 
 
 class Broken(AssertionError):
-    """A promise that was not kept, and how."""
+    """Violation of a guarantee, with details."""
 
 
 class Place:
@@ -45,13 +45,13 @@ class Place:
     Parameters
     ----------
     root
-        Data root in which Fashion-MNIST is.
+        Data root with Fashion-MNIST.
     s3
-        A store, for trials that publish.
+        Store for trials that publish.
     rounds
-        Of the endurance trial.
+        Rounds of the endurance trial.
     thorough
-        Whether trials that are cheap by the thousand are made by the thousand.
+        Run cheap trials by the thousand.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class Place:
         self.clients = [entry.id for entry in dataset.manifest.clients]
 
     def new(self) -> Path:
-        """A path that nothing is at."""
+        """Return an unused path."""
         return self.folder / f"trial-{next(self._numbers)}"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of the processes."""
+        """Return the environment of the processes."""
         return {**os.environ, "OMP_NUM_THREADS": "1", **(self.s3.environment if self.s3 else {})}
 
     def other_partition(self) -> Path:
-        """One that no experiment here is of."""
+        """Return a partition that no experiment here uses."""
         other = experiments.load_experiment(self.experiment("fedavg"), ["seed=6"])
         return assemble.make_partition(other).folder
 
     def experiment(self, method: str, every: int = 3, **federation: Any) -> Path:
-        """An experiment file: six seen clients and two unseen, three in a cohort, evaluated every so many rounds."""
+        """Write an experiment: six seen clients and two unseen, three in a cohort, evaluated every so many rounds."""
         name = method.partition(":")[0]
         tree = {
             "name": "faults",
@@ -113,7 +113,7 @@ class Place:
         return path
 
     def truth(self, experiment: Path, *, replay: Path | None = None) -> Path:
-        """The folder of an undisturbed run, or of the replay of a disturbed one, in one process."""
+        """Return the folder of an undisturbed run, or of the replay of a disturbed one, in one process."""
         key = (experiment, str(replay))
         if key not in self._truths:
             out, count = self.new(), self.new()
@@ -130,7 +130,7 @@ class Place:
 
     @contextmanager
     def start(self, *arguments: object, **given: str) -> Iterator[Running]:
-        """Run ``fedloom`` with these arguments and more environment; nothing of it outlives the block."""
+        """Run ``fedloom`` with these arguments and additional environment; no process outlives the block."""
         running = Running(arguments, {**self.environment, **given}, self.new())
         try:
             yield running
@@ -168,11 +168,11 @@ class Place:
         }
 
     def _states(self, run: Path) -> Iterator[tuple[str, str]]:
-        """A digest of each client's state after the last round."""
+        """Return a digest of each client's state after the last round."""
         where = assemble.states_of(RunFolder(run))
         store = open_store(where, self.environment)
         if next(iter(store.entries()), None) is None:
-            return  # the method's clients keep none; if they did, the other run has them
+            return  # the method's clients keep none; otherwise the other run has them
         states = StoredStates(store)
         journal = Journal.read(RunFolder(run))
         for entry in RunFolder(run).manifest().clients:
@@ -188,7 +188,7 @@ class Place:
 
 
 class Running:
-    """A command at work, with everything it says in a file."""
+    """A running command, with its output in a file."""
 
     def __init__(self, arguments: Sequence[object], environment: Mapping[str, str], said: Path) -> None:
         self.said_in = said
@@ -203,16 +203,16 @@ class Running:
 
     @property
     def said(self) -> str:
-        """Output so far."""
+        """Return the output so far."""
         return self.said_in.read_text(errors="replace")
 
     def wait(self, *codes: int, patience_s: float = PATIENCE_S) -> int:
-        """Wait for its end.
+        """Wait for the process to end.
 
         Raises
         ------
         Broken
-            If it does not end, or with another code than these.
+            If it does not end, or ends with another code than these.
         """
         try:
             code: int = self.process.wait(patience_s)
@@ -231,14 +231,14 @@ class Running:
         return True
 
     def kill(self) -> bool:
-        """SIGKILL; whether it was still there."""
+        """Send SIGKILL; return True if the process was still running."""
         there = self.process.poll() is None
         self.process.kill()
         self.process.wait()
         return there
 
     def end(self) -> None:
-        """Leave nothing of it."""
+        """Kill the process and its children."""
         family = [self.pid, *children(self.pid)]
         for pid in family:
             try:
@@ -251,19 +251,19 @@ class Running:
             time.sleep(0.005)
 
     def memory_mb(self) -> float:
-        """The most memory that it has held."""
+        """Return the peak memory of the process."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith("VmHWM"):
                 return int(line.split()[1]) / 1024
         return 0.0
 
     def descriptors(self) -> int:
-        """Number of its open files and connections."""
+        """Return the number of its open files and connections."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
 
 def wait_until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait for something that must happen."""
+    """Wait until a condition holds, or fail."""
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:
@@ -272,7 +272,7 @@ def wait_until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> Non
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """Return a port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -280,13 +280,13 @@ def free_port() -> int:
 
 
 def journal_lines(run: Path, up_to: int) -> list[str]:
-    """The journal up to a round, as text: seconds and lives show whether a round was made again."""
+    """Return the journal up to a round as text: seconds and incarnations show if a round was repeated."""
     return [
         json.dumps(line, sort_keys=True) for line in RunFolder(run).lines("journal.jsonl") if line["round"] <= up_to
     ]
 
 
 def durable(run: Path) -> int:
-    """The round of a run's last checkpoint; -1 without one."""
+    """Return the round of a run's last checkpoint; -1 without one."""
     names = (path.stem.removeprefix("round-") for path in (run / "checkpoints").glob("round-*.safetensors"))
     return max((int(name) for name in names), default=-1)

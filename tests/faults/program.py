@@ -1,13 +1,13 @@
-"""``fedloom``, as trials run it: what it may use has limits, and it may be ended where a trial says.
+"""``fedloom`` as run by trials: with resource limits, and killed at a chosen operation.
 
 ``FAULTS_UNDER``
-    What happens to files below this folder, or is sent to a store, is counted.
+    Operations on files below this folder, or on a store, are counted.
 ``FAULTS_DIE_AT``
     SIGKILL before the n-th of these, so that a trial can be repeated.
 ``FAULTS_COUNT``
-    File that is given the count at the end.
+    File that the count is written to at the end.
 ``FAULTS_FILES``, ``FAULTS_FILE_BYTES``
-    How many files it may have open, and how large they may get.
+    Maximum number of open files, and maximum file size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OF_STORES = {"http.client.connect", "http.client.send"}
 
 
 def count_operations(under: str, die_at: int) -> None:
-    """Count them from now on, in every thread, and die at one of them."""
+    """Count operations from now on, in every thread, and die at one of them."""
     counted = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

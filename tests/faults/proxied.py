@@ -1,4 +1,4 @@
-"""nginx and Envoy between workers and aggregator, restarted in the middle of rounds, on lines that are bad as well."""
+"""nginx and Envoy between workers and aggregator, restarted in the middle of rounds, also with faulty connections."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SECTIONS = {"ended there": "TLS termination", "passed on": "TLS passthrough"}
 
 
 def behind(place: Place, random: Random, how: str, weather: Weather = CALM, restarts: int = 0) -> Tried:
-    """A federation whose workers reach the aggregator through nginx or Envoy.
+    """Start a federation whose workers reach the aggregator through nginx or Envoy.
 
     Parameters
     ----------
     how
         ``ended there``: TLS and tokens to the proxy; ``passed on``: mutual TLS through it.
     weather
-        Of the line between workers and the proxy.
+        Faults of the connection between workers and the proxy.
     restarts
-        How often the proxy is killed and started, or reloaded.
+        Number of times the proxy is killed and started, or reloaded.
     """
     kind = random.choice(("nginx", "Envoy"))
     experiment = place.experiment(random.choice(METHODS), rounds=20)
@@ -68,27 +68,27 @@ def behind(place: Place, random: Random, how: str, weather: Weather = CALM, rest
 
 
 def cut(place: Place, random: Random, how: str) -> Tried:
-    """The line to the proxy is cut at any byte."""
+    """Cut the connection to the proxy at any byte."""
     return behind(place, random, how, Weather(cut_every=random.uniform(5e4, 1.5e5)))
 
 
 def half_open(place: Place, random: Random, how: str) -> Tried:
-    """One direction of it is closed."""
+    """Close one direction of the connection."""
     return behind(place, random, how, Weather(cut_every=random.uniform(1e5, 3e5), half=0.7))
 
 
 def slow(place: Place, random: Random, how: str) -> Tried:
-    """It is slow and narrow."""
+    """Make the connection slow and narrow."""
     return behind(place, random, how, Weather(delay_s=random.uniform(0.001, 0.01), rate=random.choice((0.0, 2e6))))
 
 
 def flip(place: Place, random: Random, how: str) -> Tried:
-    """Bits are flipped on it."""
+    """Flip bits on the connection."""
     return behind(place, random, how, Weather(flip_every=random.uniform(5e4, 3e5), faults=40))
 
 
 def restart(place: Place, random: Random, how: str) -> Tried:
-    """The proxy is killed and started, or reloaded, in the middle of rounds."""
+    """Kill and start the proxy, or reload it, in the middle of rounds."""
     return behind(place, random, how, restarts=random.randint(2, 6))
 
 

@@ -1,4 +1,4 @@
-"""A TCP proxy between workers and aggregator that does to connections what networks do: seeded, on one event loop."""
+"""A TCP proxy between workers and aggregator that simulates network faults: seeded, on one event loop."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from random import Random
 
 @dataclass(frozen=True)
 class Weather:
-    """Faults of the bytes that are passed on.
+    """Faults of the forwarded bytes.
 
     Attributes
     ----------
     cut_every
-        Mean bytes, of both directions of a connection, after which it is cut; 0: never.
+        Mean number of bytes, of both directions of a connection, between cuts; 0: never.
     half
-        Of the cuts, the share after which one direction alone is closed, and the other passes on.
+        Fraction of the cuts that close one direction only.
     flip_every
-        Mean bytes until a bit is flipped; 0: never.
+        Mean number of bytes between flipped bits; 0: never.
     delay_s
-        The most that a block waits.
+        Maximum delay of a block.
     rate
-        Bytes a second in one direction; 0: any.
+        Bytes per second in one direction; 0: unlimited.
     faults
-        The most cuts and flips in all: what is broken for ever promises nothing.
+        Maximum number of cuts and flips: there is no guarantee for connections that fail for ever.
     """
 
     cut_every: float = 0.0
@@ -38,12 +38,12 @@ class Weather:
 
 
 class Proxy:
-    """Passes connections on to a server; ``address`` is where it listens.
+    """Proxy that forwards connections to a server; ``address`` is its own.
 
     Attributes
     ----------
     cuts, flips
-        How often it did so.
+        Number of these faults.
     """
 
     def __init__(self, server: str, weather: Weather, random: Random) -> None:
@@ -59,7 +59,7 @@ class Proxy:
         self._thread.start()
 
     def close(self) -> None:
-        """End every connection, and the thread."""
+        """Close every connection, and end the thread."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -74,7 +74,7 @@ class Proxy:
         await asyncio.gather(*others, return_exceptions=True)
 
     def _until(self, mean: float) -> float:
-        """Bytes until the next fault of a kind that comes every so many."""
+        """Return the number of bytes until the next fault, given their mean distance."""
         more = mean and self.cuts + self.flips < self._weather.faults
         return self._random.expovariate(1 / mean) if more else float("inf")
 
@@ -89,7 +89,7 @@ class Proxy:
             end.transport.abort()
 
     async def _pass_on(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: list[float]) -> None:
-        """Pass one direction on until it ends; raises ConnectionAbortedError to end the other, too."""
+        """Forward one direction until it ends; raise ConnectionAbortedError to end the other, too."""
         weather, flip = self._weather, self._until(self._weather.flip_every)
         while block := await source.read(1 << 16):
             if weather.delay_s:
@@ -107,7 +107,7 @@ class Proxy:
                     raise ConnectionAbortedError
                 break
             left[0] -= len(block)
-            with suppress(ConnectionError):  # nobody reads any more; the other direction may have something to say
+            with suppress(ConnectionError):  # the receiver has left; the other direction may still have data
                 sink.write(block)
                 await sink.drain()
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Faults, their trials and kept promises, and the table of all of them."""
+"""Faults, their trials and guarantees, and the table of all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tried:
-    """Result of a trial that kept its promise: number of faults in it, and its measurements."""
+    """Result of a successful trial: number of faults in it, and its measurements."""
 
     times: int = 1
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -32,17 +32,17 @@ class Fault:
     Attributes
     ----------
     name, kind
-        What selects it, alone or with its like.
+        Selectors of the fault, alone or with others.
     fault, promise
-        In words.
+        Texts of the table.
     trial
-        Tries it once, with all its randomness from the generator that it is given; raises if the promise is broken.
+        Tries the fault once, with all randomness from the given generator; raises if the guarantee is violated.
     goal
-        Trials of a long run, which gives each fault its share of the time by it.
+        Number of trials of a long run, by which the fault gets its share of the time.
     short
-        Trials in ``make test``.
+        Number of trials in ``make test``.
     needs_store
-        Whether it needs S3.
+        The trial needs S3.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Tally:
     measured: dict[str, float] = field(default_factory=dict)
 
     def add(self, seed: int, seconds: float, outcome: Tried | str) -> None:
-        """Count a trial, or why it failed; of what was measured keep the largest, or smallest where it is ``least``."""
+        """Count a trial, or the reason of its failure; keep the largest measurements (``least``: the smallest)."""
         self.trials += 1
         self.seconds += seconds
         if isinstance(outcome, str):
@@ -81,7 +81,7 @@ class Tally:
 
 
 def try_once(fault: Fault, place: Place, seed: int) -> tuple[Tried | Exception, float]:
-    """One trial, and the seconds that it took."""
+    """Run one trial; return the seconds it took."""
     started = time.monotonic()
     outcome: Tried | Exception
     try:
@@ -112,7 +112,7 @@ def summary(faults: Mapping[Fault, Tally], command: str, minutes: float) -> dict
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The table, from a summary; rows of several sittings are marked."""
+    """Return the table of a summary; rows of several sessions are marked."""
     several = len(found["sittings"]) > 1
     lines = []
     for number, sitting in enumerate(found["sittings"], 1):
@@ -135,7 +135,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, found: Mapping[str, Any]) -> None:
-    """Write both."""
+    """Write summary and table."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     (folder / "table.md").write_text(markdown(found))
@@ -145,7 +145,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def keep(out: Path) -> None:
-    """Put a sitting's rows into the page about faults, and into the summary that is kept; other rows stay."""
+    """Put the rows of a session into the page about faults, and into the recorded summary; keep other rows."""
     page, kept = DOCS / "faults.md", DOCS / "results" / "faults.json"
     new = json.loads((out / "summary.json").read_text())
     old = json.loads(kept.read_text()) if kept.exists() else {"sittings": [], "faults": {}}
@@ -162,7 +162,7 @@ def keep(out: Path) -> None:
 
 
 def in_lines(found: Mapping[str, Any]) -> str:
-    """JSON with one line for each sitting and each fault: what a sitting changed is what a diff shows."""
+    """Return JSON with one line for each session and each fault, so that a diff shows the changes of a session."""
     sittings = ",\n".join(json.dumps(sitting, ensure_ascii=False) for sitting in found["sittings"])
     rows = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(row, ensure_ascii=False)}" for name, row in found["faults"].items()

@@ -1,4 +1,4 @@
-"""The short form of ``make faults``, and what has a code or a word of its own (docs/federation.md, "Faults")."""
+"""The short form of ``make faults``, and faults with their own exit code or message (docs/federation.md, "Faults")."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_a_violated_guarantee_is_reported_with_its_seed() -> None:
 
 @pytest.fixture
 def experiment(place: Place) -> Path:
-    """FedAvg, long enough for a signal to arrive in the middle of it."""
+    """Write FedAvg with enough rounds for a signal to arrive during the run."""
     return place.experiment("fedavg", every=20, rounds=40)
 
 
 @pytest.fixture
 def run(place: Place, experiment: Path) -> Iterator[Running]:
-    """It, with two workers of its own, after the first round."""
+    """Start it with two workers, and wait for the first round."""
     with place.start(*order(place, experiment, place.folder / "run-1"), "--workers", 2) as running:
         out = place.folder / "run-1"
         wait_until(lambda: out.is_dir() and rounds(out) >= 1, "the first round")
@@ -131,7 +131,7 @@ def test_a_suspended_worker_loses_its_clients_at_the_round_timeout(place: Place)
 
 
 def test_a_run_whose_last_step_failed_can_be_completed_with_workers(place: Place) -> None:
-    """Retry a failed last step, for which the clients are measured once more."""
+    """Retry a failed last step, for which the clients are measured again."""
     experiment = place.experiment("fedavg")
     with ExitStack() as stack:
         federation = Federation(place, experiment, stack, workers=0)

@@ -1,7 +1,7 @@
 """Run a command of ``fedloom`` and kill it right before its K-th change below a folder: ``killed_at.py K FOLDER ...``.
 
-With K = 0 it runs to its end and says how many there were. Changes are what Python's audit events call opening a file
-to write it, making, renaming, linking and removing. Reports are left out: they would be most of the changes.
+With K = 0 it runs to its end and prints the number of changes. Changes are Python's audit events for opening a file
+for writing, creating, renaming, linking and removing. Reports are disabled: they would be most of the changes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def changes(event: str, arguments: tuple[Any, ...]) -> bool:
 
 
 def look(event: str, arguments: tuple[Any, ...]) -> None:
-    """Count changes, and end at the K-th without another word."""
+    """Count changes, and kill the process at the K-th."""
     global count
     if changes(event, arguments):
         count += 1

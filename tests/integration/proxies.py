@@ -1,4 +1,4 @@
-"""nginx and Envoy as docs/networks.md has them, as processes. Python packages bring their binaries."""
+"""nginx and Envoy configured as in docs/networks.md, run as processes. Their binaries come from Python packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
 
 
 def settings(section: str) -> str:
-    """The file in a section of the page."""
+    """Return the file in a section of the page."""
     (text,) = re.findall(
         rf"^## {re.escape(section)}\n.*?```(?:nginx|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
@@ -34,13 +34,13 @@ class ReverseProxy:
     Parameters
     ----------
     section
-        Of docs/networks.md, which begins with nginx or Envoy.
+        Section of docs/networks.md, whose title begins with nginx or Envoy.
     folder
-        For its files; where TLS ends at the proxy, ``fl/tls.crt`` and ``fl/tls.key`` are in it.
+        Folder for its files; if TLS ends at the proxy, ``fl/tls.crt`` and ``fl/tls.key`` are in it.
     target
         ``host:port`` of the aggregator.
     changes
-        What stands in the file, and what to put there: a test has less time than a deployment.
+        Replacements in the file: a test has less time than a deployment.
     """
 
     def __init__(self, section: str, folder: Path, target: str, changes: dict[str, str] | None = None) -> None:
@@ -80,7 +80,7 @@ class ReverseProxy:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
+        """Start the proxy, and wait until it listens."""
         with self.said.open("ab") as out:
             self.process = subprocess.Popen(
                 self.command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
@@ -93,15 +93,15 @@ class ReverseProxy:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def reload(self) -> None:
-        """Read the file again, as after a change; nginx alone can."""
+        """Reload the configuration (nginx only)."""
         self.process.send_signal(signal.SIGHUP)
 
     def restart(self) -> None:
-        """Kill it with all its connections, and start it."""
+        """Kill the proxy with all its connections, and start it."""
         self.end()
         self.start()
 
     def end(self) -> None:
-        """Kill it, and its children."""
+        """Kill the proxy and its children."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)

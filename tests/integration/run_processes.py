@@ -1,6 +1,6 @@
-"""`fedloom` as a person runs it: processes on real data, small. Every wait is bounded.
+"""`fedloom` as a user runs it: processes on a little real data. Every wait is bounded.
 
-They are forks of one process that has torch imported (``forked.py``), but where that would hide what is tested.
+They are forks of one process that has imported torch (``forked.py``), except where that would defeat the test.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def experiment(folder: Path, root: Path, **sections: dict[str, Any]) -> Path:
 
 
 def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """Run a command to its end and return what it said; ``before`` is shell to run first in its process."""
+    """Run a command to its end and return its output; ``before`` is shell code to run first in its process."""
     command = [*FEDLOOM, *map(str, arguments)]
     if before:
         command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
@@ -74,7 +74,7 @@ def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Ma
 
 @contextmanager
 def started(*arguments: object, environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A command that runs; whatever happens in the block, nothing of it is left."""
+    """Run a command for the duration of the block, and kill it at the end."""
     process = Popen(
         [*FEDLOOM, *map(str, arguments)],
         env={**ENVIRONMENT, **(environment or {})},
@@ -100,19 +100,19 @@ def started(*arguments: object, environment: Mapping[str, str] | None = None) ->
 
 
 def ended(process: subprocess.Popen[str], code: int) -> str:
-    """Wait for a command's end and return what it said."""
+    """Wait for a command to end and return its output."""
     said, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == code, said
     return said
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
-    """Wait for something."""
+    """Wait until a condition holds."""
     deadline, pause_s = time.monotonic() + timeout_s, 0.01
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(pause_s)
-        pause_s = min(1.1 * pause_s, 0.05)  # asking costs whoever is asked, such as a store
+        pause_s = min(1.1 * pause_s, 0.05)  # polling slows the polled process, such as a store
 
 
 def alive(pid: int) -> bool:
@@ -124,7 +124,7 @@ def alive(pid: int) -> bool:
 
 
 def worker(process: subprocess.Popen[str], name: str) -> int | None:
-    """The process id of one of a run's workers, once it is there."""
+    """Wait for one of a run's workers and return its process id."""
     for pid in children(process.pid):
         if name in cmdline(pid):
             return pid
@@ -137,7 +137,7 @@ def rounds(run: Path) -> int:
 
 
 def final(run: Path) -> bytes:
-    """The bytes of the last checkpoint."""
+    """Return the bytes of the last checkpoint."""
     return sorted((run / "checkpoints").glob("round-*.safetensors"))[-1].read_bytes()
 
 
@@ -148,7 +148,7 @@ def scores(run: Path) -> dict[str, Any]:
 
 
 def losses(run: Path) -> list[tuple[int, str, str]]:
-    """Round, client and reason of every loss in the journal."""
+    """Return round, client and reason of every loss in the journal."""
     return [
         (line["round"], loss["client"], loss["reason"])
         for line in RunFolder(run).lines("journal.jsonl")

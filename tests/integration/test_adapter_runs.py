@@ -1,4 +1,4 @@
-"""Runs whose θ is an adapter: the same bits with workers, and after a kill."""
+"""Runs whose θ is an adapter: equal bits with workers, and after a kill."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def experiment(folder: Path, rounds: int) -> Path:
 
 
 def at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
-    """Return exit code and words of a command that is killed before its k-th change of a folder."""
+    """Return exit code and output of a command that is killed before its k-th change of a folder."""
     script = TESTS / "integration" / "killed_at.py"
     command = [sys.executable, str(script), str(k), str(out), *map(str, arguments), "--out", str(out)]
     environment = {**ENVIRONMENT, **FACTORIES_HERE}

@@ -1,4 +1,4 @@
-"""AGENTS.md, followed to the letter: its files make a package, and its commands train with it."""
+"""AGENTS.md, followed literally: its files make a package, and its commands train with it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks() -> list[tuple[str, str]]:
-    """The page's blocks: language and text."""
+    """Return the language and text of the page's code blocks."""
     page = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     return [(language, textwrap.dedent(text)) for _, language, text in BLOCK.findall(page)]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page's files, the package as an installer leaves it, and readings of six sites."""
+    """Return a folder with the page's files, the package as installed, and readings of six sites."""
     folder = tmp_path_factory.mktemp("agents")
     for _, text in blocks():
         if (named := re.match(r"# ([\w/]+\.(?:py|toml|yaml))\n", text)) is not None:

@@ -45,7 +45,7 @@ def audited(root: Path, seed: int, privacy: dict[str, Any] | None, **changed: An
 
 
 def check_bounds(root: Path, seeds: range) -> list[float]:
-    """Check the bounds of some trainings; return the estimates in parts of their claims."""
+    """Check the bounds of some trainings; return the estimates as fractions of their claims."""
     estimates = []
     for seed in seeds:
         found = audited(root, seed, CLIENTS)

@@ -31,7 +31,7 @@ def test_every_task_can_be_audited(case: str, tmp_path: Path) -> None:
         return
     alone = fedloom.audit(run, invert=True).audit["inversion"]["cases"][0]
     assert "label_found" not in alone
-    if case == "segmentation":  # of noise, by 56 numbers of a gradient
+    if case == "segmentation":  # noise is recovered from 56 numbers of a gradient
         assert alone["attack"] == "gradient matching"
     else:
         assert alone["psnr_best"] > alone["psnr_of_mean_input"] + 20

@@ -1,4 +1,4 @@
-"""Benchmarks that use FedLoom's own classes, in their smallest sizes: they go on running as those change."""
+"""Benchmarks that use FedLoom's classes, in their smallest sizes, so that they keep working."""
 
 from __future__ import annotations
 

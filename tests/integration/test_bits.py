@@ -17,7 +17,7 @@ def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None
     path = experiment(
         tmp_path,
         fresh_root,
-        model={"name": "vgg", "channels": [6]},  # whose hypernetwork is small: memory that is touched takes time
+        model={"name": "vgg", "channels": [6]},  # its hypernetwork is small, which saves time
         federation={"rounds": 2, "clients_per_round": 4, "checkpoint_every_s": 30},
     )
     for workers in (0, 1, 2):
@@ -33,7 +33,7 @@ def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None
             k: wires[0][k] for k in ("payload_up", "payload_down")
         }
         assert wire["wire_up"] > 0
-    assert wires[2]["wire_down"] > wires[1]["wire_down"]  # a broadcast travels once to each worker
+    assert wires[2]["wire_down"] > wires[1]["wire_down"]  # a broadcast is sent once to each worker
 
 
 def test_workers_do_not_change_results_of_fedavg(fresh_root: Path, tmp_path: Path) -> None:

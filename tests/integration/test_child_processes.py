@@ -1,4 +1,4 @@
-"""Processes that FedLoom starts: where they import from, how long they are waited for, and what they tell."""
+"""Processes started by FedLoom: where they import from, how long they are waited for, and which errors they report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small(classes, input_shape):
 
 
 def task(folder: Path, **sections: Any) -> dict[str, Any]:
-    """An experiment on data of the test's own, in a folder."""
+    """Write an experiment on the test's own data into a folder."""
     random = np.random.default_rng(0)
     x, y = random.normal(size=(80, 4)).astype("f4"), random.integers(0, 3, 80)
     np.savez(folder / "d.npz", x=x, y=y, who=np.repeat(np.arange(4), 20))
@@ -64,7 +64,7 @@ def factory(folder: Path, monkeypatch: pytest.MonkeyPatch, condition: str = "Fal
 
 
 def program(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder as a user types it: this tests the start itself, which is why it is no fork."""
+    """Run a command in a folder as a user types it: this tests the start itself, so it is not forked."""
     command = [str(Path(sys.executable).parent / "fedloom"), *words] if words[0] != "python" else words
     command = [sys.executable if word == "python" else word for word in command]
     given = {name: value for name, value in ENVIRONMENT.items() if name not in ("PYTHONSAFEPATH", "PYTHONPATH")}
@@ -125,7 +125,7 @@ def test_a_workers_error_reaches_the_parent_complete(tmp_path: Path, monkeypatch
         fedloom.run(task(tmp_path, model=MODULE), out=tmp_path / "run", report=False, progress=False)
     assert tells(str(error.value), "worker-0", "childrens_models:small", "ValueError", "first line", "second line")
     log = (tmp_path / "run" / "logs" / "aggregator.jsonl").read_text()
-    assert log.count("ended with code 2") == 1  # a restart would only repeat it
+    assert log.count("ended with code 2") == 1  # a restart would fail again
 
 
 @pytest.mark.usefixtures("forks")

@@ -1,4 +1,4 @@
-"""`federate` from an experiment to a run's folder: as processes, and as pods of a cluster of processes."""
+"""`federate` from an experiment to a run's folder: as processes, and as pods of the fake cluster."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def partition(small_run: tuple[Path, Path]) -> Path:
-    """The small experiment's, dealt on this machine."""
+    """Return the partition of the small experiment, created on this machine."""
     return assemble.make_partition(experiments.load_experiment(small_run[0])).folder
 
 
@@ -133,7 +133,7 @@ def test_a_run_is_completed_after_its_launcher_is_killed(place: Place, small_run
     with Popen(command, env={**os.environ, **ENVIRONMENT}) as launcher:
         until(lambda: len(place.cluster.objects("jobs")) == 2, "two Jobs")
         launcher.kill()
-    # Nobody follows: the aggregator ends by itself, with 8, and is not started again.
+    # Without a launcher the aggregator ends by itself, with 8, and is not restarted.
     until(lambda: ended(place), "the orphan's end")
     (pod,) = [pod for pod in place.cluster.pods() if "-aggregator-" in pod["metadata"]["name"]]
     assert pod["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 8
@@ -150,16 +150,16 @@ def test_a_run_is_completed_after_its_launcher_is_killed(place: Place, small_run
         path.name for path in out.iterdir()
     }
     assert not {"states", "blobs", "published"} & {path.name for path in out.iterdir()}
-    # The aggregator's trackers were named by its environment; what they wrote comes along with the run.
+    # The environment named the aggregator's trackers; their files are published with the run.
     with (out / "tracking.csv").open(newline="") as file:
         written = [int(row["round"]) for row in csv.DictReader(file) if row["name"] == "train/loss"]
     seen = EventAccumulator(str(out / "tensorboard")).Reload()
     assert written == [event.step for event in seen.Scalars("train/loss")] == [1, 2, 3, 4]
-    # A launcher that was killed after the end, before it could say so: the run is there, nothing starts again.
+    # The launcher was killed after the end, before it could report it: the run exists, nothing restarts.
     name = f"fl-{identity('run', 'federate')}"
     metadata = {"name": name, "namespace": place.cluster.namespace, "labels": {"app.kubernetes.io/instance": name}}
     spec = {"selector": {"a": "b"}, "ports": [{"port": 7733}]}
-    Api().create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec})  # it had not come to that
+    Api().create({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec})  # not created yet
     place.cluster.api.requests.clear()
     again = place.federate(out="again", **changes)
     assert place.nothing_was_created()
@@ -172,7 +172,7 @@ def test_a_run_is_completed_after_its_launcher_is_killed(place: Place, small_run
 
 @pytest.mark.slow
 def test_secure_sums_of_pods_equal_those_of_one_process(place: Place, small_run: tuple[Path, Path]) -> None:
-    """Nobody is lost, and the aggregator's pod never has an answer of one client; integers have the same sums."""
+    """No client is lost, and the aggregator's pod never has the answer of a single client; integers have equal sums."""
     keys = {
         "algorithm": "{name: fedavg, local: {epochs: 1, batch_size: 16, lr: 0.02}}",
         "federation.secure_aggregation": "{bits: 32}",
@@ -227,7 +227,7 @@ def test_invalid_federations_are_rejected_before_anything_is_created(
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_worker_that_does_not_see_its_gpu_ends_the_federation_with_the_reason(place: Place) -> None:
-    """The node hands out parts of a GPU that its pods cannot use; nothing is tried twice."""
+    """The node allocates parts of a GPU that its pods cannot use; nothing is retried."""
     place.cluster.node.capacity["nvidia.com/mig-1g.10gb"] = "2"
     gpu = {"gpu": {"resource": "nvidia.com/mig-1g.10gb"}, "workers": 1, "retries": 2}
     with pytest.raises(ExperimentError) as error:
@@ -254,7 +254,7 @@ def test_a_launcher_may_use_another_store_address_than_pods(place: Place, s3_ser
     port = s3_server.endpoint.rpartition(":")[2]
     for_pods = f"http://localhost:{port}"
     place.program(f'test $1 = worker && exec sleep 60; test "$FEDLOOM_S3_ENDPOINT" = {for_pods} || exit 2; exit 0')
-    with refusing(DataError, "ended", "summary.json"):  # so it reached the store, and the end
+    with refusing(DataError, "ended", "summary.json"):  # it has reached the store, and the end
         place.federate(s3_endpoint=for_pods)
     with refusing(DataError, "ended", "summary.json"):
         place.federate(s3_endpoint=for_pods, run_id="other")
@@ -364,7 +364,7 @@ def test_a_stopped_launcher_leaves_an_adoptable_federation_by_default(place: Pla
         assert "run id run" in str(error.value)
         with pytest.raises(ExperimentError, match="with another specification"):
             place.federate(workers=3)
-        assert len(place.cluster.objects("jobs")) == 2  # what runs there was not deleted
+        assert len(place.cluster.objects("jobs")) == 2  # the running objects were not deleted
 
 
 # The commands
@@ -404,17 +404,17 @@ def test_a_federation_is_submitted_inspected_and_stopped(place: Place, settings_
     until(lambda: command("logs", name) == "aggregator says hello\n", "a log")
     until(lambda: command("logs", run_id, "--worker", 1) == "worker says hello\n", "a worker's log")
     assert "no pod of its worker 2 of 2" in command("logs", name, "--worker", 2, code=2)
-    assert name in command("status", "nobody", code=2)  # what there is
+    assert name in command("status", "nobody", code=2)  # the message lists existing federations
     said = command("stop", name)
     assert f"{place.storage}/runs/small-" in said
     until(place.nothing_left, "the end of all objects")
     assert "no federation" in command("status")
     assert name in command("stop", name, code=2)
-    assert list(open_store(place.storage).entries("runs/"))  # its experiment: submitted again, it goes on
+    assert list(open_store(place.storage).entries("runs/"))  # its experiment: submitted again, the run continues
 
 
 def test_stopping_a_federation_frees_a_namespace_that_is_being_deleted(place: Place, settings_file: Path) -> None:
-    """Free a namespace (docs/cluster.md); without the command, failed pods of workers wait for others for ever."""
+    """Free a namespace (docs/cluster.md): otherwise failed pods of workers wait for replacements for ever."""
     settings_file.write_text(json.dumps(SETTINGS | {"retries": 1}))
     place.program("exec sleep 60")
     submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
@@ -508,11 +508,11 @@ def test_a_local_federation_equals_fedloom_run(
     assert scores(out) == scores(small_run[1])
     assert (out / "report.html").exists()
     assert any(line.startswith("after round 4: pooled test accuracy") for line in here.said)
-    locally(here)  # a step that is tried again goes on with what is there: here, to the end at once
+    locally(here)  # a retried step continues from the existing run, here to the end at once
 
 
 def test_a_local_federation_uses_no_store(here: Place, small_run: tuple[Path, Path]) -> None:
-    """Two federations of one pipeline would have one place there: their folders are all called ``model``."""
+    """Two federations of one pipeline would share one place there: their folders are all called ``model``."""
     out = locally(here, "storage=s3://nobody-has-this/prefix", out="stored")
     assert scores(out) == scores(small_run[1])
     assert not (out / "published.json").exists()

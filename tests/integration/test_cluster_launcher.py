@@ -1,7 +1,7 @@
 """The launcher against a Kubernetes API over HTTP, with the real client and the rights of our Role.
 
-What runs in the pods here is a few lines of shell: Kubernetes sees of a program when it ends, with which code, and what
-it says. Whole federations are in ``test_cluster_federate.py`` and in ``tests/e2e``.
+The pods here run a few lines of shell: Kubernetes only observes when a program ends, its exit code, and its
+output. Whole federations are in ``test_cluster_federate.py`` and in ``tests/e2e``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 def in_background(run: Callable[[], None]) -> Callable[[], FedloomError | None]:
-    """Run something in a thread; the result waits for its end and returns its failure."""
+    """Run a function in a thread; the result waits for its end and returns its error."""
     failure: list[FedloomError] = []
 
     def guarded() -> None:
@@ -151,12 +151,12 @@ def test_a_federation_is_created_and_removed_at_its_end(world: World) -> None:
     assert log.read_text() == "done\n"
     launcher.remove(wait=True)
     assert world.nothing_left()
-    launcher.remove(wait=True)  # again does nothing
+    launcher.remove(wait=True)  # does nothing the second time
 
 
 def test_objects_of_an_earlier_launcher_are_adopted(world: World) -> None:
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
-    world.launcher().ensure()  # and it is killed
+    world.launcher().ensure()  # this launcher is killed
     before = {job["metadata"]["uid"] for job in world.cluster.objects("jobs")}
     world.said.clear()
     ended = in_background(world.launcher().run)
@@ -166,7 +166,7 @@ def test_objects_of_an_earlier_launcher_are_adopted(world: World) -> None:
     assert [line.split()[0] for line in world.said[:3]] == ["adopted"] * 3
     assert {job["metadata"]["uid"] for job in world.cluster.objects("jobs")} == before
     world.said.clear()
-    world.launcher().run()  # a third one finds it ended
+    world.launcher().run()  # a third launcher finds it finished
     assert world.said == [f"adopted Job {world.federation().name}-aggregator"]
 
 
@@ -203,7 +203,7 @@ def test_deleted_services_and_workers_of_an_attempt_are_recreated(world: World) 
 
 def test_a_watch_with_an_expired_history_is_restarted(world: World) -> None:
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
-    world.cluster.fail("watch", "jobs", 410, "Expired", "too old resource version: 1 (9)")  # before it begins
+    world.cluster.fail("watch", "jobs", 410, "Expired", "too old resource version: 1 (9)")  # before the watch begins
     ended = in_background(world.launcher().run)
     requests = world.cluster.api.requests
     until(lambda: requests.count(("watch", "jobs")) >= 2, "a second watch")
@@ -248,10 +248,10 @@ def test_too_many_failed_workers_end_the_federation(world: World) -> None:
         launcher.run()
     assert "no memory" in str(error.value)
     failed = [pod for pod in world.cluster.pods() if "-worker-0-" in pod["metadata"]["name"]]
-    assert len(failed) == 2  # tried again once, alone
+    assert len(failed) == 2  # retried once, alone
     launcher.save_logs(world.folder / "logs")
     logs = sorted(path.name for path in (world.folder / "logs").iterdir())
-    assert logs == sorted(f"{pod['metadata']['name']}.log" for pod in failed)  # the aggregator has said nothing
+    assert logs == sorted(f"{pod['metadata']['name']}.log" for pod in failed)  # the aggregator has no output
     launcher.remove(wait=True)
     assert world.nothing_left()
 
@@ -309,7 +309,7 @@ def _token() -> str:
 
 def test_a_federation_that_failed_without_a_launcher_is_restarted(world: World) -> None:
     world.program(aggregator=f"test -e {world.folder}/2 && exit 0; touch {world.folder}/2; exit 8")
-    world.launcher().ensure()  # and this launcher is killed; nobody follows, and the aggregator ends with 8
+    world.launcher().ensure()  # this launcher is killed; without one the aggregator ends with 8
     until(lambda: world.job().get("status", {}).get("conditions"), "the end of the first attempt")
     world.launcher().run()
     assert world.job()["metadata"]["annotations"][ATTEMPT] == "2"
@@ -408,7 +408,7 @@ def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, insid
     ended = in_background(world.launcher(inside=inside).run)
     until(lambda: any(line.startswith("training: round 1/4, workers: 2") for line in world.said), "progress")
     (running,) = [i for i, line in enumerate(world.said) if line.startswith("aggregator: running")][-1:]
-    assert running < world.said.index("training: round 1/4, workers: 2")  # pods are told of before
+    assert running < world.said.index("training: round 1/4, workers: 2")  # pods are reported earlier
     assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
     seen = federations.federation_progress(Api(), federations.find_federation(Api(), "run-1"))
     assert seen is not None
@@ -502,15 +502,15 @@ def test_rejected_credentials_are_reported(world: World, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["count/jobs.batch", "count/services", "services"])
 def test_a_launcher_adopts_a_federation_despite_a_full_quota(world: World, kind: str) -> None:
-    """The API server answers a create of what is there with 403 then, not 409."""
+    """The API server then answers the create of an existing object with 403 instead of 409."""
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
     world.cluster.add_quota("few", **{kind: "2" if "jobs" in kind else "1"})
-    world.launcher().ensure()  # and it is killed
+    world.launcher().ensure()  # this launcher is killed
     before = {item["metadata"]["uid"] for plural in ("jobs", "services") for item in world.cluster.objects(plural)}
     creates = [asked for asked in world.cluster.api.requests if asked[0] == "create"]
     for _ in range(3):
         world.launcher().ensure()
-    assert [asked for asked in world.cluster.api.requests if asked[0] == "create"] == creates  # each would be charged
+    assert [asked for asked in world.cluster.api.requests if asked[0] == "create"] == creates  # they are charged
     ended = in_background(world.launcher().run)
     (world.folder / "go").touch()
     assert ended() is None
@@ -520,7 +520,7 @@ def test_a_launcher_adopts_a_federation_despite_a_full_quota(world: World, kind:
 
 @pytest.mark.parametrize("resource", ["jobs", "services"])
 def test_objects_created_by_a_concurrent_launcher_are_adopted(world: World, resource: str) -> None:
-    """Both have looked, and found nothing; the other has then made it, and taken up the quota."""
+    """Both launchers found nothing; the other one then created it and used up the quota."""
     other = world.launcher()
     mine = world.launcher()
     read = mine._api.read
@@ -551,7 +551,7 @@ def test_a_launcher_removes_only_objects_that_it_created_or_adopted(
 ) -> None:
     world.launcher().ensure()
     before = [job["metadata"]["uid"] for job in world.cluster.objects("jobs")]
-    world.cluster.fail("get", "jobs", 404, "NotFound", "not found")  # as if it was not there a moment ago
+    world.cluster.fail("get", "jobs", 404, "NotFound", "not found")  # as if it did not exist a moment ago
     world.cluster.fail(verb, "jobs", code, "Forbidden", said, times=9)
     if verb == "create":
         world.cluster.fail("get", "jobs", 404, "NotFound", "not found")
@@ -612,7 +612,7 @@ def test_requests_to_an_unavailable_api_are_retried(world: World) -> None:
 
 def test_requests_to_an_absent_api_time_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = yaml.safe_load(world.cluster.kubeconfig.read_text())
-    tree["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"  # nobody listens there
+    tree["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"  # nothing listens there
     path = world.folder / "kubeconfig"
     path.write_text(yaml.safe_dump(tree))
     monkeypatch.setenv("KUBECONFIG", str(path))
@@ -660,7 +660,7 @@ def test_a_federation_is_deleted_with_its_workflow(world: World, monkeypatch: py
         "spec": {"restartPolicy": "Never", "containers": [{"name": "main", "image": "fedloom:1", "command": ["true"]}]},
     }  # fmt: skip
     api._call("POST", api._path("Pod"), body=step)
-    assert _owners(api) == []  # this process is in no pod
+    assert _owners(api) == []  # this process is not in a pod
     monkeypatch.setenv("KFP_POD_NAME", "step-1")
     owners = _owners(api)
     assert [owner["name"] for owner in owners] == ["pipeline-1"]

@@ -36,7 +36,7 @@ class Blitz(nn.Module):
 
 
 class TwoConvolutions(nn.Module):
-    """Two convolutions and two linear layers, the last one a module of its own, as PFLlib's FedAvgCNN has them."""
+    """Two convolutions and two linear layers, the last one a separate module, as in PFLlib's FedAvgCNN."""
 
     def __init__(self, in_features: int, num_classes: int, dim: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class TwoConvolutions(nn.Module):
 
 
 class BaseAndClassifier(nn.Module):
-    """A base with BatchNorm and a classifier, as FL-bench's LeNet5; like its models it keeps a list of dropouts."""
+    """A base with BatchNorm and a classifier, like FL-bench's LeNet5; like its models it has a list of dropouts."""
 
     def __init__(self, dataset: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class BaseAndClassifier(nn.Module):
 
 
 class Flattened(Blitz):
-    """Network as NVFlare writes it, with ``torch.flatten`` and named layers."""
+    """A network as written by NVFlare, with ``torch.flatten`` and named layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(F.relu(self.conv2(self.pool(F.relu(self.conv1(x)))))).flatten(1)
@@ -107,7 +107,7 @@ def test_each_framework_has_a_code_block() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_first_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a block as it stands, on a few random images and for at most three rounds."""
+    """Run a block unchanged, on a few random images and for at most three rounds."""
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     _, make, clients, rounds = EXAMPLES[name]

@@ -43,7 +43,7 @@ def test_status_lists_connected_and_absent_clients() -> None:
     aggregator.wait_for(CLIENTS, 10)
     asking = threading.Thread(target=aggregator.exchange, args=(start_call(CLIENTS, 60.0),))
     asking.start()
-    until(lambda: aggregator.activity().awaited == 2)  # anna has answered; bo is at work, carla waits for her turn
+    until(lambda: aggregator.activity().awaited == 2)  # anna has answered; bo is working, carla waits for her turn
     now = aggregator.activity()
     assert [(each.client, each.worker) for each in now.awaiting] == [("bo", "w1"), ("carla", "w1")]
     (told,) = now.workers
@@ -57,7 +57,7 @@ def test_status_lists_connected_and_absent_clients() -> None:
     until(lambda: not aggregator.activity().workers)
     asking = threading.Thread(target=aggregator.exchange, args=(start_call(CLIENTS, 1.0, the_key=key(1)),))
     asking.start()
-    until(lambda: aggregator.activity().late == 3)  # nobody serves them
+    until(lambda: aggregator.activity().late == 3)  # no worker serves them
     assert all(each.worker is None and each.deadline is not None for each in aggregator.activity().awaiting)
     asking.join(30)
     aggregator.stop()
@@ -66,7 +66,7 @@ def test_status_lists_connected_and_absent_clients() -> None:
 
 
 class Controlled:
-    """An aggregator that an operator may control, and what it was asked to do."""
+    """A controllable aggregator, and the requests it has received."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.folder = RunFolder(folder)
@@ -105,7 +105,7 @@ def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) ->
         now,
         time=0,
         totals=replace(now.totals, phases={}),
-        workers=told.workers,  # a sign of life is a moment
+        workers=told.workers,  # last-seen times differ by moments
     )
     assert (told.phase, told.doing, told.rounds, told.message) == ("training", 3, 7, "two members are slow")
     assert told.measured == LastEvaluation(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5, mean=0.25)})
@@ -228,7 +228,7 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
     events = [json.loads(line) for line in audit.read_text().splitlines()]
     done = [(event["identity"], event["what"]) for event in events if event["event"] == "control"]
     assert done == [("boss", "pause"), ("boss", "resume"), ("boss", "stop")]
-    (refused,) = (event for event in events if event["event"] == "refused")  # the others of this host are counted
+    (refused,) = (event for event in events if event["event"] == "refused")  # other rejections of this host are counted
     assert (refused["identity"], refused["call"]) == ("eye", "/fedloom.v1.Control/Pause")
     stranger = Credentials(ClientOptions(tmp_path / "ca/ca.crt"))
     with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match=r"tls\.crt"):

@@ -1,4 +1,4 @@
-"""Whole rounds of a real method over connections that break all the time: nobody is lost, and no bit changes."""
+"""Whole rounds of a real method over connections that break all the time: no client is lost, and no bit changes."""
 
 from __future__ import annotations
 

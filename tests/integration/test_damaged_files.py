@@ -1,4 +1,4 @@
-"""Files that are damaged, or are no files: commands answer with 2, 3 or 6, or do without; none hangs or breaks."""
+"""Damaged and invalid files: commands exit with 2, 3 or 6, or do without the file; none hangs or crashes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIRST = ("experiment.yaml", "journal.jsonl", "checkpoints/round-000002.safetenso
 
 
 def files(end: str = "") -> list[Any]:
-    """``FILES`` that do not end so, those that are no ``FIRST`` in the second tier."""
+    """Return ``FILES`` with this property; those not in ``FIRST`` belong to the second tier."""
     chosen = [file for file in FILES if not end or not file.endswith(end)]
     return [pytest.param(file, marks=() if file in FIRST else pytest.mark.exhaustive) for file in chosen]
 
@@ -56,7 +56,7 @@ def _special(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):  # the path of a socket is short
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):  # the path of a socket must be short
         made.bind(path.name)
 
 
@@ -91,14 +91,14 @@ CONTENT: dict[str, Callable[[Path], None]] = {
 
 
 def _bomb() -> bytes:
-    """YAML of some lines that is 10^10 values."""
+    """Return a few lines of YAML that expand to 10^10 values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
     return "\n".join(lines).encode()
 
 
 def scrambled(value: Any, rng: random.Random) -> Any:
-    """A JSON value with one value in it replaced by one of another kind, or a key gone."""
+    """Return a JSON value with one value replaced by one of another type, or a key removed."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(sorted(value))
         if rng.random() < 0.2:
@@ -111,7 +111,7 @@ def scrambled(value: Any, rng: random.Random) -> Any:
 
 
 def scramble(path: Path, seed: int) -> None:
-    """Change one value of a file of JSON, of lines of JSON, of YAML, or of a table; seeded."""
+    """Change one value of a file of JSON, JSON lines or YAML, or of a table; seeded."""
     rng = random.Random(seed)
     text = path.read_text()
     if path.suffix == ".jsonl":
@@ -134,7 +134,7 @@ def scramble(path: Path, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with an experiment and its finished run, on a data set that this process alone knows."""
+    """Return a folder with an experiment and its finished run, on a dataset registered only in this process."""
     folder = tmp_path_factory.mktemp("damaged")
     files = tiny_data.files()
     source = tiny_data.source(files)
@@ -165,7 +165,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def outcome(*arguments: object) -> int:
-    """The exit code of a command in this process; what it raises besides is a bug, and shows."""
+    """Return the exit code of a command in this process; any other exception is a bug and is raised."""
 
     def late(number: int, frame: object) -> None:
         raise AssertionError(f"hangs: {arguments}")
@@ -187,7 +187,7 @@ def outcome(*arguments: object) -> int:
 
 
 def commands(folder: Path, run: Path) -> dict[str, tuple[object, ...]]:
-    """Everything that reads a run's folder."""
+    """Return every command that reads a run's folder."""
     return {
         "resume": ("run", folder / "e.yaml", "--out", run, "--resume", "--no-report"),
         "more": ("run", folder / "e.yaml", "--out", run, "--resume", "--set", "federation.rounds=3", "--no-report"),
@@ -204,7 +204,7 @@ COMMANDS = tuple(commands(Path(), Path()))
 
 
 def answer(finished: Path, tmp_path: Path, command: str, file: str, damage: Callable[[Path], None]) -> int:
-    """The exit code of a command when a file of a run is damaged."""
+    """Return the exit code of a command with a damaged file of a run."""
     shutil.rmtree(tmp_path / "there", ignore_errors=True)
     run = tmp_path / "there" / "run"
     shutil.copytree(finished / "run", run)
@@ -249,7 +249,7 @@ def test_commands_on_damaged_files(
 
 @pytest.mark.parametrize("file", files())
 def test_damaged_files_never_crash_a_command(finished: Path, tmp_path: Path, file: str) -> None:
-    """Each damage with a command of its own; commands take turns."""
+    """Each kind of damage with one command; commands take turns."""
     order = itertools.cycle(random.Random(file).sample(COMMANDS, len(COMMANDS)))
     for name, damage in {**SPECIAL, **CONTENT}.items():
         command = next(order)

@@ -1,4 +1,4 @@
-"""The Job that checks a GPU (docs/gpu.md): valid, restricted, and run on the cluster of processes."""
+"""The Job that checks a GPU (docs/gpu.md): valid, restricted, and run on the fake cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_job_is_valid_and_requests_its_gpu_as_a_limit() -> None:
     ],
 )
 def test_the_job_ends_with_the_outcome_of_the_check(device: str, code: int, tmp_path: Path) -> None:
-    """A node that promises a GPU it does not have: the Job fails at once, with the reason in the pod's status."""
+    """A node advertises a GPU that it does not have: the Job fails at once, with the reason in the pod's status."""
     manifest = job()
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     container["args"] = ["device", device, "--clients", "2"]

@@ -1,4 +1,4 @@
-"""Exported models predict what an evaluation measures: numbers, masks, frozen parts and batch normalization."""
+"""Exported models reproduce the evaluated metrics: numbers, masks, frozen parts and batch normalization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRICES = ROWS @ np.array([4.0, -2.0, 1.0, 3.0]) * 1000 + 5000
 
 
 def frozen() -> nn.Module:
-    """Return a head on a backbone that is not trained, with statistics of its own."""
+    """Return a head on a frozen backbone with running statistics."""
     backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     backbone.requires_grad_(requires_grad=False)
     return nn.Sequential(backbone, nn.Linear(8, 1))
@@ -92,7 +92,7 @@ def test_exported_models_reproduce_the_evaluation(case: str, tmp_path: Path) -> 
 
 
 class Mixed(nn.Module):
-    """Numbers from measurements and codes, with draws in training."""
+    """Numbers from measurements and codes, with random draws in training."""
 
     def __init__(self) -> None:
         super().__init__()

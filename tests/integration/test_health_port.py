@@ -1,4 +1,4 @@
-"""The port for probes: it answers in plaintext as long as the event loop runs, and serves nothing but health."""
+"""The port for probes: it answers in plaintext as long as the event loop runs, and serves only health checks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_the_health_port_serves_only_probes() -> None:
         aggregator.stop()
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))  # it is free
+        again.bind(("127.0.0.1", int(address.rpartition(":")[2])))  # the port is free again
 
 
 def probe(address: str, service: str = "") -> float:
-    """Probe as the kubelet does, with a connection of its own; return how long it took, in seconds."""
+    """Probe as the kubelet does, with a separate connection; return the seconds it took."""
     started = time.monotonic()
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         asked = health_pb2.HealthCheckRequest(service=service)
@@ -55,7 +55,7 @@ def probe(address: str, service: str = "") -> float:
     return time.monotonic() - started
 
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and empty settings
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and an empty settings frame
 
 
 @pytest.mark.parametrize("said", [b"", b"PRI * HT", PREFACE], ids=["nothing", "half a greeting", "a greeting"])
@@ -77,7 +77,7 @@ def test_idle_connections_do_not_block_a_probe(said: bytes) -> None:
 
 
 def test_health_watchers_are_notified_of_a_shutdown() -> None:
-    """Also after another watcher has left, who took the news with it once."""
+    """Also after another watcher has left, which once consumed the notification."""
     address = f"127.0.0.1:{free_port()}"
     aggregator = make_aggregator(health=address)
     aggregator.start("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""``make images``: images for a CPU, built with what is here (docs/images.md)."""
+"""``make images``: images for a CPU, built with the tools of this machine (docs/images.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def answers(command: str) -> bool:
 
 
 def inspected(image: str, *, docker: bool) -> dict[str, Any]:
-    """User, entry point, labels and size of an image."""
+    """Return user, entry point, labels and size of an image."""
     line = ["docker", "image", "inspect", image] if docker else ["buildah", "inspect", "--type", "image", image]
     said = json.loads(subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout)
     if docker:
@@ -77,7 +77,7 @@ def written(path: Path) -> str:
 
 @contextlib.contextmanager
 def within(image: str, folders: dict[str, str], *, docker: bool) -> Iterator[list[str]]:
-    """A command line that runs what follows in a container of the image, which sees these folders (host -> there)."""
+    """Return a command line for a container of the image, with these folders mounted (host -> container)."""
     mounts = [word for here, there in folders.items() for word in ("--volume", f"{here}:{there}")]
     if docker:
         yield ["docker", "run", "--rm", "--network", "host", "--tmpfs", "/tmp", *mounts, "--entrypoint", "", image]
@@ -92,7 +92,7 @@ def within(image: str, folders: dict[str, str], *, docker: bool) -> Iterator[lis
 
 @pytest.mark.parametrize("target", MOST_BYTES)
 def test_make_images_builds_an_image(target: str, tmp_path: Path, fresh_root: Path) -> None:
-    """And it trains: rounds with workers, over sockets; what such a run imports has been compiled."""
+    """The image also trains: rounds with workers over sockets; the modules of such a run are compiled."""
     docker = answers("docker buildx version") and answers("docker info")
     if not docker and not answers("buildah --version"):
         pytest.skip("neither docker with buildx nor buildah answers here")
@@ -128,7 +128,7 @@ def test_make_images_builds_an_image(target: str, tmp_path: Path, fresh_root: Pa
     told = experiment(tmp_path, Path("/root-of-data"), federation={"rounds": 2, "checkpoint_every_s": 0})
     told.chmod(0o644)
     tmp_path.chmod(0o777)
-    for folder in tmp_path.parents:  # the container's user is another one, and pytest's folders are their owner's
+    for folder in tmp_path.parents:  # the container has another user, and pytest's folders are private
         if folder.is_relative_to("/tmp") and folder != Path("/tmp"):
             folder.chmod(0o755)
     data = tmp_path / "root"

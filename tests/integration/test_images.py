@@ -1,6 +1,6 @@
-"""The images, built and run: only where FEDLOOM_TEST_IMAGES=1 asks for it and Docker or Podman is (docs/images.md).
+"""The images, built and run: only with FEDLOOM_TEST_IMAGES=1 and Docker or Podman (docs/images.md).
 
-Containers run as pods do: user 65532, a read-only root file system, no capabilities, nothing shared but a store.
+Containers run like pods: user 65532, a read-only root file system, no capabilities, nothing shared but a store.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Engine:
-    """Docker or Podman: a command line that takes ``build``, ``run``, ``stop``, ``wait``, ``logs`` and ``inspect``."""
+    """Docker or Podman: a command line with ``build``, ``run``, ``stop``, ``wait``, ``logs`` and ``inspect``."""
 
     command: tuple[str, ...]
 
@@ -78,7 +78,7 @@ class Engine:
 
     @contextlib.contextmanager
     def started(self, image: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-        """A container that runs; gives its id, and leaves nothing of it."""
+        """Run a container for the duration of the block; yield its id, and remove it."""
         told = [f"--env={name}={value}" for name, value in (environment or {}).items()]
         given = ("run", "--detach", "--pull", "never", "--network", "host", *LIKE_A_POD, *told, image, *arguments)
         container = self(*given).strip()
@@ -92,7 +92,7 @@ class Engine:
         return subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60).stdout
 
     def ended(self, container: str, code: int = 0) -> str:
-        """Wait for a container's end and return what it said."""
+        """Wait for a container to end and return its output."""
         found = int(self("wait", container).split()[-1])
         said = self.log(container)
         assert found == code, f"exit code {found}\n{said[-4000:]}"
@@ -108,7 +108,7 @@ def first_that_answers() -> tuple[str, ...] | None:
 
 @contextlib.contextmanager
 def index_of(folder: Path) -> Iterator[str]:
-    """A package index of this machine: the listing of a package's folder is what an index answers."""
+    """Serve a package index on this machine: the listing of a package's folder is a valid index page."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -134,7 +134,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def images(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Target -> name of its image, built from this checkout."""
+    """Build the images from this checkout; return target -> name."""
     arguments = ["--build-arg", "REVISION=test"]
     if base := os.environ.get("FEDLOOM_TEST_IMAGES_BASE"):
         arguments += ["--build-arg", f"BASE={base}"]
@@ -159,7 +159,7 @@ def images(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @dataclass(frozen=True)
 class Place:
-    """A bucket with an experiment and its partition, and what a container is told to reach it."""
+    """A bucket with an experiment and its partition, and the settings a container needs to access it."""
 
     url: str
     partition: str
@@ -175,7 +175,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def place(s3_server: S3Server, fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A method with client states, so that workers write to the store too."""
+    """Use a method with client states, so that workers write to the store too."""
     folder = tmp_path_factory.mktemp("images")
     path = experiment(
         folder,
@@ -215,7 +215,7 @@ def test_images_match_the_dockerfile(engine: Engine, images: dict[str, str], tar
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_images_have_their_packages_and_no_build_tools(engine: Engine, images: dict[str, str], target: str) -> None:
-    """Bytecode is there, because none can be written; no installer, no sources, no other kind's packages."""
+    """Images contain bytecode, since none can be written, but no installer, sources or packages of other images."""
     said = engine("run", "--rm", "--pull", "never", *LIKE_A_POD, "--entrypoint", "python", images[target], "-c", LOOK)
     found = json.loads(said)
     packages = {"worker": ["minio"], "aggregator": ["minio", "matplotlib"]}
@@ -225,7 +225,7 @@ def test_images_have_their_packages_and_no_build_tools(engine: Engine, images: d
 
 
 def test_a_federation_in_containers(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
-    """An aggregator that is stopped and started anew, and two workers: the numbers of one process, to the bit."""
+    """An aggregator that is stopped and restarted, and two workers: the results of one process, to the bit."""
     alone, pods = place.run("alone"), place.run("pods")
     told = {"environment": place.environment}
     common = ("--partition", place.partition, "--out", "/work/run", "--publish")
@@ -259,7 +259,7 @@ def test_a_federation_in_containers(engine: Engine, images: dict[str, str], plac
 
 
 def test_a_worker_stops_on_request(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
-    """Handle signals as the first process of a container, which gets only those that it handles."""
+    """Handle signals as the first process of a container, which only receives those that it handles."""
     command = ("worker", "--aggregator", f"127.0.0.1:{port}", "--partition", place.partition, "--reconnect", "300")
     with engine.started(images["worker"], *command, environment=place.environment) as container:
         until(lambda: "no aggregator" in engine.log(container), "it looks for the aggregator", RUN_S)
@@ -273,7 +273,7 @@ def test_a_compiled_component_runs_in_its_image(engine: Engine, images: dict[str
     container = pipeline["deploymentSpec"]["executors"]["exec-plan"]["container"]
     out = tmp_path / "out"
     out.mkdir()
-    out.chmod(0o777)  # the container's user is another one
+    out.chmod(0o777)  # the container has another user
     tree = yaml.safe_load(experiment(tmp_path, tmp_path).read_text())
     outputs = {name: {"outputFile": f"/out/{name}"} for name in ("experiment", "data", "dataset", "root")}
     filled_in = {

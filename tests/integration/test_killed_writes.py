@@ -1,4 +1,4 @@
-"""A run that is killed before one of its writes goes on: the folder is taken over or resumed, and nothing is left."""
+"""A run killed before one of its writes can be continued: the folder is reused or resumed, and no file is left over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "killed_at.py"
 
 
 def killed_at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
-    """Exit code and words of a command that is killed before its k-th change of a folder."""
+    """Return exit code and output of a command that is killed before its k-th change of a folder."""
     command = [sys.executable, str(SCRIPT), str(k), str(out), *map(str, arguments), "--out", str(out)]
     done = run_process(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=WAIT_S)
     return done.returncode, done.stdout + done.stderr
@@ -37,7 +37,7 @@ def test_a_run_killed_at_a_write_can_be_resumed(fresh_root: Path, tmp_path: Path
     assert code == 0 and counted is not None, said  # noqa: PT018
     changes = int(counted[1])
     assert changes > 40
-    begun = 9  # until then it is no run that can be resumed
+    begun = 9  # before that it is not a run that can be resumed
     for k in (*range(1, begun, 3), *range(begun, changes + 1, changes // 4)):
         out = tmp_path / f"killed-{k}"
         code, said = killed_at(k, out, "run", path)

@@ -1,4 +1,4 @@
-"""KServe's objects are of its published schema, and the container of the runtime, run as a process, serves the run."""
+"""KServe's objects match its published schema, and the container of the runtime, run as a process, serves the run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check(objects: list[dict[str, Any]]) -> None:
 
 
 def deployed(objects: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pod that KServe makes of a runtime and a predictor, without the models' volume, in a Deployment."""
+    """Return the pod that KServe creates from a runtime and a predictor, without the volume, in a Deployment."""
     runtime, service = (copy.deepcopy(one) for one in objects)
     spec, predictor = runtime["spec"], service["spec"]["predictor"]
     assert predictor.pop("model")["runtime"] == runtime["metadata"]["name"]
@@ -232,7 +232,7 @@ class Container:
                 break
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
-        """Return status and object of an answer."""
+        """Return status and object of a response."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with urllib.request.urlopen(f"http://{self.rest}{path}", data, timeout=WAIT_S) as answer:
@@ -241,7 +241,7 @@ class Container:
             return error.code, json.load(error)
 
     def infer(self, client: str) -> tuple[int, Any]:
-        """Ask for predictions of all examples."""
+        """Request predictions for all examples."""
         one = {"name": "x", "shape": [*X.shape], "datatype": "FP32", "data": X.tolist()}
         return self.ask(f"/v2/models/flowers/versions/{client}/infer", {"inputs": [one]})
 

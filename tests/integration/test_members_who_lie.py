@@ -1,4 +1,4 @@
-"""Lies of members about their clients, over real sockets: each is refused, and no other member is affected."""
+"""False claims of members about their clients, over real sockets: each is rejected without affecting other members."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def moments(count: float, total: float, squares: float) -> InputMoments:
 @pytest.mark.parametrize(
     "lie",
     [
-        (1e15, 1e15, 1e15),  # of more examples than it has
+        (1e15, 1e15, 1e15),  # from more examples than it has
         (40, -1.0, 5.0),
         (40, 10_201.0, 1e7),  # brighter than white
         (40, 100.0, 25_501.0),
@@ -92,7 +92,7 @@ def moments(count: float, total: float, squares: float) -> InputMoments:
     ],
 )
 def test_impossible_sums_are_excluded_from_the_normalization(aggregator: Any, lie: tuple[float, ...]) -> None:
-    """Ten images of four pixels: the honest ones are black and white by halves."""
+    """Ten images of four pixels: half of the honest pixels are black and half are white."""
     liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
     honest, _ = aggregator.member("second", ("bo",), [HONEST])
     until(lambda: len(aggregator.workers()) == 3)
@@ -119,7 +119,7 @@ def test_without_plausible_sums_there_is_no_normalization(aggregator: Any) -> No
     "name", ["antigravity.fly", "antigravity:fly", "os.system", "builtins.eval", "InputMoments\0", ""]
 )
 def test_a_name_in_a_message_imports_nothing(aggregator: Any, name: str) -> None:
-    """A class is looked up among those that are awaited, never imported."""
+    """A class is looked up among the expected ones, never imported."""
     liar, _ = aggregator.member("liar", ("mallory",), [HONEST])
     until(lambda: len(aggregator.workers()) == 2)
     with ThreadPoolExecutor(1) as pool:

@@ -29,7 +29,7 @@ def test_state_size_does_not_depend_on_the_number_of_clients(tmp_path: Path) -> 
 
 
 def peak_memory(path: Path, out: Path) -> int:
-    """Peak resident bytes of a run's aggregator; its worker holds the data."""
+    """Return the peak resident bytes of a run's aggregator; its worker holds the data."""
     peak = 0
     with started("run", path, "--workers", 1, "--no-report", "--out", out) as process:
 
@@ -72,5 +72,5 @@ def test_ten_times_the_clients_use_no_more_memory(fresh_root: Path, tmp_path: Pa
         )
         make_partition(load_experiment(path))  # here, so that the aggregator does not do it
         peaks.append(peak_memory(path, tmp_path / str(clients) / "run"))
-    # 180 clients more have 28 MB of training images as bytes, four times that as numbers.
+    # The 180 additional clients have 28 MB of training images as bytes, and four times as much as floats.
     assert abs(peaks[1] - peaks[0]) < 12 * MB, peaks

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: all that a federation's activity knows, over HTTP, in the form that Prometheus reads."""
+"""Metrics for Prometheus: all fields of a federation's activity, over HTTP, in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_metrics_are_served_while_the_aggregator_runs() -> None:
             text = answer.read().decode()
         assert 'fedloom_phase{phase="waiting"} 1.0' in text
         assert "process_resident_memory_bytes" in text
-        assert "process_start_time_seconds" in text  # an alert counts how often it changes
+        assert "process_start_time_seconds" in text  # an alert counts its changes
         with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", told):
             pass
         aggregator.stop()
@@ -190,7 +190,7 @@ with metrics_served(f"127.0.0.1:{port}", lambda: ()):
 
 @pytest.mark.slow
 def test_idle_connections_block_neither_descriptors_nor_a_scrape(tmp_path: Path) -> None:
-    """Three times as many connections as the process may have files; later none can be accepted for a while."""
+    """Open three times as many connections as the process may have files; later ones are not accepted for a while."""
     program = tmp_path / "crowded.py"
     program.write_text(CROWDED)
     port = free_port()
@@ -220,7 +220,7 @@ def test_idle_connections_block_neither_descriptors_nor_a_scrape(tmp_path: Path)
 
 
 def test_a_slow_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte after the other keeps no thread for longer than a connection may take in all."""
+    """Sending one byte at a time blocks no thread for longer than the time limit of a connection."""
     monkeypatch.setattr(bounded_http, "CONNECTION_S", 1.0)
     port = free_port()
     with metrics_served(f"127.0.0.1:{port}", lambda: ()):
@@ -248,7 +248,7 @@ def test_a_request_with_large_headers_is_rejected_before_it_is_read(line: bytes)
 
 
 def ended(connection: socket.socket) -> bool:
-    """Send one more byte; whether the other end is gone."""
+    """Send one more byte; return True if the other end is closed."""
     time.sleep(0.1)
     try:
         connection.sendall(b"G")

@@ -52,7 +52,7 @@ def test_a_limiter_without_a_rate_never_delays() -> None:
 
 @pytest.mark.parametrize("limited", ["up", "down"])
 def test_a_worker_stays_below_its_bandwidth_limit(limited: str) -> None:
-    """Two megabytes each way; a busy machine may be slower than the rate, never faster."""
+    """Transfer two megabytes each way; a busy machine may be slower than the rate, never faster."""
     rate, passed = 2e6, {"up": 0, "down": 0}
     began, faster = time.monotonic(), []
 
@@ -83,12 +83,12 @@ def test_a_worker_stays_below_its_bandwidth_limit(limited: str) -> None:
 
 
 def test_a_worker_reconnects_when_its_network_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long before HTTP/2's pings notice, which end at a proxy anyway."""
+    """Reconnect long before HTTP/2's pings fail, which end at a proxy anyway."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.0)
     monkeypatch.setattr(
         "fedloom.transport.worker_connection.WELCOME_TIMEOUT_S", 1.0
-    )  # it may dial while the line is frozen still
+    )  # a reconnection may meet a frozen line
     aggregator = make_aggregator()
     with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
         member = Worker(line.address, "w", CLIENTS)
@@ -96,7 +96,7 @@ def test_a_worker_reconnects_when_its_network_is_silent(monkeypatch: pytest.Monk
         (before,) = aggregator.workers()
         line.freeze()
         until(lambda: aggregator.workers() != (before,), "the silence is noticed", 20)
-        line.frozen = False  # connections that are made from now on
+        line.frozen = False  # for connections made from now on
         aggregator.wait_for(CLIENTS, 20)
         call = start_call(CLIENTS, d=10)
         for row, answer in enumerate(aggregator.exchange(call)):
@@ -107,7 +107,7 @@ def test_a_worker_reconnects_when_its_network_is_silent(monkeypatch: pytest.Monk
 
 
 def test_a_worker_reconnects_if_its_connection_gets_no_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the Hello goes out on it; gRPC alone would wait for 20 s."""
+    """Not even the Hello is delivered; gRPC alone would wait for 20 s."""
     monkeypatch.setattr("fedloom.transport.worker_connection.WELCOME_TIMEOUT_S", 1.0)
     aggregator = make_aggregator()
     with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
@@ -121,7 +121,7 @@ def test_a_worker_reconnects_if_its_connection_gets_no_welcome(monkeypatch: pyte
 
 
 def test_rows_of_an_inactive_worker_are_reassigned_despite_its_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that one sits on are asked of another, though it says all the time that it is there."""
+    """Reassign the rows of a worker that sends heartbeats but no answers."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     aggregator = make_aggregator()
     address = aggregator.start("127.0.0.1:0")
@@ -144,7 +144,7 @@ def sockets(pid: int, state: str) -> list[tuple[int, int]]:
     """Local and remote port of a process's TCP sockets in a state of /proc/net/tcp: 01 established, 0A listening."""
     own = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # it was that of the folder itself
+        with suppress(OSError):  # the descriptor of the folder itself
             own.add(str(entry.readlink()))
     lines = [
         line.split()

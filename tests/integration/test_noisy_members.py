@@ -1,4 +1,4 @@
-"""Members of an open federation whose examples are protected: their noise is a secret of their workers."""
+"""Members of an open federation with example privacy: their noise is a secret of their workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOISY = (
 
 
 def trained(folder: Path, members: Path) -> dict[str, Tensor]:
-    """The final state of a federation of three members, which are in every cohort."""
+    """Return the final state of a federation of three members, which are in every cohort."""
     folder.mkdir()
     with contextlib.ExitStack() as processes:
         federation = Federation(folder, members, processes, NOISY)

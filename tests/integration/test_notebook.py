@@ -1,4 +1,4 @@
-"""A tutorial in a notebook of an environment that has nothing but a wheel: what its cells show."""
+"""A tutorial in a notebook, in an environment with only a wheel: the output of its cells."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_notebook_shows_each_run_in_one_output(tmp_path: Path, monkeypatch: py
     cells = [cell for cell in json.loads(out.read_text())["cells"] if cell["cell_type"] == "code"]
     assert len(cells) >= 10
     (run,) = [cell for cell in cells if "\nrun = fedloom.run(" in "".join(cell["source"])]
-    (shown,) = run["outputs"]  # renewed after each round and each of five evaluations
+    (shown,) = run["outputs"]  # updated after each round and each of five evaluations
     assert set(shown["data"]) == {"text/plain", "text/html"}
     text = "".join(shown["data"]["text/plain"])
     assert "20/20" in text

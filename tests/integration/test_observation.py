@@ -1,4 +1,4 @@
-"""Watching a run over real sockets: what is told, when the stream ends, and who counts as watching."""
+"""Watching a run over real sockets: the messages, the end of the stream, and the count of watchers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Watcher:
             self.error = error
 
     def until(self, **values: object) -> list[Activity]:
-        """Return what a watcher receives, up to a status that has these values."""
+        """Return the statuses that a watcher receives, up to one with these values."""
         told = []
         while True:
             told.append(self.told.get(timeout=10))
@@ -83,7 +83,7 @@ def measured(round: int) -> LastEvaluation:
 
 
 def round_done(notices: ProgressPublisher, round: int, of: int = 7) -> None:
-    """A round ends, as the loop tells it to the monitor and to its observers."""
+    """End a round, as the loop reports it to the monitor and to its observers."""
     attempt = Attempt(round, 1, statistics={"client_steps": 1.0})
     notices.monitor.attempted(attempt, counts=True)
     notices.round_done(attempt, of)
@@ -112,7 +112,7 @@ def test_a_watcher_follows_a_run_from_its_workers_to_its_end(notices: ProgressPu
     (*_, evaluated) = watcher.until(measured=measured(3))
     assert evaluated.round == 3
     notices.attempt_failed(Attempt(4, 2, outcome="nobody answered"), 3)
-    notices.monitor.enter("training", doing=4, attempt=3)  # the next attempt does not hide why the last one failed
+    notices.monitor.enter("training", doing=4, attempt=3)  # the next attempt keeps the reason of the last failure
     watcher.until(phase="training", attempt=3, message="round 4: attempt 2 of 3 failed: nobody answered")
     notices.tell("finished")
     notices.tell("failed", "too late to fail")
@@ -120,7 +120,7 @@ def test_a_watcher_follows_a_run_from_its_workers_to_its_end(notices: ProgressPu
     assert (last.round, last.message, last.measured) == (3, "", measured(3))
     assert watcher.ended() is None
     worker.leave()
-    assert worker.over is False  # it was told to go, the run was not over
+    assert worker.over is False  # it was dismissed, the run was not over
 
 
 def test_quick_rounds_are_merged_and_no_evaluation_is_left_out(notices: ProgressPublisher, address: str) -> None:
@@ -207,11 +207,11 @@ def test_watchers_and_the_time_without_them_are_tracked(notices: ProgressPublish
 def test_the_end_waits_for_watchers_for_a_limited_time(notices: ProgressPublisher, address: str) -> None:
     started = time.monotonic()
     notices.read_within(60)
-    assert time.monotonic() - started < 30  # nobody watches
+    assert time.monotonic() - started < 30  # without watchers
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         call = channel.unary_stream(f"/{CONTROL}/{WATCH}")(wire.WatchRequest().SerializeToString())
         next(call)
-        notices.read_within(0.1)  # watched, and the run goes on
+        notices.read_within(0.1)  # watched, and the run continues
         notices.tell("finished")
         notices.read_within(60)
         phases = [wire.WatchResponse.FromString(told).activity.phase for told in call]
@@ -233,7 +233,7 @@ def test_workers_that_connect_after_the_end_are_dismissed(notices: ProgressPubli
         assert not worker.thread.is_alive()
         assert worker.error is None
         assert worker.over
-    notices.tell("finished")  # who watches is served to the end
+    notices.tell("finished")  # watchers are served to the end
     watcher.until(phase="finished")
     assert watcher.ended() is None
     aggregator.stop(finished=True)
@@ -251,9 +251,9 @@ for progress in follow(sys.argv[1], connect_s=60):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive  # half a minute of waiting
+@pytest.mark.exhaustive  # waits for half a minute
 def test_a_vanished_worker_and_watcher_are_detected(notices: ProgressPublisher) -> None:
-    """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
+    """A stopped process answers no pings, like a disconnected machine: 20 s to the ping, 10 s for its answer."""
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")
     process = Popen([sys.executable, "-c", VANISHING, address, str(Path(__file__).parent)])

@@ -1,4 +1,4 @@
-"""An open federation of real processes: members come, leave and are killed, and so is the aggregator."""
+"""An open federation of real processes: members join, leave and are killed, and so is the aggregator."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ runtime: {{workers: 0}}
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six speakers, packed: ``s0`` to ``s5``."""
+    """Return six packed speakers: ``s0`` to ``s5``."""
     root = tmp_path_factory.mktemp("members")
     official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
     pools = (official.train, official.test)
@@ -102,7 +102,7 @@ class Federation:
         return list(RunFolder(self.run).objects("journal.jsonl")) if (self.run / "journal.jsonl").exists() else []
 
     def told(self, what: str) -> list[str]:
-        """Everyone whom the journal says to have joined, or left."""
+        """Return every client that has joined, or left, by the journal."""
         return [told["id"] if isinstance(told, dict) else told for line in self.lines() for told in line.get(what, ())]
 
     def more_rounds(self, count: int = 3) -> None:
@@ -134,7 +134,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def equal_to_the_replay(federation: Federation, out: Path, *observes: int) -> None:
-    """The run has the numbers of its journal's replay, to the bit: the model, and what was measured."""
+    """Check that model and evaluations equal those of the journal's replay, to the bit."""
     again = federation.replay(out, *observes)
     assert final(again) == final(federation.run)
     mine, other = (list(RunFolder(run).objects("metrics.jsonl")) for run in (federation.run, again))
@@ -163,7 +163,7 @@ def test_joins_leaves_and_kills_do_not_change_the_replay(federation: Federation,
     kill(aggregator)
     aggregator = federation.aggregator("--resume")
     federation.more_rounds()
-    fourth = federation.worker(1, name="fourth")  # the same client, from elsewhere
+    fourth = federation.worker(1, name="fourth")  # the same client, from another worker
     until(lambda: federation.told("joined").count("speaker-1") > 1, "the second client comes back")
     federation.more_rounds()
 
@@ -171,7 +171,7 @@ def test_joins_leaves_and_kills_do_not_change_the_replay(federation: Federation,
     ended(aggregator, 130)
     last = rounds(federation.run) + 40
     changed = ("--set", f"federation.rounds={last}", "--set", "algorithm.local.lr=0.05", "--set", "evaluation.every=7")
-    changed += ("--set", "federation.min_clients=4")  # forty rounds may be over before everybody has dialled again
+    changed += ("--set", "federation.min_clients=4")  # forty rounds may be over before all members have reconnected
     aggregator = federation.aggregator("--resume", *changed)
     ended(aggregator, 0)
     for process in (first, third, fourth):
@@ -187,7 +187,7 @@ def test_joins_leaves_and_kills_do_not_change_the_replay(federation: Federation,
 
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_a_replay_with_other_settings_evaluates_as_the_run_did(tmp_path: Path, *, evaluated: bool) -> None:
-    """It was stopped after a round that was to be evaluated, and resumed with settings that do not want that."""
+    """The run was stopped after a round with an evaluation, and resumed with settings without one."""
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)
     first, then = load_experiment(path), load_experiment(path, ["evaluation.every=7"])
@@ -294,7 +294,7 @@ def test_a_copy_of_a_running_run_is_a_backup(federation: Federation, tmp_path: P
     ended(aggregator, 0)
     for process in (first, second):
         ended(process, 0)
-    assert (federation.run / "journal.jsonl").read_text().splitlines()[:2] == lines[:2]  # it did not begin again
+    assert (federation.run / "journal.jsonl").read_text().splitlines()[:2] == lines[:2]  # it did not restart
     equal_to_the_replay(federation, tmp_path / "replay")
 
 
@@ -320,7 +320,7 @@ def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federati
 
 @pytest.mark.slow
 def test_replies_to_a_killed_aggregator_count(federation: Federation) -> None:
-    """Rounds after the last checkpoint are cut from the journal and run again: their descriptors were told."""
+    """Rounds after the last checkpoint are cut from the journal and repeated: their descriptors were released."""
 
     def asked(lines: Iterable[Mapping[str, Any]]) -> Counter[str]:
         return Counter(client for line in lines for held in line["conversations"] for client in held["clients"])
@@ -352,7 +352,7 @@ def test_replies_to_a_killed_aggregator_count(federation: Federation) -> None:
 
 @pytest.mark.slow
 def test_private_cohorts_follow_the_roster_and_count_every_draw(federation: Federation) -> None:
-    """Sampling rates are those of each round's roster; the clipping norm adapts and survives a kill."""
+    """Sampling rates follow each round's roster; the clipping norm adapts and survives a kill."""
     privacy = "{clip: 0.05, noise_multiplier: 1.0, delta: 1e-3, adaptive_clip: {count_noise: 1.0}}"
     keys = (f"federation.privacy={privacy}", "federation.clients_per_round=2", "algorithm.weighting=uniform")
     chosen = [word for key in keys for word in ("--set", key)]
@@ -400,7 +400,7 @@ def test_changes_not_allowed_on_resume_are_rejected(federation: Federation) -> N
 
 
 def two_members_end_the_run(federation: Federation, aggregator: Any, crowd: Silent) -> None:
-    """Let two members that answer join beside a crowd; with them the run ends within a minute, and they with it."""
+    """Let two answering members join beside a crowd; with them the run ends within a minute, and they end with it."""
     assert crowd.has_joined.wait(WAIT_S)
     began = time.monotonic()
     workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
@@ -415,7 +415,7 @@ def two_members_end_the_run(federation: Federation, aggregator: Any, crowd: Sile
 def test_a_member_with_silent_clients_delays_a_run_only_for_the_stated_time(
     federation: Federation, tmp_path: Path, *, observes: bool
 ) -> None:
-    """Three hundred of them and two that answer, which are after them in every list; evaluations ask two at a time."""
+    """Three hundred silent clients precede two answering ones in every list; evaluations ask two at a time."""
     changed = ("rounds=12", "deadline_s=1", "min_clients=2", "clients_per_round=2")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
     aggregator = federation.aggregator(*settings, "--set", "evaluation.every=4", environment={"OMP_NUM_THREADS": "1"})
@@ -427,7 +427,7 @@ def test_a_member_with_silent_clients_delays_a_run_only_for_the_stated_time(
     assert "ghost-299" in federation.told("joined")
     history = list(RunFolder(federation.run).objects("metrics.jsonl"))
     assert [line["round"] for line in history] == [0, 4, 8, 12]
-    assert {line["seen"]["clients"] for line in history[1:]} == {2}  # who answers is measured
+    assert {line["seen"]["clients"] for line in history[1:]} == {2}  # only answering clients are measured
     rest = [line for line in federation.lines() if line["outcome"] == EVALUATED and line["round"]]
     lost = {loss["client"] for line in rest for held in line["conversations"] for loss in held["lost"]}
     assert lost == set(ghosts)
@@ -442,7 +442,7 @@ def test_a_silent_crowd_in_larger_cohorts_does_not_end_a_run(federation: Federat
     """Two members answer, and a cohort has room for five."""
     changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=20")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
-    if refuses:  # a crowd joins once more when the normalization is measured: these rounds are long enough for that
+    if refuses:  # the crowd joins again when the normalization is measured: these rounds take long enough for that
         settings += ["--set", "federation.rounds=200"]
     else:
         settings += ["--set", f"data.own.normalization={GIVEN}"]
@@ -457,7 +457,7 @@ def test_a_silent_crowd_in_larger_cohorts_does_not_end_a_run(federation: Federat
 
 @pytest.mark.slow
 def test_a_crowd_that_refuses_before_others_join_does_not_end_a_run(federation: Federation) -> None:
-    """Three hundred refuse all that they are asked; the two that train come once a round has failed."""
+    """Three hundred clients refuse every request; the two that train join after a failed round."""
     changed = ("rounds=4", "deadline_s=5", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=60")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
     settings += ["--set", f"data.own.normalization={GIVEN}", "--set", "evaluation.every=2"]
@@ -477,7 +477,7 @@ def test_a_crowd_that_refuses_before_others_join_does_not_end_a_run(federation: 
 
 
 class Silent:
-    """A worker of the given clients that joins, comes back when it is told to, and answers nothing, or refuses."""
+    """A worker of the given clients that joins, reconnects when asked to, and answers nothing, or refuses."""
 
     def __init__(
         self, address: str, clients: list[str], announced: list[wire.Announced], *, refuses: bool = False

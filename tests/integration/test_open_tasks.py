@@ -1,4 +1,4 @@
-"""Open federations of real processes on numbers, named inputs and labels of signals, and newcomers that ask them."""
+"""Open federations of real processes on numbers, named inputs and multilabel signals, with new clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS = RNG.normal(20, 6, (4 * N, 3)).astype(np.float32)
 CODES = RNG.integers(0, 5, (4 * N, 2))
 SIGNALS = RNG.normal(0, 2, (4 * N, 2, 12)).astype(np.float32)
 WEIGHTS = np.array([[3.0, 1.0, -2.0], [4e-4, 1e-4, -1e-4]])
-PRICES = ROWS @ WEIGHTS.T * np.array([1e5, 1.0]) + np.array([5e7, -3.0])  # in scales that are 10 powers apart
+PRICES = ROWS @ WEIGHTS.T * np.array([1e5, 1.0]) + np.array([5e7, -3.0])  # ten orders of magnitude apart
 LABELS = (SIGNALS.mean(2) @ RNG.normal(0, 1, (2, 4)) > 0).astype(np.int64)
 
 MODULE = """\
@@ -74,7 +74,7 @@ def part(x: Any, rows: slice) -> Any:
 
 
 def check_units(found: torch.Tensor, y: Any, targets: Targets) -> None:
-    """Check that predictions are numbers in the targets' own units, or probabilities of labels."""
+    """Check that predictions are numbers in the targets' units, or probabilities of labels."""
     if targets.task == "multilabel":
         assert tuple(found.shape) == (N, 4)
         assert bool(((found >= 0) & (found <= 1)).all())

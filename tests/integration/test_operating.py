@@ -1,4 +1,4 @@
-"""An open federation as an operator sees and controls it: processes, TLS, tokens and roles."""
+"""An open federation from the operator's side: processes, TLS, tokens and roles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
     (tmp_path / "members.yaml").write_text(EXPERIMENT)
     make_ca(tmp_path / "ca")
     make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
-    (tmp_path / "server" / "ca.crt").unlink()  # peers are admitted by token
+    (tmp_path / "server" / "ca.crt").unlink()  # peers authenticate by token
     (tmp_path / "server" / "identities.yaml").write_text(TABLE)
     stored = tmp_path / "server" / "tokens.json"
     tokens = {name: add_token(stored, name)[0].get_secret_value() for name in ("member", "eye", "boss")}

@@ -1,4 +1,4 @@
-"""Clients with data of their own, from their owners' files to a run: packed, served, measured, and given models."""
+"""Clients with their own data, from the owners' files to a run: packed, served, measured, and given models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def experiment(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
-    """Five speakers, each packed from a CSV file of its own."""
+    """Pack five speakers, each from a separate CSV file."""
     official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
     pools = (official.train, official.test)
     x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
@@ -84,13 +84,13 @@ def options(packed: Path, out: Path, trains: Sequence[int] = (0, 1, 2), observes
 
 
 class Notices(RunObserver):
-    """Observer that keeps notices."""
+    """Observer that records notices."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def notice(self, text: str) -> None:
-        """Keep a notice."""
+        """Record a notice."""
         self.texts.append(text)
 
 
@@ -118,7 +118,7 @@ def test_own_data_give_equal_results_in_process_with_workers_and_on_replay(
 def test_a_member_without_labels_trains_only_with_a_suitable_method(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
-    """Its data alter the run; it is not measured, because it has no labels."""
+    """Its data affect the run; it is not measured, because it has no labels."""
     bare = packed / "s2" / "bare.csv"
     rows = [line.split(",", 1)[1] for line in (tmp_path / "speaker-2.csv").read_text().splitlines()]
     bare.write_text("\n".join(rows))
@@ -170,7 +170,7 @@ def test_noise_with_workers_is_secret_and_a_replay_is_rejected(packed: Path, exp
 def test_canaries_among_packed_clients_are_found(
     packed: Path, experiment: Path, tmp_path: Path, of_what: Any, least: float
 ) -> None:
-    """The partition beside the audit's run has the packed clients and canaries, with the normalization of the first."""
+    """The partition beside the audit's run has the packed clients and canaries, normalized as the former."""
     before = {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()}
     settings = {"steps": 5 if of_what == "clients" else 40, "lr": 0.05, "batch_size": 8}
     found = python.audit(
@@ -181,7 +181,7 @@ def test_canaries_among_packed_clients_are_found(
     document = found.audit["canaries"]
     assert document["right"] > 0.8 * (document["guesses_in"] + document["guesses_out"])
     assert least < document["epsilon"] <= document["largest_bound"]
-    assert found.summary["seen"]["clients"] == 5  # canary clients enter no result
+    assert found.summary["seen"]["clients"] == 5  # canary clients are in no result
     manifest = json.loads((found.folder / "partition.json").read_text())
     run_experiment(of(experiment, "federation.rounds=1"), options(packed, tmp_path / "plain", range(5), ()))
     plain = json.loads((tmp_path / "plain" / "partition.json").read_text())
@@ -192,7 +192,7 @@ def test_canaries_among_packed_clients_are_found(
 
 
 def test_canaries_need_data_on_this_machine(packed: Path, experiment: Path, tmp_path: Path) -> None:
-    """Members of a live federation keep theirs, so nobody can put canaries among them."""
+    """Members of a live federation keep their data, so canaries cannot be added."""
     dealt = {
         "name": "e",
         "data": {"dataset": "vowel", "partition": {"scheme": "natural"}},
@@ -274,7 +274,7 @@ def test_a_ledger_completes_a_claim_and_rejects_unprotected_training(
     assert (code, mentions(said, "speaker-9", "speaker-1")) == (2, True)
     folder = RunFolder(tmp_path / "c")
     summary = {key: value for key, value in folder.json("summary.json").items() if key != "digest"}
-    assert len(summary["training_privacy"].pop("releases")) == 1  # all have 44 examples and took the same steps
+    assert len(summary["training_privacy"].pop("releases")) == 1  # all have 44 examples and made equally many steps
     folder.write_json("summary.json", summary)
     code, out, _ = fedloom("ledger", tmp_path / "l", "--training", folder.path / "summary.json", "--json")
     epsilon = summary["training_privacy"]["epsilon"]

@@ -1,4 +1,4 @@
-"""The tutorial on a project of one's own: its file, cells and commands, in order, do what the page says."""
+"""The tutorial on your own project: its file, cells and commands, in order, work as the page says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     fedbn, fedavg = names["fedbn"].summary, names["tuned"].summary
     assert fedbn["seen"] == names["again"].summary["seen"]
     assert "True" in said.splitlines()
-    # One model does not fit cameras that see differently; a model for each does.
+    # One model does not fit cameras with different views; a model for each does.
     assert fedavg["global"]["seen"]["accuracy_mean"] + 0.1 < fedbn["seen"]["accuracy_mean"]
     assert fedbn["unseen"]["clients"] == 3
     assert float(re.findall(r"newcomer: (\d+)%", said)[0]) > 40

@@ -1,11 +1,12 @@
-"""Dirichlet and classes against ``flwr-datasets``: an implementation that others wrote, compared statistically.
+"""The schemes Dirichlet and classes compared statistically with ``flwr-datasets``, an independent implementation.
 
-The protocols are not the same. Flower's draws, for every class, how it is spread over the clients, Dir(α) over n
-clients, and uses all data; ours draws, for every client, how it is mixed, Dir(α) over C classes; all are equally large.
-With both drawn as normalized Gamma(α) variables g_ic, theirs has π_ic ∝ g_ic / Σ_j g_jc, and Σ_j g_jc → nα for many
-clients: the class mix of a client is then Dir(α) over the classes in both. So mixes are compared, and sizes are not.
+The protocols differ. For every class, Flower draws its distribution over the n clients from Dir(α) and uses all data;
+FedLoom draws, for every client, its mix of C classes from Dir(α), with clients of equal size. With both written as
+normalized Gamma(α) variables g_ic, Flower's has π_ic ∝ g_ic
+Σ_j g_jc, and Σ_j g_jc → nα for many clients: the class
+mix of a client then is Dir(α) over the classes in both. So mixes are compared, and sizes are not.
 
-Needs ``flwr-datasets``, which is no dependency of FedLoom: half a gigabyte with what it needs.
+Needs ``flwr-datasets``, which is not a dependency of FedLoom: half a gigabyte with its requirements.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def ours(scheme: MixScheme, seed: int = 1) -> NDArray[np.int64]:
 
 
 def concentration(counts: NDArray[np.int64]) -> tuple[float, float]:
-    """Means over clients of the largest class share, and of the entropy of the mix as a fraction of log C."""
+    """Return the means over clients of the largest class share, and of the mix's entropy as a fraction of log C."""
     mixes = counts[counts.sum(1) > 0] / counts[counts.sum(1) > 0].sum(1, keepdims=True)
     entropy = -(mixes * np.log(np.where(mixes > 0, mixes, 1))).sum(1) / np.log(CLASSES)
     return float(mixes.max(1).mean()), float(entropy.mean())
@@ -94,7 +95,7 @@ def test_classes_are_assigned_like_flowers_and_more_evenly(k: int) -> None:
     mine = ours(ClassesScheme(clients=n, classes_per_client=k))
     for counts in (flower, mine):
         assert np.array_equal((counts > 0).sum(1), np.full(n, k))
-        # A class is shared equally by the clients that have it.
+        # A class is shared equally by its clients.
         assert all(np.ptp(column[column > 0]) <= 1 for column in counts.T)
     holders, mine_holders = ((counts > 0).sum(0) for counts in (flower, mine))
     assert holders.sum() == mine_holders.sum() == n * k

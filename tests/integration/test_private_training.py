@@ -1,4 +1,4 @@
-"""Runs whose training is private: the ε that they claim, what ends them, and what tells of it."""
+"""Runs with private training: the ε that they claim, their end by a budget, and the places that show the claim."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DRAWN = sampled("poisson", 12, 3, 3.0)  # 12 of 15 speakers train, 3 a round
 
 
 def experiment(folder: Path, **federation: Any) -> dict[str, Any]:
-    """Clients of the fixture of vowels; ``federation`` replaces keys of the section."""
+    """Write an experiment on the clients of the vowel fixture; ``federation`` replaces keys of the section."""
     data = folder / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
     shutil.copy(VOWEL, data)
@@ -70,7 +70,7 @@ def metrics_of(run: Path) -> list[Mapping[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run without a budget."""
+    """Return a finished run without a budget."""
     return trained(tmp_path_factory.mktemp("private"))
 
 
@@ -123,7 +123,7 @@ def test_the_budget_ends_a_run_and_a_larger_one_resumes_it(tmp_path: Path) -> No
     assert (activity.phase, activity.round, activity.totals.failed_attempts) == ("finished", 3, 0)
     assert "budget" in activity.message
     before = (run / "releases.jsonl").read_bytes()
-    trained(tmp_path, resume=True, privacy={**PRIVACY, "budget": limit})  # nothing is asked for again
+    trained(tmp_path, resume=True, privacy={**PRIVACY, "budget": limit})  # no client is asked again
     assert (run / "releases.jsonl").read_bytes() == before
     assert summary_of(run) == summary
     trained(tmp_path, resume=True, privacy={**PRIVACY, "budget": 100.0})
@@ -149,7 +149,7 @@ def test_noise_is_calibrated_to_an_epsilon_and_kept_on_resume(tmp_path: Path) ->
     assert 1.9 < summary_of(run)["training_privacy"]["epsilon"] <= 2.0
     assert summary_of(run)["training_privacy"]["noise_multiplier"] == found.noise_multiplier
     trained(tmp_path, resume=True, privacy=asked)
-    with pytest.raises(ExperimentError) as refused:  # the noise goes on, and does not suffice for more rounds
+    with pytest.raises(ExperimentError) as refused:  # the noise stays, and is too small for more rounds
         trained(tmp_path, resume=True, privacy=asked, rounds=60)
     assert refused.value.key == "federation.privacy.noise_multiplier"
 
@@ -168,7 +168,7 @@ def test_models_and_pages_show_the_claim(whole: Path, tmp_path: Path) -> None:
 
 
 def test_the_planned_privacy_loss_equals_the_runs(whole: Path, tmp_path: Path) -> None:
-    """The clients of the data set are counted in its partition, which this machine has."""
+    """Clients of the dataset are counted in its partition, which this machine has."""
     planned = fedloom.privacy_cost({**experiment(whole.parent), "runtime": {"workers": 0}})
     assert (planned.clients, planned.cohort) == (12, 3)
     assert planned.by_rounds[-1].to_readers == summary_of(whole)["training_privacy"]["epsilon"]

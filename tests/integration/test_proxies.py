@@ -1,4 +1,4 @@
-"""Conversations through a real nginx and Envoy, set up as docs/networks.md says, lose nobody and are the same."""
+"""Conversations through a real nginx and Envoy, configured as in docs/networks.md, lose no client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAIN = {"443 ssl": "443", "ssl_certificate     fl/tls.crt;": "", "ssl_certifica
 
 
 class Way:
-    """An aggregator behind a proxy, and what a member needs to reach it."""
+    """An aggregator behind a proxy, and the settings a member needs to reach it."""
 
     def __init__(self, stack: ExitStack, folder: Path, section: str, changes: dict[str, str] | None = None) -> None:
         certified, plain = section.endswith(PASSED), changes is not None and PLAIN.items() <= changes.items()
@@ -83,7 +83,7 @@ SECTIONS = [f"{proxy}, {how}" for proxy in ("nginx", "Envoy") for how in (ENDED,
 
 @pytest.mark.parametrize(("section", "changes"), [*((section, None) for section in SECTIONS), (SECTIONS[0], PLAIN)])
 def test_exchanging_several_megabytes_in_both_directions(way, section: str, changes) -> None:
-    """More than the megabyte that nginx lets a request have by default."""
+    """Exchange more than the megabyte that nginx allows for a request by default."""
     there = way(section, changes)
     worker = there.worker()
     there.aggregator.wait_for(CLIENTS, 20)
@@ -100,7 +100,7 @@ def test_exchanging_several_megabytes_in_both_directions(way, section: str, chan
 
 
 def test_nginxs_default_body_size_blocks_larger_replies(way) -> None:
-    """Show the need for the setting: each stream is cut after a megabyte, and the next starts from the beginning."""
+    """Show that the setting is needed: each stream is cut after a megabyte, and the next starts from the beginning."""
     there = way(SECTIONS[0], {"client_max_body_size 0;": ""})
     worker = there.worker()
     there.aggregator.wait_for(CLIENTS, 20)
@@ -132,7 +132,7 @@ IDLE = {
 
 
 def allowing(section: str, seconds: int) -> dict[str, str]:
-    """Changes by which it may be idle for so long."""
+    """Return changes that allow a stream to be idle for so long."""
     return {f"{key}60s": f"{key}{seconds}s" for key in IDLE[section]}
 
 
@@ -141,7 +141,7 @@ def joins(caplog: pytest.LogCaptureFixture) -> int:
 
 
 def long_exchange(there: Way, over: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> Worker:
-    """An exchange of which there is no answer before ``over``; what came of it must be right."""
+    """Run an exchange without an answer before ``over``, and check its result."""
     worker, asked, go_on = there.worker(), threading.Event(), threading.Event()
 
     def before(client: str, exchange: int) -> None:
@@ -169,7 +169,7 @@ def test_heartbeats_keep_an_idle_stream_open_beyond_the_proxys_timeout(
     way, section: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.5)
-    there = way(section, allowing(section, 5))  # more than a busy machine stands still
+    there = way(section, allowing(section, 5))  # longer than pauses of a busy machine
     with caplog.at_level(logging.INFO):
         long_exchange(there, lambda: there.aggregator.traffic.up > 220)  # a Hello, and a dozen heartbeats
     assert joins(caplog) == 1
@@ -193,7 +193,7 @@ def test_restarting_a_proxy_during_a_round(way, section: str, how: str, caplog) 
 
 
 def test_a_vanished_worker_behind_a_proxy_is_detected(way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proxy answers the aggregator's pings, whoever is gone on its other side."""
+    """The proxy answers the aggregator's pings even when the worker behind it has vanished."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.5)
     there = way("nginx, TLS termination")

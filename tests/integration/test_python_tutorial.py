@@ -1,4 +1,4 @@
-"""Every cell of the tutorial for notebooks runs, in order, and does what the page says."""
+"""Every cell of the tutorial for notebooks, in order, works as the page says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert (tmp_path / "curve.png").exists()
     assert (tmp_path / "clinic-1.safetensors").exists()
     assert len(names["comparison"].table) >= 3
-    # Whoever shares a model, or does a few steps of its own, is better off where every client differs.
+    # A shared model, or a few local steps, helps where every client differs.
     assert names["run"].summary["seen"]["accuracy_mean"] > names["run"].summary["global"]["seen"]["accuracy_mean"]
     for told in ("clinic 1: ", "a new clinic: "):
         assert float(said.partition(told)[2].split()[0]) > 0.6

@@ -1,4 +1,4 @@
-"""The real data sets: what is published of them, and Fashion-MNIST dealt as the papers deal it."""
+"""The real datasets: their published properties, and Fashion-MNIST partitioned as in the papers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QMNIST = Path(os.environ.get("FEDLOOM_QMNIST", Path(__file__).parents[3] / "shar
 
 @pytest.fixture
 def root(fashion_mnist_root: Path, tmp_path: Path) -> Path:
-    """A data root with the real data set and no partitions yet."""
+    """Return a data root with the real dataset and no partitions yet."""
     (tmp_path / "datasets").symlink_to(fashion_mnist_root.resolve() / "datasets")
     return tmp_path
 
@@ -46,7 +46,7 @@ def test_datasets_have_the_published_sizes(root: Path) -> None:
 
 
 def had(name: str, root: Path | None = None, copy_from: Path | None = None) -> RawDataset:
-    """A real data set, in the data root of this machine; skips where it cannot be had."""
+    """Return a real dataset from the data root of this machine; skip if it is unavailable."""
     source = datasets.find_dataset(name)
     try:
         datasets.fetch_dataset(source, root, copy_from=copy_from)
@@ -117,7 +117,7 @@ def test_shakespeare_roles_within_time_and_memory_limits() -> None:
     mine = official.train.inputs[official.train.owners == owner]
     first = "".join(letters[c] for c in mine[0])
     assert first == "How now, who calls? Madam, I am here. What is your will? And stint thou too, I p"
-    # Train and test are 80 windows apart, the cut at 80 % of what Juliet says.
+    # Train and test are 80 windows apart, with the cut at 80 % of Juliet's text.
     tested = int(np.count_nonzero(official.test.owners == owner))
     assert len(mine) + 80 == int(0.8 * (len(mine) + tested + 160))
 
@@ -157,12 +157,12 @@ def test_new_clients_of_every_seed_have_images_unseen_in_training(root: Path) ->
     kept = Reserve(count=600)
     plain, trained = made(1, None, 100), made(1, kept, 100)
     new = made(1000, kept.model_copy(update={"deal": True}), 10)
-    # 5,400 of each class are left: 4,500 to train on, for 20 clients; of the 600, 500 for 2.
+    # 5,400 of each class remain: 4,500 for training of 20 clients; of the 600 test images, 500 for 2 clients.
     assert {(c.train, c.validation, c.test) for c in trained.manifest.clients} == {(450, 90, 90)}
     assert {(c.train, c.validation, c.test) for c in new.manifest.clients} == {(500, 100, 100)}
     assert apart_by_reserve(trained.manifest, new.manifest) is not None
     found = overlap(trained, new)
-    assert found.train + found.validation + found.test <= 2  # images that the data set has twice
+    assert found.train + found.validation + found.test <= 2  # images that the dataset contains twice
     before = overlap(plain, new)
     assert before.train == pytest.approx(5000 * 0.75, rel=0.05)  # 5/6 of the images, of 9 of 10 clients
     assert before.clients == 10

@@ -1,4 +1,4 @@
-"""Runs that --resume continues and refuses; missing and damaged data; a full disk."""
+"""Runs that --resume continues and rejects; missing and damaged data; a full disk."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = [pytest.mark.data, pytest.mark.timeout(600), pytest.mark.xdist_grou
 
 @pytest.fixture
 def copy(small_run: tuple[Path, Path], tmp_path: Path) -> Path:
-    """A copy of the finished small run, to spoil."""
+    """Return a copy of the finished small run, to damage."""
     return Path(shutil.copytree(small_run[1], tmp_path / "copy"))
 
 
 def files(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file of a folder: when it was written, and what it holds."""
+    """Return the modification time and content of every file of a folder."""
     return {
         str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
         for path in folder.rglob("*")
@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def refused(kind: type[FedloomError], code: ExitCode, *arguments: Any, **options: Any) -> str:
-    """Return the message of a run that cannot start. The command is called in this process."""
+    """Return the error message of a run that cannot start. The command runs in this process."""
     with pytest.raises(kind) as failure:
         command(*arguments, **options)
     assert failure.value.exit_code is code
@@ -51,7 +51,7 @@ def refused(kind: type[FedloomError], code: ExitCode, *arguments: Any, **options
 
 
 def back_to(copy: Path, round: int) -> None:
-    """Undo what came after a checkpoint, as if the run had been killed then."""
+    """Remove everything after a checkpoint, as if the run had been killed then."""
     for path in (copy / "checkpoints").iterdir():
         if int(path.stem.removeprefix("round-")) > round:
             path.unlink()
@@ -167,7 +167,7 @@ def test_a_damaged_checkpoint(small_run: tuple[Path, Path], copy: Path) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written(small_run: tuple[Path, Path], copy: Path) -> None:
-    """A limit on the size of files fails a write in the middle, as a full disk does."""
+    """A limit on the size of files fails a write in the middle, like a full disk."""
     back_to(copy, 3)
     durable = final(copy)
     blocks = len(durable) // 1024 // 2
@@ -199,7 +199,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     shard = dataset.folder / "shards" / "client-0003.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    for _ in range(2):  # damage is said every time, and fixed by the command that it names
+    for _ in range(2):  # damage is reported every time, and fixed by the suggested command
         said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
         assert str(shard) in said
         assert "fedloom partition EXPERIMENT" in said
@@ -210,7 +210,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
 
 
 def test_restarting_a_finished_run_reports_its_durable_round(copy: Path) -> None:
-    """Without it the alert for pods that serve models would be silent: docs/chart.md."""
+    """Otherwise the alert for pods that serve models would never fire: docs/chart.md."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     told = []

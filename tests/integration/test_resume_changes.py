@@ -1,4 +1,4 @@
-"""Changes that ``--resume`` accepts in a published run, and those it refuses before it touches a file."""
+"""Changes that ``--resume`` accepts in a published run, and those it rejects before it changes a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ METHODS = {
 
 @pytest.fixture
 def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of a new bucket, for runs of this process."""
+    """Return the URL of a new bucket, for runs of this process."""
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3_server.new_bucket()}"
@@ -113,7 +113,7 @@ def test_client_states_stay_in_place(bucket: str, experiment: Any, tmp_path: Pat
         assert refused.value.exit_code is ExitCode.EXPERIMENT
         assert tells(str(refused.value), "resume", before, now)
         assert files(out) == held
-    # Where they are, it goes on; and so it does elsewhere.
+    # It continues where the states are, here and from another folder.
     command(path, set_=more, out=local, resume=True)
     command(path, set_=more, out=tmp_path / "elsewhere", publish=f"{bucket}/one", resume=True)
     last = "checkpoints/round-000002.safetensors"
@@ -132,13 +132,13 @@ def test_a_run_without_client_states_may_be_published_elsewhere(bucket: str, exp
 def test_a_sweep_point_is_complete_once_reported_and_published(bucket: str, experiment: Any, tmp_path: Path) -> None:
     path = experiment("fedavg")
     out = tmp_path / "run"
-    command(path, out=out)  # as if killed before the report was there
+    command(path, out=out)  # as if killed before the report was written
     assert not sweep.complete(RunFolder(out), load_experiment(path))
     assert sweep.complete(RunFolder(out), load_experiment(path), report=False)
     run(path, out=out, publish=f"{bucket}/one", resume=True)
     assert sweep.complete(RunFolder(out), load_experiment(path))
     assert not sweep.complete(RunFolder(out), load_experiment(path, ["federation.rounds=2"]))
-    # As if killed before it was published: this is what stands there while the run goes.
+    # As if killed before it was published: this is the store's content during the run.
     RunFolder(out).write_json("published.json", {"url": f"{bucket}/one"})
     assert not sweep.complete(RunFolder(out), load_experiment(path))
 
@@ -153,7 +153,7 @@ def test_a_run_without_a_report_logs_nothing_about_it(
     assert "report:" not in capsys.readouterr().out
     command(path, out=out, resume=True)
     assert not (out / "report.html").exists()
-    run(path, out=out, resume=True)  # a finished run gets what is missing
+    run(path, out=out, resume=True)  # a finished run gets its missing files
     assert (out / "report.html").exists()
     assert f"report: {out}" in capsys.readouterr().out
 
@@ -176,7 +176,7 @@ def test_a_finished_run_needs_no_worker(by: str, experiment: Any, tmp_path: Path
     else:
         aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait=1, finished_grace=0)
     assert (files(out), unmoved(out)) == before
-    (out / "report.html").unlink()  # as if killed before it was there
+    (out / "report.html").unlink()  # as if killed before it was written
     aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait=1, finished_grace=0)
     assert set(files(out)) == set(before[0])
     assert (out / "summary.json").read_bytes() == before[0]["summary.json"]
@@ -197,7 +197,7 @@ def test_resuming_a_finished_run_with_a_damaged_checkpoint_fails(experiment: Any
 def test_a_finished_run_can_be_published_elsewhere(
     bucket: str, experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before its last publication; no worker is there any more, and the folder is gone with its machine."""
+    """Killed before its last publication; no worker is left, and the folder is lost with its machine."""
     path, place = experiment("fedavg"), f"{bucket}/one"
     record = Publisher._record
 
@@ -222,7 +222,7 @@ def test_a_finished_run_can_be_published_elsewhere(
 
 
 def record_numbers(place: str) -> list[str]:
-    """Records up to the first that ends a run."""
+    """Return the numbers of records up to the first that ends a run."""
     store, found = open_store(place), []
     for entry in store.entries("published/"):
         found.append(entry.name)

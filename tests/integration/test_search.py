@@ -1,4 +1,4 @@
-"""``fedloom search`` on real data: trials are runs, validation data choose, and a killed search continues."""
+"""``fedloom search`` on real data: trials are runs, validation data decide, and a killed search continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_trials_are_chosen_on_validation_and_only_the_best_shows_test_results(ro
     for group in ("seen", "unseen", "global"):
         assert chosen["test"][group]["mean"] == summary[group]["accuracy_mean"]
     assert all("test" not in trial for trial in trials)
-    # What is shown: of the others, nothing about test data.
+    # The output shows nothing about test data of the others.
     assert "test accuracy" not in done.stderr
     for trial in trials:
         mean = json.loads((out / trial["folder"] / "summary.json").read_text())["seen"]["accuracy_mean"]

@@ -94,7 +94,7 @@ def plain(own: Own, cards: Mapping[str, ClientCard], clients: Sequence[str] = ()
 
 
 class Disturbed:
-    """Transport on which clients are lost, or their answers changed, at chosen messages."""
+    """Transport that loses clients, or changes their answers, at chosen messages."""
 
     def __init__(self, inner: Transport, change: Callable[[Call, str, Message | Lost], Message | Lost]) -> None:
         self._inner, self._change = inner, change
@@ -153,7 +153,7 @@ def test_a_sum_with_too_few_clients_fails_and_can_be_repeated(packed: Packed) ->
 
 @pytest.mark.parametrize("round", [0, 7])
 def test_members_refuse_sums_that_differ_by_one_of_them(packed: Packed, round: int, tmp_path: Path) -> None:
-    """An aggregator asks again without a client; it may say that this is another round, or be another process."""
+    """The aggregator asks again without one client; it may claim another round, or be another process."""
     own, cards = packed
     measure(in_process(cards, RevealedSums(tmp_path)), own, cards)
     again = in_process(cards, RevealedSums(tmp_path))  # the members have been restarted
@@ -166,7 +166,7 @@ def test_members_refuse_sums_that_differ_by_one_of_them(packed: Packed, round: i
     with pytest.raises(QuorumError) as error:
         measure(liar, own, cards, list(cards)[1:], attempt=1)
     assert mentions(str(error.value), "mean", "std")
-    with pytest.raises(QuorumError):  # nor with one that was lost on the way, says the aggregator
+    with pytest.raises(QuorumError):  # nor if the aggregator claims that a client was lost
         measure(losing(again, ShareDelivery, "c6"), own, cards, attempt=2)
     assert measure(again, own, cards, attempt=3) == plain(own, cards)
     few = list(cards)[:4]  # differs by three
@@ -217,7 +217,7 @@ def test_garbage_digits_give_no_normalization(packed: Packed, seed: int) -> None
 
 @contextlib.contextmanager
 def over_grpc(cards: Mapping[str, ClientCard], stops: Mapping[str, threading.Event]) -> Iterator[Transport]:
-    """Serve each client by a worker of its own."""
+    """Serve each client by a separate worker."""
     aggregator = make_aggregator(
         presence=AvailableClients(), classes=2, clients=(), vocabulary={**VOCABULARY, **OF_SUMS}
     )

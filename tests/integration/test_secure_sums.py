@@ -1,4 +1,4 @@
-"""Secure sums between real members: signed keys, members that come and go, kills, and what a member refuses."""
+"""Secure sums between real members: signed keys, members that join and leave, kills, and refusals of a member."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def unsigned(tmp_path: Path, members: Path) -> Iterator[Federation]:
 
 
 def credentials(folder: Path, *speakers: int) -> dict[int, Path]:
-    """Make a signature key for each member, and give all the register."""
+    """Create a signature key for each member, and give the register to all."""
     lines, folders = [], {}
     for i in speakers:
         folders[i] = folder / f"credentials-{i}"
@@ -64,7 +64,7 @@ def credentials(folder: Path, *speakers: int) -> dict[int, Path]:
 
 @pytest.mark.slow
 def test_members_verify_each_other_by_a_key_register(federation: Federation, tmp_path: Path) -> None:
-    """One is killed in the middle, and the run goes on; its journal's replay gives the same bits."""
+    """One member is killed during the run, which continues; its journal's replay gives the same bits."""
     folders = credentials(tmp_path, *range(5))
     aggregator = federation.aggregator("--set", "federation.rounds=30")
     workers = [federation.worker(i, name=f"w{i}", more=("--credentials", folders[i], "--only-sums")) for i in range(5)]
@@ -76,9 +76,9 @@ def test_members_verify_each_other_by_a_key_register(federation: Federation, tmp
 
 
 def test_the_run_survives_repeated_kills_of_the_aggregator(unsigned: Federation, tmp_path: Path) -> None:
-    """Attempts that it dies in are lost, members stay; the bits are those of its journal's replay.
+    """Attempts during a kill are lost, members stay; results equal those of the journal's replay.
 
-    It waits for all of them: over fewer, they would not help to reveal the sum of a round again.
+    The aggregator waits for all members: fewer would not help to reveal the sum of a round again.
     """
     everyone = ("--set", "federation.min_clients=5")
     aggregator = unsigned.aggregator(*everyone)
@@ -124,7 +124,7 @@ def test_a_member_without_a_signature_key_names_the_required_files(federation: F
 
 @pytest.mark.slow
 def test_measured_normalization_covers_all_examples_and_survives_restarts(tmp_path: Path, members: Path) -> None:
-    """Members that give only sums reveal their inputs' sums over the same clients, and not over one less."""
+    """Members with only sums reveal their inputs' sums over the same clients, and not over one client less."""
     folders = credentials(tmp_path, *range(5))
     with contextlib.ExitStack() as processes:
 

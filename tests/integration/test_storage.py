@@ -1,4 +1,4 @@
-"""Stores: a folder and a real S3 server do the same, and what goes wrong is said in one message."""
+"""Stores: a folder and a real S3 server behave alike, and failures give one message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def proxy(s3_server: S3Server) -> Iterator[BreakingProxy]:
 
 @pytest.fixture
 def through(s3_server: S3Server, proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Store]:
-    """Opens a store behind the proxy, each time with connections of its own; broken requests are made again at once."""
+    """Open stores behind the proxy, each time with new connections; broken requests are retried at once."""
     monkeypatch.setattr(s3, "FIRST_PAUSE_S", 0.01)
     url = f"s3://{s3_server.new_bucket()}/p"
     return lambda: open_store(url, {**s3_server.environment, "FEDLOOM_S3_ENDPOINT": proxy.endpoint})
@@ -47,16 +47,16 @@ def through(s3_server: S3Server, proxy: BreakingProxy, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are as small as S3 has them."""
+    """Use the smallest parts that S3 allows."""
     monkeypatch.setattr(s3, "PART", 5 * MIB)
 
 
-# --- what both do -----------------------------------------------------------------------------------------------------
+# --- common behaviour -------------------------------------------------------------------------------------------------
 
 
 def test_contents_are_read_as_written_and_replaced(store: Store) -> None:
     store.check()
-    assert list(store.entries()) == []  # the check has left nothing
+    assert list(store.entries()) == []  # the check has left no object
     store.write("a/b.bin", b"\x00one")
     store.write("a/b.bin", b"two", durably=False)
     store.write("empty", b"")
@@ -77,7 +77,7 @@ def test_create_fails_if_the_object_exists(store: Store) -> None:
     with pytest.raises(Taken, match="x/round-1"):
         store.create("x/round-1", b"second")
     with pytest.raises(Taken):
-        store.create("x/round-1", b"first")  # equal content is no excuse: somebody else may have written it
+        store.create("x/round-1", b"first")  # equal content is no exception: another writer may have written it
     assert store.read("x/round-1") == b"first"
     store.remove(["x/round-1"])
     store.create("x/round-1", b"third")
@@ -100,7 +100,7 @@ def test_one_of_many_concurrent_creates_succeeds(store: Store) -> None:
 
 def test_entries_by_prefix_in_order_with_sizes(store: Store) -> None:
     names = ["b", "a/2", "a/10", "a", "a.b/c", "ab/c", "a/ü x", "A"]
-    names.remove("a")  # a folder cannot be a file, too
+    names.remove("a")  # a folder cannot also be a file
     for i, name in enumerate(names):
         store.write(name, b"x" * i)
     size = {name: i for i, name in enumerate(names)}
@@ -128,7 +128,7 @@ def test_a_store_below_the_folder_of_another(store: Store) -> None:
     below.write("x", b"1")
     assert store.read("runs/r1/x") == b"1"
     assert list(below.entries()) == [StoredObject("x", 1)]
-    assert list(store.under("runs/r").entries()) == []  # a folder, not a beginning of a name
+    assert list(store.under("runs/r").entries()) == []  # a folder, not the prefix of a name
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -299,11 +299,11 @@ def test_a_folder_needs_no_s3_client() -> None:
     assert done.stdout.strip() == "False"
 
 
-# --- what a service refuses -------------------------------------------------------------------------------------------
+# --- refusals of a service --------------------------------------------------------------------------------------------
 
 
 def refusal(server: S3Server, url: str, act: Callable[[Store], object], **environment: str) -> FedloomError:
-    """The failure, which is quick and never shows a secret."""
+    """Return the error, which is quick and never contains a secret."""
     started = time.monotonic()
     with pytest.raises(FedloomError) as raised:
         act(open_store(url, {**server.environment, **environment}))
@@ -373,7 +373,7 @@ def test_self_signed_certificates(s3_server: S3Server, tmp_path: Path) -> None:
     trusting = {**s3_server.environment, "FEDLOOM_S3_ENDPOINT": proxy.endpoint, "SSL_CERT_FILE": str(certificate)}
     store = open_store(url, trusting)
     store.check()
-    content = os.urandom(MIB) * 11  # in parts, which are signed in another way over TLS
+    content = os.urandom(MIB) * 11  # in parts, which are signed differently over TLS
     store.write("large", content)
     assert store.read("large") == content
     store.remove(["large"])
@@ -384,7 +384,7 @@ def test_self_signed_certificates(s3_server: S3Server, tmp_path: Path) -> None:
 def test_an_endpoint_that_never_responds(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 * s3.CHECK_S + s3.FIRST_PAUSE_S < 20
     monkeypatch.setattr(s3, "CHECK_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nobody reads
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are accepted, and never read
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
     assert "cannot be reached" in str(error)
@@ -445,14 +445,14 @@ def test_an_upload_in_parts_survives_broken_connections(
 ) -> None:
     content = os.urandom(MIB) * 11
     (tmp_path / "large").write_bytes(content)
-    proxy.faults = [("up", 2 * MIB)] * 2  # the start of the upload holds, its first parts do not
+    proxy.faults = [("up", 2 * MIB)] * 2  # the start of the upload succeeds, its first parts do not
     through().upload("large", tmp_path / "large")
     assert proxy.broken >= 1
     assert through().read("large") == content
 
 
 def test_a_create_whose_response_was_lost_succeeds(through: Callable[[], Store], proxy: BreakingProxy) -> None:
-    proxy.faults = [("down", 0)]  # done, and nobody heard of it
+    proxy.faults = [("down", 0)]  # done, but the response is lost
     through().create("round", b"ours")
     assert proxy.broken == 1
     assert through().read("round") == b"ours"
@@ -471,21 +471,21 @@ def test_requests_to_an_unavailable_service_time_out(
     through: Callable[[], Store], proxy: BreakingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-    monkeypatch.undo()  # of the pauses: these are what is looked at
+    monkeypatch.undo()  # restores the pauses, which are checked here
     monkeypatch.setattr(time, "sleep", waited.append)
     proxy.faults = [("up", 0)] * 7
     with pytest.raises(StorageError, match="cannot be reached") as raised:
         through().write("x", b"1")
-    assert waited == [0.5, 1, 2, 4, 8, 16]  # what a restart of the service takes
+    assert waited == [0.5, 1, 2, 4, 8, 16]  # the time that a restart of the service takes
     assert raised.value.exit_code == ExitCode.STORAGE
     through().write("x", b"1")
 
 
-# --- services that are not what is needed -----------------------------------------------------------------------------
+# --- unsuitable services ----------------------------------------------------------------------------------------------
 
 
 class OtherService(BaseHTTPRequestHandler):
-    """Speaks S3 as far as these tests go; ``conditional`` is what becomes of If-None-Match."""
+    """A minimal S3 service; ``conditional`` is its response to If-None-Match."""
 
     conditional = "ignored"
     contents: dict[str, bytes]
@@ -544,7 +544,7 @@ def test_a_service_that_ignores_conditions_is_detected(other_service: tuple[type
     handler, store = other_service
     with pytest.raises(RefusedError, match="If-None-Match"):
         store.check()
-    assert handler.seen[-1] == "POST"  # the trace is removed
+    assert handler.seen[-1] == "POST"  # the probe object is removed
     store.check(writing=False)
 
 
@@ -590,14 +590,14 @@ def test_a_web_server_is_not_an_s3_service(s3_server: S3Server) -> None:
     assert "S3 service" in str(error)
 
 
-# --- who may what -----------------------------------------------------------------------------------------------------
+# --- permissions ------------------------------------------------------------------------------------------------------
 
 STATE, OTHER = "runs/r/states/c0/1-1-0-0-7.safetensors", "runs/sweep/point/states/c0/1-1-0-0-7.safetensors"
 OF_OTHERS = ("runs/r/published/00000001.json", "runs/r/experiment.yaml", "runs/r/blobs/00000001-ff", "secret")
 
 
 def test_a_worker_has_only_the_permissions_it_needs(s3_server: S3Server) -> None:
-    """The identity that docs/storage.md gives it: it reads partitions, keeps states, and nothing besides."""
+    """Use the identity of docs/storage.md: it reads partitions, keeps states, and nothing else."""
     url = f"s3://{s3_server.new_bucket()}/team"
     everything, worker = open_store(url, s3_server.environment), open_store(url, s3_server.worker_environment)
     partition = ("partitions/ff/partition.json", "partitions/ff/shards/c0.safetensors")
@@ -632,7 +632,7 @@ def test_a_worker_has_only_the_permissions_it_needs(s3_server: S3Server) -> None
     ],
 )
 def test_the_documented_worker_policy_is_the_tested_one(action: str, name: str, allowed: bool) -> None:
-    """Read the policy as S3 does: one statement must allow the action, and stars stand for any text."""
+    """Read the policy as S3 does: one statement must allow the action, and stars match any text."""
     statements = documented("Statement", "bucket", "team")["Statement"]
     found = [
         statement
@@ -644,7 +644,7 @@ def test_the_documented_worker_policy_is_the_tested_one(action: str, name: str, 
 
 
 def test_a_store_folder_is_readable_only_by_its_owner(tmp_path: Path) -> None:
-    """Shards and what clients keep: whatever umask the process has."""
+    """Shards and client states are private under any umask."""
     before = os.umask(0)
     try:
         store = open_store(tmp_path / "store")

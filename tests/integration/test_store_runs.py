@@ -1,4 +1,4 @@
-"""Aggregators and workers that share nothing but a store, as pods do: real processes, a real S3 server, real data."""
+"""Aggregators and workers that share only a store, like pods: real processes, a real S3 server, real data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATEFUL = {
 
 @dataclass(frozen=True)
 class Place:
-    """A bucket with a published partition and an experiment file, and the same experiment's undisturbed run."""
+    """A bucket with a published partition and an experiment file, and the experiment's undisturbed run."""
 
     url: str
     partition: str
@@ -66,7 +66,7 @@ class Place:
 
 
 def made(s3_server: S3Server, tmp: Path, root: Path, **sections: Any) -> Place:
-    """Run an experiment in one process, and put what others need for the same into a new bucket."""
+    """Run an experiment in one process, and put everything needed to repeat it into a new bucket."""
     path = experiment(tmp, root, **sections)
     fedloom("run", path, "--out", tmp / "run")
     url = f"s3://{s3_server.new_bucket()}/team"
@@ -101,7 +101,7 @@ def port() -> int:
 
 @pytest.fixture
 def elsewhere(stateful: Place, tmp_path: Path) -> Any:
-    """Environments of processes that share no folder: each has a home and a place for temporary files of its own."""
+    """Return environments of processes that share no folder: each has its own home and temporary folder."""
 
     def make(name: str) -> dict[str, str]:
         home = tmp_path / name
@@ -113,13 +113,13 @@ def elsewhere(stateful: Place, tmp_path: Path) -> Any:
 
 
 def fetched(home: Path) -> set[str]:
-    """The clients whose shards a worker has fetched into its own temporary folder."""
+    """Return the clients whose shards a worker has fetched into its temporary folder."""
     return {path.stem for path in (home / "tmp").glob("fedloom-shards-*/*/shards/*.safetensors")}
 
 
 @contextlib.contextmanager
 def watched(port: int) -> Iterator[list[Activity]]:
-    """Follow a run in a thread; the block gets what is told."""
+    """Follow a run in a thread; yield the received statuses."""
     told: list[Activity] = []
 
     def look() -> None:
@@ -134,7 +134,7 @@ def watched(port: int) -> Iterator[list[Activity]]:
 
 
 def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
-    """Each worker serves its block alone, and fetches no other shard; its credentials allow what it needs."""
+    """Each worker serves only its block, and fetches no other shard; its credentials allow exactly that."""
     ids = [entry.id for entry in stateful.manifest.clients]
     run = tmp_path / "a" / "run"
     w0, w1 = ({**elsewhere(name), **stateful.worker_environment} for name in ("w0", "w1"))
@@ -153,15 +153,15 @@ def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any
     assert final(run) == final(stateful.undisturbed)
     assert scores(run) == scores(stateful.undisturbed)
     assert losses(run) == []
-    # What was told while it ran.
+    # Statuses during the run.
     assert (told[-1].phase, told[-1].round, told[-1].rounds) == ("finished", 6, 6)
     assert told[-1].measured == LastEvaluation.of([*RunFolder(run).lines("metrics.jsonl")][-1])
-    # What is published is the run's folder.
+    # The published files equal those of the run's folder.
     store = stateful.store("runs/whole")
     for name in ("summary.json", "report.html", "clients.csv", "metrics.jsonl", "checkpoints/round-000006.safetensors"):
         assert store.read(name) == (run / name).read_bytes()
     assert json.loads(store.read("logs/aggregator.jsonl").splitlines()[0])["level"] == "INFO"
-    # The clients' states never were with the aggregator, and are found where the run was published.
+    # The clients' states were never with the aggregator, and are found in the published run.
     assert not (run / "states").exists()
     fedloom(
         "evaluate", run, "--partition", stateful.partition, "--out", tmp_path / "e.json", environment=elsewhere("e")
@@ -209,7 +209,7 @@ def test_a_second_aggregator_takes_over_and_the_first_stops(
         started(*stateful.worker("fenced", "w0", port), environment=elsewhere("w0")) as worker,
     ):
         until(lambda: len([*store.entries("published/")]) >= 2, "round 1, published")
-        zombie.send_signal(signal.SIGSTOP)  # as a machine that is cut off
+        zombie.send_signal(signal.SIGSTOP)  # like a disconnected machine
         worker.kill()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -235,7 +235,7 @@ def test_a_run_without_watchers_ends(stateful: Place, elsewhere: Any, tmp_path: 
     order = stateful.aggregator("orphan", run, port)
     said = fedloom(*order, "--orphan-after", 1, code=8, environment=elsewhere("a"))
     assert tells(said, "1 s", "--orphan-after")
-    # Watched, it goes on; when the one who watches goes, it ends with its last round durable.
+    # Watched, it continues; when the watcher leaves, it ends with its last round durable.
     with (
         started(*order, "--orphan-after", 8, environment=elsewhere("b")) as aggregator,
         started(*stateful.worker("orphan", "w0", port), environment=elsewhere("w0")) as worker,
@@ -244,7 +244,7 @@ def test_a_run_without_watchers_ends(stateful: Place, elsewhere: Any, tmp_path: 
         for progress in watch:
             if progress.round >= 1:
                 break
-        worker.kill()  # so that what is left of the run is not over before anyone notices
+        worker.kill()  # keeps the run from finishing before the end is detected
         watch.close()
         ended(aggregator, 8)
     shutil.rmtree(run)
@@ -269,7 +269,7 @@ def test_a_late_worker_continues_after_a_terminated_one(
     ):
         until(lambda: rounds(run) >= 1, "the first round")
         worker.send_signal(signal.SIGTERM)
-        said = ended(worker, 130)  # not 0: its work is not done
+        said = ended(worker, 130)  # not 0: its work is incomplete
         assert "before the end of the run" in said
         with started(*stateful.worker("drained", "late", port), environment=elsewhere("late")) as late:
             ended(aggregator, 0)
@@ -283,7 +283,7 @@ def test_a_late_worker_continues_after_a_terminated_one(
 def test_fedloom_run_publishes_where_storage_is_a_store(
     stateful: Place, elsewhere: Any, tmp_path: Path, fresh_root: Path
 ) -> None:
-    """A run in one process, gone on with by a run with worker processes in another, empty folder."""
+    """A run in one process is resumed by one with worker processes in another, empty folder."""
     common = ("--set", f"storage={stateful.url}", "--partition", stateful.partition)
     short = ("run", stateful.experiment, *common, "--set", "federation.rounds=2")
     fedloom(*short, "--workers", 0, "--out", tmp_path / "a" / "small", environment=elsewhere("a"))
@@ -327,7 +327,7 @@ def test_models_of_a_published_run_equal_those_of_its_folder(
     first = durable(None)
     assert first is not None
     assert (first.round, durable(first.digest)) == (6, None)
-    (folder.checkpoints / "round-000006.safetensors").unlink()  # as a newer publication would have another
+    (folder.checkpoints / "round-000006.safetensors").unlink()  # as if a newer publication had replaced it
     published.publish(6)
     second = durable(first.digest)
     assert second is not None

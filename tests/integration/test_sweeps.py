@@ -1,4 +1,4 @@
-"""``fedloom run --seeds --grid`` on real data: folders named by their settings, ending in the comparison."""
+"""``fedloom run --seeds --grid`` on real data: folders named by their settings, and the comparison at the end."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_sweep_resumes_and_survives_a_diverging_setting(root: Path, tmp_path: 
     assert wild.returncode == 5, wild.stderr
     assert "lr=1.0e+30: failed" in wild.stderr
     assert "1 of 2 runs failed" in wild.stderr
-    assert "pooled validation accuracy seen" in wild.stderr  # choosing a setting shows no test accuracy on the way
+    assert "pooled validation accuracy seen" in wild.stderr  # choosing a setting shows no test accuracy during the run
     assert "test accuracy" not in wild.stderr
     assert (tmp_path / "wild" / "lr=0.03" / "summary.json").exists()
     assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
@@ -104,7 +104,7 @@ def test_a_failing_tracker_in_a_parallel_run_is_reported(
 
 
 class Counts(SweepObserver):
-    """Record the data sets that exist when a run begins."""
+    """Record the datasets that exist when a run begins."""
 
     def __init__(self) -> None:
         self.datasets: list[int] = []
@@ -126,7 +126,7 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
         )
         for seed in (1, 2, 3)
     ]
-    gc.collect()  # what other tests left
+    gc.collect()  # left by other tests
     counts = Counts()
     assert run_points(points, tmp_path / "sweep", RunOptions(report=False), counts) == {}
     assert [now - counts.datasets[0] for now in counts.datasets] == [0, 0, 0]
@@ -136,8 +136,8 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
 def test_a_run_leaves_no_data_in_memory(root: Path, tmp_path: Path) -> None:
-    gc.collect()  # what other tests left
-    gc.disable()  # a collection by chance would hide what the run leaves
+    gc.collect()  # left by other tests
+    gc.disable()  # a chance collection would hide objects that the run leaves
     try:
         before = sum(type(there) is FederatedDataset for there in gc.get_objects())
         fedloom.run(
@@ -154,7 +154,7 @@ def test_a_run_leaves_no_data_in_memory(root: Path, tmp_path: Path) -> None:
 
 
 class KillsTheFirst(SweepObserver):
-    """Kills the process of the first run that begins beside others, and notes how each ends."""
+    """Kill the process of the first parallel run, and record how each ends."""
 
     def __init__(self) -> None:
         self.ends: dict[str, str] = {}

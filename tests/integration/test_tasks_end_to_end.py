@@ -1,4 +1,4 @@
-"""Runs of every task and kind of input on data in memory: trained, measured, saved, and asked for models."""
+"""Runs of every task and kind of input on data in memory: trained, measured, saved, and personalized."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_methods_of_the_papers_support_other_tasks(task: str, method: dict[str, 
     run = ran(ROWS, PREDICTED[task], tmp_path, MLP, method)
     assert run.summary["task"] == task
     assert np.isfinite(run.summary["seen"]["metrics"][run.summary["headline"]["name"]]["mean"])
-    assert not (tmp_path / "run" / "descriptors.json").exists()  # nothing to compare descriptors with
+    assert not (tmp_path / "run" / "descriptors.json").exists()  # there are no classes to compare descriptors with
 
 
 CASES = {
@@ -137,7 +137,7 @@ def test_every_task_is_trained_measured_and_saved(case: str, tmp_path: Path) -> 
     assert bool(found.isfinite().all())
     shape = {"segmentation": (5, 2, 8, 8), "next token": (5, 6, 50), "multilabel": (5, 3)}.get(case, (5, 1))
     assert tuple(found.shape) == shape
-    if shape == (5, 1):  # in the targets' own units
+    if shape == (5, 1):  # in the targets' units
         assert float((found[:, 0] - torch.from_numpy(np.asarray(y[:5]))).abs().mean()) < 3 * float(np.std(y))
         assert abs(float(found.mean()) - float(np.mean(y))) < 3 * float(np.std(y))
     made.save(tmp_path / "m.pt2")

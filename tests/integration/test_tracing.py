@@ -1,4 +1,4 @@
-"""Traces of a real run over sockets, at a collector that speaks OTLP: each client's work is in its exchange."""
+"""Traces of a real run over sockets, at an OTLP collector: each client's span is in its exchange."""
 
 from __future__ import annotations
 
