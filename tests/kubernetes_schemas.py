@@ -79,7 +79,7 @@ def registry(version: str) -> Registry[Any]:
 
 
 def faults(manifest: Any, version: str) -> list[ValidationError]:
-    """Return everything that a version of Kubernetes would refuse in a manifest."""
+    """Return everything that a version of Kubernetes would reject in a manifest."""
     found = validator(manifest["kind"], manifest["apiVersion"], version)
     if found is None:
         return [ValidationError(f"Kubernetes {version} has no {manifest['apiVersion']} {manifest['kind']}")]

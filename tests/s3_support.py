@@ -42,7 +42,7 @@ class S3Server:
     endpoint
         ``http://127.0.0.1:PORT``.
     access_key, secret_key
-        Of an identity that may do everything.
+        Of an identity with all permissions.
     """
 
     endpoint: str
@@ -52,17 +52,17 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment of processes that use the server."""
+        """Return the environment of processes that use the server."""
         return self.environment_of(self.access_key, self.secret_key)
 
     @property
     def reader_environment(self) -> dict[str, str]:
-        """Environment of the identity that may not write."""
+        """Return the environment of the read-only identity."""
         return self.environment_of(*READER)
 
     @property
     def worker_environment(self) -> dict[str, str]:
-        """Environment of the workers' identity."""
+        """Return the environment of the workers' identity."""
         return self.environment_of(*WORKER)
 
     def environment_of(self, access_key: str, secret_key: str) -> dict[str, str]:
@@ -75,13 +75,13 @@ class S3Server:
         }
 
     def new_bucket(self) -> str:
-        """Make a bucket that nobody else uses."""
+        """Create a bucket that no other test uses."""
         name = f"bucket-{os.getpid()}-{next(self._numbers)}"
         self.client().make_bucket(name)
         return name
 
     def client(self):  # type: ignore[no-untyped-def]  # minio.Minio, imported only where it is used
-        """A client of the server's vendor-neutral library, to look at what is really there."""
+        """Return a client of the server's vendor-neutral library, to check the stored objects."""
         from minio import Minio
 
         return Minio(
@@ -94,19 +94,19 @@ class S3Server:
 
 
 def weed() -> str | None:
-    """The program, from the environment of the tests or the path; None without."""
+    """Return the program, from the environment of the tests or the path, or None."""
     beside = Path(sys.executable).parent / "weed"
     return str(beside) if beside.exists() else shutil.which("weed")
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[S3Server]:
-    """Run a server whose data lie in a folder; it ends with the block, and with this process however that dies.
+    """Run a server whose data are in a folder; it ends with the block, and with this process in any case.
 
     Raises
     ------
     RuntimeError
-        If it does not come up, three times with other ports; with the end of its log.
+        If it does not start, three times with other ports; with the end of its log.
     """
     program = weed()
     if program is None:
@@ -147,14 +147,14 @@ def serving(folder: Path) -> Iterator[S3Server]:
                 yield ready
                 return
         finally:
-            process.kill()  # nobody wants its data; going in good order takes it seconds
+            process.kill()  # its data are no longer needed, and a clean shutdown takes seconds
             process.wait()
             _remove_sockets({*ports, *(port + 10000 for port in ports)})
     raise RuntimeError(f"weed did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def documented(key: str, bucket: str, prefix: str) -> dict[str, Any]:
-    """The JSON in docs/storage.md that has a key, for a bucket and a prefix."""
+    """Return the JSON in docs/storage.md that contains a key, for a bucket and a prefix."""
     page = (Path(__file__).parents[1] / "docs" / "storage.md").read_text()
     (found,) = (block for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if key in json.loads(block))
     value: dict[str, Any] = json.loads(found.replace("BUCKET", bucket).replace("PREFIX", prefix))
@@ -166,9 +166,9 @@ def _credentials(access_key: str, secret_key: str) -> Mapping[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    # Credentials in the environment would become an identity of their own.
+    # Credentials in the environment would become a separate identity.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "S3_", "FEDLOOM_"))}
-    # Collecting garbage rarely halves what a written object costs (256 MiB at most: twice the processor time).
+    # Rare garbage collections nearly halve the cost of a written object (256 MiB at most, in twice the processor time).
     return {**kept, "GOGC": "400", "GOMEMLIMIT": "1GiB"}
 
 
@@ -178,7 +178,7 @@ def _die_with_parent() -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free now, and whose number plus 10000, where weed serves gRPC, is free too."""
+    """Return ports that are free now, and whose number plus 10000, where weed serves gRPC, is free too."""
     found: list[int] = []
     for port in random.sample(range(12000, 22000), 1000):  # below Linux's ephemeral ports, with the 10000 added
         if len(found) == count:
@@ -189,7 +189,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _remove_sockets(ports: Set[int]) -> None:
-    """Remove the sockets that weed, when it is killed, leaves among the temporary files, named by its ports."""
+    """Remove the sockets that a killed weed leaves among the temporary files, named by its ports."""
     for path in Path(tempfile.gettempdir()).glob("seaweedfs-*.sock"):
         if int(path.stem.rpartition("-")[2]) in ports:
             path.unlink(missing_ok=True)
@@ -205,7 +205,7 @@ def _is_free(port: int) -> bool:
 
 
 def _up(server: S3Server, process: subprocess.Popen[bytes], patience_s: float = 60.0) -> bool:
-    """Wait until a bucket can be written to: the port answers some time before that."""
+    """Wait until a bucket can be written to: the port responds some time before that."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until and process.poll() is None:
         try:
@@ -227,10 +227,10 @@ def _up(server: S3Server, process: subprocess.Popen[bytes], patience_s: float = 
 
 
 class BreakingProxy:
-    """Passes connections on to a server and breaks some of them, as networks do.
+    """Proxy that forwards connections to a server and breaks some of them, as networks do.
 
-    ``faults`` are taken one for each new connection: ``("up", n)`` breaks it once n bytes went to the server,
-    ``("down", n)`` once n bytes of answers came back (n = 0: the server does what it is asked, and nobody hears of it).
+    ``faults`` are used one for each new connection: ``("up", n)`` breaks it once n bytes went to the server,
+    ``("down", n)`` once n bytes of answers came back (n = 0: the request is executed, and its answer is lost).
     Without faults left, connections hold. With a ``tls`` context, it speaks TLS to its clients.
     """
 
@@ -245,7 +245,7 @@ class BreakingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Stop accepting connections."""
         self._listening.close()
 
     def _accept(self) -> None:
@@ -257,7 +257,7 @@ class BreakingProxy:
             if self._tls is not None:
                 try:
                     client = self._tls.wrap_socket(client, server_side=True)
-                except OSError:  # who does not trust us goes away
+                except OSError:  # clients that do not trust us disconnect
                     continue
             fault = self.faults.pop(0) if self.faults else ("", 0)
             server = socket.create_connection(self._server)

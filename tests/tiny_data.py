@@ -1,4 +1,4 @@
-"""A data set like MNIST, small enough for any test, and the source that has it."""
+"""A dataset like MNIST, small enough for any test, and its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.data.datasets.mnist import read_mnist
 
 
 def files() -> dict[str, bytes]:
-    """Its four files: 5 classes, 240 train and 60 test images of 6x6 pixels."""
+    """Return its four files: 5 classes, 240 train and 60 test images of 6x6 pixels."""
     rng = np.random.default_rng(0)
     made = {}
     for part, count in (("train", 240), ("t10k", 60)):
@@ -24,7 +24,7 @@ def files() -> dict[str, bytes]:
 
 
 def source(contents: Mapping[str, bytes], *locations: str) -> Dataset:
-    """The source ``tiny`` of files with these contents, at these locations."""
+    """Return the source ``tiny`` of files with these contents, at these locations."""
     return Dataset(
         name="tiny",
         title="Tiny",
@@ -40,5 +40,5 @@ def source(contents: Mapping[str, bytes], *locations: str) -> Dataset:
 
 
 def _idx(array: np.ndarray) -> bytes:
-    """An array of unsigned bytes as an IDX file."""
+    """Encode an array of unsigned bytes as an IDX file."""
     return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()

@@ -141,7 +141,7 @@ def test_rows_of_an_inactive_worker_are_reassigned_despite_its_heartbeats(monkey
 
 
 def sockets(pid: int, state: str) -> list[tuple[int, int]]:
-    """Local and remote port of a process's TCP sockets in a state of /proc/net/tcp: 01 established, 0A listening."""
+    """Return local and remote port of a process's TCP sockets by state in /proc/net/tcp: 01 established, 0A listen."""
     own = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # the descriptor of the folder itself

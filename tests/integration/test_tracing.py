@@ -23,7 +23,7 @@ CLIENTS = 4
 
 @dataclass(frozen=True)
 class Seen:
-    """A span that arrived."""
+    """A received span."""
 
     service: str
     name: str
@@ -35,7 +35,7 @@ class Seen:
 
 @dataclass
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """The receiver's end of OTLP."""
+    """OTLP receiver."""
 
     address: str = ""
     spans: list[Seen] = field(default_factory=list)
@@ -65,7 +65,7 @@ def collector() -> Iterator[Collector]:
 def test_client_spans_are_children_of_their_rounds_exchange(
     collector: Collector, tmp_path: Path, fresh_root: Path
 ) -> None:
-    """And the numbers are those of a run that nobody traces, also where nobody listens for the traces."""
+    """Results equal those of a run without tracing, also when the collector is absent."""
     told = experiment(
         tmp_path, fresh_root, federation={"rounds": 2, "clients_per_round": CLIENTS, "checkpoint_every_s": 0}
     )
@@ -103,7 +103,7 @@ def test_client_spans_are_children_of_their_rounds_exchange(
 
 
 def test_disabled_tracing_imports_nothing_and_logs_nothing() -> None:
-    """The parent of a span is nobody's business then: no context, no attribute, one shared object."""
+    """Without tracing there is no context and no attribute, and every span is one shared object."""
     assert tracing.here() == ""
     assert tracing.span("round", round=1) is tracing.span("exchange") is tracing.within("00-1-2-01")
     code = "import sys, fedloom.cli.main, fedloom.runner.worker; print('opentelemetry' in sys.modules)"

@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases as pip install 'fedloom[mlflow,wandb]' brings them, in an environment apart."""
+"""MLflow and Weights & Biases as installed by pip install 'fedloom[mlflow,wandb]', in a separate environment."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_parallel_runs_log_to_mlflow_and_wandb(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         pytest.skip(f"packages cannot be had here: {done.stderr}")
-    # FedLoom itself, and torch, are those of this environment: what was installed above comes first.
+    # FedLoom and torch are those of this environment: the packages installed above take precedence.
     ours = sysconfig.get_path("purelib")
     theirs = next((tmp_path / "venv" / "lib").glob("python*")) / "site-packages"
     (theirs / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")

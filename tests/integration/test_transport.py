@@ -211,14 +211,14 @@ def test_randomly_cut_connections_change_nothing(aggregator, worker, background,
 
 @pytest.mark.parametrize("seed", range(2))
 def test_connections_cut_every_few_kilobytes_lose_no_client(aggregator, worker, seed):
-    """Most cuts come while an earlier message is on its way: only what has arrived may be taken for known."""
+    """Most cuts happen during an earlier message: only what has arrived may be taken for known."""
     d, calls = 1_000, []
     proxies = [Proxy(aggregator.address, cut_after=30_000, seed=10 * seed + i) for i in range(2)]
     for i, proxy in enumerate(proxies):
         worker(f"w{i}", address=proxy.address, reconnect_s=60)
     aggregator.wait_for(set(CLIENTS), 30)
     while len(calls) < 12 or min(proxy.cuts for proxy in proxies) <= 5:
-        assert len(calls) < 100  # how often each is cut depends on who works for which client
+        assert len(calls) < 100  # the number of cuts depends on which worker serves which client
         make = partial(step_call, exchange=len(calls)) if calls else start_call
         calls.append(make(CLIENTS, deadline_s=60, d=d))
         check(aggregator.exchange(calls[-1]), *calls)
@@ -238,7 +238,7 @@ def test_connections_cut_every_few_kilobytes_lose_no_client(aggregator, worker, 
     ],
 )
 def test_damaged_frames_are_resent(aggregator, worker, up, word, damaged_word):
-    """Damage that is well-formed: without a checksum it is another name, another learning rate, another client."""
+    """The damage is well-formed: without a checksum it would be another name, learning rate or client."""
     damaged = []
 
     def damage(data, upwards):
@@ -297,7 +297,7 @@ def test_a_worker_with_a_failing_session_exits_and_another_takes_over(aggregator
 
 
 def test_a_worker_with_a_failing_stream_exits_and_another_takes_over(aggregator, worker, background, monkeypatch):
-    """Without memory for a request, a worker that lives on would serve nobody for ever."""
+    """Without memory for a request, a worker that stays alive would never serve anyone again."""
     failing = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
 
@@ -365,7 +365,7 @@ def test_another_worker_takes_over_in_the_middle_of_an_exchange(aggregator, work
 
 
 def test_clients_of_a_replaced_worker_are_charged_before_they_are_asked_again(aggregator, worker):
-    """The noise of a private answer is a secret of the worker's process: another one's is another answer."""
+    """The noise of a private answer is a secret of the worker's process: another worker gives another answer."""
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
     told = []
@@ -388,7 +388,7 @@ def test_clients_of_a_replaced_worker_are_charged_before_they_are_asked_again(ag
     assert counted.is_set()
     assert set(told) <= set(CLIENTS)
     assert len(told) == len(set(told))
-    # A conversation that goes on elsewhere is replayed there, and what was answered is not asked for again.
+    # A conversation that moves to another worker is replayed there, and earlier answers are not requested again.
     aggregator.exchange(step_call(CLIENTS, 1))
     assert len(told) == len(set(told))
 
@@ -443,7 +443,7 @@ def test_a_restarted_aggregator_starts_a_new_session(worker, aggregator):
 
 
 def test_a_worker_past_its_deadline_is_silent_until_it_replies(aggregator, worker):
-    """Also where nobody waits for its answer any more, and the conversation is closed."""
+    """Also if its answer is no longer awaited, and the conversation is closed."""
     served, release = worker(), threading.Event()
     served.before = lambda client, exchange: release.wait(20) and None
     aggregator.wait_for(set(CLIENTS), 30)
@@ -477,7 +477,7 @@ def test_the_deadline_loses_only_late_clients(aggregator, worker):
     def before(client, exchange):
         if client == "dai" and not slept.is_set():
             slept.set()
-            time.sleep(1.8)  # the request was here before: its deadline is past then
+            time.sleep(1.8)  # the request arrived before that: its deadline is past then
 
     served.before = before
     aggregator.wait_for(set(CLIENTS), 30)
@@ -549,7 +549,7 @@ def test_an_unreachable_aggregator_is_logged_once_and_then_rarely(worker, caplog
 
 def test_an_address_without_an_aggregator_is_reported_in_one_sentence(worker):
     class Web(http.server.BaseHTTPRequestHandler):
-        """An HTTP server, which is not what the worker looks for."""
+        """An HTTP server in place of an aggregator."""
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Web)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -649,7 +649,7 @@ def test_workers_beyond_the_join_limit_retry(worker, monkeypatch):
 
 
 def test_the_cost_of_a_join_does_not_depend_on_other_clients():
-    """Not a look at each client of each worker that is there already, which 10,000 would make ten times as dear."""
+    """Do not check each client of each connected worker, which would be ten times as expensive for 10,000."""
 
     def join_and_leave(clients: int) -> int:
         ids = [f"c{i}" for i in range(clients)]
@@ -674,7 +674,7 @@ def test_the_cost_of_a_join_does_not_depend_on_other_clients():
 
 
 def test_a_restarted_worker_joins_though_its_old_stream_is_half_open(worker, monkeypatch):
-    """End the stream of a machine that is gone by keepalive: nothing else does."""
+    """End the stream of a vanished machine by keepalive, the only way to detect it."""
     often = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
     options = tuple({**dict(SERVER_OPTIONS), **often}.items())
     monkeypatch.setattr("fedloom.transport.aggregator.SERVER_OPTIONS", options)
@@ -722,7 +722,7 @@ def test_workers_leave_at_the_end_of_a_run(aggregator, worker):
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_worker_that_connects_at_the_end_of_a_run_is_notified(worker, background, monkeypatch, resumed):
-    """A worker that lost its connection, to this aggregator or to the one before, hears the end."""
+    """A worker that lost its connection, to this aggregator or the previous one, learns of the end."""
     monkeypatch.setattr("fedloom.transport.connected.LINGER_S", 3.0 if resumed else 60.0)
     monkeypatch.setattr("fedloom.transport.worker_connection.LAST_BACKOFF_S", 0.2)
     aggregator = make_aggregator()
@@ -778,7 +778,7 @@ def test_health_and_reflection(aggregator):
 
 
 def test_a_worker_reconnects_after_the_aggregator_changes(aggregator) -> None:
-    """Else it holds the session of the one before, and never answers."""
+    """Otherwise it keeps the previous session, and never answers."""
     peers = [Hostile(aggregator.address, f"w{i}", clients=("anna",)) for i in range(12)]
     last = ""
     with ThreadPoolExecutor(len(peers)) as threads:

@@ -1,4 +1,4 @@
-"""A hostile worker over a real socket: what is wrong is refused and counted, and the round goes on."""
+"""A hostile worker over a real socket: invalid messages are refused and counted, and the round continues."""
 
 import asyncio
 import socket
@@ -45,7 +45,7 @@ COHORT = ("honest", "mallory", "honest2")
 
 
 class Total(Message):
-    """Not in anybody's vocabulary."""
+    """Message that is in no vocabulary."""
 
     x: Tensor = rows(Quantity.MODEL)
 
@@ -89,7 +89,7 @@ def chunk(part, **changes):
 
 
 def tampered(how):
-    """An attack on the parts of an otherwise good reply: begin, chunk 1, chunk 2, end."""
+    """Return an attack on the parts of an otherwise valid reply: begin, chunk 1, chunk 2, end."""
 
     def attack(hostile, request):
         hostile.send(how(hostile.transfer(request, good())))
@@ -98,7 +98,7 @@ def tampered(how):
 
 
 def announced(how):
-    """An attack on the announcement of an otherwise good reply."""
+    """Return an attack on the announcement of an otherwise valid reply."""
 
     def attack(hostile, request):
         parts = hostile.transfer(request, good())
@@ -165,7 +165,7 @@ def test_a_bad_reply_loses_only_its_row_and_the_stream_continues(aggregator, hon
     for row in (0, 2):
         assert torch.equal(answers[row].x, expected(calls[:1], row))
 
-    # The same stream gives a good reply to the next exchange.
+    # The same stream sends a valid reply to the next exchange.
     answers = background(aggregator.exchange, calls[1])
     reply = good()
     hostile.send(hostile.transfer(hostile.request(), reply))
@@ -236,7 +236,7 @@ def test_transfers_of_different_rows_may_interleave(aggregator, background):
 
 @pytest.fixture
 def many(aggregator, background):
-    """A hostile worker that serves four rows, its request, and the answers to be."""
+    """Return a hostile worker that serves four rows, its request, and the future answers."""
     hostile = Hostile(aggregator.address, clients=("a", "b", "mallory", "honest"))
     hostile.join()
     answers = background(aggregator.exchange, start_call(("a", "b", "mallory", "honest"), d=4, deadline_s=5))
@@ -245,7 +245,7 @@ def many(aggregator, background):
 
 
 def of(request, *rows):
-    """The address of a reply of several rows."""
+    """Return the address of a reply of several rows."""
     return {"rows": rows, "clients": [request.clients[row] for row in rows]}
 
 
@@ -309,7 +309,7 @@ def test_out_of_order_repeated_or_unknown_rows_lose_no_client(aggregator, many, 
 
 
 def test_small_replies_share_a_transfer(aggregator, monkeypatch):
-    """Four rows come in one Begin or a few, as the millisecond has it; large ones in one each."""
+    """Four rows arrive in one Begin or a few, depending on timing; large ones in one each."""
     begun = []
     begin = Receiver._begin
     monkeypatch.setattr(Receiver, "_begin", lambda self, link, part: (begun.append(part), begin(self, link, part)))
@@ -388,7 +388,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_of_useless_messages_ends_its_stream(aggregator, honest, hostile, background, caplog, flood):
-    """It costs a few parts, however many are sent, and a few lines of log."""
+    """It costs a few parts and a few lines of log, regardless of the number sent."""
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=20))
     hostile.request()
@@ -404,7 +404,7 @@ def test_a_flood_of_useless_messages_ends_its_stream(aggregator, honest, hostile
 
 
 def test_rows_of_silent_workers_are_reassigned_and_they_get_fewer(aggregator):
-    """Five who join and say nothing cost seconds, once, and not a deadline each round."""
+    """Five silent workers cost seconds once, instead of a deadline each round."""
     everyone = ("anna", "bo", "carla", "dai", "emil", "honest")
     silent = [Hostile(aggregator.address, name=f"a{i}", clients=everyone) for i in range(5)]
     for each in silent:
@@ -429,7 +429,7 @@ def test_rows_of_silent_workers_are_reassigned_and_they_get_fewer(aggregator):
 
 
 def test_a_second_worker_that_refuses_a_row_does_not_lose_it(aggregator, monkeypatch, background):
-    """The first is slow; the second gives the row up, or sends what is refused: the first is waited for."""
+    """The first worker is slow; the second gives the row up, or sends an invalid reply: the first is awaited."""
     slow = Worker(aggregator.address, "slow", ["mallory"])
     aggregator.wait_for(["mallory"], 30)
     go_on = threading.Event()
@@ -575,7 +575,7 @@ def test_booleans_and_broadcasts_in_a_reply_are_checked(background):
     request = hostile.request()
     message = Flags(torch.ones(2, 4, dtype=torch.bool), torch.tensor([1, 2]))
     hostile.send(hostile.transfer(request, message, rows=[0, 1], clients=["a", "b"]))
-    assert all("broadcast" in answer.reason for answer in answers.result(10))  # of which there is one for each row
+    assert all("broadcast" in answer.reason for answer in answers.result(10))  # one broadcast for each row
     hostile.leave()
     aggregator.stop()
 
@@ -605,7 +605,7 @@ worker.thread.join(10)
 
 @pytest.mark.slow
 def test_idle_connections_leave_file_descriptors_free(tmp_path):
-    """More connections than the process may have files: it goes on, and says that it is full."""
+    """With more connections than allowed files, the process continues and logs that it is full."""
     program = tmp_path / "crowded.py"
     program.write_text(CROWDED)
     command = [sys.executable, program, Path(__file__).parent]
@@ -651,7 +651,7 @@ def test_health_accepts_only_service_names(aggregator, call):
 
 
 def anything_of(answers):
-    """The statuses that came before a stream ended."""
+    """Return the statuses received before a stream ended."""
     try:
         for answer in answers:
             yield health_pb2.HealthCheckResponse.FromString(answer).status
@@ -660,7 +660,7 @@ def anything_of(answers):
 
 
 def test_health_watchers_are_bounded_and_the_newest_stay(aggregator):
-    """Twenty connections with as many streams each as a connection may have."""
+    """Twenty connections, each with the maximum number of streams."""
     channels = [anonymous(aggregator.address) for _ in range(20)]
     try:
         streams = []

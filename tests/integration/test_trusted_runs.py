@@ -1,4 +1,4 @@
-"""Whole runs whose aggregator knows who comes: processes with certificates and tokens, as a person starts them."""
+"""Whole runs whose aggregator authenticates peers: processes with certificates and tokens, as a user starts them."""
 
 from __future__ import annotations
 

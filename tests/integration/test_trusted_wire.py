@@ -66,7 +66,7 @@ BY_ROLE = "version: 1\nidentities:\n" + "".join(
 
 
 class Federation:
-    """An aggregator with TLS, a table and tokens, and its members' credentials."""
+    """An aggregator with TLS, an identity file and tokens, and its members' credentials."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class Federation:
         return aggregator
 
     def member(self, name: str | None, *, token: str | None = None, ca: Path | None = None, days=30) -> Credentials:
-        """The credentials of a member, whose certificate is made; a token is kept by name."""
+        """Return the credentials of a member, with a new certificate; a token is stored by name."""
         certificate = key = token_file = None
         if name is not None:
             made = make_certificate(name, self.folder, ca or self.ca, days=days, replace=True)
@@ -134,7 +134,7 @@ def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fede
 
 
 def answers_are_right(aggregator: Aggregator, calls: list) -> None:
-    """One more exchange, and whether it gives what it gives without any wire."""
+    """Check that another exchange gives the same results as without a wire."""
     answers = aggregator.exchange(calls[-1])
     for row, answer in enumerate(answers):
         assert torch.equal(answer.x[0], expected(calls, row)[0]), answer
@@ -169,7 +169,7 @@ def test_a_conversation_over_tls(federation: Federation, by: str) -> None:
     assert events == ["join", "leave"]
 
 
-# ---- who may call what
+# ---- permissions by role
 
 
 def call_join(channel, metadata, clients=("a-1",)):
@@ -180,7 +180,7 @@ def call_join(channel, metadata, clients=("a-1",)):
 
 
 def stand_in(clients) -> bytes:
-    """A Hello as a worker would send it."""
+    """Return a Hello as a worker would send it."""
     from transport_support import ALGORITHMS
 
     hello = wire.Hello(
@@ -236,7 +236,7 @@ def call_personalize(channel, metadata):
     try:
         return next(method(iter([seal_frame(serialize(ask))]), metadata=metadata, timeout=10))
     except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:  # it was let in, and what it asks was looked at
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:  # the call was permitted, and its request checked
             return error
         raise
 
@@ -292,7 +292,7 @@ def test_the_documented_permission_table_matches_tests_and_interceptor() -> None
     roles = [None if name == "nobody" else name.strip("`") for name in head.strip(" |").split(" | ")]
     assert set(roles) == {*Role, None}
     known = [*gate.ACTIONS, f"{gate.HEALTH}Health", "/grpc.reflection.v1alpha.ServerReflection/Reflection"]
-    found = dict.fromkeys(known, dict.fromkeys(roles, False))  # anything else is for nobody
+    found = dict.fromkeys(known, dict.fromkeys(roles, False))  # anything else is for no role
     for row in rows:
         calls, *cells = row.strip()[1:-1].split("|")
         may = {role: bool(cell.strip()) for role, cell in zip(roles, cells, strict=True)}
@@ -379,7 +379,7 @@ def test_almost_equal_tokens_are_rejected(by_role, metadata) -> None:
 def test_data_from_strangers_are_neither_parsed_nor_awaited(
     federation: Federation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sent: bytes | None
 ) -> None:
-    monkeypatch.setattr(audit, "REPEATED_S", 0.0)  # each refusal has its line
+    monkeypatch.setattr(audit, "REPEATED_S", 0.0)  # each rejection has its line
     monitor = Monitor()
     about = {
         "notices": ProgressPublisher(Monitor("run-1", "toy", 1)),
@@ -393,7 +393,7 @@ def test_data_from_strangers_are_neither_parsed_nor_awaited(
     def messages() -> Iterator[bytes]:
         if sent is not None:
             yield sent
-        over.wait(20)  # the caller's side stays open: who waits for its end, or for a message, answers too late
+        over.wait(20)  # the caller's side stays open: waiting for its end, or for a message, would delay the answer
 
     with dialled(federation) as channel:
         for call in gate.ACTIONS:
@@ -470,7 +470,7 @@ def test_only_the_same_identity_can_replace_a_worker(federation: Federation) -> 
     answers_are_right(aggregator, [start_call(CLIENTS)])
 
 
-# ---- the time that a stream has
+# ---- lifetime of a stream
 
 
 def test_a_stream_past_its_lifetime_reconnects_without_repeated_computation(
@@ -556,13 +556,13 @@ X = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: 
 
 @pytest.mark.parametrize("first", ["the member's", "the aggregator's", "the tokens"])
 def test_credential_files_updated_one_after_the_other_end_no_worker(federation: Federation, first: str) -> None:
-    """Refresh token and table one after the other, as Kubernetes does; in between the token is unknown."""
+    """Refresh token and identity file one after the other, as Kubernetes does; in between the token is unknown."""
     aggregator = federation.start(X, mutual=False, tokens=True)
     worker = federation.worker(federation.member(None, token="x"), reconnect_s=60)
     aggregator.wait_for(CLIENTS, 10)
     calls = [start_call(CLIENTS)]
     answers_are_right(aggregator, calls)
-    others = federation.folder / "tokens-after.json"  # without the old one
+    others = federation.folder / "tokens-after.json"  # without the old token
     new, entry = add_token(others, "x" if first != "the tokens" else "y")
     steps = {
         "member": lambda: replace(federation.folder / "x.token", new.get_secret_value()),
@@ -606,7 +606,7 @@ def test_an_unknown_token_ends_a_worker_after_reconnect_s_and_a_revoked_one_at_o
 def test_a_launcher_resumes_watching_once_its_token_is_valid_again(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An aggregator that nobody watches ends (``cluster.orphan_after_s``)."""
+    """An aggregator without watchers ends (``cluster.orphan_after_s``)."""
     table = "version: 1\nidentities:\n  - {name: x, token: x, roles: [watch]}\n"
     federation.start(table, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
     federation.member(None, token="x")
@@ -624,13 +624,13 @@ def test_a_launcher_resumes_watching_once_its_token_is_valid_again(
         replace(federation.tokens, known)
         until(lambda: launcher.latest is not None)
     id = token_id(SecretStr((federation.folder / "x.token").read_text()))
-    assert len([line for line in said if id in line]) == 2, said  # when it was put out, and when it came again
+    assert len([line for line in said if id in line]) == 2, said  # when it was disconnected, and when it reconnected
 
 
 def test_a_revoked_member_is_disconnected_even_after_another_rejection(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that is refused reads the files; that they have changed must still be seen by who reviews streams."""
+    """A rejected call reads the files; the review of streams must still see that they have changed."""
     monkeypatch.setattr(gate, "CHECK_S", 0.5)
     aggregator = federation.start(None, mutual=False, tokens=True)
     credentials = federation.member(None, token="x")
@@ -665,7 +665,7 @@ def test_expiry_of_the_servers_certificate_is_announced_once(
     monkeypatch.setattr(ReloadingFile, "refresh", lambda self: (looked.append(None), refresh(self))[1])
 
     def looks() -> None:
-        """Wait until it has looked a few times more."""
+        """Wait for a few more file checks."""
         least = len(looked) + 5
         until(lambda: len(looked) > least)
 
@@ -697,7 +697,7 @@ def test_a_damaged_identity_file_disconnects_nobody(federation: Federation, capl
 
 
 def test_certificates_and_authorities_are_rotated_during_a_conversation(federation: Federation) -> None:
-    """First everybody is given both authorities, then the new certificates, and then the old authority goes."""
+    """First every peer gets both authorities, then the new certificates, and then the old authority is removed."""
     aggregator = federation.start()
     credentials = federation.member("north")
     worker = federation.worker(credentials)
@@ -737,7 +737,7 @@ def pair(federation: Federation, name: str, ca: Path) -> tuple[Path, Path]:
 
 
 def test_tls_connections_cut_every_few_kilobytes_lose_no_client(federation: Federation) -> None:
-    """In handshakes, too: the aggregator is not taken for one that cannot be believed."""
+    """Also during handshakes: the cut is not taken for an untrusted aggregator."""
     aggregator = federation.start()
     proxies = [Proxy(federation.address, cut_after=30_000, seed=seed) for seed in range(2)]
     for i, proxy in enumerate(proxies):
@@ -754,12 +754,12 @@ def test_tls_connections_cut_every_few_kilobytes_lose_no_client(federation: Fede
         proxy.close()
 
 
-# ---- who does not believe whom
+# ---- untrusted peers
 
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Make certificates as they were made so many days from now."""
+    """Create certificates as of so many days from now."""
 
     def at(days: float) -> None:
         monkeypatch.setattr(certificates, "_now", lambda: datetime.now(UTC) + timedelta(days=days))
@@ -794,7 +794,7 @@ def test_a_server_with_an_untrusted_certificate_is_rejected(
         days = {"ended": -20, "not yet": 20}.get(what, 0)
         patch.setattr(certificates, "_now", lambda: datetime.now(UTC) + timedelta(days=days))
         make_certificate("server", federation.folder, federation.ca, hosts=hosts, days=10, replace=True)
-    if days:  # the server's own clock says otherwise
+    if days:  # the server's own clock is shifted
         real = certificates.read_key_pair.__globals__["datetime"]
         shifted = type("shifted", (datetime,), {"now": classmethod(lambda cls, zone: real.now(zone) + timedelta(days))})
         with monkeypatch.context() as patch:
@@ -810,7 +810,7 @@ def test_a_server_with_an_untrusted_certificate_is_rejected(
             ClientOptions(trusted, federation.folder / "north/tls.crt", federation.folder / "north/tls.key")
         )
     if who == "worker":
-        error = ended(federation.worker(credentials, reconnect_s=60))  # and yet at once
+        error = ended(federation.worker(credentials, reconnect_s=60))  # without delay, nevertheless
     else:
         with pytest.raises(FedloomError) as raised:
             next(follow(federation.address, connect_s=0.5, credentials=credentials))
@@ -966,7 +966,7 @@ def test_nobody_is_admitted_while_the_audit_log_cannot_be_written(federation: Fe
     assert len(federation.events("join")) == 1
 
 
-# ---- what is never shown
+# ---- secrets are never shown
 
 
 def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
@@ -985,7 +985,7 @@ def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.Lo
         revoke_tokens(federation.tokens, "x")
         errors.append(ended(worker))
     secrets = [path.read_text().strip() for path in federation.folder.glob("*.token")]
-    secrets += [secret.split("_", 2)[2] for secret in secrets]  # the part that is secret may hold a _, too
+    secrets += [secret.split("_", 2)[2] for secret in secrets]  # the secret part may contain a _, too
     secrets += [line for path in federation.folder.rglob("*.key") for line in path.read_text().splitlines()[1:-1]]
     told = [record.getMessage() for record in caplog.records] + [repr(record.__dict__) for record in caplog.records]
     told += [str(error) + repr(error) + repr(error.__cause__) for error in errors]
@@ -997,7 +997,7 @@ def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.Lo
 
 
 def test_a_hostile_peer_with_an_identity_can_only_answer_for_its_own_clients(federation: Federation) -> None:
-    """It knows the run and everybody's rows, and says that it has the answer of a client that is another's."""
+    """The peer knows the run and all rows, and claims to have the answer of a client of another member."""
     token = make_token()
     aggregator = make_aggregator(protection=Protection(ServerOptions(token=token)), audit=Audit(federation.audit))
     federation.running.append(aggregator)
@@ -1027,7 +1027,7 @@ def test_a_hostile_peer_with_an_identity_can_only_answer_for_its_own_clients(fed
     assert encode(poison)
 
 
-# ---- what a member costs the others
+# ---- limits of a member
 
 
 def announcing(federation: Federation, name: str, clients: list[str], token: str) -> Hostile:
@@ -1057,7 +1057,7 @@ def test_the_client_limit_of_an_identity_spans_its_workers(federation: Federatio
     until(lambda: federation.events("refused"))
     joined.append(announcing(federation, "second", ["g-4", "g-5"], token))
     assert joined[1].join().WhichOneof("part") == "welcome"
-    joined.append(announcing(federation, "first", ["g-1", "g-2", "g-6"], token))  # in place of its own older stream
+    joined.append(announcing(federation, "first", ["g-1", "g-2", "g-6"], token))  # replaces its own older stream
     assert joined[2].join().WhichOneof("part") == "welcome"
     until(lambda: sorted(len(worker.clients) for worker in aggregator.workers()) == [2, 3])
     for each in (*joined, crowd):
@@ -1105,7 +1105,7 @@ def _watched(channel, method, metadata) -> bool:
 def test_a_long_identity_file_is_read_in_the_background(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call after a change waits until the table is read; health, as everything else on the event loop, does not."""
+    """A call after a change waits until the file is read; health checks and the rest of the event loop do not."""
     monkeypatch.setattr(gate, "CHECK_S", 3_600.0)
     token = add_token(federation.tokens, "last")[0].get_secret_value()
     federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
@@ -1122,6 +1122,6 @@ def test_a_long_identity_file_is_read_in_the_background(
     with dialled(federation) as channel, dialled(federation) as other:
         watching = channel.unary_stream(f"/{control.CONTROL}/{control.WATCH}")(b"", metadata=metadata, timeout=60.0)
         assert reading.wait(60.0)
-        call_health(other, ())  # answered while the table is being read
+        call_health(other, ())  # answered while the file is being read
         go_on.set()
-        assert next(watching)  # the newest table lets it in
+        assert next(watching)  # the newest file permits it

@@ -1,4 +1,4 @@
-"""Every command of the tutorials does what the page says: its shell blocks are run, in order, in an empty folder."""
+"""Every command of the tutorials works as the page says: its shell blocks are run, in order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
 
 
 class Shell:
-    """Runs blocks of shell; ``fedloom`` by the tests' own way to start it, everything else by bash."""
+    """Runner of shell blocks; ``fedloom`` runs as elsewhere in the tests, everything else in bash."""
 
     def __init__(self, folder: Path, processes: contextlib.ExitStack) -> None:
         self.folder, self._processes = folder, processes
@@ -69,7 +69,7 @@ class Shell:
 
 
 def blocks_of(page: str) -> list[str]:
-    """The shell blocks of a tutorial."""
+    """Return the shell blocks of a tutorial."""
     text = (TUTORIALS / page).read_text(encoding="utf-8")
     return re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 

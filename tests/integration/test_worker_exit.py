@@ -1,4 +1,4 @@
-"""Exit codes of the workers of `fedloom run`, which the run learns at once."""
+"""Exit codes of the workers of `fedloom run`, which reach the run at once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pyte
 
 
 def partition(path: Path) -> Path:
-    """Make the partition of an experiment, and say where it is."""
+    """Create the partition of an experiment, and return its folder."""
     said = fedloom("partition", path)
     return next(Path(word) for word in said.split() if (Path(word) / "partition.json").is_file())
 
 
 def test_a_rejected_worker_reports_the_reason_while_its_parent_runs(fresh_root: Path, tmp_path: Path) -> None:
-    """A process of its own: how an interpreter ends is the point."""
+    """Use a separate process: the test is about the exit of an interpreter."""
     aggregator = make_aggregator()  # of a method that no worker has
     address = aggregator.start("127.0.0.1:0")
     command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", address]
@@ -39,7 +39,7 @@ def test_a_rejected_worker_reports_the_reason_while_its_parent_runs(fresh_root: 
             text=True,
         )
         assert process.stdin is not None
-        code = process.wait(WAIT_S)  # with our end of the pipe open
+        code = process.wait(WAIT_S)  # our end of the pipe is open
         _, said = process.communicate()
     finally:
         aggregator.stop()
@@ -51,7 +51,7 @@ def test_a_rejected_worker_reports_the_reason_while_its_parent_runs(fresh_root: 
 def test_a_worker_that_fails_permanently_ends_the_run_with_its_exit_code(
     small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path
 ) -> None:
-    """Killed, it is started again, and finds another partition where its own was. No forks: see above."""
+    """Killed, it is restarted, and finds another partition in place of its own. No forks: see above."""
     other = experiment(tmp_path / "other", fresh_root, data={"held_out_fraction": 0.2})
     link, run = tmp_path / "partition", tmp_path / "run"
     link.symlink_to(partition(small_run[0]))

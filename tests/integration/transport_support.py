@@ -43,7 +43,7 @@ class Sum(Message):
 
 
 def accumulate(client: str, opening: Start):
-    """The client half: remembers what it was told, and mixes in who it is."""
+    """Client algorithm: accumulates what it receives, and adds a number of the client."""
     total = opening.x * opening.shared + len(client)
     while True:
         message = yield Sum(total)
@@ -51,7 +51,7 @@ def accumulate(client: str, opening: Start):
 
 
 class ToySession:
-    """Holds one coroutine per row, as the federation's session does; counts what was really computed."""
+    """Session with one coroutine per row, like the federation's; it counts the real computations."""
 
     def __init__(self) -> None:
         self.vocabulary = {"Start": Start, "Step": Step}
@@ -87,7 +87,7 @@ class ToySession:
 
 
 class Worker:
-    """``serve`` in a thread, with what it raised."""
+    """``serve`` in a thread, with its exception."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Worker:
         self.sessions: list[ToySession] = []
         self.joined: list = []
         self.error: BaseException | None = None
-        self.over: bool | None = None  # what serve returned
+        self.over: bool | None = None  # return value of serve
         self.before = lambda client, exchange: None
         self.stop = threading.Event()
         self.bandwidth = bandwidth
@@ -139,7 +139,7 @@ class Worker:
 
 
 class Hostile:
-    """A worker written by hand on the synchronous gRPC client: sends whatever a test wants."""
+    """A worker written by hand on the synchronous gRPC client: it can send anything."""
 
     def __init__(self, address, name="hostile", clients=("mallory",), metadata=(), credentials=None, **hello) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
@@ -167,7 +167,7 @@ class Hostile:
         self.outgoing.put(data)
 
     def next(self):
-        """The next part from the aggregator."""
+        """Return the next part from the aggregator."""
         while not self.parts:
             self.parts = list(parse_frame(wire.AggregatorFrame, next(self.incoming)).parts)
         return self.parts.pop(0)
@@ -178,13 +178,13 @@ class Hostile:
         return getattr(part, kind)
 
     def request(self):
-        """The envelope of the next request; its data is read and forgotten."""
+        """Return the envelope of the next request; its data are read and discarded."""
         begin = self.next_of("begin")
         self.next_of("end")
         return begin.envelope
 
     def envelope(self, request, position=0, **changes):
-        """The envelope of a reply to one row of a request."""
+        """Return the envelope of a reply to one row of a request."""
         envelope = wire.Envelope(
             run=request.run, incarnation=request.incarnation, conversation=request.conversation,
             exchange=request.exchange, rows=[request.rows[position]], clients=[request.clients[position]],
@@ -200,7 +200,7 @@ class Hostile:
         return envelope
 
     def transfer(self, request, message, position=0, **changes) -> list:
-        """The parts of a reply, for a test to tamper with."""
+        """Return the parts of a reply, for a test to change."""
         pieces = self.cutter.parts(self.envelope(request, position, **changes), encode(message))
         return [part for piece in pieces for part in parse_frame(wire.WorkerFrame, b"".join(piece), seal=False).parts]
 
@@ -209,7 +209,7 @@ class Hostile:
             self.part(part)
 
     def status(self):
-        """The status with which the aggregator ended the stream."""
+        """Return the status with which the aggregator ended the stream."""
         try:
             while True:
                 self.next()
@@ -225,7 +225,7 @@ class Hostile:
 
 
 class Proxy:
-    """Forwards TCP connections until it is told to cut them, or each after about so many bytes."""
+    """Proxy that forwards TCP connections until it cuts them on request, or each after about so many bytes."""
 
     def __init__(self, target, cut_after=None, seed=0, damage=None) -> None:
         self.cuts = 0
@@ -257,7 +257,7 @@ class Proxy:
                 threading.Thread(target=self._pump, args=(source, sink, left), daemon=True).start()
 
     def _pump(self, source, sink, left) -> None:
-        """Forward bytes; ``left`` is how many both directions together may still carry."""
+        """Forward bytes; ``left`` is the number that both directions together may still carry."""
         try:
             while left[0] > 0 and (data := source.recv(1 << 16)):
                 if self.frozen:
@@ -275,7 +275,7 @@ class Proxy:
                 continue
 
     def freeze(self) -> None:
-        """From now on forward nothing, and end nothing: as a machine that is gone."""
+        """Stop forwarding without closing anything, like a vanished machine."""
         self.frozen = True
 
     def cut(self) -> None:

@@ -1,4 +1,4 @@
-"""Stand-in for Katib, which treats an Experiment as its sources of June 2026 (33c8ff4) do.
+"""Stand-in for Katib, which handles an Experiment as its sources of June 2026 (33c8ff4) do.
 
 Its custom resource has no schema: a webhook checks it (``pkg/webhook/v1beta1/experiment/validator``), another one
 wraps a trial's command in a shell (``pkg/webhook/v1beta1/pod``), a suggestion service draws values
@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 
 
 def refusals(experiment: Object) -> list[str]:
-    """Return what Katib would refuse about an Experiment."""
+    """Return the errors for which Katib would reject an Experiment."""
     return [*_of_spec(experiment), *_of_parameters(experiment["spec"]), *_of_template(experiment["spec"])]
 
 
@@ -147,7 +147,7 @@ def _of_template(spec: Object) -> Iterator[str]:
     job = template["trialSpec"]
     if job["metadata"].keys() & {"name", "namespace"}:
         yield "trialSpec.metadata: name and namespace must be omitted"
-    # It reads the Job into its own type and back, which leaves out empty mappings and texts: they count as not read.
+    # Katib converts the Job to its own type and back, which drops empty mappings and texts: they are ignored here.
     yield from (f"trialSpec: {place} is empty" for place in _empty(job) if not place.endswith(".emptyDir"))
     containers = [container["name"] for container in job["spec"]["template"]["spec"]["containers"]]
     if template["primaryContainerName"] not in containers:
@@ -171,7 +171,7 @@ def settings_of(algorithm: Object) -> dict[str, str]:
 
 
 class Suggestions:
-    """The suggestion service that draws by Optuna: of ``grid``, and of ``random`` if it is configured so."""
+    """Suggestion service that samples by Optuna: for ``grid``, and for ``random`` if it is configured so."""
 
     def __init__(self, spec: Object) -> None:
         seed = int(settings_of(spec["algorithm"])["random_state"])
@@ -199,7 +199,7 @@ class Suggestions:
 
 
 def trial_job(spec: Object, name: str, assignments: Mapping[str, str]) -> Object:
-    """Return the Job of a trial: values stand in for their places in the template's JSON text."""
+    """Return the Job of a trial, with values in place of the parameters in the template's JSON text."""
     template = spec["trialTemplate"]
     text = json.dumps(template["trialSpec"])
     for parameter in template["trialParameters"]:
@@ -212,7 +212,7 @@ def trial_job(spec: Object, name: str, assignments: Mapping[str, str]) -> Object
 
 
 def wrap(job: Object, spec: Object, *, stops: bool) -> None:
-    """Wrap the command of the trial's container in a shell that notes its end, and mount the folder of the metrics."""
+    """Wrap the trial's command in a shell that records its end, and mount the folder of the metrics."""
     pod = job["spec"]["template"]["spec"]
     (container,) = (c for c in pod["containers"] if c["name"] == spec["trialTemplate"]["primaryContainerName"])
     folder = str(Path(spec["metricsCollectorSpec"]["source"]["fileSystemPath"]["path"]).parent)
@@ -229,7 +229,7 @@ def wrap(job: Object, spec: Object, *, stops: bool) -> None:
 
 
 def collected(text: str, metrics: Sequence[str]) -> list[Metric]:
-    """Return what the collector reads in a metrics file: lines that begin with a time, and values of these metrics."""
+    """Return the collector's metrics of a file: lines that begin with a time, and values of these metrics."""
     found = []
     for line in text.splitlines():
         if not any(name in line for name in metrics):

@@ -73,8 +73,8 @@ WORKFLOW = "personalized-federation-x7k2p"
 class Fault:
     """Fault of requests whose method and path match: ``times`` of them, after ``skip``.
 
-    ``status`` answers with an error, or with ``location`` elsewhere; ``drop`` closes the connection, before the request
-    is heard or after it was; ``delay_s`` comes first.
+    ``status`` answers with an error, or with a redirect to ``location``; ``drop`` closes the connection, before or
+    after the request is processed; ``delay_s`` comes first.
     """
 
     request: str
@@ -88,23 +88,23 @@ class Fault:
 
 @dataclass
 class KubeflowApi:
-    """An installation.
+    """An installation of Kubeflow Pipelines.
 
     Attributes
     ----------
     namespaces
         Profiles to which the token's owner has rights; empty on an installation for one user.
     token
-        The only one that is accepted; None accepts any request.
+        The only accepted token; None accepts any request.
     tokens
-        Those that are accepted, each with the number of requests until it ends, instead of ``token``.
+        Accepted tokens, each with the number of requests until it expires, instead of ``token``.
     gateway
-        What admits requests before the API does; None behind a port-forward, or in the cluster.
+        Gateway in front of the API; None behind a port-forward, or in the cluster.
     rights, right
         Verb and resource of every right that was needed, and of the last.
     script
-        What a run is at each look at it: state, and the author's tasks as (name, state, printed); the last stays. A
-        name that ends in ``(N)`` is an attempt after the first.
+        Successive views of a run: state, and the author's tasks as (name, state, printed); the last view stays. A name
+        that ends in ``(N)`` is an attempt after the first.
     interface
         Whether the address also serves the user interface, as a cluster's gateway does.
     """
@@ -132,11 +132,11 @@ class KubeflowApi:
     clock: int = 0
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Number of pipelines, versions, experiments and runs."""
+        """Return the number of pipelines, versions, experiments and runs."""
         return len(self.pipelines), len(self.versions), len(self.experiments), len(self.runs)
 
     def hears(self, request: str) -> threading.Event:
-        """Is set when a request has been heard whose method and path match."""
+        """Return an event that is set when a request whose method and path match has been received."""
         return self.heard.setdefault(request, threading.Event())
 
     # Requests, by method and path; arguments are the path's parts, the query and the body.
@@ -226,7 +226,7 @@ class KubeflowApi:
         return self.kept(self.runs, "run_id", {**body, "state": "PENDING", "looks": 0})
 
     def check_parameters(self, body: Json) -> None:
-        """Refuse a run, or a recurring run, whose version or parameters are not as the pipeline says."""
+        """Reject a run, or a recurring run, whose version or parameters do not match the pipeline."""
         reference = body["pipeline_version_reference"]
         version = self.found(self.versions, reference["pipeline_version_id"], "version")
         spec = version["pipeline_spec"]
@@ -261,7 +261,7 @@ class KubeflowApi:
         return {key: value for key, value in found.items() if key != "looks"}
 
     def _nodes(self, run: str, tasks: list[tuple[str, str, str]]) -> list[Json]:
-        """The nodes of a workflow whose author knows these tasks, each behind a node that would retry it."""
+        """Return the nodes of a workflow whose author defined these tasks, each behind a node for retries."""
         nodes: list[Json] = []
 
         def add(name: str, state: str, children: list[str]) -> str:
@@ -321,7 +321,7 @@ class KubeflowApi:
         return {}
 
     def needs(self, method: str, path: str) -> None:
-        """Note the right that a request needs; one for a run needs it in the namespace of its experiment."""
+        """Record the right that a request needs; one for a run needs it in the namespace of its experiment."""
         self.right = right_of(method, path)
         if f"{method} {path}" != HEALTH:
             self.rights.add(self.right)
@@ -341,7 +341,7 @@ class KubeflowApi:
         return kept[key]
 
     def kept(self, kept: dict[str, Json], key: str, body: Json) -> Json:
-        """Keep a new object, created a second after the one before."""
+        """Store a new object, created a second after the previous one."""
         self.clock += 1
         made = {
             key: str(uuid.uuid4()),
@@ -499,14 +499,14 @@ class Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that was interrupted while it was answered; it would be in another's output."""
+        """Ignore a client that disconnects during its answer; the message would be in another test's output."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def serving(api: KubeflowApi) -> Iterator[KubeflowApi]:
-    """Serve an installation on this machine; its ``host`` is known in the block."""
+    """Serve an installation on this machine; its ``host`` is set within the block."""
     handler = type("HandlerOfOne", (Handler,), {"api": api})
     server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True

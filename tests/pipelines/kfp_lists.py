@@ -1,7 +1,7 @@
-"""Lists of the Kubeflow Pipelines API, v2beta1: filters, order and pages, and errors, as its API server has them.
+"""Lists of the Kubeflow Pipelines API, v2beta1: filters, order, pages and errors, as in its API server.
 
 Sources, of kubeflow/pipelines 2.17: ``backend/src/apiserver/filter/filter.go`` (keys and operations of a filter),
-``backend/src/apiserver/list/list.go`` (20 items a page, at most 200; a token that is handed back), and
+``backend/src/apiserver/list/list.go`` (20 items a page, at most 200; a token for the next page), and
 ``APIToModelFieldMap`` of ``backend/src/apiserver/model`` (keys by which each kind can be filtered and sorted).
 """
 
@@ -49,6 +49,6 @@ def listed(kind: str, found: list[Json], query: Json) -> Json:
 
 
 def known(kind: str, key: str) -> None:
-    """Refuse a key by which this kind cannot be filtered or sorted."""
+    """Reject a key by which this kind cannot be filtered or sorted."""
     if key not in KEYS[kind]:
         raise Refused(400, 3, f"Invalid input error: no support for filtering on unrecognized field {key!r}")

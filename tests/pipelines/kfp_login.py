@@ -34,7 +34,7 @@ EMPTY_IDENTITY = (
 
 
 def jwt(number: int = 0, *, lasts_s: float = 3600.0, **claims: Any) -> str:
-    """A token as ``kubectl create token`` prints it, with a signature that nobody checks."""
+    """Return a token as ``kubectl create token`` prints it, with a signature that is never checked."""
     told = {
         "aud": ["pipelines.kubeflow.org"],
         "exp": int(time.time() + lasts_s),
@@ -47,7 +47,7 @@ def jwt(number: int = 0, *, lasts_s: float = 3600.0, **claims: Any) -> str:
 
 
 def right_of(method: str, path: str) -> tuple[str, str]:
-    """Verb and resource of the right that a request to the API needs.
+    """Return verb and resource of the right that a request to the API needs.
 
     kubeflow/pipelines: ``server/pipeline_server.go``, where a version is its pipeline's, ``server/run_server.go``,
     and ``server/job_server.go``, where recurring runs are jobs.
@@ -59,7 +59,7 @@ def right_of(method: str, path: str) -> tuple[str, str]:
 
 
 def denied(user: str, namespace: str, verb: str, resource: str) -> str:
-    """The API's words for a right that is missing (``resource_manager.go``, ``IsAuthorized``)."""
+    """Return the API's message for a missing right (``resource_manager.go``, ``IsAuthorized``)."""
     request = (
         f"&ResourceAttributes{{Namespace:{namespace},Verb:{verb},Group:pipelines.kubeflow.org,Version:v1beta1,"
         f"Resource:{resource},Subresource:,Name:,}}"
@@ -68,7 +68,7 @@ def denied(user: str, namespace: str, verb: str, resource: str) -> str:
 
 
 class Page(NamedTuple):
-    """An answer that is not the API's."""
+    """An answer of another service than the API."""
 
     status: int
     kind: str
@@ -78,12 +78,12 @@ class Page(NamedTuple):
 
 @dataclass
 class Gateway:
-    """Gateway before the API.
+    """Gateway in front of the API.
 
     Attributes
     ----------
     session
-        Value of the cookie of a session; None: nobody is logged in.
+        Value of the cookie of a session; None: there is no session.
     trusts_accounts
         Whether its issuers include the cluster (overlay ``m2m-dex-and-kind``).
     redirects
@@ -96,7 +96,7 @@ class Gateway:
     cookies: list[str | None] = field(default_factory=list)
 
     def answer(self, path: str, headers: Mapping[str, str], *, known: bool) -> Page | None:
-        """The answer to a request that does not reach the API; None if it does."""
+        """Return the answer to a request that does not reach the API; None if it does."""
         if headers.get("Authorization") is not None:
             if not self.trusts_accounts:
                 return Page(401, "text/plain", b"Jwt issuer is not configured")

@@ -24,7 +24,7 @@ CRON_BOUNDS = {"second": 59, "minute": 59, "hour": 23, "day": 31, "month": 12, "
 
 
 def create(api: KubeflowApi, query: Json, body: Json) -> Json:
-    """Create one, and check its pipeline's parameters."""
+    """Create a recurring run, after a check of its pipeline's parameters."""
     experiment = api.found(api.experiments, body["experiment_id"], "experiment")
     api.may(experiment["namespace"])
     if not body.get("display_name"):
@@ -43,12 +43,12 @@ def create(api: KubeflowApi, query: Json, body: Json) -> Json:
 
 
 def read(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
-    """Return one."""
+    """Return a recurring run."""
     return api.found(api.recurring, run, "recurring run")
 
 
 def list_all(api: KubeflowApi, query: Json, body: Any) -> Json:
-    """List those of an experiment or a namespace."""
+    """List the recurring runs of an experiment or a namespace."""
     if "experiment_id" in query:
         namespace = api.found(api.experiments, query["experiment_id"], "experiment")["namespace"]
         mine = [one for one in api.recurring.values() if one["experiment_id"] == query["experiment_id"]]
@@ -60,19 +60,19 @@ def list_all(api: KubeflowApi, query: Json, body: Any) -> Json:
 
 
 def enable(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
-    """Start runs again."""
+    """Resume starting runs."""
     api.found(api.recurring, run, "recurring run").update(status="ENABLED", mode="ENABLE")
     return {}
 
 
 def disable(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
-    """Start no more runs."""
+    """Stop starting runs."""
     api.found(api.recurring, run, "recurring run").update(status="DISABLED", mode="DISABLE")
     return {}
 
 
 def delete(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
-    """Delete one, and unless they are orphaned, the workflows that it owns."""
+    """Delete a recurring run and, unless they are orphaned, the workflows that it owns."""
     api.found(api.recurring, run, "recurring run")
     del api.recurring[run]
     for one in api.runs.values():
@@ -82,7 +82,7 @@ def delete(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
 
 
 def trigger_now(api: KubeflowApi, run: str) -> Json:
-    """Start a run of a recurring run, as the controller does at its time."""
+    """Start a run of a recurring run, as the controller does on schedule."""
     one = api.recurring[run]
     keys = ("experiment_id", "pipeline_version_reference", "runtime_config")
     body = {key: one[key] for key in keys} | {"display_name": f"{one['display_name']}-1", "recurring_run_id": run}
@@ -90,7 +90,7 @@ def trigger_now(api: KubeflowApi, run: str) -> Json:
 
 
 def parsed(cron: str) -> dict[str, str]:
-    """Return the fields of a cron expression, as robfig/cron reads them; refuse what it refuses."""
+    """Return the fields of a cron expression as robfig/cron parses them; reject what it rejects."""
     parts = cron.split()
     if len(parts) not in (5, 6):
         raise Refused(400, 3, f"Schedule cron is not a supported format. Expected 5 to 6 fields, found {len(parts)}")

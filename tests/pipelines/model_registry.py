@@ -33,7 +33,7 @@ Object = dict[str, Any]
 
 
 def resolved(schema: Any) -> Any:
-    """Return a schema of OpenAPI 3.0 as JSON Schema, closed: an object has no other properties than it lists."""
+    """Return a schema of OpenAPI 3.0 as JSON Schema, closed: an object has only the listed properties."""
     if "$ref" in schema:
         return resolved(SPEC["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
     if "discriminator" in schema:

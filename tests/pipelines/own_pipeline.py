@@ -1,4 +1,4 @@
-"""A pipeline of a user's own, around one of our components (kfp reads annotations, so they are not postponed here)."""
+"""A user-defined pipeline around one of our components (kfp reads annotations, so they are not postponed here)."""
 
 from kfp import dsl, kubernetes
 from kfp.dsl import Dataset, Input

@@ -1,4 +1,4 @@
-"""Each component alone: its body, called with Kubeflow's own artifact objects, on real data."""
+"""Each component alone: its body, called with Kubeflow's artifact objects, on real data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = sorted(path.parent.name for path in COMPONENTS.glob("*/component.py"))
 
 
 def component(name: str) -> Any:
-    """A component, as Kubeflow compiles it."""
+    """Return a component as compiled by Kubeflow."""
     return catalog.component(name)
 
 
@@ -44,7 +44,7 @@ def body(name: str) -> Any:
 
 
 def artifact(kind: type, path: Path, **metadata: Any) -> Any:
-    """An artifact that lies on this machine."""
+    """Return an artifact stored on this machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return kind(uri=str(path), metadata=metadata)
 
@@ -103,7 +103,7 @@ def test_plan_fills_in_defaults_and_takes_overrides(made: Chain) -> None:
     assert e["evaluation"]["batch_size"] == 512
     assert made.plan.dataset == "fashion-mnist"
     again = body("plan")(made.plan.experiment, ["federation.rounds=3"])
-    assert again.data == made.plan.data  # the partition stays that of before, and a cache finds it
+    assert again.data == made.plan.data  # the partition is unchanged, and a cache finds it
     assert again.experiment != made.plan.experiment
 
 
@@ -183,7 +183,7 @@ def test_a_partition_is_complete_and_repeatable(made: Chain, tmp_path: Path) -> 
         shard = Path("shards") / f"{client.id}.safetensors"
         assert (Path(again.path) / shard).read_bytes() == (Path(made.shards.path) / shard).read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
-    assert {path.name for path in Path(made.files.path).iterdir()} == {"about.json", "datasets"}  # only read
+    assert {path.name for path in Path(made.files.path).iterdir()} == {"about.json", "datasets"}  # it is only read
 
 
 def test_a_partition_that_cannot_be_created(made: Chain, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,7 +240,7 @@ def evaluated(folder: Path, model: Any, shards: Any, checkpoint: str = "last") -
 
 @pytest.mark.slow
 def test_tasks_that_need_no_torch_do_not_import_it(made: Chain, tmp_path: Path) -> None:
-    """It takes seconds to import, in every task."""
+    """Importing it takes seconds, in every task."""
     found = evaluated(tmp_path, made.model, made.shards)
     script = f"""
 import sys
@@ -340,7 +340,7 @@ def test_regression_data_are_federated_evaluated_and_reported(tmp_path: Path) ->
     summary, again = (json.loads(Path(each.path).read_text()) for each in (metrics, found.metrics))
     for group in ("seen", "unseen", "global"):
         assert again[group]["metrics"] == summary[group]["metrics"]
-    assert again["seen"]["metrics"]["rmse"]["mean"] > 10  # in the targets' own units
+    assert again["seen"]["metrics"]["rmse"]["mean"] > 10  # in the targets' units
     assert found.metrics.metadata["seen_rmse_mean"] == pytest.approx(summary["seen"]["metrics"]["rmse"]["mean"])
     assert "confusionMatrix" not in found.confusion.metadata
     page, table = artifact(dsl.HTML, tmp_path / "page"), artifact(dsl.Markdown, tmp_path / "table")

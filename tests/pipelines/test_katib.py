@@ -154,7 +154,7 @@ def test_names_of_searches() -> None:
 def test_trials_equal_those_of_a_search_without_a_cluster(
     sampler: str, parameters: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Compare samplers whose values do not depend on results; with the same Optuna they even come in the same order."""
+    """Compare samplers whose values do not depend on results; with equal versions of Optuna the order is equal, too."""
     search = planned(parameters, sampler=sampler, seed=11)
     spec = made(search)[1]["spec"]
     trials = Trials(search.plan, RunFiles(tmp_path), "e", Schedule(150, 10))
@@ -190,7 +190,7 @@ def test_searches_unsupported_by_katib_are_rejected() -> None:
 
 
 def test_overrides_reach_the_trial_unchanged() -> None:
-    """Kubernetes expands $(NAME) and halves $$ in a container's arguments, and a shell reads the rest."""
+    """Kubernetes expands $(NAME) and halves $$ in a container's arguments, and a shell processes the rest."""
     override = 'data.root=/d$$$/$(TRIAL)/$(date)/it\'s "$HOME"'
     spec = made(planned(DRAWN, override))[1]["spec"]
     values = {parameter["name"]: "v" for parameter in spec["parameters"]}
@@ -225,7 +225,7 @@ def test_katibs_collector_reads_the_metric_lines(tmp_path: Path, monkeypatch: py
     assert sorted(metric.time for metric in found) == [metric.time for metric in found]
     unknown = {"round": 3, "validation_pooled": None, "validation_loss": None, "privacy": {"epsilon": None}, **headline}
     assert list(katib_lines(unknown)) == []
-    # The tracker leaves out the evaluation before training, and test results always.
+    # The tracker omits the evaluation before training, and always omits test results.
     monkeypatch.setenv("FEDLOOM_KATIB_FILE", str(tmp_path / "katib" / "metrics.log"))
     tracker = Katib(tmp_path)
     for line in lines:

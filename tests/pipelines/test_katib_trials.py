@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def storage(root: Path, s3_server: S3Server) -> str:
-    """A store that holds the partition of the trials."""
+    """Return a store with the partition of the trials."""
     url = f"s3://{s3_server.new_bucket()}/team"
     words = ["-m", "fedloom", "partition", str(FILE), "--set", f"data.root={root}", "--out", f"{url}/partitions/vowel"]
     done = run([sys.executable, *words], env={**os.environ, **s3_server.environment}, capture_output=True, text=True)
@@ -88,7 +88,7 @@ class Container:
 
     @property
     def marks(self) -> list[str]:
-        """Notes of the shell, or of the collector, about the end."""
+        """Return the records of the shell, or of the collector, about the end."""
         return [path.read_text().strip() for path in self.metrics.parent.glob("*.pid")]
 
     def read(self) -> list[Metric]:
@@ -97,7 +97,7 @@ class Container:
         return collected(written, ["validation_accuracy", "epsilon"])
 
     def stop_early(self) -> None:
-        """Do as the collector when a stop rule holds: note it, and end the trial."""
+        """Act like the collector when a stop rule holds: record it, and end the trial."""
         (self.metrics.parent / f"{self.process.pid}.pid").write_text("early-stopped")
         self.terminate()
 
@@ -136,7 +136,7 @@ def test_a_trials_command_reports_each_round_and_can_be_stopped_early(
     stopped = Container(long, file, tmp_path / "b", s3_server)
     until(lambda: len(stopped.read()) >= 3, stopped)
     stopped.stop_early()
-    assert stopped.process.wait(60) == 0  # the pod has ended well, as the collector's note lets it
+    assert stopped.process.wait(60) == 0  # the collector's record lets the pod succeed
     assert stopped.marks == ["completed"]
     assert [metric.value for metric in stopped.read()][:3] == values_by_round
     unfinished = fedloom.load(stopped.work / "runs" / "vowel-b")
@@ -147,7 +147,7 @@ def test_a_trials_command_reports_each_round_and_can_be_stopped_early(
     killed = Container(failed, file, tmp_path / "c", s3_server)
     until(lambda: killed.read(), killed)
     killed.terminate()
-    assert killed.process.wait(60) == 1  # without the note it has failed
+    assert killed.process.wait(60) == 1  # without the record it has failed
     assert killed.marks == []
 
 
@@ -199,12 +199,12 @@ def test_a_search_on_katib_equals_one_without_a_cluster(
         for trial in ours.summary["trials"]
     }
     assert found == same
-    best = max(found, key=lambda rate: found[rate][-1])  # Katib's choice, by the strategy "latest"
+    best = max(found, key=lambda rate: found[rate][-1])  # the choice of Katib's strategy "latest"
     assert float(best) == ours.parameters["algorithm.local.lr"]
 
 
 def _metrics(cluster: FakeCluster, name: str) -> list[float]:
-    """Wait for the end of a trial's Job, and return what the collector reads in its pod."""
+    """Wait for the end of a trial's Job, and return the metrics that the collector reads in its pod."""
     deadline = time.monotonic() + 120
     while True:
         (job,) = (job for job in cluster.objects("jobs") if job["metadata"]["name"] == name)

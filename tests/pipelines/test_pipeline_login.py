@@ -1,4 +1,4 @@
-"""`fedloom pipeline` against a Kubeflow for many users: tokens that end, sessions, gateways and profiles."""
+"""`fedloom pipeline` against a multi-user Kubeflow: expiring tokens, sessions, gateways and profiles."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def submit(api: KubeflowApi, tmp_path: Path) -> Callable[..., Result]:
 
 @pytest.fixture
 def issuer(tmp_path: Path) -> Callable[..., str]:
-    """Return a command that prints one token after the other, and counts them in the file `issued`."""
+    """Return a command that prints one token after the other, and records their number in the file `issued`."""
 
     def of(tokens: list[str]) -> str:
         (tmp_path / "tokens.json").write_text(json.dumps(tokens))
@@ -83,7 +83,7 @@ def issuer(tmp_path: Path) -> Callable[..., str]:
 
 
 def failed(result: Result, kind: type[FedloomError]) -> str:
-    """The message of a command that failed with a class."""
+    """Return the message of a command that failed with an error of a class."""
     assert isinstance(result.exception, kind), (result.output, result.exception)
     return str(result.exception)
 
@@ -96,7 +96,7 @@ def client(api: KubeflowApi, **login: Any) -> Kubeflow:
 def test_a_long_wait_outlives_its_tokens(
     api: KubeflowApi, submit: Callable[..., Result], issuer: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Each token is accepted for five requests only: the API refuses it while it still seems to last."""
+    """Each token is accepted for only five requests: the API rejects it before it appears to expire."""
     tokens = [jwt(number) for number in range(40)]
     api.tokens = dict.fromkeys(tokens, 5)
     api.script = [("RUNNING", [])] * 20 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
@@ -137,7 +137,7 @@ def test_a_temporarily_failing_command_keeps_a_valid_token(caplog: pytest.LogCap
         assert credential.value == soon
     assert mentions(caplog.text, "the cluster does not respond")
     with pytest.raises(StorageError):
-        credential.renew()  # it was refused: another is needed
+        credential.renew()  # it was rejected: another is needed
 
 
 def test_waiting_tolerates_a_temporarily_failing_command(
@@ -152,7 +152,7 @@ def test_waiting_tolerates_a_temporarily_failing_command(
 
 
 def test_examples_on_the_page_are_valid() -> None:
-    """The file of an installation, and the object that gives pods a token, as a pod has it."""
+    """Check the file of an installation, and the object that gives pods a token, as a pod has it."""
     page = (Path(__file__).parents[2] / "docs" / "kubeflow.md").read_text()
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     (settings,) = [block for block in blocks if "token_command" in block]
@@ -173,7 +173,7 @@ def test_examples_on_the_page_are_valid() -> None:
 def test_a_rejected_projected_token_is_read_again(
     api: KubeflowApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kubelet replaces the file between our reading of it and the API's look at the token."""
+    """The kubelet replaces the file after we read it and before the API checks the token."""
     file, old, new = tmp_path / "token", jwt(0), jwt(1)
 
     class Late(Gateway):
@@ -243,7 +243,7 @@ def test_a_session_behind_oauth2_proxy(api: KubeflowApi, submit: Callable[..., R
     file.write_text(f"oauth2_proxy_kubeflow={api.gateway.session}\n")
     result = submit(cookie=f"@{file}")
     assert result.exit_code == 0, result.output
-    assert f"{api.host}/#/runs/details/" in result.output  # the interface is behind the gateway, too
+    assert f"{api.host}/#/runs/details/" in result.output  # the interface is also behind the gateway
     assert api.gateway.session not in result.output
     said = failed(submit(cookie="oauth2_proxy_kubeflow=of-yesterday"), RefusedError)
     assert tells(said, "cookie", "oauth2_proxy_kubeflow")
@@ -254,7 +254,7 @@ def test_a_session_behind_oauth2_proxy(api: KubeflowApi, submit: Callable[..., R
 def test_a_session_that_expires_while_waiting(
     api: KubeflowApi, submit: Callable[..., Result], tmp_path: Path, redirects: bool
 ) -> None:
-    """A new cookie in the file continues; otherwise the run does, and the command says so."""
+    """A new cookie in the file continues the wait; otherwise only the run continues, and the command says so."""
     api.gateway = Gateway(session="first", redirects=redirects)
     file = tmp_path / "cookie"
     file.write_text("oauth2_proxy_kubeflow=first")

@@ -1,4 +1,4 @@
-"""Settings of the tasks' pods, against functions and definitions of kfp itself; by default nothing changes."""
+"""Settings of the tasks' pods, compared with functions and definitions of kfp; by default nothing changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EVERYTHING = {
 
 @pytest.fixture
 def compiled(tmp_path: Path) -> Callable[..., tuple[dict[str, Any], dict[str, Any]]]:
-    """Compile a pipeline by the command, with settings of its pods and more options; return its two documents."""
+    """Compile a pipeline by the command, with settings of its pods and other options; return its two documents."""
 
     def run(
         settings: dict[str, Any] | None = None, *options: str, name: str = "personalized_federation"
@@ -53,7 +53,7 @@ def compiled(tmp_path: Path) -> Callable[..., tuple[dict[str, Any], dict[str, An
         result = command(tmp_path, settings, name, *options)
         assert result.exit_code == 0, (result.output, result.exception)
         spec, platform = yaml.safe_load_all((tmp_path / "out" / f"{name}.yaml").read_text())
-        ParseDict(spec, PipelineSpec())  # what Kubeflow would not know is an error
+        ParseDict(spec, PipelineSpec())  # fields unknown to Kubeflow are errors
         executors: dict[str, Any] = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
         for config in executors.values():
             ParseDict(config, KubernetesExecutorConfig())
@@ -114,13 +114,13 @@ def test_settings_of_a_task_override_those_of_all_tasks(compiled: Callable[..., 
     assert [one["key"] for one in executors["exec-evaluate"]["tolerations"]] == ["b", "d"]
     assert set(executors) == set(containers)
     assert {c["resources"]["resourceCpuRequest"] for c in containers.values()} == {"1"}
-    # A limit takes the place of the pipeline's own request of 4Gi, which might be more.
+    # A limit replaces the pipeline's own request of 4Gi, which might be larger.
     assert "memory" not in str(containers["exec-evaluate"]["resources"]).replace("resourceMemoryLimit", "")
     assert containers["exec-partition"]["resources"]["resourceMemoryRequest"] == "4Gi"
 
 
 def test_federation_settings_apply_only_to_its_pod(compiled: Callable[..., Any]) -> None:
-    """With `--backend local` it trains; Kubeflow would hand them to the component otherwise (passthroughs)."""
+    """With `--backend local` it trains; otherwise Kubeflow would pass them to the component (passthroughs)."""
     spec, _ = compiled({"tasks": {"federate": {"limits": {"cpu": "4", "memory": "8Gi"}, "gpu": {"count": 1}}}})
     assert "taskConfigPassthroughs" not in spec["components"]["comp-federate"]
     resources = spec["deploymentSpec"]["executors"]["exec-federate"]["container"]["resources"]

@@ -26,7 +26,7 @@ Right = tuple[str, str, str]
 
 
 def allows(rules: Iterable[dict[str, Any]], right: Right) -> bool:
-    """Return True if rules allow a right, as the API server reads them: `*` is any, subresources count apart."""
+    """Return True if rules allow a right, as the API server reads them: `*` is any, subresources are separate."""
     keys = ("verbs", "apiGroups", "resources")
     return any(all({one, "*"} & {*rule[key]} for one, key in zip(right, keys, strict=True)) for rule in rules)
 
@@ -51,7 +51,7 @@ def test_stock_accounts_lack_only_the_rights_that_we_name() -> None:
 
 
 def test_a_profile_editor_has_all_rights_the_commands_need(tmp_path: Path) -> None:
-    """Also where a submission fails, and what it made is removed."""
+    """Also if a submission fails, and its objects are removed."""
     experiment, place = tmp_path / "experiment.yaml", tmp_path / "kubeflow.yaml"
     experiment.write_text(yaml.safe_dump(EXPERIMENT))
     with serving(KubeflowApi(namespaces=("team-a",))) as api:

@@ -61,7 +61,7 @@ def done(result: Result) -> str:
 
 
 def failed(result: Result, kind: type[FedloomError], *facts: object) -> None:
-    """Expect that a command failed with an error that names these facts."""
+    """Check that a command failed with an error that contains these facts."""
     assert isinstance(result.exception, kind), (result.output, result.exception)
     with refusing(kind, *facts):
         raise result.exception
@@ -133,7 +133,7 @@ def test_pause_resume_and_delete(api: KubeflowApi, pipeline: Callable[..., Resul
     started = kfp_recurring.trigger_now(api, run)
     done(schedules(api, "delete", run))
     assert api.recurring == {}
-    assert started["state"] == "RUNNING"  # Kubernetes would remove the workflow with its owner
+    assert started["state"] == "RUNNING"  # otherwise Kubernetes would remove the workflow with its owner
     for command in ("pause", "resume", "delete"):
         failed(schedules(api, command, run), ExperimentError, run)
 
@@ -163,7 +163,7 @@ def test_schedules_beyond_one_page_are_listed(
 def test_a_failed_schedule_leaves_nothing_behind(
     fault: Fault, kind: type[FedloomError], api: KubeflowApi, pipeline: Callable[..., Result]
 ) -> None:
-    """Not even one that Kubeflow made without an answer."""
+    """Not even one that Kubeflow created without an answer."""
     api.faults = [fault]
     failed(pipeline("submit", *NIGHTLY), kind)
     assert (api.counts(), api.recurring) == ((0, 0, 0, 0), {})
@@ -199,7 +199,7 @@ def test_errors_are_reported_before_any_request(
     ],
 )
 def test_the_second_is_prepended_to_five_cron_fields(given: str, sent: str) -> None:
-    """Kubeflow would take five fields for second to month."""
+    """Kubeflow would read five fields as second to month."""
     assert cron_with_seconds(given) == sent
     kfp_recurring.parsed(sent)
 

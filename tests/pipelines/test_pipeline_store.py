@@ -1,4 +1,4 @@
-"""Secrets of a profile as the store's credentials: keys of tasks and client pods in what is submitted."""
+"""Secrets of a profile as credentials of the store: keys of tasks and client pods in a submission."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_a_profiles_secret_serves_tasks_and_client_pods(
     pods = json.loads(found["cluster"])
     assert (pods["storage_secret_keys"], pods["s3_endpoint"], pods["workers"]) == (PROFILE, STORE, 3)
     own = {"storage_secret_keys": {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, "s3_endpoint": "http://x:1"}
-    assert json.loads(submitted(own, **secret)["cluster"]).items() >= own.items()  # the client pods' own come first
+    assert json.loads(submitted(own, **secret)["cluster"]).items() >= own.items()  # own settings take precedence
     assert len(api.versions) == 1
     assert set(json.loads(submitted({})["cluster"])) == {"image"}
-    assert len(api.versions) == 2  # other keys are another content
+    assert len(api.versions) == 2  # other keys are other content
 
 
 def executors_of(platform: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_the_tasks_with_access_read_these_keys(tmp_path: Path, name: str) -> Non
             variables = {one["envVar"]: one["secretKey"] for one in secret["keyToEnv"]}
             assert variables.items() >= PROFILE.items()
             assert variables["AWS_REGION"] == "AWS_REGION"
-            # A variable with a value and a source is refused by Kubernetes.
+            # Kubernetes rejects a variable with both a value and a source.
             assert "FEDLOOM_S3_ENDPOINT" not in variables
             assert container.pop("env") == [{"name": "FEDLOOM_S3_ENDPOINT", "value": STORE}]
             secret["keyToEnv"] = next(

@@ -62,7 +62,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """An experiment file, and one of cluster settings."""
+    """Write an experiment file, and one of cluster settings."""
     experiment, cluster = tmp_path / "experiment.yaml", tmp_path / "cluster.yaml"
     experiment.write_text(yaml.safe_dump(EXPERIMENT))
     cluster.write_text(yaml.safe_dump(CLUSTER))
@@ -82,7 +82,7 @@ def described(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def fedloom(files: tuple[Path, Path]) -> Callable[..., Result]:
-    """Run `fedloom pipeline submit personalized_federation` in this process, with more arguments."""
+    """Run `fedloom pipeline submit personalized_federation` in this process, with additional arguments."""
 
     def run(*arguments: str, name: str = "personalized_federation", where: tuple[str, ...] = STORE) -> Result:
         cluster = () if name == "unseen_clients" else ("--cluster", str(files[1]))
@@ -92,7 +92,7 @@ def fedloom(files: tuple[Path, Path]) -> Callable[..., Result]:
 
 
 def failed(result: Result, kind: type[FedloomError]) -> str:
-    """The message of a command that failed with a class."""
+    """Return the message of a command that failed with an error of a class."""
     assert isinstance(result.exception, kind), (result.output, result.exception)
     return str(result.exception)
 
@@ -304,7 +304,7 @@ def test_existing_objects_are_kept(api: KubeflowApi, fedloom: Callable[..., Resu
 
 
 def test_two_simultaneous_submissions(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    """The other's pipeline appears between our look and our request."""
+    """The other submission creates the pipeline between our check and our request."""
     look, made = api.list_pipelines, []
 
     def late(self: KubeflowApi, query: dict[str, Any], body: Any) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subp
 def test_an_interrupted_submission_leaves_nothing_behind(
     api: KubeflowApi, files: tuple[Path, Path], request_: str
 ) -> None:
-    """Also where the request that starts the run had been heard, and only its answer was not there yet."""
+    """Also if the request that starts the run was received, and only its answer is missing."""
     api.faults = [Fault(request_, delay_s=3.0 if request_.startswith("GET") else 0.0, times=1)]
     if request_ == "POST /runs":
         answer = KubeflowApi.create_run
@@ -364,7 +364,7 @@ def test_an_interrupted_submission_leaves_nothing_behind(
 
 
 def test_waiting_reports_progress(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    """The author's tasks and further attempts, of the 30 nodes that the workflow has; none of its own."""
+    """Report the author's tasks and further attempts, of the 30 nodes of the workflow, and none of Argo's own."""
     api.script = [
         ("PENDING", []),
         ("RUNNING", [("plan", "RUNNING", "")]),
@@ -403,7 +403,7 @@ def recorded(error: FedloomError) -> str:
 def test_the_exit_code_gives_the_outcome(
     api: KubeflowApi, fedloom: Callable[..., Result], printed: str, kind: type[FedloomError], said: str
 ) -> None:
-    """Kubeflow tells no error of a task: the record is in what the task has printed."""
+    """Kubeflow reports no error of a task: the record is in the output of the task."""
     api.script = [("RUNNING", []), ("FAILED", [("plan", "SUCCEEDED", ""), ("federate", "FAILED", printed)])]
     found = failed(fedloom("--kubeflow", api.host, "--wait"), kind)
     assert next(iter(api.runs)) in found
@@ -462,7 +462,7 @@ def test_a_pod_that_does_not_start_is_reported_once(
 def test_the_workflow_explains_why_pods_did_not_start_or_were_not_created(
     api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes as Argo writes them (workflow_types.go), for whoever may list Workflows."""
+    """Use nodes as Argo writes them (workflow_types.go), for users who may list Workflows."""
     monkeypatch.setattr(submitting, "PENDING_S", 0.0)
     account = 'pods "x" is forbidden: error looking up service account kubeflow/pipeline-runner: not found'
     nodes = {

@@ -1,4 +1,4 @@
-"""The compiled pipelines: committed, up to date, pinned, and what they ask of a cluster."""
+"""The compiled pipelines: committed, up to date, pinned, and their requirements on a cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIX = "fedloom pipeline compile --out pipelines"
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all pipelines have just been compiled."""
+    """Return a folder with all pipelines, just compiled."""
     out = tmp_path_factory.mktemp("compiled")
     result = CliRunner().invoke(app, ["pipeline", "compile", "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -35,7 +35,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documents(path: Path) -> list[Any]:
-    """Pipeline and platform, without the version of the kfp that wrote them."""
+    """Return the pipeline and platform documents without the version of kfp that wrote them."""
     found = list(yaml.safe_load_all(path.read_text()))
     found[0].pop("sdkVersion")
     return found
@@ -47,7 +47,7 @@ def test_committed_pipelines_are_current(compiled: Path, name: str) -> None:
 
 
 def test_compilation_is_deterministic(compiled: Path, tmp_path: Path) -> None:
-    """In another process, with another hash seed; kfp itself keeps names of earlier pipelines in one."""
+    """Compile in another process with another hash seed; kfp keeps names of earlier pipelines within a process."""
     command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "--out", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, stdout=subprocess.DEVNULL)
     for name in compiling.NAMES:
@@ -89,7 +89,7 @@ def test_federations_are_not_cached_and_leave_resources_to_client_pods() -> None
 
 
 def test_parameters_of_a_task_reach_the_launcher() -> None:
-    """A pipeline of one's own may set GPUs, tolerations and places on the task, as on any other of Kubeflow's."""
+    """A user-defined pipeline may set GPUs, tolerations and placement on the task, like on any other of Kubeflow's."""
     from google.protobuf.json_format import MessageToDict
     from own_pipeline import own
 

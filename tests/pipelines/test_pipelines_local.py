@@ -1,4 +1,4 @@
-"""The pipelines from end to end on real data, by `fedloom pipeline local`, beside the bare commands."""
+"""The pipelines from end to end on real data, by `fedloom pipeline local`, compared with the single commands."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ TIMES = {"duration_s", "client_steps_per_s", "digest"}
 
 
 def summary(run: Path) -> dict[str, Any]:
-    """A summary without what a clock decides."""
+    """Return a summary without times."""
     return {key: value for key, value in json.loads((run / "summary.json").read_text()).items() if key not in TIMES}
 
 
 def metadata(out: Path, task: str, artifact: str) -> dict[str, Any]:
-    """Return the metadata that Kubeflow keeps of an artifact beside its files."""
+    """Return the metadata that Kubeflow stores beside an artifact's files."""
     told = json.loads((out / task / "executor_output.json").read_text())["artifacts"]
     return dict(told[artifact]["artifacts"][0]["metadata"])
 
 
 @pytest.fixture(scope="module")
 def personalized(small_run: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output folder of the small experiment's pipeline."""
+    """Return the output folder of the small experiment's pipeline."""
     out = tmp_path_factory.mktemp("pipeline") / "out"
     fedloom("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
     return out
@@ -122,7 +122,7 @@ def test_new_clients_get_their_models_by_algorithm_1_alone(
 
 
 def test_new_clients_get_their_models_from_a_server(small_run: tuple[Path, Path], tmp_path: Path) -> None:
-    """They get what an evaluation of the served checkpoint gives them; a server of another run is refused."""
+    """They get the models that an evaluation of the served checkpoint gives; a server of another run is rejected."""
     common = ("--set", "seed=9", "--set", "data.partition.clients=10")
     path, run = small_run
     asked = ("pipeline", "local", "unseen_clients", path, *common, "--model", run)
@@ -162,7 +162,7 @@ federate_task(text, Path(shards), Path(out), backend="local", cluster="", storag
 def test_a_task_whose_pod_was_killed_resumes_from_its_store(
     small_run: tuple[Path, Path], personalized: Path, tmp_path: Path
 ) -> None:
-    """A pod's folder is lost with it; the rounds of the attempt before are in the store, where no other run is."""
+    """A pod's folder is lost with it; the rounds of the earlier attempt are in the store, separate from other runs."""
     shards, claim = personalized / "partition" / "shards", tmp_path / "claims" / "shared"
     claim.mkdir(parents=True)
 
@@ -240,13 +240,13 @@ def test_an_existing_folder(small_run: tuple[Path, Path], tmp_path: Path) -> Non
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes that a process, and those it started, have started."""
+    """Return all descendants of a process."""
     found = set(children(pid))
     return found.union(*(descendants(child) for child in found))
 
 
 def test_a_stopped_pipeline_leaves_no_process(small_run: tuple[Path, Path], tmp_path: Path) -> None:
-    """Also where only the command itself gets the signal, as from `kill`; a federation with workers is under way."""
+    """Also if only the command gets the signal, as from `kill`, while a federation with workers is running."""
     path = experiment(tmp_path / "long", Path(yaml.safe_load(small_run[0].read_text())["data"]["root"]))
     out = tmp_path / "out"
     settings = ("--set", "federation.rounds=100000", "--set", "runtime.workers=2")

@@ -1,4 +1,4 @@
-"""A pipeline whose federations are pods: kfp's local runner, a cluster of processes, a real S3 server, real data."""
+"""A pipeline whose federations are pods: kfp's local runner, the fake cluster, a real S3 server, real data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEDERATION = {"rounds": 2, "clients_per_round": 6, "checkpoint_every_s": 0, "dea
 
 @pytest.fixture(scope="module")
 def cluster(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeCluster]:
-    """A cluster on which launchers have the rights of the Role that we ship, and no more."""
+    """Start a cluster on which launchers have exactly the rights of the Role that we ship."""
     rules = next(item for item in yaml.safe_load_all(RULES.read_text()) if item["kind"] == "Role")["rules"]
     with (
         FakeCluster(tmp_path_factory.mktemp("cluster"), images={"fedloom:1": []}) as one,
@@ -53,7 +53,7 @@ def run(name: str, out: Path, path: Path, storage: str, cluster: dict[str, Any],
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """Return a summary without times, the digest over them, and bytes on the wire, which one process has none of."""
+    """Return a summary without times, their digest, and bytes on the wire, which one process does not have."""
     found = json.loads((run / "summary.json").read_text())
     for key in ("duration_s", "client_steps_per_s", "digest"):
         found.pop(key)
@@ -63,7 +63,7 @@ def numbers(run: Path) -> dict[str, Any]:
 def test_the_pipeline_with_pods_gives_the_results_of_one_process(
     cluster: FakeCluster, s3_server: S3Server, fresh_root: Path, tmp_path: Path
 ) -> None:
-    """Its clients keep states, which stay in the store: the evaluation finds them there."""
+    """Its clients have states, which stay in the store: the evaluation finds them there."""
     path = experiment(tmp_path / "experiment", fresh_root, algorithm=STATEFUL, federation=FEDERATION)
     settings = {"image": "fedloom:1", "workers": 2, "worker": {"requests": {"cpu": "100m", "memory": "100Mi"}}}
     storage = f"s3://{s3_server.new_bucket()}/fedloom"
@@ -85,7 +85,7 @@ def test_a_claim_in_place_of_a_bucket(
 ) -> None:
     """No credentials of a bucket are needed; clients' states stay on the claim, and the evaluation finds them there."""
     claim = cluster.add_claim("shared")
-    monkeypatch.setenv("FEDLOOM_CLAIMS", str(claim.parent))  # of the tasks, which are local processes here
+    monkeypatch.setenv("FEDLOOM_CLAIMS", str(claim.parent))  # for the tasks, which are local processes here
     path = experiment(tmp_path / "experiment", fresh_root, algorithm=STATEFUL, federation=FEDERATION)
     settings = {"image": "fedloom:1", "workers": 2, "worker": {"requests": {"cpu": "100m", "memory": "100Mi"}}}
     storage = "pvc://shared/fedloom"
@@ -100,7 +100,7 @@ def test_a_claim_in_place_of_a_bucket(
 def test_parallel_federations_of_a_grid(
     cluster: FakeCluster, s3_server: S3Server, fresh_root: Path, tmp_path: Path
 ) -> None:
-    """Federations of one pipeline run have names of their own."""
+    """Federations of one pipeline run have separate names."""
     path = experiment(tmp_path / "experiment", fresh_root, federation=FEDERATION)
     settings = {"image": "fedloom:1", "workers": 1, "worker": {"requests": {"cpu": "100m", "memory": "100Mi"}}}
     storage = f"s3://{s3_server.new_bucket()}/fedloom"

@@ -1,4 +1,4 @@
-"""Registration of runs: bodies that the registry's schema allows, one version for one checkpoint, errors by class."""
+"""Registration of runs: requests that the registry's schema allows, one version per checkpoint, errors by class."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = rng.normal(0, 1, (80, 3)).astype(np.float32)
     clients = {str(number): (x[number::4], (x[number::4, 0] > 0).astype(int)) for number in range(4)}
     experiment = {
-        "name": "reg_1",  # `_` stands for any character where the registry looks names up
+        "name": "reg_1",  # `_` matches any character in the registry's lookup
         "data": fedloom.Federated.from_arrays(clients, root=root / "data", held_out_fraction=0.0),
         "model": {"name": "mlp"},
         "algorithm": {"name": "fedavg", "weighting": "uniform", "local": {"steps": 1, "batch_size": 8, "lr": 0.05}},
@@ -108,7 +108,7 @@ def test_a_version_has_the_results_and_the_origin_of_the_run(run: Path, registry
 
 
 def found_digest(run: Path, round: int) -> str:
-    """Return the digest of a checkpoint as models' cards name it."""
+    """Return the digest of a checkpoint as recorded in models' cards."""
     from fedloom.runs.checkpoint import Checkpoints
 
     return Checkpoints(run / "checkpoints").load(round).digest
@@ -339,7 +339,7 @@ def test_the_component_compiles_without_packages_to_install(tmp_path: Path) -> N
 
 
 def test_the_registry_stand_in_is_as_strict_as_the_schema_and_the_registry(registry: StandIn) -> None:
-    """Send what FedLoom never sends."""
+    """Send requests that FedLoom never sends."""
 
     def sent(path: str, body: dict[str, Any]) -> int:
         url = f"{registry.url}/api/model_registry/v1alpha3/{path}"

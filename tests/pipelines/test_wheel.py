@@ -1,4 +1,4 @@
-"""Content of the wheel, from which pipelines compile as from a checkout."""
+"""Content of the wheel; pipelines compile from it as from a checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUILD = "import sys; from hatchling.build import build_wheel; print(build_wheel(
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the project's own build backend puts into a wheel."""
+    """Return a folder with the files that the project's build backend puts into a wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(folder)], cwd=ROOT, check=True, capture_output=True, text=True

@@ -12,5 +12,5 @@ from fedloom.tasks.regression import Regression
 
 @pytest.fixture(params=[CLASSIFICATION, Multilabel(), Regression()], ids=lambda task: task.name)
 def each_task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give all models a task, by which ``federations`` draws targets and computes losses."""
+    """Give all models a task, from which ``federations`` generates targets and computes losses."""
     monkeypatch.setattr(FlatModel, "task", request.param)

@@ -1,4 +1,4 @@
-"""Every method, with settings for a small federation: what tests of all of them share."""
+"""Every method, with settings for a small federation, for tests of all methods."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def ours() -> set[str]:
-    """The methods of this repository; those of other packages may be installed beside them."""
+    """Return the methods of this repository; those of other packages may be installed beside them."""
     return {name for name in available() if find_algorithm(name).server.__module__.startswith("fedloom.")}
 
 
@@ -79,7 +79,7 @@ def made(
     examples: ExamplePrivacy | None = None,
     **settings: Any,
 ) -> Federation:
-    """A federation that is to train, by default for one round, by METHODS and settings; a plain model if it can be."""
+    """Return a federation for one round by default, by METHODS and settings, with a plain model if possible."""
     model = model or (NORMALIZED if name == "fedbn" else PLAIN)
     data = clients(SIZES) if data is None else data
     method = find_algorithm(name.split()[0])
@@ -94,7 +94,7 @@ def made(
 
 
 def run(folder: Path, name: str, *args: Any, **kwargs: Any) -> Federation:
-    """The federation that :func:`made` makes, after its round."""
+    """Return the federation of :func:`made` after its rounds."""
     f = made(folder, name, *args, **kwargs)
     f.run()
     return f

@@ -1,4 +1,4 @@
-"""Small federations in this process, made of the real parts, in float64: what the tests of the methods share."""
+"""Small federations in this process, made of the real parts, in float64, shared by the tests of the methods."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from fedloom.runs.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.storage import Store, open_store
 
 CLASSES = 3
-IMAGE = (1, 16, 16)  # the least that a LeNet takes
+IMAGE = (1, 16, 16)  # the smallest size that a LeNet accepts
 
 
 def split(n: int, random: torch.Generator, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> Split:
-    """Random examples; each of the classes occurs while there are examples enough. Other tasks have as many outputs."""
+    """Return random examples; each class occurs while there are enough. Other tasks have as many outputs."""
     x = torch.randn(n, *shape, generator=random, dtype=torch.float64)
     if FlatModel.task.name == "multilabel":
         return Split(x, torch.randint(2, (n, classes), generator=random).float())
@@ -68,14 +68,14 @@ def split(n: int, random: torch.Generator, shape: tuple[int, ...] = IMAGE, class
 
 
 def mean_loss(outputs: Tensor, y: Tensor) -> Tensor:
-    """PyTorch's own loss for the task of the tests, over all examples and outputs."""
+    """Return PyTorch's own loss for the task of the tests, over all examples and outputs."""
     if FlatModel.task.name == "multilabel":
         return F.binary_cross_entropy_with_logits(outputs, y.to(outputs))
     return F.mse_loss(outputs, y.to(outputs)) if FlatModel.task.name == "regression" else F.cross_entropy(outputs, y)
 
 
 def surprise(outputs: Tensor, y: Tensor) -> Tensor:
-    """-log p(y | x) of all examples by torch.distributions, up to a constant."""
+    """Return -log p(y | x) of all examples by torch.distributions, up to a constant."""
     if FlatModel.task.name == "multilabel":
         return -Bernoulli(logits=outputs).log_prob(y.to(outputs)).sum()
     if FlatModel.task.name == "regression":
@@ -84,7 +84,7 @@ def surprise(outputs: Tensor, y: Tensor) -> Tensor:
 
 
 def client(id: str, train: int, seed: int = 0, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> ClientData:
-    """One client with so many train examples, and a few to evaluate."""
+    """Return one client with so many train examples, and a few to evaluate."""
     random = torch.Generator().manual_seed(seed)
     of_classes = FlatModel.task.name == "classification"
     splits = [split(n, random, shape, classes) for n in (train, 2, 2)]
@@ -92,7 +92,7 @@ def client(id: str, train: int, seed: int = 0, shape: tuple[int, ...] = IMAGE, c
 
 
 def clients(sizes: Sequence[int], **kwargs: Any) -> list[ClientData]:
-    """Clients ``c0, c1, ...`` of these sizes."""
+    """Return clients ``c0, c1, ...`` of these sizes."""
     return [client(f"c{i}", n, seed=i, **kwargs) for i, n in enumerate(sizes)]
 
 
@@ -102,7 +102,7 @@ def held_out_elsewhere(data: Sequence[ClientData]) -> list[ClientData]:
 
 
 def made_by(federation: Federation) -> dict[str, Tensor]:
-    """All that a run made: the server's state and the tensors of the clients' predictors."""
+    """Return everything a run produced: the server's state and the tensors of the clients' predictors."""
     found = federation.state
     for (_, name), named in federation.predictors.items():
         for which, predictor in named.items():
@@ -111,7 +111,7 @@ def made_by(federation: Federation) -> dict[str, Tensor]:
 
 
 def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slice, random: torch.Generator) -> Tensor:
-    """torch.optim.SGD on a part of θ; what a visit is, written without what is tested."""
+    """Train a part of θ by torch.optim.SGD: a visit, independent of the tested code."""
     p, where = theta[moved].clone().requires_grad_(), torch.arange(len(theta))[moved]
     optimizer = torch.optim.SGD([p], lr=s.lr, momentum=s.momentum)
     assert c.train.y is not None
@@ -124,7 +124,7 @@ def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slic
 
 
 def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> ClientGroup:
-    """A group whose generators are keyed as in a run."""
+    """Return a batch of clients whose generators are keyed as in a run."""
     return ClientGroup(members, lambda client, purpose: generator(seed, purpose, client, round))
 
 
@@ -136,19 +136,19 @@ def answers_as_alone(
     states: Sequence[dict[str, Tensor] | None] | None = None,
     atol: float = 1e-12,
 ) -> list[dict[str, Tensor]]:
-    """Check that a group answers a training's opening, keeps, and is personalized as its clients are one at a time.
+    """Check that a batch replies to an opening, keeps states, and is personalized as its clients are one at a time.
 
     Parameters
     ----------
     ask
-        Opens personalization; None: that is not looked at.
+        Opens personalization; None: personalization is not checked.
     states
-        What each client has kept before.
+        States that each client kept before.
 
     Returns
     -------
     list
-        For each client what its group gave: fields of the answer, ``kept.NAME``, ``PREDICTOR.TENSOR``.
+        Results of the batch for each client: fields of the answer, ``kept.NAME``, ``PREDICTOR.TENSOR``.
     """
     before = [None] * len(data) if states is None else states
 
@@ -179,13 +179,13 @@ def answers_as_alone(
 
 
 def setup(model: FlatModel | None = None, n: int = 3) -> Setup:
-    """A float64 problem, by default with a small MLP on 1x16x16 images."""
+    """Return a float64 problem, by default with a small MLP on 1x16x16 images."""
     model = MLP(IMAGE, [5], CLASSES) if model is None else model
     return problem_of(model, clients([1] * n))
 
 
 def problem_of(model: FlatModel, data: Sequence[ClientData], **keys: Any) -> Setup:
-    """The float64 problem of a model, its task, and clients whose targets have a number of outputs for each class."""
+    """Return the float64 problem of a model, its task, and clients whose targets have a number of outputs per class."""
     x, y = data[0].train.x, data[0].train.y
     targets = None
     if model.task.name != "classification":
@@ -196,7 +196,7 @@ def problem_of(model: FlatModel, data: Sequence[ClientData], **keys: Any) -> Set
 
 
 class Silent:
-    """An observer that says nothing."""
+    """Observer that does nothing."""
 
     def round_done(self, attempt: Attempt, rounds: int) -> None: ...
 
@@ -209,14 +209,14 @@ class Silent:
 
 @dataclass
 class Federation:
-    """A loop, and what a test wants to look at beside it."""
+    """A loop, and objects that tests inspect beside it."""
 
     loop: Loop
     predictors: dict[tuple[int, str], dict[str, Any]]
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """A copy of the server's state."""
+        """Return a copy of the server's state."""
         self.loop.server.settle()
         return {name: tensor.clone() for name, tensor in self.loop.server.state.items()}
 
@@ -264,7 +264,7 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
 
 
 def variant(algorithm: Algorithm, **changes: Any) -> Algorithm:
-    """A method with other attributes, such as ``client``."""
+    """Return a method with other attributes, such as ``client``."""
     changed = copy.copy(algorithm)
     vars(changed).update(changes)
     return changed
@@ -391,6 +391,6 @@ def rostered(folder: Path, method: Algorithm, s: Settings, data: Sequence[Client
 
 
 def kept(folder: Path, client: str, name: str) -> Tensor:
-    """Return what a client kept under a name in its last visit."""
+    """Return the state that a client kept under a name in its last visit."""
     paths = sorted((folder / "states" / client).glob("*.safetensors"), key=lambda path: int(path.name.split("-")[0]))
     return load_file(paths[-1])[name]

@@ -23,7 +23,7 @@ def document(users: Users) -> dict[str, Any]:
 
 
 def files(**parts: list[Users]) -> dict[str, bytes]:
-    """The files of each part, by name."""
+    """Return the files of each part, by name."""
     return {
         f"{part}/all_data_{i}_niid_0_keep_0_{part}_9.json": json.dumps(document(users)).encode()
         for part, documents in parts.items()
@@ -40,13 +40,13 @@ def write(folder: Path, contents: Mapping[str, bytes]) -> Path:
 
 
 def images(count: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """x and y of a user of FEMNIST: ``count`` images of k/255 as LEAF writes them, classes counted from ``seed``."""
+    """Return x and y of a FEMNIST user: ``count`` images of k/255 as in LEAF's files, classes counted from ``seed``."""
     pixels = np.random.default_rng(seed).integers(0, 256, (count, 784))
     return (pixels / 255).tolist(), [(seed + i) % 62 for i in range(count)]
 
 
 def femnist(users: int = 4) -> dict[str, bytes]:
-    """A small FEMNIST: two files of train and of test, each with half of the users."""
+    """Return a small FEMNIST: two files of train and of test, each with half of the users."""
     half = users // 2
     parts = {
         part: [{f"f{i:04d}_{i:02d}": images(count, i) for i in some} for some in (range(half), range(half, users))]

@@ -14,7 +14,7 @@ def aggregator(folder: Path, store: Store, name: str) -> Publisher:
 
 
 def run_folder(path: Path, round: int, *, keep: int = 2) -> RunFolder:
-    """A run's folder as it is after a round; every file says which."""
+    """Write a run's folder as it is after a round; every file contains the round."""
     folder = RunFolder(path)
     folder.make("name: x\n")
     folder.write("partition.json", "the same always")

@@ -34,7 +34,7 @@ def manifest(
     equal: bool = True,
     owners: Sequence[str] = (),
 ) -> Manifest:
-    """Two classes for each client, of 500 training examples, or of 50 to 500 where they are not ``equal``."""
+    """Return a manifest with two classes per client, of 500 training examples, or of 50 to 500 if not ``equal``."""
     generator = torch.Generator().manual_seed(7)
     clients = []
     for i in range(n):
@@ -65,7 +65,7 @@ def manifest(
 
 
 def confusion(partition: Manifest, predictors: int, level: float) -> Tensor:
-    """``[n, P, C, C]``: the part ``level`` of each class right, the rest taken for the next class."""
+    """Return ``[n, P, C, C]``: a fraction ``level`` of each class is right, the rest predicted as the next class."""
     c = partition.classes
     of_class = torch.tensor([client.class_counts["test"] for client in partition.clients])
     right = (level * of_class).round().long()
@@ -77,7 +77,7 @@ def confusion(partition: Manifest, predictors: int, level: float) -> Tensor:
 
 
 def counts(n: int, predictors: int, level: float, generator: torch.Generator) -> Tensor:
-    """``[n, P, 2, 2, 3]``: about ``level`` right of 100, the masked reading better."""
+    """Return ``[n, P, 2, 2, 3]``: about ``level`` of 100 are right, more with the label mask."""
     found = torch.zeros(n, predictors, 2, 2, 3, dtype=torch.float64)
     for p in range(predictors):
         for r, gain in enumerate((0.0, 0.5)):
@@ -121,7 +121,7 @@ def write_run(
     ensemble: bool = False,
     owners: Sequence[str] = (),
 ) -> Path:
-    """Write a finished run and return its folder; ``ensemble``: of a method whose models are distributions."""
+    """Write a finished run and return its folder; ``ensemble``: from a method whose models are distributions."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     partition = manifest(n, unseen, class_names, equal=equal, owners=owners)

@@ -1,8 +1,8 @@
-"""Adversary of a secure sum: an aggregator that keeps all that it sees, with members that tell it all that they know.
+"""Adversary of a secure sum: an aggregator that records everything, with members that share all their secrets with it.
 
-Each masked vector is a client's vector and masks. The adversary takes away every mask whose seed it has or can recover
-from shares. Masks that are left belong to two honest members each, with opposite signs; so all that linear algebra
-gives is the sum of each set of members that such masks connect, if no other masks are left in it.
+Each masked vector is a client's vector plus masks. The adversary removes every mask whose seed it has or can recover
+from shares. Each remaining mask belongs to two honest members, with opposite signs; so linear algebra can only
+reveal the sum of each set of members that such masks connect, if no other masks remain in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Adversary:
 
     @property
     def threshold(self) -> int:
-        """Number of shares that give a secret."""
+        """Return the number of shares that reconstruct a secret."""
         return self.session.parameters.threshold
 
     def neighbours(self, row: int) -> list[int]:
@@ -76,7 +76,7 @@ class Adversary:
         return None
 
     def residual(self, row: int) -> tuple[Integers, set[int], bool]:
-        """Return an honest member's vector without the masks that are known.
+        """Return an honest member's vector without the known masks.
 
         Also return the neighbours with which it has unknown masks, and whether its self mask is known.
         """
@@ -101,7 +101,7 @@ class Adversary:
         return all(other in usable and row in found[other][1] for other in found[row][1])
 
     def learns(self) -> Learned:
-        """Return the smallest sets of honest members whose sums it learns, and the sums."""
+        """Return the smallest sets of honest members whose sums the adversary learns, and the sums."""
         found = {row: self.residual(row) for row in self.honest()}
         usable = {row for row, (_, _, known) in found.items() if known}
         while useless := {row for row in usable if not self._cancel(row, found, usable)}:
@@ -121,16 +121,16 @@ class Adversary:
 
 @dataclass(frozen=True)
 class Lies:
-    """Lies of an aggregator, by the member that is told them; what is not named is true.
+    """False claims of an aggregator, by the member that receives them; everything else is true.
 
     Attributes
     ----------
     absent
-        Neighbours that are said not to have sent shares.
+        Neighbours reported not to have sent shares.
     dropped
-        Members that are said to have dropped out.
+        Members reported to have dropped out.
     alive
-        Members that are said to survive.
+        Members reported to survive.
     without_confirmations
         Leave out this part of the protocol: members get confirmations as if all their neighbours agreed with them.
     """
@@ -146,7 +146,7 @@ def attack(
     colluders: Collection[int],
     lies: Lies | Callable[[list[int]], Lies] = Lies(),
 ) -> Adversary:
-    """Hold a session with an aggregator that lies, and return what the adversary has seen of it.
+    """Run a session with a lying aggregator, and return the adversary's view.
 
     Members that refuse an answer drop out. ``lies`` may depend on the members in the order of the graph's ring.
     """

@@ -18,7 +18,7 @@ STEPS = ("advertise", "share", "mask", "confirm", "unmask")
 
 
 def parameters(n: int, degree: int | None = None, threshold: int | None = None, bits: int = 32) -> SessionParameters:
-    """Return parameters of a session of members m0, m1, ..., with a name of its own for its shape."""
+    """Return parameters of a session of members m0, m1, ..., with a separate name for its shape."""
     k = n - 1 if degree is None else degree
     t = 2 * k // 3 + 1 if threshold is None else threshold
     names = tuple(f"m{i}" for i in range(n))
@@ -32,7 +32,7 @@ def vectors(n: int, d: int = 5, bits: int = 32, seed: int = 0) -> Integers:
 
 @dataclass
 class Session:
-    """One session; ``last`` says for a member the last step that it answers (default: all), -1 for none."""
+    """One session; ``last`` maps a member to the last step that it answers (default: all), -1 for none."""
 
     parameters: SessionParameters
     values: Integers
@@ -62,40 +62,40 @@ class Session:
         return rows
 
     def advertise(self) -> tuple[Bytes, Bytes]:
-        """Hold step 0; return keys and signatures as all members see them."""
+        """Run step 0; return keys and signatures as all members see them."""
         said = {i: self.members[i].advertise() for i in self.rows(0)}
         signatures = self.gather(0, {i: signature for i, (_, signature) in said.items()})
         keys = self.aggregator.roster(self.gather(0, {i: key for i, (key, _) in said.items()}), self.answering(0))
         return keys, signatures
 
     def share(self, keys: Bytes, signatures: Bytes) -> tuple[Bytes, Flags]:
-        """Hold step 1; return the shares for each member."""
+        """Run step 1; return the shares for each member."""
         shared = {i: self.members[i].share(keys, signatures) for i in self.rows(1)}
         return self.aggregator.forward_shares(self.gather(1, shared), self.answering(1))
 
     def mask(self, shares: Bytes, present: Flags) -> tuple[Flags, Bytes]:
-        """Hold step 2; return survivors and receipts."""
+        """Run step 2; return survivors and receipts."""
         for i in self.rows(2):
             self.aggregator.add(i, self.members[i].mask(self.values[i], shares[i], present[i]))
         return self.aggregator.survivors()
 
     def confirm(self, survivors: Flags, receipts: Bytes) -> Bytes:
-        """Hold step 3; return the confirmations for each member."""
+        """Run step 3; return the confirmations for each member."""
         confirmed = {i: self.members[i].confirm(survivors, receipts[i]) for i in self.rows(3)}
         return self.aggregator.forward_confirmations(self.gather(3, confirmed), self.answering(3))
 
     def unmask(self, confirmations: Bytes) -> Integers:
-        """Hold step 4; return the sum."""
+        """Run step 4; return the sum."""
         revealed = {i: self.members[i].unmask(confirmations[i]) for i in self.rows(4)}
         return self.aggregator.sum(self.gather(4, revealed), self.answering(4))
 
     def hold(self) -> Integers:
-        """Hold all steps; return the sum."""
+        """Run all steps; return the sum."""
         shares, present = self.share(*self.advertise())
         return self.unmask(self.confirm(*self.mask(shares, present)))
 
     def expected(self) -> Integers:
-        """Return the sum of the values of all that have answered step 2, modulo 2^bits."""
+        """Return the sum of the values of all members that answered step 2, modulo 2^bits."""
         return self.values[self.rows(2)].sum(axis=0, dtype=self.values.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Answers that are well formed and make no sense: they lose who gave them, and never the run."""
+"""Well-formed but implausible answers: they lose their client, and never the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Lie = Callable[[Message], Message]
 
 
 def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
-    """The method, with clients who answer in training what a function makes of their answers."""
+    """Return the method with clients whose training answers a function changes."""
 
     def client(settings: Any, problem: Any) -> ClientAlgorithm:
         half = algorithm.client(settings, problem)
@@ -119,7 +119,7 @@ def test_a_majority_of_invalid_replies_changes_nothing(tmp_path: Path, name: str
 
 
 def test_a_message_of_another_exchange_is_rejected(tmp_path: Path) -> None:
-    """PeFLL's second answer in answer to its first request."""
+    """Send PeFLL's second answer in reply to its first request."""
     settings = PeFLLSettings(local=LocalSGD(steps=1, batch_size=2))
 
     def lie(answer: Message) -> Message:
@@ -155,7 +155,7 @@ def put(field: str, *where: int, value: float) -> Callable[[dict[str, Tensor]], 
 @pytest.mark.parametrize(
     "change",
     [
-        put("counts", 1, 0, 0, value=3),  # right predictions of two examples
+        put("counts", 1, 0, 0, value=3),  # three right predictions of two examples
         put("counts", 1, 0, 0, value=0.5),
         put("counts", 1, 0, 0, value=-1),
         put("counts", 1, 0, 1, value=1.7e308),
@@ -218,7 +218,7 @@ def test_a_server_error_about_replies_fails_the_attempt(
     f = fedavg(tmp_path, instead, "nobody", rounds=4)
     f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
     f.loop.resume()
-    f.loop.transport.traffic = Traffic(0, 0)  # as of clients elsewhere
+    f.loop.transport.traffic = Traffic(0, 0)  # as of remote clients
     before, honestly = f.state, f.loop.server.train_round
 
     def broken(round: Any) -> Any:
@@ -306,7 +306,7 @@ def test_a_state_corrupted_in_place_never_reaches_a_checkpoint(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_refusals_counted_during_a_journal_write_are_safe(tmp_path: Path) -> None:
-    """The wire counts in a thread of its own: here, whenever a number is looked at."""
+    """The wire counts in another thread: here, at every comparison of a number."""
 
     class Counted(int):
         def __gt__(self, other: object) -> bool:

@@ -107,7 +107,7 @@ def test_a_known_cohort_is_not_amplified() -> None:
 
 
 def test_different_releases_compose() -> None:
-    """A descriptor of each client, without sampling, and training."""
+    """Compose a descriptor of each client, without sampling, and training."""
     own = dp.pld.PLDAccountant()
     own.compose(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(1.5)), 200)
     own.compose(dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(1.0)), 100)
@@ -190,7 +190,7 @@ def test_invalid_releases_are_rejected(values: tuple[float, float, accounting.Sa
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    assert epsilon_of({gaussian_release(2.0): 3}, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5, 3))  # needs none
+    assert epsilon_of({gaussian_release(2.0): 3}, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5, 3))  # without it
     with pytest.raises(ExperimentError) as refused:
         epsilon_of({poisson(1.2345): 7}, 1e-5)
     assert mentions(str(refused.value), "dp-accounting", "fedloom[privacy]")

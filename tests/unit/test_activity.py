@@ -1,4 +1,4 @@
-"""The snapshot of what a federation is doing, and the monitor that it is taken from."""
+"""The snapshot of a federation's activity, and the monitor that provides it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of peft as the clients' model: trained, generated from descriptors, and saved as peft saves them."""
+"""peft adapters as the clients' model: trained, generated from descriptors, and saved in peft's format."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_a_model_without_features_has_no_pretrained_embedding() -> None:
         EmbeddingSettings(network="pretrained").network_for("tokens", (LENGTH,), WORDS, 4, gpt.task, (LENGTH,), gpt)
 
 
-# --- saved as peft saves ----------------------------------------------------------------------------------------------
+# --- saved in peft's format -------------------------------------------------------------------------------------------
 
 
 def opened(model: str, folder: Path) -> nn.Module:
@@ -275,7 +275,7 @@ def logits_of(model: str, module: nn.Module, personal: Any) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)  # of a table of odd width: each model and each method is in it
+@pytest.mark.sampled(2)  # of a table of odd width: every model and every method occurs
 @pytest.mark.parametrize("model", ["bert", "vit", "gpt"])
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pefll"])
 def test_peft_loads_the_adapter_of_every_client(model: str, method: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ EPOCHS = 3
 
 
 def net(*adapters: str) -> nn.Module:
-    """A frozen body under adapters, with a trained head."""
+    """Return a frozen body with adapters, and a trained head."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         base = nn.Sequential(nn.Flatten(), nn.Linear(256, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh())
@@ -55,7 +55,7 @@ def two() -> nn.Module:
 
 
 def model(factory: Callable[[], nn.Module]) -> ModuleModel:
-    """The module as a model whose frozen parameters are float64, like everything in these federations."""
+    """Return the module as a model whose frozen parameters are float64, like everything in these federations."""
     m = ModuleModel(factory, IMAGE, CLASSES, "pixels")
     for p in m._module.parameters():
         p.data = p.data.double()
@@ -65,7 +65,7 @@ def model(factory: Callable[[], nn.Module]) -> ModuleModel:
 def trained(
     made: nn.Module, named: dict[str, Tensor], c: ClientData, steps: int, random: torch.Generator, only: str = ""
 ) -> dict[str, Tensor]:
-    """Trained parameters after SGD with momentum by torch.optim; ``only`` those with this in their names."""
+    """Return the parameters after SGD with momentum by torch.optim; ``only`` trains those with this in their names."""
     made = made.double().train()
     made.load_state_dict(named, strict=False)
     optimizer = torch.optim.SGD([p for n, p in made.named_parameters() if n in named and only in n], 0.05, 0.9)
@@ -86,14 +86,14 @@ def run(folder: Path, method: Algorithm, m: ModuleModel, **keys: Any) -> Federat
 
 
 def named(m: ModuleModel, vector: Tensor, kept: str) -> dict[str, Tensor]:
-    """The sent vector by name."""
+    """Return the sent vector by name."""
     entries = [(name, shape) for name, shape in m.layout.entries if not kept or kept not in name]
     parts = torch.split(vector, [torch.Size(shape).numel() for _, shape in entries])
     return {name: part.view(shape) for (name, shape), part in zip(entries, parts, strict=True)}
 
 
 def loop(factory: Any, start: dict[str, Tensor], kept: str) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """Two rounds: the averaged parameters, and each client's own."""
+    """Run two rounds; return the averaged parameters, and each client's own."""
     data, shared = clients(SIZES), start
     first = {n: p.detach().double() for n, p in factory().named_parameters() if kept and kept in n and p.requires_grad}
     own = {c.id: first for c in data}
@@ -130,7 +130,7 @@ def test_fedavg_of_adapters_equals_a_plain_loop_over_the_module(tmp_path: Path) 
 def test_named_parameters_stay_with_clients_and_the_others_are_averaged(
     tmp_path: Path, factory: Any, keys: dict[str, Any], kept: str
 ) -> None:
-    """B of one adapter; and of two adapters that are added, one is shared, and one is the client's own."""
+    """B of one adapter; of two adapters that are added, one is shared, and one is the client's own."""
     m = model(factory)
     f = run(tmp_path, FEDSA_LORA, m, personalize_epochs=EPOCHS, **keys)
     assert 0 < len(f.start) < m.layout.size

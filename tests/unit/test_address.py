@@ -1,4 +1,4 @@
-"""``HOST:PORT``, as ``fedloom aggregator --listen`` and ``fedloom worker --aggregator`` take it."""
+"""``HOST:PORT`` in ``fedloom aggregator --listen`` and ``fedloom worker --aggregator``."""
 
 from __future__ import annotations
 

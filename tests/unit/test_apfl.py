@@ -1,4 +1,4 @@
-"""APFL against FedAvg, training alone, and Algorithm 1 written out (Deng, Kamani, Mahdavi, 2020)."""
+"""APFL against FedAvg, local training, and Algorithm 1 in plain PyTorch (Deng, Kamani, Mahdavi, 2020)."""
 
 from __future__ import annotations
 

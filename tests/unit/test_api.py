@@ -114,7 +114,7 @@ def test_figures_are_matplotlib_figures(run: fedloom.Run, tmp_path: Path) -> Non
     figure = run.figure(run.figures[0])
     figure.savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 1000
-    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows without pyplot
+    assert figure._repr_png_().startswith(b"\x89PNG")  # the representation that a notebook shows without pyplot
     with refused(ExperimentError, "nothing", run.figures[0]):
         run.figure("nothing")
 

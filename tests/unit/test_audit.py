@@ -30,7 +30,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def experiment(root: Path, **changed: Any) -> dict[str, Any]:
-    """An experiment on the fixture of vowels below a folder."""
+    """Write an experiment on the vowel fixture below a folder."""
     data = root / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
@@ -153,9 +153,9 @@ def test_canaries_of_a_run_without_noise_are_detected(tmp_path: Path, of: str, s
     assert sum(row["in"] for row in coins["canaries"]) == document["in"]
     assert (tmp_path / "audit" / "canaries.json").stat().st_mode & 0o077 == 0
     if of == "clients":
-        assert document["clients_per_round"] == 72  # 12 of 12 clients, as before
+        assert document["clients_per_round"] == 72  # 12 of 12 clients, plus 60 canaries
         assert found.summary["seen"]["clients"] == 12
-        again = fedloom.audit(found).audit  # by the partition beside the run
+        again = fedloom.audit(found).audit  # from the partition beside the run
         assert again["canaries"] == document
         assert again["membership"]["predictors"]["global"]["seen"]["clients"] == 12
     else:

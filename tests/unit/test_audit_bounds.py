@@ -52,7 +52,7 @@ def test_epsilon_is_the_larger_of_both_rate_ratios(counts: tuple[int, int, int, 
 
 
 def p_value(m: int, r: int, v: int, epsilon: float, delta: float) -> float:
-    """Theorem 5.2 of Steinke et al., term by term."""
+    """Compute theorem 5.2 of Steinke et al., term by term."""
     w = stats.binom(r, math.exp(epsilon) / (1 + math.exp(epsilon)))
     more = max((w.sf(v - i - 1) - w.sf(v - 1)) / i for i in range(1, m + 1))
     return min(1.0, w.sf(v - 1) + 2 * m * delta * more)

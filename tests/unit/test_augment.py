@@ -84,11 +84,11 @@ def test_each_image_is_augmented_by_its_own_draws_as_in_torchvision() -> None:
     flipped = augmentation(["RandomHorizontalFlip"], SHAPE)
     assert flipped is not None
     changed = (flipped(normalized(x, SHAPE), torch.Generator()) != normalized(x, SHAPE)).flatten(1)
-    assert 15 < int(changed.any(1).sum()) < 49  # some are, and some are not
+    assert 15 < int(changed.any(1).sum()) < 49  # some are changed, and some are not
 
 
 def test_augmenting_every_image_equals_training_on_transformed_data_to_the_bit() -> None:
-    """A flip with probability 1; and with probability 0 nothing changes."""
+    """Compare a flip with probability 1; with probability 0 nothing changes."""
     always, never = ({"RandomHorizontalFlip": {"p": p}} for p in (1.0, 0.0))
     c, mirrored = client("c0", 11), client("c0", 11, change=lambda x: x.flip(3))
     assert torch.equal(
@@ -194,7 +194,7 @@ def test_results_are_equal_for_any_number_of_workers_on_resume_and_on_replay(tmp
 
 @pytest.mark.slow
 def test_transform_objects_and_keys_give_equal_results(tmp_path: Path) -> None:
-    """In the data, in the call, and as the section of a file, of a module in memory too."""
+    """In the data, in the call, and as the section of a file, also for a module in memory."""
     objects = v2.Compose([v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip()])
     as_keys = [{"RandomCrop": {"size": [12, 12], "padding": [2, 2, 2, 2]}}, "RandomHorizontalFlip"]
     short = {"federation__rounds": 1}
@@ -352,7 +352,7 @@ def test_without_torchvision_a_run_is_rejected_but_can_be_read(tmp_path: Path, m
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Images as a user of torch keeps them, with a transform."""
+    """Images as in a torch user's dataset, with a transform."""
 
     def __init__(self, transform: Any) -> None:
         self.x, self.transform = pixels(40, 0, (3, 12, 12)), transform

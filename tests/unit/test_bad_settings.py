@@ -1,4 +1,4 @@
-"""Settings that no method accepts are refused when the file is read: key, value found, values allowed."""
+"""Settings that no method accepts are rejected when the file is read: key, value found, values allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The regimes of research/baselines.py: equally many settings for every method, all of which can be run."""
+"""The experiments of research/baselines.py: equally many settings for every method, all of which are valid."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def is_statistic(name: str) -> bool:
 
 
 def example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Parameters of which none is zero, images and labels."""
+    """Return parameters of which none is zero, images and labels."""
     random = torch.Generator().manual_seed(0)
     theta = MODEL.init(random, torch.float64)
     theta += 0.2 * torch.randn(theta.shape, generator=random, dtype=torch.float64)
@@ -75,13 +75,13 @@ def test_predictions_equal_torchs_in_evaluation_mode() -> None:
     parameters, x, _ = example()
     expected = torchs(parameters).eval()(x)
     torch.testing.assert_close(MODEL.forward(parameters, x), expected, rtol=1e-10, atol=1e-12)
-    # One at a time: nothing of a prediction depends on what else is asked.
+    # One at a time: a prediction does not depend on other examples.
     alone = torch.cat([MODEL.forward(parameters, one[None]) for one in x])
     torch.testing.assert_close(alone, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_training_equals_torchs_in_training_mode() -> None:
-    """Losses, gradients, and a tenth of the way to the batch's statistics, which have no gradient."""
+    """Compare losses, gradients, and a tenth of the way to the batch's statistics, which have no gradient."""
     parameters, x, y = example()
     theirs, before = torchs(parameters).train(), {name: leaf.detach().clone() for name, leaf in parameters.items()}
     expected = F.cross_entropy(theirs(x), y, reduction="none")
@@ -147,7 +147,7 @@ def test_statistics_move_by_a_tenth_and_the_server_averages_them(tmp_path: Path)
 def test_every_method_transfers_the_statistics(tmp_path: Path, name: str) -> None:
     made = made_by(run(tmp_path, name, SMALL))
     assert all(value.isfinite().all() for value in made.values())
-    where = slice(3 * 9 + 2 * 3, 3 * 9 + 3 * 3)  # of the means, behind kernel, gain and shift
+    where = slice(3 * 9 + 2 * 3, 3 * 9 + 3 * 3)  # of the means, after kernel, gain and shift
     personal = [value for key, value in made.items() if key.endswith((".personal.theta", ".personal.mu"))]
     assert len(personal) == (0 if name == "pfedgp" else len(SIZES))  # there Gaussian processes on the shared body
     shared = [made["theta"]] if "theta" in made and name not in ("lg-fedavg", "local") else []

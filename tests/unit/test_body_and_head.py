@@ -1,4 +1,4 @@
-"""Requirements that hold for every method which treats a model's body and head apart."""
+"""Requirements on every method that treats a model's body and head separately."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BODY, ALL = SMALL.layout.body_size, SMALL.layout.size
 
 @dataclass(frozen=True)
 class Case:
-    """Method, the numbers it sends a client and gets back beside loss and weight, and the part that a client keeps."""
+    """Method, the number of values sent each way besides loss and weight, and the part that a client keeps."""
 
     algorithm: Algorithm
     down: int
@@ -93,7 +93,7 @@ def test_only_the_shared_part_is_sent_and_held_out_examples_change_nothing(case:
 
 @methods
 def test_a_batch_of_clients_replies_as_single_clients(case: Case) -> None:
-    """One of them has a part of its own already, the others have none."""
+    """One of them already has a personal part, the others have none."""
     theta, own = (SMALL.init(torch.Generator().manual_seed(seed), torch.float64) for seed in (3, 4))
     states = None if case.kept is None else [None, {case.name: own[case.kept]}, None]
     opening, *_, ask = case.algorithm.messages

@@ -1,4 +1,4 @@
-"""A bug in a method or a model: raised where it is in one process, and told with its place, never as a lost client."""
+"""A bug in a method or a model is raised in place in one process, or reported by its line, never as a lost client."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTINGS = FedAvgSettings(local=LocalSGD(steps=1, batch_size=2))
 
 
 def with_client(fault: Callable[[ClientGroup], None]) -> Algorithm:
-    """FedAvg, whose clients do something before they answer."""
+    """Return FedAvg whose clients do something before they answer."""
 
     def client(settings: Any, problem: Any) -> ClientAlgorithm:
         half = FEDAVG.client(settings, problem)
@@ -59,7 +59,7 @@ def made(folder: Path, fault: Callable[[ClientGroup], None], **keys: Any) -> Fed
 
 
 class Elsewhere:
-    """Carries as over a wire: an exception does not travel, and bytes are measured."""
+    """Transport that behaves like a wire: exceptions are not passed on, and bytes are counted."""
 
     def __init__(self, transport: Any) -> None:
         self.traffic, self.refusals, self.silence = Traffic(0, 0), Refusals(), Silence()
@@ -214,7 +214,7 @@ def late():
 
 
 class Late(nn.Module):
-    """Fails on more inputs than it is tried with."""
+    """Module that fails on more inputs than the check uses."""
 
     def __init__(self) -> None:
         super().__init__()

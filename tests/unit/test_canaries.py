@@ -1,4 +1,4 @@
-"""Canaries: partitions with them, what they send, guesses, and bounds that a known mechanism keeps or breaks."""
+"""Canaries: partitions with them, their updates, guesses, and bounds that a known mechanism keeps or violates."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_estimate_needs_two_canaries_of_each_kind() -> None:
 
 
 def noisy_sum(seed: int, multiplier: float, *, canaries: int, size: int, rounds: int) -> tuple[Any, Any]:
-    """Scores and coins of canaries in sums of clipped updates with Gaussian noise, beside honest ones."""
+    """Return scores and coins of canaries in sums of clipped updates with Gaussian noise, beside honest ones."""
     random = np.random.default_rng(seed)
     coins = random.random(canaries) < 0.5
     members = CanarySet(tuple(map(str, range(canaries))), coins, seed, 1.0)
@@ -98,7 +98,7 @@ def test_the_bound_is_below_the_claim_with_noise_and_above_without() -> None:
         assert estimate is not None
         estimates.append(estimate["epsilon"])
     assert max(bounds) <= claim
-    assert np.mean(bounds) > 0.1 * claim  # it does see something
+    assert np.mean(bounds) > 0.1 * claim  # it detects something
     assert np.mean(estimates) == pytest.approx(claim, rel=0.1)
     for seed in range(3):
         scores, coins = noisy_sum(seed, 0.0, **settings)
@@ -173,7 +173,7 @@ def test_a_canary_of_another_task_takes_the_target_of_another_example(vowels: Fe
     assert canary_targets(torch.tensor([3, 4, 5]), some, 9).tolist() == [2, 0]
 
 
-# --- what they send ---------------------------------------------------------------------------------------------------
+# --- updates of canaries ----------------------------------------------------------------------------------------------
 
 
 def answers(method: str, canaries: CanarySet, client: str, round: int | None = 1) -> Any:

@@ -1,4 +1,4 @@
-"""Certificates for trials, and what is said of certificates and keys that do not do."""
+"""Certificates for trials, and messages about unusable certificates and keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ca(tmp_path: Path) -> Path:
 
 
 def handshake(ca: Path, server: Path, host: str, client: Path | None = None) -> str:
-    """Shake hands in memory, by Python's own TLS, which shares no code with gRPC's; what went wrong, if anything."""
+    """Perform a TLS handshake in memory by Python's TLS, which shares no code with gRPC's; return the error, if any."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(server / "tls.crt", server / "tls.key")
     serving.load_verify_locations(ca / "ca.crt")

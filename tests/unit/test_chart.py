@@ -1,4 +1,4 @@
-"""The chart, by the real Helm: what it renders, what it refuses, and what must not change (docs/chart.md)."""
+"""The chart, by the real Helm: rendered objects, rejected values, and fields that must not change (docs/chart.md)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IMMUTABLE = {
 
 
 def sampled(names: Iterable[str], first: Collection[str]) -> list[Any]:
-    """Names as parameters: all but the first few only in the second tier."""
+    """Return names as parameters: all but the first few only in the second tier."""
     return [pytest.param(name, marks=() if name in first else pytest.mark.cluster) for name in names]
 
 
@@ -62,7 +62,7 @@ def of_kind(text: str, kind: str) -> list[dict[str, Any]]:
     return [item for item in helm.objects(text) if item["kind"] == kind]
 
 
-# ---- what needs no Helm
+# ---- without Helm
 
 
 def test_the_chart_readme_is_up_to_date() -> None:
@@ -93,12 +93,12 @@ def test_chart_and_project_have_the_same_version() -> None:
     assert "dependencies" not in about
 
 
-# ---- what Helm renders
+# ---- rendered objects
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_match_their_golden_files(scenario: str) -> None:
-    """The golden files: ``FEDLOOM_GOLDEN=1`` writes them anew, to be read before they are committed."""
+    """Compare with the golden files: ``FEDLOOM_GOLDEN=1`` rewrites them, to be reviewed before they are committed."""
     text = helm.rendered(scenario)
     golden = GOLDEN / f"{scenario}.yaml"
     if os.environ.get("FEDLOOM_GOLDEN"):
@@ -138,7 +138,7 @@ def test_pods_meet_the_restricted_standard_and_have_no_rights(scenario: str) -> 
             assert not container["image"].endswith(":latest")
             mounted = {mount["name"] for mount in container["volumeMounts"]}
             assert mounted <= {volume["name"] for volume in pod["volumes"]}
-            assert not any("subPath" in mount for mount in container["volumeMounts"])  # they are never updated
+            assert not any("subPath" in mount for mount in container["volumeMounts"])  # such mounts are never updated
         for volume in pod["volumes"]:
             assert set(volume) - {"name"} <= {"emptyDir", "configMap", "secret", "persistentVolumeClaim"}
 
@@ -197,14 +197,14 @@ def test_model_servers_scale_drain_and_spread() -> None:
     text = helm.rendered("silos")
     (serve,) = of_kind(text, "Deployment")
     (scaler,) = of_kind(text, "HorizontalPodAutoscaler")
-    assert "replicas" not in serve["spec"]  # the scaler's, or each upgrade would undo it
+    assert "replicas" not in serve["spec"]  # set by the autoscaler; otherwise each upgrade would reset it
     assert scaler["spec"]["scaleTargetRef"]["name"] == serve["metadata"]["name"]
     pod = serve["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     arguments = dict(argument.partition("=")[::2] for argument in container["args"])
     assert pod["terminationGracePeriodSeconds"] > int(serving_settings(container)["drain_s"])
     assert pod["topologySpreadConstraints"]
-    assert container["resources"]["requests"]["cpu"]  # what its utilization is of
+    assert container["resources"]["requests"]["cpu"]  # the base of its utilization
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert f"0.0.0.0:{container[probe]['grpc']['port']}" == arguments["--health"]
     (service,) = [item for item in of_kind(text, "Service") if item["metadata"]["name"] == serve["metadata"]["name"]]
@@ -213,7 +213,7 @@ def test_model_servers_scale_drain_and_spread() -> None:
     assert f"--publish={container['args'][1]}" in aggregator["containers"][0]["args"]
     secrets = {entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"] if "valueFrom" in entry}
     assert secrets == {"store-readers"}
-    startup = container["startupProbe"]  # what waits for the first round is not killed meanwhile
+    startup = container["startupProbe"]  # waiting for the first round is not killed meanwhile
     assert startup["periodSeconds"] * startup["failureThreshold"] >= int(serving_settings(container)["wait_s"]) + 60
 
 
@@ -224,7 +224,7 @@ def spread(text: str, name: str) -> Any:
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_pods_are_spread_over_nodes_where_that_is_possible(scenario: str) -> None:
-    """Never as a condition; of a Deployment, which has pods of two revisions during an upgrade, those of one."""
+    """Only as a preference; for a Deployment, which has pods of two revisions during an upgrade, by revision."""
     text = helm.rendered(scenario)
     for item in (*of_kind(text, "StatefulSet"), *of_kind(text, "Deployment")):
         if item["metadata"]["name"].endswith(("-aggregator", "-seaweedfs")):
@@ -271,7 +271,7 @@ def test_workers_with_a_gpu_are_placed_by_node_labels(tmp_path: Path) -> None:
 
 
 def test_a_store_needs_no_volume() -> None:
-    """A lost node takes with it only what a restart makes anew: no claim, and no folder of the node."""
+    """A lost node loses only files that a restart recreates: there is no claim, and no folder of the node."""
     text = helm.rendered("silos")
     assert not of_kind(text, "PersistentVolumeClaim")
     for name, pod in helm.pods(text):
@@ -285,7 +285,7 @@ def test_a_store_needs_no_volume() -> None:
 
 
 def test_a_node_drain_is_never_blocked() -> None:
-    """Every budget allows a disruption, also of one pod, and also of pods that are not ready."""
+    """Every budget allows a disruption, also of a single pod, and of pods that are not ready."""
     for scenario in SCENARIOS:
         text = helm.rendered(scenario)
         for budget in of_kind(text, "PodDisruptionBudget"):
@@ -384,14 +384,14 @@ def test_network_policies_allow_the_listed_connections() -> None:
         assert peer == {"namespaceSelector": {"matchLabels": {monitoring: "monitoring"}}}
     for policy in (aggregator, worker, serve):
         assert rule_of(policy, "egress", 443) == [store]
-    for policy in (aggregator, worker):  # those that are traced
+    for policy in (aggregator, worker):  # components with tracing
         assert rule_of(policy, "egress", 4317)
     for policy in (serve, test):
         assert not rule_of(policy, "egress", 4317)
     for policy in found.values():
         assert len(rule_of(policy, "egress", 53)) == 2  # kube-dns, and the cache of the node
     assert worker["spec"]["ingress"] == test["spec"]["ingress"] == []
-    assert not any(rule_of(policy, "ingress", 7735) for policy in found.values())  # the kubelet's, which is let in
+    assert not any(rule_of(policy, "ingress", 7735) for policy in found.values())  # used by the kubelet alone
 
 
 def test_dns_may_use_another_port() -> None:
@@ -410,7 +410,7 @@ def test_a_rejected_experiment_does_not_block_a_rollback(scenario: str) -> None:
 
 
 def test_servers_listen_on_the_port_of_the_headless_service() -> None:
-    """Nothing translates the port of a headless Service: clients dial the pods themselves."""
+    """The port of a headless Service is not translated: clients connect to the pods themselves."""
     text = helm.rendered("silos", "--set", "serve.port=8443")
     (serve,) = of_kind(text, "Deployment")
     pod = serve["spec"]["template"]["spec"]
@@ -477,7 +477,7 @@ def test_certificates_cover_every_address_of_the_aggregator(tmp_path: Path) -> N
 
 
 def test_custom_labels_appear_once(tmp_path: Path) -> None:
-    """Let the more specific of two values for a label win: kubectl refuses YAML with a key twice."""
+    """The more specific of two values for a label is used: kubectl rejects YAML with a repeated key."""
 
     class Strict(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -647,7 +647,7 @@ def test_the_config_map_contains_the_given_experiment(scenario: str, tmp_path: P
 
 
 def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> None:
-    """Its hub lets in the members that it names, under the name to which its member connects."""
+    """Its hub admits the named members, at the address to which its member connects."""
     page = (ROOT / "docs" / "clusters.md").read_text()
     hub, member = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S))
     assert member == yaml.safe_load((CHART / "ci" / "member-values.yaml").read_text())
@@ -667,7 +667,7 @@ def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("tool", ["argocd", "flux"])
 def test_gitops_examples_name_existing_files_and_install(tool: str, tmp_path: Path) -> None:
-    """Not applied by the tools themselves: their values pass the schema and render, and their names agree."""
+    """The tools themselves are not run: the values pass the schema and render, and the names agree."""
     text = (ROOT / "docs" / "examples" / "gitops" / f"{tool}.yaml").read_text()
     objects = {item["kind"]: item for item in yaml.safe_load_all(text)}
     if tool == "argocd":
@@ -694,14 +694,14 @@ def test_gitops_examples_name_existing_files_and_install(tool: str, tmp_path: Pa
     store = helm.rendered("trial", "--set", "seaweedfs.size=1Gi")
     claims = [*of_kind(done.stdout, "PersistentVolumeClaim"), *of_kind(store, "PersistentVolumeClaim")]
     assert len(claims) == 3
-    for claim in claims:  # pruning and uninstalling leave the run, and the store
+    for claim in claims:  # pruning and uninstalling keep the run, and the store
         assert claim["metadata"]["annotations"] == {
             "helm.sh/resource-policy": "keep",
             "argocd.argoproj.io/sync-options": "Delete=false,Prune=false",
         }
 
 
-# ---- what Helm refuses
+# ---- rejected values
 
 STORED = {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}}
 TO = [{"ipBlock": {"cidr": "198.51.100.7/32"}}]
@@ -979,7 +979,7 @@ def test_lint_finds_nothing_and_the_notes_fit_the_values(scenario: str) -> None:
 
 
 def test_the_notes_give_the_address_of_the_charts_store() -> None:
-    """The command that publishes a partition needs a way to it, and its claim stays when the release goes."""
+    """The command that publishes a partition needs access to it, and its claim stays when the release is removed."""
     trial = ("--set", "workers.partition.prepare=false")
     notes = notes_of("trial", *trial)
     for needed in ("port-forward service/fed-fedloom-seaweedfs 8333", "FEDLOOM_S3_ENDPOINT=", "AWS_SECRET_ACCESS_KEY="):

@@ -1,4 +1,4 @@
-"""Claims of differential privacy: each toward its observer, and nothing that did not happen."""
+"""Claims of differential privacy: each toward its observer, and only about what happened."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sampling_does_not_amplify_against_the_aggregator() -> None:
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 def test_observers_with_more_knowledge_get_a_weaker_guarantee(sampling: Literal["poisson", "fixed"]) -> None:
-    """For the same neighbouring data sets."""
+    """For equal neighbouring datasets."""
     found = made({"": {sampled(sampling, 12, 6, 5.0): 30}}, noise="distributed", sampling=sampling)
     assert found.to_readers.epsilon is not None
     assert found.to_aggregator.epsilon is not None

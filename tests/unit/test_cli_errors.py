@@ -126,7 +126,7 @@ def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:
 
 
 def test_keyboard_interrupt() -> None:
-    """Ctrl-C while it waits for an experiment from a store that does not answer."""
+    """Ctrl-C while the command waits for an experiment from an unresponsive store."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -144,7 +144,7 @@ def test_keyboard_interrupt() -> None:
         with process:
             asked, _ = silent.accept()
             with asked:
-                assert asked.recv(1)  # all that is left for it is to wait
+                assert asked.recv(1)  # the command now only waits
                 process.send_signal(signal.SIGINT)
                 _, err = process.communicate(timeout=60)
     assert process.returncode == ExitCode.INTERRUPTED
@@ -160,7 +160,7 @@ def test_the_documented_exit_codes_match_the_code() -> None:
 
 
 def test_sigterm_ends_a_command_that_is_still_importing() -> None:
-    # Before a command has handlers of its own: in a container, nothing else would end its first process.
+    # Before a command installs its own handlers: in a container, nothing else would end its first process.
     program = (
         "import os, signal, time\n"
         "from fedloom.cli import main\n"

@@ -1,4 +1,4 @@
-"""Local SGD against torch.optim.SGD step by step, its batches, and its two drivers against each other."""
+"""Local SGD against torch.optim.SGD step by step, its batches, and its two drivers compared with each other."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_batches_are_fresh_permutations_without_the_remainder(n: int, size: int,
         epoch = torch.cat(found[start : start + per_epoch])
         assert len(epoch.unique()) == len(epoch)  # without replacement within an epoch
         assert 0 <= int(epoch.min()) <= int(epoch.max()) < n
-    # The permutations are the generator's own, one after another, however many are left out at the end.
+    # The permutations are the generator's own, one after another, regardless of the remainder left out at the end.
     random = seeded(n)
     orders = [torch.randperm(n, generator=random)[: per_epoch * b] for _ in range(-(-steps // per_epoch))]
     assert torch.equal(torch.cat(found), torch.cat(orders)[: steps * b])
@@ -86,7 +86,7 @@ def test_exactly_one_length_is_required(length: dict[str, int]) -> None:
 
 
 def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, decay: str) -> tuple[Tensor, float]:
-    """torch.optim.SGD on the same batches; λ_θ‖θ‖² in the loss, or as weight decay 2λ_θ."""
+    """Train by torch.optim.SGD on the same batches; λ_θ‖θ‖² in the loss, or as weight decay 2λ_θ."""
     p = theta.clone().requires_grad_()
     in_loss = s.lambda_theta if decay == "loss" else 0.0
     optimizer = torch.optim.SGD(
@@ -122,7 +122,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 CASES = [(name, "loss") for name in VARIANTS] + [("decay", "optimizer")]
-# With clipping the two differ: here the gradient of f_i is clipped, its term λ_θ‖θ‖² included.
+# With clipping they differ: here the gradient of f_i is clipped with its term λ_θ‖θ‖².
 
 
 @pytest.mark.parametrize(("name", "decay"), CASES)
@@ -137,12 +137,12 @@ def test_local_sgd_equals_torchs_sgd(name: str, decay: str) -> None:
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-13)
     assert trained.steps.tolist() == [[s.count(11)]]
     assert trained.loss.item() == pytest.approx(expected_loss, abs=1e-13)
-    assert torch.equal(theta, start)  # what came in is not changed
+    assert torch.equal(theta, start)  # the input is not changed
     assert (found - theta).abs().max() > 1e-4
 
 
 def test_lenet_trains_as_in_torch() -> None:
-    """Channels-last leaves and ReLU after the pooling change no number beyond rounding."""
+    """Channels-last leaves and ReLU after the pooling change results only by rounding."""
     model, c = LeNet(IMAGE, CLASSES), client("c0", 9)
     s = LocalSGD(steps=4, batch_size=4, lr=0.05, lambda_theta=0.01)
     theta = starts(model, 1)
@@ -158,7 +158,7 @@ def test_momentum_is_reset_at_every_visit() -> None:
 
 
 def test_zero_momentum_equals_no_momentum_to_the_bit() -> None:
-    """Its buffers are left out: they would be 0 · m + g."""
+    """Its buffers are omitted: they would be 0 · m + g."""
     model, one = MLP(IMAGE, [5], CLASSES), client("c0", 11)
     s = LocalSGD(steps=7, batch_size=4, lr=0.1, momentum=0.0)
     found = train(model, group([one]), starts(model, 1), s).theta
@@ -180,13 +180,13 @@ def test_the_purpose_determines_the_batches() -> None:
     assert not torch.equal(trained, tuned)
 
 
-# --- one driver against the other -------------------------------------------------------------------------------------
+# --- the two drivers --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_clients_train_together_as_one_by_one(name: str) -> None:
     s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
-    data = clients((11, 3, 6, 1))  # smaller than a batch too; of unequal step counts under epochs
+    data = clients((11, 3, 6, 1))  # also smaller than a batch, with different step counts under epochs
     theta = starts(SMALL, len(data))
     compare(
         train(SMALL, group(data), theta, s),
@@ -232,7 +232,7 @@ def test_masked_rows_of_absent_labels_get_no_gradient(g: int) -> None:
     assert not torch.equal(SMALL.layout.split(unmasked[0])["fc2.bias"][2], SMALL.layout.split(theta[0])["fc2.bias"][2])
 
 
-# --- what cannot be done ----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("g", [1, 2], ids=["alone", "group"])
@@ -262,7 +262,7 @@ def test_a_predictor_applies_softmax_to_its_model() -> None:
         assert torch.equal(named[i]["other"].tensors()["theta"], theta[1 - i])
 
 
-# --- one client at a time against a stack -----------------------------------------------------------------------------
+# --- single clients against a stack -----------------------------------------------------------------------------------
 
 UNEVEN = (11, 3, 6, 1)
 """Train split sizes: one is below a batch of 4, and epochs give unequal numbers of steps."""
@@ -278,7 +278,7 @@ PULL: Change = lambda gradients, w, start, given: [  # noqa: E731
 def test_all_options_of_train_work_for_stacked_clients(
     name: str, only: Literal["all", "body", "head"], model: Any
 ) -> None:
-    """A correction by the weights, their start and a vector of each client; numbers of steps by client; a part of θ."""
+    """Corrections by the weights, their start and a vector per client; numbers of steps per client; a part of θ."""
     s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.05, **VARIANTS[name]})
     data, theta = clients(UNEVEN), starts(model, 4)
     vectors, counts = theta.flip(0) / 3, [3, 5, 1, 4]
@@ -325,7 +325,7 @@ def test_a_correction_is_added_to_the_gradient_first() -> None:
 def test_losses_and_gradients_of_stacked_clients_equal_those_of_each(
     model: FlatModel, mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On mini-batches, halves of them, and all data in pieces, whose numbers differ between clients."""
+    """On mini-batches, halves of them, and all data in chunks, whose numbers differ between clients."""
     monkeypatch.setattr(mini_batches, "PIECE", 4)
     data, theta = clients(UNEVEN), starts(model, 4)
     for c in data:
@@ -354,7 +354,7 @@ def test_losses_and_gradients_of_stacked_clients_equal_those_of_each(
     same(
         totals, [list(one.batches(5, [1], "x", totals=[n])) for one, n in zip(alone, (3.0, 1.0, 2.0, 5.0), strict=True)]
     )
-    # Of clients with two examples at least: a half of one is empty.
+    # For clients with at least two examples: otherwise a half is empty.
     first, second, share = stack.halves(drawn[0])
     parts = [one.halves(mine[0]) for one, mine in zip(alone, apart, strict=True)]
     same([first], [[part[0]] for part in parts])
@@ -423,7 +423,7 @@ def test_a_diverging_client_is_lost_without_its_batch(at: int) -> None:
 
 
 def test_an_infinite_loss_at_the_start_is_reported() -> None:
-    """The reason names the start, not the client's steps, for example after too large a step of the server."""
+    """The reason names the start instead of the client's steps, for example after too large a step of the server."""
     s, theta = LocalSGD(steps=5, batch_size=3, lr=0.05), starts(SMALL, 2)
     theta[1] *= 1e200
     members = group(clients((6, 6)))
@@ -444,7 +444,7 @@ def test_a_clients_state_is_a_row_of_its_batch() -> None:
 
 
 class Watched(LeNet):
-    """Keeps the memory layouts that its first kernel, of one input channel, was used in."""
+    """Model that records the memory layouts in which its first kernel, of one input channel, was used."""
 
     def __init__(self) -> None:
         super().__init__((1, 28, 28), 3)
@@ -457,7 +457,7 @@ class Watched(LeNet):
 
 @pytest.mark.parametrize("method", ["per-fedavg", "apfl", "comfedl"])
 def test_additional_models_have_the_same_memory_layout(method: str) -> None:
-    """Otherwise a convolution of one channel takes half as long again without a visible reason."""
+    """Otherwise a convolution of one channel is slower by half for no visible reason."""
     model = Watched()
     split = Split(torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0]))
     there = group([ClientData("c0", split, split, split, 3)])

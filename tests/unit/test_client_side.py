@@ -1,4 +1,4 @@
-"""The clients' side of conversations: idempotent, replayable, and groups of which a member is lost."""
+"""The clients' side of conversations: idempotent, replayable, and batches with a lost client."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TALK = [PeFLLTrainRequest(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V
 
 
 class Clients(ClientSide):
-    """Conversations over DATA, counting how often data are asked for."""
+    """Conversations over DATA that count the accesses to data."""
 
     def __init__(self, at_once: int = 1, broken: str = "", failure: Exception | None = None) -> None:
         self.loads: list[str] = []
@@ -110,7 +110,7 @@ def test_a_repeated_exchange_is_not_recomputed() -> None:
 
 
 def test_replies_are_yielded_one_by_one() -> None:
-    """A client's answer is there before the next client's work begins."""
+    """A client's answer is available before the next client's work begins."""
     found = Clients()
     answers = found.answer(KEY, 0, [0, 1, 2], ["c0", "c1", "c2"], TALK[0])
     next(answers)
@@ -147,11 +147,11 @@ def test_an_opening_repeated_later_restarts_the_conversation() -> None:
     again = found.ask(0, [0])
     assert equal(first[0][0], again[0])
     assert equal(first[1][0], found.ask(1, [0])[0])
-    assert found.ask(1, [1])[1] is first[1][1]  # the other row goes on where it was
+    assert found.ask(1, [1])[1] is first[1][1]  # the other row continues where it was
 
 
 def test_a_row_that_continued_elsewhere_is_missing_and_restarts() -> None:
-    """Its group went on here without it; what became of it there is no answer."""
+    """Its batch continued here without it; there is no answer for its later state."""
     found, undisturbed = Clients(at_once=2), Clients(at_once=2)
     expected = [undisturbed.ask(exchange, [0, 1]) for exchange in range(3)]
     found.ask(0, [0, 1])
@@ -194,7 +194,7 @@ def test_conversations_are_independent() -> None:
 )
 @pytest.mark.parametrize("exchange", [0, 1])
 def test_unclosed_conversations_end_with_the_next_attempt(later: ConversationKey, exchange: int) -> None:
-    """Their coroutines hold tensors; a worker that is away when they are closed is never told."""
+    """Their coroutines hold tensors; a worker that is disconnected when they are closed is never notified."""
     found = Clients()
     found.ask(0, [0, 1])
     coroutines = [opened.coroutine for opened in found._open[KEY].values()]
@@ -202,14 +202,14 @@ def test_unclosed_conversations_end_with_the_next_attempt(later: ConversationKey
     with pytest.raises(MissingConversation) if exchange else nullcontext():
         list(found.answer(later, exchange, [0], ["c0"], TALK[exchange].select([0])))
     assert all(inspect.getgeneratorstate(coroutine) == inspect.GEN_CLOSED for coroutine in coroutines)  # type: ignore[arg-type]
-    # A request of before that comes late disturbs nobody.
+    # A late request of an earlier attempt has no effect.
     found.ask(0, [0])
     assert later in found._open
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_a_failed_client_stays_lost_and_others_continue(at_once: int) -> None:
-    """Serve the others of its group one by one."""
+    """Serve the other clients of its batch one by one."""
     found, alone = Clients(at_once, broken="c3"), Clients()
     for exchange in range(3):
         answers, expected = found.ask(exchange, range(4)), alone.ask(exchange, range(4))
@@ -241,7 +241,7 @@ def test_the_reason_of_a_lost_client_reveals_neither_paths_nor_values(
 
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_a_batch_loses_only_the_client_that_cannot_train(at_once: int) -> None:
-    """By the method, and not by what is read: it is known in the round, as where labels are not told beforehand."""
+    """The method detects it during the round, instead of the reader, as if missing labels were not known beforehand."""
     one = dataclasses.replace(DATA[1], train=Split(DATA[1].train.x, torch.zeros_like(DATA[1].train.y)))
     by_id = {c.id: c for c in (DATA[0], one, DATA[2])}
     half = PFEDGP.client(PFedGPSettings(gibbs_steps=1, chains=2), setup())
@@ -257,7 +257,7 @@ def test_a_batch_loses_only_the_client_that_cannot_train(at_once: int) -> None:
 def test_a_batch_that_exceeds_the_memory_is_computed_one_by_one_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The error is torch's own; a CPU never raises it, so it comes from one client's data here."""
+    """The error is torch's own; a CPU never raises it, so one client's data raise it here."""
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of")
     found, alone = Clients(4, broken="c3", failure=full), Clients(broken="c3", failure=full)
     with caplog.at_level(logging.WARNING):
@@ -310,7 +310,7 @@ def test_predictors_are_evaluated_on_the_client() -> None:
     assert found.ask(1, [2], PersonalizedModel(THETA))[2] is answers[2]
 
 
-# --- groups of several ------------------------------------------------------------------------------------------------
+# --- batches of clients -----------------------------------------------------------------------------------------------
 
 
 def near(one: Message | Lost, other: Message | Lost) -> None:
@@ -322,7 +322,7 @@ def near(one: Message | Lost, other: Message | Lost) -> None:
 
 
 def test_batches_reply_as_single_clients() -> None:
-    single, grouped = Clients(), Clients(at_once=3)  # groups of three and one
+    single, grouped = Clients(), Clients(at_once=3)  # batches of three and one
     for exchange in range(3):
         alone, together = single.ask(exchange, range(4)), grouped.ask(exchange, range(4))
         assert list(together) == [0, 1, 2, 3]
@@ -345,7 +345,7 @@ def test_a_batch_continues_without_a_lost_client(exchange: int, lost: int) -> No
 
 
 def test_repeated_clients_have_separate_conversations() -> None:
-    """A cohort drawn with replacement holds the same client twice: each row has a conversation of its own."""
+    """A cohort drawn with replacement contains the same client twice: each row has a separate conversation."""
     found = Clients()
     opened = dict(found.answer(KEY, 0, [0, 1], ["c2", "c2"], TALK[0]))
     assert equal(opened[0], opened[1])

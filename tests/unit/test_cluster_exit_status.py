@@ -1,4 +1,4 @@
-"""From what Kubernetes says of Jobs and pods to a failure class."""
+"""Mapping of the status of Jobs and pods to failure classes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_exit_codes_map_to_failure_classes(code: int, kind: type[FedloomError]) 
 def test_the_last_line_of_a_bug_is_reported() -> None:
     error = aggregator_failure(BACKOFF, [exited(1, "Traceback ...\nKeyError: 'x'\n\n")])
     assert "KeyError: 'x'" in str(error)
-    assert "same run id" in str(error)  # it may be started again
+    assert "same run id" in str(error)  # it may be restarted
 
 
 def test_out_of_memory_names_the_setting() -> None:
@@ -100,7 +100,7 @@ def test_workers_with_permanent_errors_give_the_reason(code: int, kind: type[Fed
 
 def test_dismissed_workers_are_no_failure() -> None:
     assert workers_failure({}, End(True, "", ""), []) is None
-    # One failed for good, within what is allowed; the other was told that the run is over.
+    # One failed permanently, within the limit; the other learned that the run is over.
     ended = End(False, "FailedIndexes", "Job has failed indexes")
     assert workers_failure({"status": {"completedIndexes": "1", "failedIndexes": "0"}}, ended, [exited(7)]) is None
 
@@ -123,7 +123,7 @@ def test_exits_are_ordered_by_time() -> None:
 
 
 def test_a_pod_rejected_by_its_node_is_reported_with_the_reason() -> None:
-    """No container ever started, such as for a second part of a shared GPU (NVIDIA's device plugin, README)."""
+    """No container ever started, for example for a second part of a shared GPU (NVIDIA's device plugin, README)."""
     reason = "Allocate failed due to rpc error: request for 'nvidia.com/gpu: 2' too large"
     status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": reason}
     labels = {"labels": {"app.kubernetes.io/component": "worker"}}

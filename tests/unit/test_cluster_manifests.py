@@ -101,7 +101,7 @@ def test_the_role_is_valid_and_grants_only_a_launchers_rights_and_events() -> No
         role, binding = yaml.safe_load_all((ROOT / "components/federate" / file).read_text())
         kubernetes_schemas.check(role, binding)
         assert binding["roleRef"]["name"] == role["metadata"]["name"]
-        # Without one, the subject is a service account of whatever namespace this is applied in.
+        # Without one, the subject is a service account of the namespace of the manifest.
         assert not any("namespace" in item for item in (role["metadata"], binding["metadata"], *binding["subjects"]))
     allowed = {
         (verb, group, resource)
@@ -118,7 +118,7 @@ def test_rules_between_fields_beyond_the_schema(federation: FederationSpec) -> N
     aggregator, at, workers = objects(federation)
     for job in (aggregator, workers):
         spec, pod = job["spec"], job["spec"]["template"]["spec"]
-        # What a pod failure policy asks for.
+        # Required by a pod failure policy.
         assert pod["restartPolicy"] == "Never"
         assert spec["podReplacementPolicy"] == "Failed"
         for rule in spec["podFailurePolicy"]["rules"]:
@@ -135,7 +135,7 @@ def test_rules_between_fields_beyond_the_schema(federation: FederationSpec) -> N
         assert spec["template"]["metadata"]["labels"].items() >= {"sidecar.istio.io/inject": "false"}.items()
     assert at["spec"]["selector"].items() <= aggregator["spec"]["template"]["metadata"]["labels"].items()
     assert not at["spec"]["selector"].items() <= workers["spec"]["template"]["metadata"]["labels"].items()
-    # FailIndex and maxFailedIndexes only go with Indexed and a limit for each index.
+    # FailIndex and maxFailedIndexes require Indexed and a limit for each index.
     assert workers["spec"]["completionMode"] == "Indexed"
     assert workers["spec"]["backoffLimitPerIndex"] == federation.settings.retries
     assert workers["spec"]["maxFailedIndexes"] <= workers["spec"]["completions"] == workers["spec"]["parallelism"]
@@ -143,7 +143,7 @@ def test_rules_between_fields_beyond_the_schema(federation: FederationSpec) -> N
     assert aggregator["spec"]["podFailurePolicy"]["rules"][0]["action"] == "FailJob"
     assert aggregator["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4, 8]
     assert workers["spec"]["podFailurePolicy"]["rules"][0]["action"] == "FailIndex"
-    # 8: its aggregator is gone; with another try it would hold its GPU for another pending_timeout_s
+    # 8: its aggregator is gone; a retry would hold its GPU for another pending_timeout_s
     assert workers["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4, 8]
 
 
@@ -322,7 +322,7 @@ def test_environment_settings_of_the_task_override_the_defaults() -> None:
     ("own", "gpu", "task", "expected"),
     [
         ({}, {}, None, {"requests": {"cpu": "500m", "memory": "1Gi"}}),
-        # A default request above a limit would be refused, so there is none beside a limit.
+        # A default request above a limit would be rejected, so it is omitted with a limit.
         ({"limits": {"memory": "512Mi"}}, {}, None, {"requests": {"cpu": "500m"}, "limits": {"memory": "512Mi"}}),
         (
             {"requests": {"cpu": 1, "memory": "2Gi"}},
@@ -362,6 +362,6 @@ def test_the_owner_is_the_controller_of_the_launchers_pod() -> None:
     workflow = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "name": "w", "uid": "9", "controller": True}
     other = {"apiVersion": "v1", "kind": "ConfigMap", "name": "c", "uid": "8"}
     (found,) = owners_of_pod({"metadata": {"ownerReferences": [other, workflow]}})
-    # controller and blockOwnerDeletion would ask for rights on the workflow.
+    # controller and blockOwnerDeletion would need rights on the workflow.
     assert found == {**workflow, "controller": False, "blockOwnerDeletion": False}
     assert owners_of_pod({"metadata": {}}) == []

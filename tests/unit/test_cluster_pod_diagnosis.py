@@ -35,7 +35,7 @@ def warning(reason: str, message: str) -> dict[str, Any]:
 
 
 class Watched:
-    """PodMonitor with a clock and events of the test's."""
+    """PodMonitor with a clock and events from the test."""
 
     def __init__(self, events: Mapping[str, Sequence[Mapping[str, Any]]] | None = None) -> None:
         self.said: list[str] = []
@@ -98,7 +98,7 @@ def test_a_late_image_pull_is_tolerated() -> None:
     watched = Watched()
     watched.check(0.0, waiting("ErrImagePull"))
     assert watched.check(14.0, pod(phase="Running")) == (True, None)
-    assert watched.check(20.0, waiting("ErrImagePull")) == (False, None)  # another clock
+    assert watched.check(20.0, waiting("ErrImagePull")) == (False, None)  # a separate clock
 
 
 def test_a_missing_secret_gives_the_command_to_create_it() -> None:
@@ -125,7 +125,7 @@ def test_a_pod_may_wait_in_a_queue() -> None:
     watched = Watched()
     for now in (0.0, 10_000.0, 20_000.0):
         assert watched.check(now, unscheduled("SchedulingGated"))[1] is None
-    assert watched.check(20_001.0, unscheduled())[1] is None  # the clock starts when the queue lets go
+    assert watched.check(20_001.0, unscheduled())[1] is None  # the clock starts when the queue releases the pod
     suspended = {"metadata": {"name": "j"}, "spec": {"completions": 1, "suspend": True}, "status": {}}
     assert watched.check(1e6, of=suspended) == (True, None)
 
@@ -135,7 +135,7 @@ def test_a_quota_appears_only_in_the_events_of_the_job() -> None:
         'Error creating: pods "fl-1-worker-0-x" is forbidden: exceeded quota: small, requested: cpu=2, limited: cpu=1'
     )
     watched = Watched({"fl-1-worker": [warning("FailedCreate", words)]})
-    assert watched.check(0.0, pod(phase="Running"), of=job(2)) == (False, None)  # one of two is there
+    assert watched.check(0.0, pod(phase="Running"), of=job(2)) == (False, None)  # one of two exists
     assert watched.check(6.0, pod(phase="Running"), of=job(2)) == (False, None)
     _, error = watched.check(25.0, pod(phase="Running"), of=job(2))
     assert isinstance(error, RefusedError)
@@ -146,7 +146,7 @@ def test_a_quota_appears_only_in_the_events_of_the_job() -> None:
 def test_a_volume_problem_appears_only_in_the_events_of_the_pod() -> None:
     watched = Watched({"p": [warning("FailedMount", 'MountVolume.SetUp failed: configmap "ca" not found')]})
     watched.check(0.0, waiting("ContainerCreating"))
-    assert watched.asked == []  # a pod that has just begun is not asked about
+    assert watched.asked == []  # a pod that has just started is not examined
     watched.check(6.0, waiting("ContainerCreating"))
     _, error = watched.check(21.0, waiting("ContainerCreating"))
     assert isinstance(error, ExperimentError)
@@ -175,7 +175,7 @@ def test_counting_missing_pods(of: dict[str, Any], phases: list[str], expected: 
 
 
 def test_a_stuck_pod_is_reported_once_with_the_command_that_frees_it() -> None:
-    """A lost node: the API server keeps its pods, and their Job replaces none of them."""
+    """On a lost node the API server keeps the pods, and their Job replaces none of them."""
     watched, leaving = Watched(), pod("w", phase="Running")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     leaving["spec"] = {"nodeName": "node-7"}

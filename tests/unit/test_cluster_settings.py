@@ -1,4 +1,4 @@
-"""Settings of a federation on Kubernetes: what is allowed, and how a mistake is answered."""
+"""Settings of a federation on Kubernetes: allowed values and errors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_all_errors_are_reported_together() -> None:
 
 
 def test_integers_that_kubeflow_passes_as_floats_are_restored() -> None:
-    # Numbers cross Kubeflow as floats; an API server refuses 3600.0 seconds.
+    # Kubeflow passes numbers as floats; an API server rejects 3600.0 seconds.
     told = json.loads('{"tolerations": [{"key": "a", "tolerationSeconds": 3600.0}], "resources": {}, "env": null}')
     read = TaskConfig.read(told)
     assert json.dumps(read.tolerations) == '[{"key": "a", "tolerationSeconds": 3600}]'

@@ -70,7 +70,7 @@ def loss(model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice =
 def after_inner_step(
     model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice, s: ComFedLSettings
 ) -> Tensor:
-    """w - η∇f(w) as a differentiable function of a leaf w, written with nothing but autograd."""
+    """Return w - η∇f(w) as a differentiable function of a leaf w, by autograd alone."""
     (slope,) = torch.autograd.grad(loss(model, theta, c, index), [theta], create_graph=not s.first_order)
     return theta - s.inner_lr * slope
 
@@ -78,7 +78,7 @@ def after_inner_step(
 def composed(
     model: FlatModel, theta: Tensor, c: ClientData, first: Tensor | slice, second: Tensor | slice, s: ComFedLSettings
 ) -> Tensor:
-    """The loss whose exponential is taken: f_B(w), or f_B̃(w - η∇f_B(w))."""
+    """Return the loss whose exponential is used: f_B(w), or f_B̃(w - η∇f_B(w))."""
     if s.objective == "robust":
         return loss(model, theta, c, first)
     return loss(model, after_inner_step(model, theta, c, first, s), c, second)
@@ -90,7 +90,7 @@ def composed(
 @given(f=st.lists(st.floats(0, 5), min_size=2, max_size=6), gamma=st.sampled_from([0.1, 0.2, 1.0, 5.0]))
 @hypothesis_settings(max_examples=10)
 def test_lemma_1_weights_maximize_over_the_simplex(f: list[float], gamma: float) -> None:
-    """By numerical optimization without the closed form: r = softmax(z) over all z."""
+    """Optimize numerically without the closed form: r = softmax(z) over all z."""
     losses = torch.tensor(f, dtype=torch.float64)
 
     def descend(z: Any) -> tuple[float, Any]:
@@ -147,7 +147,7 @@ def shift_of(scale: str) -> Tensor:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.usefixtures("each_task")
 def test_local_steps_follow_the_gradient_of_the_whole_composition(objective: str, scale: str, model: FlatModel) -> None:
-    """exp(ℓ(f(w))/γ) as one expression, differentiated as one; both batches from generators of their own."""
+    """Differentiate exp(ℓ(f(w))/γ) as one expression; both batches come from separate generators."""
     s, c = made(scale=scale, **OBJECTIVES[objective], gamma=1.5), client("c0", 11)
     shift = shift_of(scale)
     theta = starts(model, 1)
@@ -172,7 +172,7 @@ def test_local_steps_follow_the_gradient_of_the_whole_composition(objective: str
 
 @pytest.mark.parametrize("objective", ["robust", "damaml"])
 def test_one_step_matches_finite_differences(objective: str) -> None:
-    """Coordinate by coordinate, with no derivative on the testing side but the inner step's own."""
+    """Compare by coordinate, with no derivative in the test except that of the inner step."""
     s = made(scale="literal", **OBJECTIVES[objective], gamma=1.5, local={"steps": 1, "lr": 1.0})
     model, c = MLP(IMAGE, [], CLASSES), client("c0", 7)
     theta = starts(model, 1)
@@ -200,7 +200,7 @@ def test_the_second_order_term_is_included() -> None:
 
 
 def test_the_two_batches_are_drawn_independently() -> None:
-    """Neither's draws depend on whether, or in what size, the other is drawn."""
+    """The draws of one do not depend on whether, or in what size, the other is drawn."""
     drawn: list[tuple[str, str]] = []
     c = client("c0", 30)
 
@@ -280,7 +280,7 @@ def test_a_full_batch_step_of_all_clients_is_a_gradient_step_on_the_composed_los
 
 
 def test_literal_and_largest_step_in_the_same_direction(tmp_path: Path) -> None:
-    """From the same θ, one step of everyone: the rounds differ by the factor exp(max f/γ) alone."""
+    """Compare one step of all clients from the same θ: the rounds differ only by the factor exp(max f/γ)."""
     problem, data, moved = setup(), clients(SIZES), {}
     for scale in ("literal", "largest"):
         s = made(scale=scale, factor_at="step", local={"steps": 1})
@@ -372,7 +372,7 @@ def test_a_fixed_factor_is_a_constant_step_size_per_client(objective: str) -> No
     close(theta[0] + compositional_sgd(SMALL, theta, members, s, shift, f[:1]).delta_theta[0], w)
 
 
-# --- one driver against the other -------------------------------------------------------------------------------------
+# --- the two drivers --------------------------------------------------------------------------------------------------
 
 GROUPED: dict[str, dict[str, Any]] = {
     **OBJECTIVES,
@@ -431,7 +431,7 @@ def test_a_diverged_client_does_not_affect_its_batch() -> None:
 
 
 def test_a_finished_client_is_not_reported_as_diverged() -> None:
-    """A client that has made its steps is evaluated until the last of its group is done; its factor may overflow."""
+    """A finished client is evaluated until the last of its batch is finished; its factor may overflow."""
     s = made(scale="literal", gamma=1.0, local={"steps": None, "epochs": 1, "batch_size": 3, "lr": 1000.0})
     data = clients((3, 6))
     theta = starts(SMALL, 2)
@@ -573,7 +573,7 @@ def test_traffic_is_the_model_both_ways_and_a_few_scalars(tmp_path: Path, scale:
 
 @pytest.mark.slow
 def test_one_client_trains_without_sympy() -> None:
-    """It takes torch seconds to import (docs/design.md, §9)."""
+    """Importing it takes torch seconds (docs/design.md, §9)."""
     program = """
 import json, sys, torch
 from fedloom.algorithms.client_group import ClientGroup

@@ -1,4 +1,4 @@
-"""Runs side by side."""
+"""Comparison of runs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def edit(folder: Path, **changes: Any) -> Path:
 
 
 def measured(folder: Path, accuracies: Sequence[float], validation: float = 0.5) -> Path:
-    """Make the personal accuracies of a run's seen clients, and its validation accuracy, what they are said to be."""
+    """Set the personal accuracies of a run's seen clients, and its validation accuracy."""
     with (folder / "clients.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     seen = [row for row in rows if row["seen"] == "true"]
@@ -117,7 +117,7 @@ def lr(value: float) -> dict[str, Any]:
 
 
 def stepped(folder: Path, means: dict[int, float]) -> Path:
-    """Say of a run what its unseen clients have after so many steps of their own."""
+    """Set the results of a run's unseen clients after numbers of own steps."""
     unseen = json.loads((folder / "summary.json").read_text())["unseen"]
     return edit(folder, own_steps=[{"steps": k, "unseen": unseen | {"accuracy_mean": m}} for k, m in means.items()])
 
@@ -229,7 +229,7 @@ def test_different_data_give_separate_blocks(tmp_path: Path) -> None:
         "fashion-mnist, clients 20",
     ]
     assert {(pair.first, pair.second) for pair in found.pairs} <= {(0, 1), (1, 0)}
-    assert found.marks("seen")[2] == ""  # nothing beside it to be better than
+    assert found.marks("seen")[2] == ""  # there is no other row to be better than
     assert any("never paired" in notice for notice in found.notices)
 
 
@@ -336,7 +336,7 @@ def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
     assert set(pairs) == {(1, 0), (2, 0), (1, 2)}  # the better one first
     all_above = pairs[1, 0]
     assert (all_above.clients, all_above.better, all_above.worse, all_above.seeds) == (9, 9, 0, (1,))
-    assert all_above.median == 0.1  # of 0.1 five times: no rounding error may tell equal differences apart
+    assert all_above.median == 0.1  # of 0.1 five times: rounding errors must not separate equal differences
     whole = [round(100 * (b - w)) for b, w in zip(BETTER, WORSE, strict=True)]
     assert all_above.p == pytest.approx(stats.wilcoxon(whole, method=stats.PermutationMethod(n_resamples=1e9)).pvalue)
     assert all_above.p == pytest.approx(2 / 2**9)
@@ -345,12 +345,12 @@ def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
     assert (all_above.p_holm, second.p_holm) == (pytest.approx(3 * 2 / 2**9), pytest.approx(3 * second.p))
     assert (pairs[1, 2].better, pairs[1, 2].worse) == (3, 2)
     assert pairs[1, 2].p_holm == pairs[1, 2].p  # the largest is multiplied by one
-    # Validation, equal for all, prefers the first: the worst.
+    # Validation, equal for all rows, prefers the first: the worst.
     assert [reference.row for reference in found.references.values()] == [0]
     assert all_above.p_against == pytest.approx(2 * 2 / 2**9)
     assert second.p_against == pytest.approx(max(2 * 2 / 2**9, second.p))
     assert pairs[1, 2].p_against is None
-    assert found.marks("seen") == ["", "best", ""]  # both are told from the first
+    assert found.marks("seen") == ["", "best", ""]  # both differ significantly from the first
     assert found.marks("seen", "pooled").count("tied") == 0
 
 
@@ -360,7 +360,7 @@ def test_the_reference_is_chosen_on_validation_or_by_name(tmp_path: Path) -> Non
     found = compare_runs(folders)
     (reference,) = found.references.values()
     assert (reference.row, reference.because) == (2, "best on validation")
-    assert found.marks("seen") == ["", "best", "tied"]  # the reference is not told from the best
+    assert found.marks("seen") == ["", "best", "tied"]  # the reference does not differ significantly from the best
     for name in ("Local", "local"):
         found = compare_runs(folders, name)
         assert [reference.row for reference in found.references.values()] == [1]
@@ -453,7 +453,7 @@ def test_pairs_use_all_common_seeds(tmp_path: Path) -> None:
 
 
 def test_several_seeds_are_the_observations(tmp_path: Path) -> None:
-    """Three seeds of nine clients each, in one of which the methods are as good as each other."""
+    """Use three seeds of nine clients each, in one of which the methods are equally good."""
     gains = {1: 0.1, 2: 0.05, 3: 0.0}  # of every client
     base = [0.8, 0.7, 0.8, 0.5, 0.65, 0.7, 0.5, 0.75, 0.8]
     folders = []
@@ -468,9 +468,9 @@ def test_several_seeds_are_the_observations(tmp_path: Path) -> None:
     assert pair.interval == pytest.approx(stats.t.interval(0.95, 2, 0.05, stats.sem(means)))
     assert pair.p_of_seeds == pytest.approx((2 / 2**9, 2 / 2**9, 1))
     assert (pair.clients, pair.better, pair.worse) == (27, 18, 0)
-    assert found.marks("seen") == ["best", "tied"]  # 18 of 27 clients, none worse, and yet
+    assert found.marks("seen") == ["best", "tied"]  # 18 of 27 clients are better, none is worse
     together = [gain for gain in means for _ in base]
-    assert stats.wilcoxon(together, zero_method="pratt").pvalue < 1e-4  # what pseudo-replication would say
+    assert stats.wilcoxon(together, zero_method="pratt").pvalue < 1e-4  # pseudo-replication would find a difference
     (line,) = [row for row in csv.DictReader(pairs_as_csv(found).splitlines()) if row["group"] == "seen"]
     assert (line["test_over"], float(line["mean_difference"])) == ("seeds", pytest.approx(0.05))
     assert pair.bootstrap is not None
@@ -546,7 +546,7 @@ def test_the_best_round_is_shown_beside_the_last(tmp_path: Path) -> None:
     assert row.at_best("unseen") == (best["unseen"]["accuracy_mean"], None)
 
 
-# Written
+# Written files
 
 
 def test_csv_contains_everything_in_full_precision(tmp_path: Path) -> None:
@@ -629,7 +629,7 @@ def test_a_printed_comparison(many: Path, written: Path) -> None:
 @UNRENDERED
 def test_many_methods_are_counted_instead_of_listed(tmp_path: Path) -> None:
     names = ("apfl", "ditto", "fedavg", "fedper", "fedprox", "fedrep", "local", "pefll")
-    for i, name in enumerate(names):  # one client's accuracy tells them apart, which no test takes for a difference
+    for i, name in enumerate(names):  # one client's accuracy separates them, which no test considers a difference
         folder = run(tmp_path / name, name, rounds=(0,) if name == "local" else (0, 2))
         measured(folder, [0.5] * 8 + [0.5 + 0.01 * i], 0.5 + 0.01 * i)
     found = compare_runs([tmp_path])
@@ -645,7 +645,7 @@ def test_many_methods_are_counted_instead_of_listed(tmp_path: Path) -> None:
 def test_the_page_makes_no_external_requests(written: Path) -> None:
     page = (written / "compare.html").read_text()
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
-    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # namespaces, never fetched
     assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
 
 
@@ -771,7 +771,7 @@ def test_settings_without_effect_on_results_are_hidden(many: Path) -> None:
 
 @pytest.mark.slow
 def test_many_methods_are_drawn_with_enough_room(tmp_path: Path) -> None:
-    """Leave room beside the legend, which alone filled the figure of sixteen methods with two models each."""
+    """Leave room beside the legend, which alone once filled the figure of sixteen methods with two models each."""
     methods = ("apfl", "ditto", "fedavg", "fedbabu", "fedprox", "fedrod", "per-fedavg", "pfedme", "scaffold")
     folders = [run(tmp_path / name, name, predictors=("personal", "global")) for name in methods]
     found = compare_runs([*folders, run(tmp_path / "pefll", "pefll")])

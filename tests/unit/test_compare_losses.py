@@ -1,4 +1,4 @@
-"""Runs on data without classes side by side: real runs of the noisy quadratic, compared by loss."""
+"""Comparison of runs on data without classes: real runs of the noisy quadratic, compared by loss."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def command(*arguments: str | Path) -> Any:
 
 
 def run(root: Path, out: Path, *options: str, **algorithm: Any) -> str:
-    """Run for real; what was printed."""
+    """Run an experiment and return its output."""
     file = root / f"{out.name}.yaml"
     file.write_text(yaml.safe_dump(tree(root, **algorithm)))
     done = command("run", file, "--out", out, *options)
@@ -64,9 +64,9 @@ def run(root: Path, out: Path, *options: str, **algorithm: Any) -> str:
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sweeps: ``one`` (user 0 alone, two rules, two seeds) and ``all`` (everybody user 0, three step sizes)."""
+    """Run sweeps: ``one`` (user 0 alone, two rules, two seeds), ``all`` (all clients as user 0, three step sizes)."""
     root = tmp_path_factory.mktemp("losses")
-    with pytest.MonkeyPatch.context() as unrendered:  # figures are made, and drawn where a test looks at them
+    with pytest.MonkeyPatch.context() as unrendered:  # figures are created, and rendered only in tests of their content
         unrendered.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
         run(root, root / "one", "--seeds", "1-2", "--grid", "algorithm.rule=alone,bc")
         said = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
@@ -90,7 +90,7 @@ def losses(run_folder: Path) -> list[float]:
 
 
 def with_losses(run_folder: Path, values: Sequence[float], validation: float) -> None:
-    """Make a run's losses of clients, and its validation loss, what they are said to be."""
+    """Set a run's losses of clients, and its validation loss."""
     with (run_folder / "clients.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row, value in zip(rows, values, strict=True):
@@ -161,12 +161,12 @@ def test_lower_losses_are_better(copied: Path) -> None:
     pair = next(p for p in found.pairs if {p.first, p.second} == {low, high} and p.group == "seen")
     assert (pair.first, pair.second) == (low, high)
     assert (pair.clients, pair.better, pair.worse) == (12, 11, 1)
-    assert pair.median == -0.1  # of -0.1 five times: no rounding error may tell equal differences apart
+    assert pair.median == -0.1  # of -0.1 five times: rounding errors must not separate equal differences
     whole = [round(10 * (a - b)) for a, b in zip(LOW, HIGH, strict=True)]
     exact = stats.wilcoxon(whole, method=stats.PermutationMethod(n_resamples=math.inf))
     assert pair.p == pytest.approx(exact.pvalue)
     assert found.marks("seen", "worst_decile")[low] == "best"
-    (choice,) = found.chosen  # by validation alone, where the other is better
+    (choice,) = found.chosen  # on validation alone, where the other is better
     assert (choice.row, choice.validation, choice.runner_up) == (high, 0.4, 0.6)
 
 

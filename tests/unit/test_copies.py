@@ -1,4 +1,4 @@
-"""Equal inputs stay in one split, what is left out is noted, and unseen clients' data change nobody's inputs."""
+"""Equal inputs stay in one split, omissions are noted, and data of unseen clients change no inputs of others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SCHEMES: tuple[Scheme, ...] = (
 
 
 def repeated(copies: list[int], owners: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.int64], list[int]]:
-    """So many copies of each input, in a mixed order, with labels and owners of their own."""
+    """Return so many copies of each input, in a mixed order, with labels and owners."""
     random = np.random.default_rng(seed)
     x = np.repeat(np.arange(len(copies)), copies).astype(np.float32)[:, None]
     x = x[random.permutation(len(x))]
@@ -64,7 +64,7 @@ def repeated(copies: list[int], owners: int, seed: int) -> tuple[NDArray[np.floa
 
 
 def own(copies: list[int], owners: int = 3, seed: int = 0, *, divided: bool = False) -> RawDataset:
-    """A data set of one's own with these copies; train and test share no input, unless the source divides it itself."""
+    """Return user data with these copies; train and test share no input, unless the source has given splits."""
     x, y, whose = repeated(copies, owners, seed)
     test = np.random.default_rng(seed).random(len(x)) < 0.3 if divided else np.isin(x[:, 0], np.unique(x)[::5])
     pools = [Pool(x[part], y[part], np.array(whose)[part]) for part in (~test, test)]
@@ -73,7 +73,7 @@ def own(copies: list[int], owners: int = 3, seed: int = 0, *, divided: bool = Fa
 
 
 def shared(official: RawDataset, dealt: Assignment) -> set[str]:
-    """The pairs of splits, of whatever clients, with an input in both."""
+    """Return the pairs of splits, of any clients, with a common input."""
     inputs = np.concatenate([official.train.inputs, official.test.inputs])[:, 0]
     seen = {split: set(inputs[np.concatenate(dealt.examples[split])].tolist()) for split in SPLITS}
     return {f"{a}, {b}" for i, a in enumerate(SPLITS) for b in SPLITS[i + 1 :] if seen[a] & seen[b]}
@@ -93,14 +93,14 @@ def test_no_input_is_in_two_splits_for_any_scheme(
     how = PartitionSettings(scheme.model_copy(update={"reserve": reserve}), seed, 0.3, 0.25)
     try:
         dealt = assign_examples(official, CLASSES, how)
-    except ExperimentError:  # so many copies, and an exact size, cannot always be had at once
+    except ExperimentError:  # so many copies and an exact size are not always possible together
         return
     assert shared(official, dealt) == set()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
 def test_a_dataset_with_duplicates_can_be_partitioned(scheme: Scheme) -> None:
-    """So that the property above is one of partitions, not of refusals."""
+    """Show that the property above is one of partitions, not of rejections."""
     dealt = [
         assign_examples(own([2] * 90, seed=seed), CLASSES, PartitionSettings(scheme, seed, 0.3, 0.25))
         for seed in (1, 2, 3)
@@ -125,7 +125,7 @@ def test_predefined_splits_are_kept_and_their_duplicates_noted() -> None:
     assert sorted(tests.tolist()) == list(range(len(official.train), 120))
     common = np.isin(official.test.inputs, official.train.inputs)
     assert any(tells(note, "split", int(common.sum()), f"{len(common)} test examples") for note in dealt.notes)
-    # Who asks for another division has one that keeps equal inputs together.
+    # Another split, if requested, keeps equal inputs together.
     again = assign_examples(official, CLASSES, PartitionSettings(NaturalScheme(test_fraction=0.2), 1, 0.3, 0.25))
     assert shared(official, again) == set()
 
@@ -179,7 +179,7 @@ def rows(opened: FederatedDataset, split: str) -> set[bytes]:
 
 
 def entrances(folder: Path) -> dict[str, fedloom.Federated]:
-    """One data set of fifteen inputs, four times each, by every way to a data set of one's own."""
+    """Return one dataset of fifteen inputs, four times each, in every form of user data."""
     x, y = np.repeat(RNG.integers(0, 256, (15, 2, 2)), 4, 0), np.repeat(np.arange(15) % 3, 4)
     p = np.random.default_rng(1).permutation(60)
     x, y, who = x[p].astype(np.uint8), y[p], np.arange(60) % 2
@@ -242,7 +242,7 @@ def test_a_split_column_with_duplicates_is_noted_on_the_command_line(
     frame = pandas.DataFrame(x, columns=["a", "b"]).assign(label=[*range(2)] * 20)
     frame.assign(split=np.repeat(["train", "validation", "test"], [20, 10, 10])).to_csv(tmp_path / "t.csv", index=False)
     (tmp_path / "e.yaml").write_text(EXPERIMENT.format(path=tmp_path / "t.csv", root=tmp_path / "data"))
-    for _ in range(2):  # also where the partition was made before
+    for _ in range(2):  # also if the partition exists already
         caplog.clear()
         assert CliRunner().invoke(app, ["partition", str(tmp_path / "e.yaml")]).exit_code == 0
         assert any(tells(text, "split", 10, "10 test examples") for text in warned(caplog))
@@ -293,7 +293,7 @@ def test_a_rare_class_that_limits_all_clients_is_named(tmp_path: Path, caplog: p
     assert class_2 <= 20
     (note,) = warned(caplog)
     assert tells(note, f"{used:,} of 1,333 train examples", "class 2", 20)
-    caplog.clear()  # who asks for few is not told that they are few
+    caplog.clear()  # no warning if few examples were requested
     fedloom.Federated.from_arrays(data, root=tmp_path, partition={**scheme, "train_per_client": 5, "alpha": 1e6}).open()
     fedloom.Federated.from_arrays(data, root=tmp_path, partition={"scheme": "iid", "clients": 3}).open()
     assert [note for note in warned(caplog) if "train examples" in note] == []

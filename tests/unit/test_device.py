@@ -49,7 +49,7 @@ def test_the_command_checks_each_model_and_type_and_sets_the_exit_code(
     assert (report["device"], report["torch"], report["clients"]) == ("CPU", torch.__version__, 2)
     rows = [(row["model"], row["dtype"], row["repeats"]) for row in report["checks"]]
     assert rows == [(model, dtype, True) for model in ("mlp", "lenet", "lstm") for dtype in ("float64", "float32")]
-    monkeypatch.setitem(checks.LIMITS, torch.float32, 0.0)  # a limit that no rounding can keep
+    monkeypatch.setitem(checks.LIMITS, torch.float32, 0.0)  # a limit below any rounding error
     failed = runner.invoke(app, ["device", "cpu", "--clients", "2"])
     assert isinstance(failed.exception, ExperimentError)
     assert int(failed.exception.exit_code) == 2
@@ -65,14 +65,14 @@ def test_a_missing_device_is_rejected_with_torchs_reason() -> None:
 
 
 def test_an_unsupported_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod was given a GPU, and its image has the torch of the CPU."""
+    """A pod has a GPU, but its image has the CPU version of torch."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "/nvidia" not in str(checks.missing_device(tmp_path))
     for name in ("nvidia0", "nvidiactl", "kfd", "null"):
         (tmp_path / name).touch()
     said = str(checks.missing_device(tmp_path))
     assert mentions(said, torch.__version__, str(tmp_path / "nvidia0"), str(tmp_path / "kfd"), "worker-cuda")
-    assert str(tmp_path / "nvidiactl") not in said  # there on every node with a driver
+    assert str(tmp_path / "nvidiactl") not in said  # exists on every node with a driver
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     if not torch.cuda.is_available():
         assert mentions(str(checks.missing_device(tmp_path)), str(tmp_path / "nvidia0"), "limits")

@@ -30,7 +30,7 @@ WHOLE = {
 
 
 def flips(content: bytes) -> list[bytes]:
-    """A content with one bit changed, for every bit of it."""
+    """Return the content with one bit changed, for every bit."""
     changed = []
     for at, bit in itertools.product(range(len(content)), range(8)):
         one = bytearray(content)

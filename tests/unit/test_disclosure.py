@@ -1,4 +1,4 @@
-"""Inventory of what leaves a client, plain and under secure aggregation."""
+"""Inventory of the data that leave a client, in plain and under secure aggregation."""
 
 from __future__ import annotations
 

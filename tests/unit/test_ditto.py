@@ -1,4 +1,4 @@
-"""Ditto against FedAvg, training alone, and Algorithm 1 written out (Li et al., ICML 2021)."""
+"""Ditto against FedAvg, local training, and Algorithm 1 in plain PyTorch (Li et al., ICML 2021)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def theta_of(f: Federation, round: int, client: str, name: str = "personal") -> 
 
 
 def visit(s: DittoSettings, v: Tensor, w: Tensor, c: ClientData, steps: int, random: torch.Generator) -> Tensor:
-    """torch.optim.SGD on f_i(v) + λ/2 ‖v - w‖², the term in the loss."""
+    """Train by torch.optim.SGD on f_i(v) + λ/2 ‖v - w‖², with the term in the loss."""
     p = v.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.personal.lr, momentum=s.personal.momentum)
     assert c.train.y is not None
@@ -118,7 +118,7 @@ def test_without_the_proximal_term_it_equals_local_training_to_the_bit(tmp_path:
 
 
 def test_on_a_quadratic_v_is_the_proximal_point() -> None:
-    """(h c + λ w)/(h + λ), so that a large λ gives w."""
+    """Expect (h c + λ w)/(h + λ), so that a large λ gives w."""
     c, w = torch.tensor([-1.0, 5.0]).double(), torch.tensor([3.0, -1.0]).double()
     h, split = torch.tensor([2.0, 0.5]).double(), Split(c.repeat(4, 1), None)
     members = group([ClientData("c0", split, split, split, 0)])
@@ -129,7 +129,7 @@ def test_on_a_quadratic_v_is_the_proximal_point() -> None:
 
 
 def test_the_model_before_round_1_is_trained_locally_unless_new_clients_make_no_steps(tmp_path: Path) -> None:
-    """Check the models that ``best`` chooses among at round 0; without steps a client never drawn has w."""
+    """Check the models among which ``best`` chooses at round 0; without steps a client never drawn has w."""
     data = clients(SIZES)
     for steps in (50, 0):
         f = run(tmp_path / str(steps), made(personalize_steps=steps), rounds=0, unseen=["c2"])

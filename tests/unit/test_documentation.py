@@ -1,4 +1,4 @@
-"""Every link of every page leads somewhere; pages made from the code are fresh; the site is whole and asks nobody."""
+"""Links of pages have targets, generated pages are current, and the site is complete without external requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The ids of a page's headings, as code hosts and the site make them."""
+    """Return the ids of a page's headings, as code hosts and the site generate them."""
     found: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *#*$", prose(page), re.MULTILINE):
         text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
@@ -81,11 +81,11 @@ def test_generated_pages_are_up_to_date(page: str, make: str) -> None:
 
 
 def test_python_names_on_the_pages_exist() -> None:
-    """Each block is whole Python, what it imports from FedLoom exists, and so does each ``fedloom.name``."""
+    """Each block is complete Python, and its imports from FedLoom and every ``fedloom.name`` exist."""
     missing, looked = [], 0
     for page in PAGES:
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
-            if page.name == "api.md":  # signatures, made from the code
+            if page.name == "api.md":  # signatures, generated from the code
                 continue
             for node in ast.walk(ast.parse(block.replace("await ", ""), str(page))):
                 named: list[tuple[str, str]] = []
@@ -143,7 +143,7 @@ def test_the_site_is_complete_and_makes_no_external_requests(tmp_path: Path, mon
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))  # a warning ends it
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))  # warnings are errors
     pages = {page: page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")}
     assert len(pages) > len(list(DOCS.rglob("*.md")))
     loads = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)")

@@ -1,4 +1,4 @@
-"""DRFA and AFL against FedAvg, and their algorithms written out; the projection against bisection."""
+"""DRFA and AFL against FedAvg, and their algorithms in plain PyTorch; the projection against bisection."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 def by_bisection(v: Tensor) -> Tensor:
-    """max(v - t, 0), t found by halving an interval until it sums to 1."""
+    """Return max(v - t, 0), with t found by bisection so that it sums to 1."""
     low, high = float(v.min()) - 1, float(v.max())
     for _ in range(200):
         t = (low + high) / 2
@@ -93,7 +93,7 @@ def loss_at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
 
 
 def visit(p: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> list[Tensor]:
-    """w after 0, 1, ... steps."""
+    """Return w after 0, 1, ... steps."""
     path = [theta]
     for index in batches(len(c.train), 3, steps, generator(SEED, "train/train", c.id, round)):
         w = path[-1].clone().requires_grad_()
@@ -104,7 +104,7 @@ def visit(p: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> lis
 
 @pytest.mark.usefixtures("each_task")
 def test_rounds_of_drfa_follow_algorithm_1(tmp_path: Path) -> None:
-    """With a row for each draw: of seven draws of three clients some are of one client."""
+    """Each draw has a row: seven draws of three clients repeat some of them."""
     s, p, data = drfa(gamma=0.05), problem(), clients(SIZES)
     run = federation(tmp_path, DRFA, s, p, data, rounds=3, cohort=2)
     w, weights = run.state["theta"], torch.full((3,), 1 / 3, dtype=torch.float64)

@@ -63,7 +63,7 @@ def test_a_journal_without_the_rounds_before_the_checkpoint_is_rejected(
         made(tmp_path / "cut").loop.resume()
     assert f"round {first - 1}" in str(raised.value.hint)
     assert (tmp_path / "cut" / "journal.jsonl").read_bytes() == before
-    # What the hint says goes on to the same bits.
+    # Following the hint gives the same bits.
     for path in folder.checkpoints.iterdir():
         if int(path.stem.removeprefix("round-")) >= first:
             path.unlink()
@@ -75,7 +75,7 @@ def test_a_journal_without_the_rounds_before_the_checkpoint_is_rejected(
 
 
 def test_the_best_round_survives_a_checkpoint_written_before_its_evaluation(tmp_path: Path) -> None:
-    """Stopped while the round was evaluated, resumed, and killed once the line of its evaluation was there."""
+    """Stop during the evaluation of the round, resume, and kill once the line of its evaluation is written."""
     f = made(tmp_path, rounds=1)
     f.loop._train_round()
     f.loop._checkpoint()
@@ -191,7 +191,7 @@ def test_a_long_history_is_read_only_as_far_as_a_curve_shows(
 def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(
     other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refuse newer checkpoints, as after ``helm rollback``, which restores an older image but not older data."""
+    """Reject newer checkpoints, as after ``helm rollback``, which restores an older image but not older data."""
     writer = Checkpoints(tmp_path)
     with monkeypatch.context() as newer:
         newer.setattr("fedloom.runs.checkpoint.VERSION", other)
@@ -202,12 +202,12 @@ def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(
     with pytest.raises(DataError) as refused:
         Checkpoints(tmp_path).load("last")
     assert tells(str(refused.value), "round-000002", f"format {other}", f"format {VERSION}")
-    assert "remove" not in f"{refused.value}{refused.value.hint}"  # the round before is of that format, too
+    assert "remove" not in f"{refused.value}{refused.value.hint}"  # the previous round has that format, too
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def scaffold(folder: Path, rounds: int) -> Federation:
-    """A run whose clients keep states, which the journal names."""
+    """Run a method whose clients have states, which the journal names."""
     settings = SCAFFOLD.settings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
     data = clients((4, 9, 6))
     problem = dataclasses.replace(setup(), roster=tuple(client.id for client in data))
@@ -215,7 +215,7 @@ def scaffold(folder: Path, rounds: int) -> Federation:
 
 
 def ends(folder: Path) -> tuple[bytes, list[object]]:
-    """The last checkpoint of a run, and what its evaluations found."""
+    """Return the last checkpoint of a run, and its evaluations."""
     return (folder / "checkpoints/round-000003.safetensors").read_bytes(), [
         {key: value for key, value in line.items() if key != "digest"}
         for line in RunFolder(folder).lines("metrics.jsonl")
@@ -250,7 +250,7 @@ def test_a_run_with_a_flipped_bit_is_rejected_or_ends_equally(tmp_path: Path, na
 
 @pytest.mark.parametrize("gone", [1, 2])
 def test_missing_evaluations_are_repeated_or_reported(tmp_path: Path, gone: int) -> None:
-    """The last one can have been lost in a kill; the others were there when the journal was written."""
+    """The last one may be lost in a kill; the others existed when the journal was written."""
     scaffold(tmp_path / "whole", 3).run()
     scaffold(tmp_path / "run", 2).run()
     path = tmp_path / "run" / "metrics.jsonl"

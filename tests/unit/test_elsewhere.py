@@ -1,4 +1,4 @@
-"""A run is used from another folder than the one it was started in, and when its source is gone."""
+"""A run is used from another folder than the one it was started in, and after its source is removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(*words: str) -> Result:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder ``home`` with a finished run ``r`` on data with relative paths; the current folder is another one."""
+    """Return the folder ``home`` with a finished run ``r`` on data with relative paths; change to another folder."""
     home = tmp_path / "home"
     home.mkdir()
     (home / "elsewhere").mkdir()
@@ -83,7 +83,7 @@ def test_a_run_is_resumed_from_another_folder(elsewhere: Path, file: str) -> Non
     assert json.loads((elsewhere / "r" / "summary.json").read_text())["rounds"] == 3
     there = fedloom.run(Path(file), out="../r", resume=True, report=False, progress=False, federation__rounds=4)
     assert there.summary["rounds"] == 4
-    # Without a run to go on with, a relative path starts from the current folder, as ever.
+    # Without a run to resume, a relative path starts from the current folder, as usual.
     with pytest.raises(ExperimentError, match=r"d\.npz"):
         command("run", "../e.yaml", "--out", "new")
 
@@ -115,7 +115,7 @@ def test_a_run_is_resumed_only_with_its_own_examples(elsewhere: Path) -> None:
 
 def test_another_partition_is_not_accepted_for_the_runs(elsewhere: Path) -> None:
     path = elsewhere / "r" / "partition.json"
-    put(path, path.read_text().replace('"seed":1', '"seed":2'))  # as of a FedLoom that assigned otherwise
+    put(path, path.read_text().replace('"seed":1', '"seed":2'))  # as by a FedLoom that assigned differently
     with pytest.raises(DataError) as error:
         evaluate(Path("../r"))
     assert tells(str(error.value), "partition", "data")

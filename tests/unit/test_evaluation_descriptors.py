@@ -1,4 +1,4 @@
-"""Spearman against scipy, and the analysis of papers/001 §4 on cases whose answer is known."""
+"""Spearman's correlation against scipy, and the analysis of papers/001 §4 on cases with known answers."""
 
 from __future__ import annotations
 
@@ -142,14 +142,14 @@ def test_a_map_has_a_fixed_sign_and_survives_degenerate_input() -> None:
 
 
 def documents(rounds: Sequence[int], v: Sequence[torch.Tensor], **more: Any) -> dict[str, Any]:
-    """The document after evaluations of ``rounds``, in that order, with these descriptors."""
+    """Return the document after evaluations of ``rounds``, in that order, with these descriptors."""
     n = len(v[0])
     pi, seen, ids = mixes(n, 3), torch.arange(n) < n - 2, [f"client-{i:04d}" for i in range(n)]
     document = None
     for round, each in zip(rounds, v, strict=True):
         correlation = descriptor_correlation(each, pi, ~seen)
         document = descriptor_document(document, round, correlation, v=each, pi=pi, clients=ids, seen=seen, **more)
-        document = json.loads(json.dumps(document, allow_nan=False))  # as it is read back from its file
+        document = json.loads(json.dumps(document, allow_nan=False))  # as read back from its file
     assert document is not None
     return document
 
@@ -196,7 +196,7 @@ def test_the_first_the_last_and_some_maps_between_are_kept(evaluations: int) -> 
 
 def test_a_resumed_run_keeps_the_maps_of_an_uninterrupted_one() -> None:
     v, rounds = some(13, 4), list(range(13))
-    stopped = [*rounds[:10], *rounds[4:]]  # at round 9, back to the checkpoint before round 4
+    stopped = [*rounds[:10], *rounds[4:]]  # back at round 9 to the checkpoint before round 4
     assert documents(stopped, [v[r] for r in stopped]) == documents(rounds, v)
 
 
@@ -215,7 +215,7 @@ def test_the_curve_of_a_long_run_is_thinned_evenly(every: int) -> None:
     assert len(rounds) > CURVE // 2
     assert rounds[-1] == whole[-1]
     assert len({b - a for a, b in itertools.pairwise(rounds[:-1])}) == 1
-    back = [*whole[:4100], *whole[3900:]]  # to a checkpoint from before rounds were left out again
+    back = [*whole[:4100], *whole[3900:]]  # to a checkpoint from before rounds were thinned again
     assert grown(back) == rounds
 
 

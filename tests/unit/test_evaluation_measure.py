@@ -69,7 +69,7 @@ def test_measurements_match_numpy_for_both_label_masks_and_any_batch_size(n: int
             correct = (p.argmax(1) == y).sum()
             loss = -np.log(p[np.arange(len(y)), y]).sum()
             expected = [correct, len(y), loss]
-            # the unmasked reading takes the predictor's word for its normalization, which float32 rounded
+            # without the mask, the predictor's own normalization is used, which float32 rounded
             np.testing.assert_allclose(counts[0, s, r].numpy(), expected, rtol=1e-5)
 
 
@@ -160,7 +160,7 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_calibration_against_a_hand_computation() -> None:
-    """Six predictions: confidences 0.42, 0.42, 0.7, 0.7, 0.7 and 1, of which 1, 2 and 1 are right."""
+    """Six predictions with confidences 0.42, 0.42, 0.7, 0.7, 0.7 and 1, of which 1, 2 and 1 are right."""
     p = torch.tensor([[0.42, 0.3, 0.2, 0.08]] * 2 + [[0.1, 0.7, 0.1, 0.1]] * 3 + [[0.0, 0.0, 0.0, 1.0]])
     test = Split(p.log(), torch.tensor([0, 2, 1, 1, 0, 3]))
     found = measure({"personal": Fixed()}, client([0], test), ["personal"], batch_size=4)
@@ -193,7 +193,7 @@ def test_calibration_matches_numpy_for_every_batch_size(n: int, batch_size: int,
 
 def test_ensemble_members_are_averaged_and_their_disagreement_is_mutual_information() -> None:
     class Two(Fixed):
-        """One network says its input, the other its input with the classes turned around."""
+        """Ensemble of a network that returns its input, and one that returns it with the classes reversed."""
 
         def draws_log_probabilities(self, x: Tensor) -> Tensor:
             return torch.stack([x, x.flip(1)])
@@ -219,7 +219,7 @@ def test_a_broken_prediction_has_no_confidence() -> None:
 
 
 class Named(MetricSums):
-    """A metric of the user's, whose sums are taken client by client."""
+    """A user-defined metric with sums per client."""
 
     names = ("brier",)
     size = 1

@@ -261,7 +261,7 @@ def test_the_last_evaluations_are_summarized() -> None:
     ]
     found = late(lines)
     assert found is not None
-    assert (found["evaluations"], found["rounds"]) == (3, [50, 150])  # not what was before training
+    assert (found["evaluations"], found["rounds"]) == (3, [50, 150])  # without the evaluation before training
     assert found["seen"] == {
         "accuracy_mean": {"mean": pytest.approx(2 / 3), "lowest": 0.5, "highest": 0.875},
         "accuracy_pooled": {"mean": pytest.approx(1 / 3), "lowest": 0.25, "highest": 0.4375},
@@ -358,7 +358,7 @@ def test_clients_calibration_errors_are_computed_per_client() -> None:
         together = uncertainties(e)[name]
         assert together is not None
         assert together["ece"] <= sum(n * error for n, error in zip(sizes, each, strict=True)) / sum(sizes) + 1e-12
-    # One is as overconfident as another is cautious: together they are calibrated, and neither of them is.
+    # One is as overconfident as the other is underconfident: calibrated together, but not separately.
     two = torch.zeros(2, 15, 3, dtype=torch.float64)
     two[0, 10], two[1, 10] = torch.tensor([10.0, 7.0, 10.0]).double(), torch.tensor([10.0, 7.0, 4.0]).double()
     assert calibration_errors(two).tolist() == pytest.approx([0.3, 0.3])

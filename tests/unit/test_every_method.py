@@ -1,4 +1,4 @@
-"""Properties of every method: held-out examples reach no model; without local steps a new client has the shared one."""
+"""Properties of every method: held-out examples affect no model; without own steps a new client has the shared one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_methods_that_need_a_fixed_roster_are_rejected_in_open_federations(tmp_p
 
 @pytest.mark.parametrize("name", METHODS)
 def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
-    """With other validation and test examples all results of a run are equal to the bit, also for an unseen client."""
+    """With other validation and test examples all models of a run are equal to the bit, also for an unseen client."""
     data = clients(SIZES)
     found, other = (
         made_by(run(tmp_path / str(i), name, data=those, unseen=["c2"]))
@@ -77,7 +77,7 @@ def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"pfnm", "fedbn"}))  # MLPs alone; normalization layers
 def test_byte_tokens_train_as_equal_integers(tmp_path: Path, name: str) -> None:
-    """No computed tensor has the type of the inputs of an LSTM."""
+    """No tensor is computed in the type of the inputs of an LSTM."""
 
     def read(dtype: torch.dtype) -> list[ClientData]:
         found = []

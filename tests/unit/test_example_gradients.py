@@ -1,4 +1,4 @@
-"""Noisy steps on clipped gradients of examples, against a loop of autograd over examples one by one."""
+"""Noisy steps on clipped gradients of examples, against a loop of autograd over single examples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def private(clip: float = 0.5, z: float = TINY, sampling: Any = "poisson") -> Ex
 def group(
     data: Sequence[ClientData], how: ExamplePrivacy | None = None, *, seed: int = 0, round: int | None = 1, **keys: Any
 ) -> ClientGroup:
-    """A group of a training round whose generators are keyed as in a run."""
+    """Return a batch of clients of a training round whose generators are keyed as in a run."""
     keyed = lambda client, purpose: generator(seed, purpose, client, round or 0)  # noqa: E731
     return ClientGroup(data, keyed, round=round, examples=how or private(), **keys)
 
@@ -54,7 +54,7 @@ def starts(model: FlatModel, g: int, dtype: torch.dtype = torch.float64) -> Tens
 def one_by_one(
     loss: Callable[[dict[str, Tensor], Any, Tensor], Tensor], w: Mapping[str, Tensor], x: Any, y: Tensor, clip: float
 ) -> dict[str, Tensor]:
-    """Σ of clipped gradients by a loop of autograd, of the leaves in w."""
+    """Return Σ of clipped gradients by a loop of autograd, for the leaves in w."""
     total = {name: torch.zeros_like(leaf) for name, leaf in w.items()}
     for i in range(len(y)):
         leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in w.items()}
@@ -200,10 +200,10 @@ def test_steps_equal_torchs_on_clipped_gradients(name: str, sampling: str) -> No
     c, how, theta = client("c0", 11), private(0.3, sampling=sampling), starts(SMALL, 1)
     found = train(SMALL, group([c], how), theta, s, correct=proximal(0.5))
     expected = by_hand(SMALL, theta[0], c, s, how, group([c], how), pull=0.5)
-    # Adam divides by the size of a gradient: where there is none, by that of the noise.
+    # Adam divides by the size of a gradient: without a gradient, by that of the noise.
     torch.testing.assert_close(found.theta[0], expected, rtol=0, atol=1e-6 if name.startswith("adam") else 1e-9)
     assert found.steps.tolist() == [[6]]
-    assert found.loss.tolist() == [[0]]  # a loss is data
+    assert found.loss.tolist() == [[0]]  # a loss is computed from the data
     assert (found.theta - theta).abs().max() > 1e-4
 
 
@@ -219,7 +219,7 @@ def test_without_clipping_and_noise_steps_equal_plain_ones() -> None:
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 def test_clients_together_equal_single_ones(model: FlatModel, sampling: str) -> None:
-    """With noise, and with clients that are done before others."""
+    """With noise, and with clients that finish before others."""
     s, how = LocalSGD(epochs=2, batch_size=4, lr=0.05), private(0.5, 0.7, sampling)
     data, theta = clients(UNEVEN), starts(model, len(UNEVEN))
     together = train(model, group(data, how), theta, s, correct=proximal(0.1))
@@ -252,7 +252,7 @@ def test_only_the_selected_part_is_clipped_and_moved() -> None:
 
 
 def test_noise_has_the_stated_deviation_over_the_expected_batch_size() -> None:
-    """One step of rate 1 from θ: what differs between rounds is the noise, if all examples are in each batch."""
+    """One step of rate 1 from θ: only the noise differs between rounds if all examples are in each batch."""
     c, z, clip = client("c0", 8), 1.5, 0.4
     s, theta, how = LocalSGD(steps=1, batch_size=8, lr=1.0, momentum=0.0), starts(SMALL, 1), private(0.4, 1.5)
     moved = torch.stack([train(SMALL, group([c], how, round=t), theta, s).theta[0] for t in range(1, 41)])
@@ -266,7 +266,7 @@ def test_noise_has_the_stated_deviation_over_the_expected_batch_size() -> None:
 
 
 def test_empty_batches_are_pure_noise() -> None:
-    """One example of 200 is expected in a batch, so a third of the batches are empty, and none of them fails."""
+    """One example of 200 is expected in a batch, so a third of the batches are empty; none of them fails."""
     c, theta = client("c0", 200), starts(SMALL, 1)
     s, how = LocalSGD(steps=12, batch_size=1, lr=1.0, momentum=0.0), private(1.0, 2.0)
     members = group([c], how)
@@ -310,7 +310,7 @@ def test_secret_noise_and_batches_do_not_follow_from_the_seed() -> None:
         return train(SMALL, group([c], how, secret=secret, round=round), theta, s).theta
 
     one = made(b"a" * 32)
-    assert torch.equal(one, made(b"a" * 32))  # an exchange that is repeated discloses nothing more
+    assert torch.equal(one, made(b"a" * 32))  # a repeated exchange discloses nothing more
     assert not torch.equal(one, made(b"b" * 32))
     assert not torch.equal(one, made(None))
     assert torch.equal(made(None), made(None))
@@ -378,7 +378,7 @@ def test_bfloat16_gradients_are_clipped_in_the_parameters_type() -> None:
     assert 0.01 < torch.cat([one.flatten() for one in sums]).norm() <= 0.06 * (1 + 1e-5)
 
 
-# --- what is refused in a noisy training ------------------------------------------------------------------------------
+# --- operations rejected in noisy training ----------------------------------------------------------------------------
 
 
 def test_losses_and_second_derivatives_are_rejected_with_noise() -> None:
@@ -414,7 +414,7 @@ def test_local_only_training_has_no_noise() -> None:
 
 
 def test_corrections_are_added_after_the_noise() -> None:
-    """Such terms do not depend on data: a pull of 1000 is not clipped."""
+    """Such terms do not depend on data: a correction of 1000 is not clipped."""
     c, theta = client("c0", 9), starts(SMALL, 1)
     s, how = LocalSGD(steps=1, batch_size=16, lr=1e-3, momentum=0.0), private(1e-6)
 

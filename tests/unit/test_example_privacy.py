@@ -1,4 +1,4 @@
-"""Methods, models and settings that protect examples, those that are refused, and what is counted."""
+"""Methods, models and settings that support example privacy, rejected ones, and the counted releases."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def test_other_methods_reject_it_with_a_reason(name: str) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROTECTING)
 def test_everything_sent_follows_from_clipped_gradients(name: str, tmp_path: Path) -> None:
-    """With a clipping norm of nearly nothing, the server learns the same from other examples, in three rounds."""
+    """With a tiny clipping norm, the server learns the same from other examples, in three rounds."""
     how = ExamplePrivacy(1e-18, 1e-3)
-    # Adam would make steps of its rate of any gradient.
+    # Adam would make steps of its rate for any gradient.
     plain = {"optimizer": "gd", "lr_personal": 1e-4, "lr_global": 1e-4} if name == "pfedbayes" else {}
     one, other = (
         federation(tmp_path / str(i), name, data, how, rounds=3, **plain)
@@ -115,7 +115,7 @@ def test_everything_sent_follows_from_clipped_gradients(name: str, tmp_path: Pat
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROTECTING)
 def test_noisy_sums_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two rounds of all clients, and in evaluations of a client that is only evaluated."""
+    """In two rounds of all clients, and in evaluations of a client that does not train."""
     released = Counter[str]()
     noise_for = ClientGroup.noise_for
 
@@ -141,7 +141,7 @@ def test_noisy_sums_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("name", PROTECTING)
 def test_clients_together_are_close_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:
-    """With epochs some clients are done before others; also for a client that is only evaluated."""
+    """With epochs some clients finish before others; also for a client that does not train."""
     how, keys = ExamplePrivacy(0.5, 0.1, "fixed"), {}
     if epochs:
         passes = LOCAL | {"steps": None, "epochs": 2}
@@ -158,7 +158,7 @@ def test_clients_together_are_close_to_one_by_one(name: str, *, epochs: bool, tm
 
 
 def test_values_that_are_not_sent_have_no_noise(tmp_path: Path) -> None:
-    """Ditto's own model learns its client's data where the shared one is all noise."""
+    """Ditto's personal model learns its client's data while the shared one is all noise."""
     data = [client("c0", 12, seed=3), client("c1", 12, seed=4)]
     f = federation(
         tmp_path, "ditto", data, ExamplePrivacy(1e-6, 1.0), rounds=6,
@@ -175,7 +175,7 @@ def test_values_that_are_not_sent_have_no_noise(tmp_path: Path) -> None:
 
 
 class Counting(FedAvg):
-    """Method with training of its own that does not state that it protects examples."""
+    """Method with its own training that does not declare that it protects examples."""
 
     name = "counting"
 
@@ -242,7 +242,7 @@ def convolutional(norm: nn.Module) -> Callable[[], nn.Module]:
 
 
 class Averaging(nn.Module):
-    """Layer that keeps a moving average of the examples it sees, and does not use it."""
+    """Layer that updates a moving average of the examples, and does not use it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Joint(nn.Module):
 
 
 class Asking(Joint):
-    """Module that asks for a value."""
+    """Module that reads a value."""
 
     def forward(self, x: Tensor) -> Tensor:
         z = super().forward(x)

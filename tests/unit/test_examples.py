@@ -1,4 +1,4 @@
-"""Test examples with predictions that a run writes for its report."""
+"""Test examples with predictions, written by a run for its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experiment file: what is read, what is refused and how, what is shared with workers."""
+"""The experiment file: valid files, errors, and the part shared with workers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def refusal(path: Path, *overrides: str, key: str | None = None) -> str:
-    """Return the message for an experiment that cannot run; with ``key``, that key alone is wrong."""
+    """Return the message for an experiment that cannot run; with ``key``, only that key is wrong."""
     with pytest.raises(ExperimentError) as caught:
         load_experiment(path, overrides)
     assert caught.value.exit_code is ExitCode.EXPERIMENT
@@ -282,7 +282,7 @@ def test_a_model_that_does_not_fit_is_named_with_its_line(write: Write) -> None:
     text = GOOD.replace("{name: mlp, hidden: [10]}", "\n  name: quadratic")
     assert tells(refusal(write(text)), "line 6, model.name: quadratic", "features")
     whole = refusal(write(text.replace("fashion-mnist", "gaussian")))
-    assert "model.name" not in whole  # for which data it must be is not known yet
+    assert "model.name" not in whole  # the kind of data that it must fit is not known yet
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_schema_describes_every_key() -> None:
     schema = json_schema()
     for where, node in keys(schema):
         if "const" in node:
-            continue  # the name that picks a scheme, model or method
+            continue  # the key that selects a scheme, model or method
         described = [node, *branches(schema, node)]
         assert any(part.get("description") for part in described), f"{where} has no description"
     names = {branch["properties"]["name"]["const"] for branch in branches(schema, schema["properties"]["algorithm"])}

@@ -1,4 +1,4 @@
-"""FedALA against FedAvg and Algorithm 1 written out with autograd on the weights (Zhang et al., AAAI 2023)."""
+"""FedALA against FedAvg and Algorithm 1 with autograd on the weights (Zhang et al., AAAI 2023)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
 def aggregated(
     s: FedALASettings, w: Tensor, own: Tensor, weights: Tensor, c: ClientData, key: tuple[str, int], first: bool
 ) -> tuple[Tensor, Tensor, int]:
-    """Θ̂, W and its epochs; autograd differentiates the loss by W itself, through the mixture."""
+    """Return Θ̂, W and the number of epochs; autograd differentiates the loss by W, through the mixture."""
     k, b = len(weights), min(s.local.batch_size, len(c.train))
     steps = max(1, int(s.share * len(c.train)) // b)
     order = list(batches(len(c.train), s.local.batch_size, steps, generator(SEED, key[0], c.id, key[1])))
@@ -139,7 +139,7 @@ def test_rounds_follow_algorithm_1(tmp_path: Path, threshold: float) -> None:
         close(state["weights"], weights[name])
         assert float(state["started"]) == (name in learned)
     assert any(0 < float(value) < 1 for name in learned for value in weights[name])
-    for c in data:  # a personal model is where a visit would start
+    for c in data:  # a personal model is the start of a visit
         found = aggregated(s, w, own[c.id], weights[c.id], c, ("evaluate/weights", 5), c.id not in learned)
         close(theta_of(f, 5, c.id), found[0])
         assert torch.equal(theta_of(f, 5, c.id, "global"), f.state["theta"])

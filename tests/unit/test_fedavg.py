@@ -31,7 +31,7 @@ def made(**changes: Any) -> FedAvgSettings:
 
 
 def visit(s: FedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round: int) -> Tensor:
-    """torch.optim.SGD on the batches of the client's generator for this round."""
+    """Train by torch.optim.SGD on the batches of the client's generator for this round."""
     p = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
     random = generator(SEED, "train/train", c.id, round)
@@ -60,7 +60,7 @@ def test_one_client_trains_by_sgd(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_a_full_batch_step_of_all_clients_is_a_gradient_step_on_the_pooled_data(tmp_path: Path) -> None:
-    """FedSGD: with n_i weights, one step each from the same θ is one step on the union of the data."""
+    """FedSGD: with n_i weights, one step of each client from the same θ is one step on the union of the data."""
     s = made(local={"steps": 1, "batch_size": 100, "momentum": 0.0})
     problem, data = setup(), clients(SIZES)
     run = federation(tmp_path, FEDAVG, s, problem, data)

@@ -1,4 +1,4 @@
-"""FedBN against a loop of torch's own layers and optimizer (Li et al., ICLR 2021), and buffers that stay at home."""
+"""FedBN against a loop of torch's own layers and optimizer (Li et al., ICLR 2021), and buffers that are not shared."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(folder: Path, method: Algorithm, m: ModuleModel, **keys: Any) -> Federat
 
 
 def trained(named: dict[str, Tensor], client: ClientData, epochs: int, random: torch.Generator, only: str = "") -> Any:
-    """The net's tensors after SGD with momentum by torch.optim; ``only`` those of layers whose number it names."""
+    """Return the net's tensors after SGD with momentum by torch.optim; ``only`` trains layers with these numbers."""
     made = net().double().train()
     made.load_state_dict(named, strict=False)
     chosen = [p for name, p in made.named_parameters() if name.split(".")[0] in (only or "01234567")]
@@ -62,7 +62,7 @@ def trained(named: dict[str, Tensor], client: ClientData, epochs: int, random: t
 
 
 def loop(m: ModuleModel, start: dict[str, Tensor], kept: set[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Two rounds: the averaged entries, and each client's own values of the others."""
+    """Run two rounds; return the averaged entries, and each client's own values of the others."""
     data, shared = clients(SIZES), {name: t for name, t in start.items() if name not in kept}
     first = {name: t.detach().double() for name, t in net().state_dict().items() if name in kept}
     own: dict[str, Any] = {c.id: first for c in data}

@@ -1,4 +1,4 @@
-"""FedDyn against Algorithm 1 written out, a proximal point in closed form, and the optimum (Acar et al., ICLR 2021)."""
+"""FedDyn against plain PyTorch, a proximal point in closed form, and the optimum (Acar et al., ICLR 2021)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 def visit(s: FedDynSettings, w: Tensor, g: Tensor, c: ClientData, round: int) -> Tensor:
-    """torch.optim.SGD on f_i(θ) - ⟨g, θ⟩ + α/2 ‖θ - w‖², all of it in the loss."""
+    """Train by torch.optim.SGD on f_i(θ) - ⟨g, θ⟩ + α/2 ‖θ - w‖², with all terms in the loss."""
     p = w.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
     assert c.train.y is not None
@@ -76,7 +76,7 @@ def test_h_is_the_mean_of_the_counted_clients_states(tmp_path: Path) -> None:
 
 
 def test_many_steps_on_a_quadratic_reach_the_minimum_of_the_objective() -> None:
-    """(H c + g + α w)/(H + α), and the g kept is then the gradient there (the paper's first-order condition)."""
+    """Expect (H c + g + α w)/(H + α); the new g is then the gradient there (the paper's first-order condition)."""
     curvature, c, w, g = (torch.tensor(v).double() for v in ([2.0, 0.5], [-1.0, 5.0], [3.0, -1.0], [0.4, -0.7]))
     split = Split(c.repeat(4, 1), None)
     data = [ClientData("c0", split, split, split, 0)]
@@ -89,7 +89,7 @@ def test_many_steps_on_a_quadratic_reach_the_minimum_of_the_objective() -> None:
 
 @pytest.mark.slow
 def test_it_converges_to_the_optimum_with_unequal_local_steps(tmp_path: Path) -> None:
-    """The mean of the clients' means, which FedAvg misses, because clients with more steps pull further there."""
+    """Expect the mean of the clients' means, which FedAvg misses, because clients with more steps move it further."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
@@ -119,7 +119,7 @@ def test_running_statistics_are_averaged_and_have_no_gradient(tmp_path: Path) ->
 
 
 def test_a_personal_model_is_the_fine_tuned_shared_one(tmp_path: Path) -> None:
-    """By plain SGD without g_i and α; without steps the model is the shared one to the bit."""
+    """By plain SGD without g_i and α; without steps the model equals the shared one to the bit."""
     data = clients(SIZES)
     f = rostered(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
     w = f.state["theta"]

@@ -1,4 +1,4 @@
-"""The federated data set on disk: what the manifest says is what a client gets, or an error that names the fault."""
+"""The federated dataset on disk: a client gets what the manifest states, or an error names the fault."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ MAKERS: dict[Kind, tuple[Callable[[], RawDataset], tuple[int, ...]]] = {
 
 @pytest.fixture
 def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, RawDataset], Path]:
-    """Register a source ``other`` of some kind that reads as the examples given, and return its data root."""
+    """Register a source ``other`` of some kind that returns these examples, and return its data root."""
 
     def make(kind: Kind, whole: RawDataset) -> Path:
         content = b"what these examples stand in"

@@ -1,4 +1,4 @@
-"""FedAdam, FedYogi and FedAvgM against FedAvg, torch.optim.SGD, and Algorithm 2 by the number (Reddi et al., 2021)."""
+"""FedAdam, FedYogi and FedAvgM against FedAvg, torch.optim.SGD, and Algorithm 2 by coordinate (Reddi et al., 2021)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_fedavgm_is_sgd_with_momentum_on_the_mean_update(tmp_path: Path, nestero
 @pytest.mark.parametrize("name", ["fedadam", "fedyogi"])
 @pytest.mark.parametrize("lost", [None, {0: 1}])
 def test_adaptive_rounds_follow_algorithm_2(tmp_path: Path, name: str, lost: dict[int, int] | None) -> None:
-    """Number by number; a client that was lost is not in the mean."""
+    """Compare by coordinate; a lost client is not in the mean."""
     f = made(tmp_path / "m", METHODS[name], rounds=3, server_lr=0.1, beta1=0.6, beta2=0.7, tau=0.02, lost=lost)
     theta = f.state["theta"].tolist()
     m, v = [0.0] * len(theta), [0.02**2] * len(theta)
@@ -94,7 +94,7 @@ def test_adaptive_rounds_follow_algorithm_2(tmp_path: Path, name: str, lost: dic
             else:
                 v[j] += 0.3 * d * d if v[j] < d * d else -0.3 * d * d
             theta[j] += 0.1 * m[j] / (math.sqrt(v[j]) + 0.02)
-    assert min(above, below) > 10  # where the two rules differ
+    assert min(above, below) > 10  # the two rules differ here
     f.run()
     for key, expected in (("theta", theta), ("m", m), ("v", v)):
         close(f.state[key], torch.tensor(expected, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""FedPer against FedAvg and against SGD on body and head at once (Arivazhagan et al., 2019)."""
+"""FedPer against FedAvg and against SGD on body and head together (Arivazhagan et al., 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedProto against Algorithm 1 written out by torch alone, and the nearest prototype (Tan et al., AAAI 2022)."""
+"""FedProto against Algorithm 1 in plain PyTorch, and the nearest prototype (Tan et al., AAAI 2022)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def made(**changes: Any) -> FedProtoSettings:
 
 
 def some(sizes: tuple[int, ...] = SIZES) -> list[ClientData]:
-    """Clients of whom the first lacks the last class."""
+    """Return clients of whom the first lacks the last class."""
     data = clients(sizes)
     assert data[0].train.y is not None
     data[0].train.y.clamp_(max=CLASSES - 2)
@@ -65,7 +65,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
 def visit(
     s: FedProtoSettings, theta: Tensor, prototypes: dict[int, Tensor], c: ClientData, steps: int, random: Any
 ) -> Tensor:
-    """torch.optim.SGD on cross-entropy + λ times the authors' mean squared error from the prototypes."""
+    """Train by torch.optim.SGD on cross-entropy + λ times the authors' mean squared error from the prototypes."""
     p = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
     assert c.train.y is not None
@@ -82,7 +82,7 @@ def visit(
 
 
 def means(theta: Tensor, c: ClientData) -> dict[int, tuple[Tensor, int]]:
-    """Mean features and number of examples of each class that the client has."""
+    """Return mean features and number of examples of each class that the client has."""
     assert c.train.y is not None
     z = MODEL.features(MODEL.layout.split(theta), c.train.x)
     return {k: (z[c.train.y == k].mean(0), int((c.train.y == k).sum())) for k in set(c.train.y.tolist())}
@@ -156,7 +156,7 @@ def test_prototypes_are_averaged_by_class(tmp_path: Path) -> None:
 
 
 def test_only_prototypes_are_sent(tmp_path: Path) -> None:
-    """Numbers of 8 bytes: prototypes, a number for each class, and the seed down; steps and loss up."""
+    """Values of 8 bytes: prototypes, a count for each class, and the seed down; steps and loss up."""
     f = run(tmp_path, made(), rounds=2)
     numbers = CLASSES * FEATURES + CLASSES
     for attempt in f.loop.journal.counted():

@@ -29,7 +29,7 @@ def made(**changes: Any) -> FedProxSettings:
 
 
 def visit(s: FedProxSettings, problem: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> Tensor:
-    """torch.optim.SGD on f_i(w) + μ/2 ‖w - w_t‖², the term in the loss."""
+    """Train by torch.optim.SGD on f_i(w) + μ/2 ‖w - w_t‖², with the term in the loss."""
     p = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
     assert c.train.y is not None
@@ -59,7 +59,7 @@ def test_without_its_term_it_equals_fedavg_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.usefixtures("each_task")
 def test_a_visit_is_sgd_with_the_proximal_term(tmp_path: Path, weighting: str) -> None:
-    """The term is about where the round started, in the second round too."""
+    """The term is centred at the start of the round, in the second round too."""
     s, problem, data = made(mu=2.0, weighting=weighting), setup(), clients(SIZES)
     run = federation(tmp_path, FEDPROX, s, problem, data, rounds=2)
     theta = run.state["theta"]
@@ -73,7 +73,7 @@ def test_a_visit_is_sgd_with_the_proximal_term(tmp_path: Path, weighting: str) -
 
 @pytest.mark.parametrize("mu", [0.0, 0.5, 9.0])
 def test_many_steps_on_a_quadratic_reach_the_proximal_point(mu: float) -> None:
-    """(h c + μ w)/(h + μ), so that μ = 0 gives the client's own optimum."""
+    """Expect (h c + μ w)/(h + μ), so that μ = 0 gives the client's own optimum."""
     h, c, w = (torch.tensor(v).double() for v in ([2.0, 0.5], [-1.0, 5.0], [3.0, -1.0]))
     split = Split(c.repeat(4, 1), None)
     s = made(mu=mu, local={"epochs": None, "steps": 1000, "lr": 0.1, "momentum": 0.0})
@@ -83,7 +83,7 @@ def test_many_steps_on_a_quadratic_reach_the_proximal_point(mu: float) -> None:
 
 
 def test_a_step_that_overshoots_on_the_proximal_term_is_rejected() -> None:
-    """At lr μ = 1 a step on the term alone lands on w_t; beyond, it overshoots."""
+    """At lr μ = 1 a step on the term alone reaches w_t; above that, it overshoots."""
     made(mu=19.9)
     for mu in (20.0, 30.0):
         with pytest.raises(ValidationError, match=rf"mu: .*\b{mu:g}\b.*\b0\.05\b"):
@@ -114,7 +114,7 @@ def test_stragglers_do_part_of_the_work_and_are_counted(tmp_path: Path) -> None:
 
 
 def test_number_and_delay_of_stragglers() -> None:
-    """With the probability asked for, and by every number of steps from 1 to all but one."""
+    """With the configured probability, and by every number of steps from 1 to all but one."""
     s, data = made(stragglers=0.3), [client(f"c{i}", 3) for i in range(400)]  # three steps
     counts = torch.tensor(work(group(data), s))
     assert set(counts.tolist()) == {1, 2, 3}
@@ -123,7 +123,7 @@ def test_number_and_delay_of_stragglers() -> None:
     assert float((counts[late] == 1).double().mean()) == pytest.approx(0.5, abs=0.15)
     assert set(work(group(data), made())) == {3}
     one_step = made(stragglers=1.0, local={"epochs": None, "steps": 1})
-    assert set(work(group(data), one_step)) == {1}  # there is no part of one step
+    assert set(work(group(data), one_step)) == {1}  # one step cannot be divided
 
 
 @pytest.mark.usefixtures("each_task")

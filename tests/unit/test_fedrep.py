@@ -1,4 +1,4 @@
-"""FedRep: a head of each client's own, trained first, and a shared body (Collins et al., ICML 2021)."""
+"""FedRep: a personal head, trained first, and a shared body (Collins et al., ICML 2021)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_two_rounds_follow_algorithm_1(tmp_path: Path) -> None:
         bodies = []
         for c in data:
             head = heads[c.id] if c.id in heads else start_of_head(c, "train", 1)
-            # The batches and the start of a head have generators of their own.
+            # The batches and the start of a head have separate generators.
             theta = torch.cat([body, head])
             theta = sgd(SMALL, theta, c, s.head, slice(BODY, len(theta)), generator(SEED, "train/head", c.id, t))
             theta = sgd(SMALL, theta, c, s.local, slice(0, BODY), generator(SEED, "train/train", c.id, t))
@@ -92,7 +92,7 @@ def test_each_part_is_frozen_to_the_bit_while_the_other_trains(sizes: tuple[int,
 
 
 def test_the_kept_head_is_that_of_the_head_phase() -> None:
-    """The body's phase comes last, and must not move the head."""
+    """The body's phase comes last, and must not change the head."""
     s, data = made(), clients(SIZES)
     members = group(data)
     body = SMALL.init(torch.Generator().manual_seed(2), torch.float64)[:BODY].expand(3, -1)
@@ -106,7 +106,7 @@ def test_the_kept_head_is_that_of_the_head_phase() -> None:
 
 
 class Late:
-    """Transport that loses c1's answers in the second round, after c1 has trained and kept its head."""
+    """Transport that loses c1's answers in the second round, after c1 has trained and stored its head."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""FedRoD against FedAvg, and both losses written out (Chen and Chao, ICLR 2022)."""
+"""FedRoD against FedAvg, and both losses in plain PyTorch (Chen and Chao, ICLR 2022)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def made(**changes: Any) -> FedRoDSettings:
 
 
 def lacking(c: ClientData, label: int) -> ClientData:
-    """The client without a label in its train split."""
+    """Return the client without a label in its train split."""
     assert c.train.y is not None
     has = c.train.y != label
     return ClientData(c.id, Split(c.train.x[has], c.train.y[has]), c.validation, c.test, c.classes)
@@ -63,7 +63,7 @@ def run(folder: Path, s: FedRoDSettings, **keys: Any) -> Federation:
 
 
 def visit(theta: Tensor, head: Tensor, c: ClientData, s: FedRoDSettings, t: int) -> tuple[Tensor, Tensor]:
-    """Two optimizers: of body and generic head on the balanced loss, of the personal head on the plain one."""
+    """Train with two optimizers: body and generic head on the balanced loss, the personal head on the plain one."""
     w, h = theta.clone().requires_grad_(), head.clone().requires_grad_()
     one, two = (torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum) for p in (w, h))
     assert c.train.y is not None
@@ -100,7 +100,7 @@ def test_without_balance_the_shared_model_equals_fedavgs_to_the_bit(tmp_path: Pa
         assert torch.equal(named["global"].tensors()["theta"], avg.state["theta"])
         personal = named["personal"].tensors()["theta"]
         assert torch.equal(personal[:BODY], avg.state["theta"][:BODY])
-        assert torch.equal(personal, avg.state["theta"]) is (c == "c2")  # who is new has no head to add
+        assert torch.equal(personal, avg.state["theta"]) is (c == "c2")  # a new client has no head to add
 
 
 @pytest.mark.parametrize(("balance", "personal"), [(1.0, "shared"), (0.5, "shared"), (1.0, "local")])
@@ -179,7 +179,7 @@ def test_a_derived_model_has_the_properties_of_its_base(derived: Callable[[FlatM
 
 @pytest.mark.parametrize("name", ["fedrod", "fedproto", "moon"])
 def test_clients_with_batch_normalization_are_not_padded_together(name: str, tmp_path: Path) -> None:
-    """Groups of clients are then served one by one, to the same bits."""
+    """Batches of clients are then served one by one, to the same bits."""
     local = LOCAL | {"batch_size": 5}  # one client has 4 examples
     found = [
         made_by(run_method(tmp_path / str(at_once), name, NORMALIZED, at_once=at_once, local=local))

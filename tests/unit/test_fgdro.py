@@ -1,4 +1,4 @@
-"""FGDRO-KL and its Adam-type steps against the rules written out in plain torch (arXiv 2410.06369)."""
+"""FGDRO-KL and its Adam-type steps against plain PyTorch (arXiv 2410.06369)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 def visit(
     p: Setup, s: FGDROSettings, c: ClientData, state: dict[str, Any], u: float | None, t: int
 ) -> tuple[dict[str, Any], float]:
-    """One client's local steps, with v as it is: a mean of exponentials, not divided by anything."""
+    """Run one client's local steps with v as is: a mean of exponentials, without normalization."""
     w, v, m, q = (state[name] for name in "wvmq")
     for index in batches(len(c.train), 3, 4, generator(SEED, "train/train", c.id, t)):
         leaf = w.clone().requires_grad_()
@@ -73,13 +73,13 @@ def test_rounds_follow_the_three_moving_averages(tmp_path: Path, optimizer: Any)
             end, kept[name] = visit(p, s, data[int(name[1:])], state, kept.get(name), t)
             ends.append(end)
         state = {name: sum(end[name] for end in ends) / len(ends) for name in "wvmq"}
-        if t == 1:  # before there is a v to divide by, its logarithms are averaged
+        if t == 1:  # before v exists, the logarithms are averaged
             state["v"] = math.exp(sum(math.log(end["v"]) for end in ends) / len(ends))
     close(run.state["theta"], state["w"])
     moments = [state["m"]] if optimizer == "momentum" else [state["m"], state["q"]]
     close(run.state["moments"], torch.stack(moments))
     assert float(run.state["value"]) == pytest.approx(s.lambda_kl * math.log(state["v"]), abs=1e-12)
-    assert len(kept) == 3  # every client was drawn, some again
+    assert len(kept) == 3  # every client was drawn, some repeatedly
 
 
 def test_a_large_lambda_without_momentum_gives_fedavg(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_commands_on_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path,
 
 
 def finished_run(folder: Path) -> Path:
-    """A run of one evaluated round, as `fedloom run` leaves it."""
+    """Write a run of one evaluated round, as `fedloom run` leaves it."""
     text = EXPERIMENT.format(root="/nowhere").replace("dataset: tiny", "dataset: fashion-mnist")
     resolved = parse_experiment(text, (), source="first.yaml").resolved_yaml()
     return write_run(folder, algorithm="fedavg", n=6, unseen=1, rounds=(0, 1), experiment=resolved)
@@ -178,7 +178,7 @@ def test_listing_a_folder_without_runs(fedloom: Fedloom, experiment: Path, tmp_p
     code, _, err = fedloom("runs")
     assert code == ExitCode.DATA
     assert "runs" in err
-    experiment.rename(tmp_path / "experiment.yaml")  # somebody's experiment is no run
+    experiment.rename(tmp_path / "experiment.yaml")  # an experiment file alone is not a run
     code, out, _ = fedloom("runs", ".")
     assert (code, "no runs" in out) == (0, True)
     assert fedloom("runs", ".", "--json")[1].strip() == "[]"

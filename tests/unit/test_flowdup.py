@@ -56,7 +56,7 @@ def made(**changes: Any) -> FLowDUPSettings:
 
 
 def problem(data: list[ClientData], model: FlatModel = SMALL, **keys: Any) -> Setup:
-    """The last client is unseen."""
+    """Return a problem whose last client is unseen."""
     return problem_of(model, data, roster=tuple(c.id for c in data[:-1]), **keys)
 
 
@@ -68,12 +68,12 @@ def run(folder: Path, s: FLowDUPSettings, data: list[ClientData], **keys: Any) -
 
 
 def bare(c: ClientData) -> ClientData:
-    """The client without labels to train on."""
+    """Return the client without training labels."""
     return replace(c, train=Split(c.train.x, None))
 
 
 class Written(nn.Module):
-    """ψ and the model that it makes, written out with torch.nn and a dense P."""
+    """ψ and the model that it generates, by torch.nn and a dense P."""
 
     def __init__(self, psi: Tensor, s: FLowDUPSettings, p: Setup) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Written(nn.Module):
 
 
 def visit(psi: Tensor, c: ClientData, s: FLowDUPSettings, p: Setup, round: int, *, labelled: bool) -> Tensor:
-    """A client's steps on ψ by torch.optim.SGD."""
+    """Run a client's steps on ψ by torch.optim.SGD."""
     w = Written(psi, s, p)
     optimizer = torch.optim.SGD(w.parameters(), lr=s.local.lr, momentum=0.9)
     random = generator(SEED, "train/train", c.id, round)
@@ -137,7 +137,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 )
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_rounds_equal_plain_gradient_steps(tmp_path: Path, changes: dict[str, Any], at_once: int) -> None:
-    """Some clients have no labels, others' labels are hidden; unseen clients make their models themselves."""
+    """Some clients have no labels, others' labels are hidden; unseen clients generate their models themselves."""
     s, data = made(**changes), clients(SIZES)
     if not s.embedding.labels:
         data[1] = bare(data[1])
@@ -220,7 +220,7 @@ def test_clients_with_labels_can_fine_tune_their_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("network", ["mlp", "lenet"])
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 def test_a_batch_of_clients_replies_as_single_clients(model: FlatModel, network: str) -> None:
-    """Groups have batches of several sizes, with and without labels."""
+    """Batches of several sizes, with and without labels."""
     data = clients((4, 9, 2, 6, 9, 5))
     data[1], data[2] = bare(data[1]), bare(data[2])
     s, p = made(embedding={"network": network, "labels": False}), problem(data, model)
@@ -244,7 +244,7 @@ class Net(nn.Module):
 
 
 def test_models_of_a_pretrained_module_start_at_its_values() -> None:
-    """Pretrained values are θ₀; grouped clients train as they do alone, apart from random draws."""
+    """Pretrained values are θ₀; clients in a batch train as single ones, apart from random draws."""
     torch.manual_seed(0)
     pretrained = Net()
     model = ModuleModel(lambda: pretrained, IMAGE, CLASSES, "pixels", initial="module")

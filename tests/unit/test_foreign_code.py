@@ -1,4 +1,4 @@
-"""A factory that only a run's folder, a URL or an aggregator names is code of others: nothing imports it."""
+"""A factory named only by a run's folder, a URL or an aggregator is foreign code, which is never imported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAME = "somebodys_models:small"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with code that says when it is imported, and with a run of it by its user."""
+    """Return a folder with code that records its import, and with a run of it by its user."""
     folder = tmp_path_factory.mktemp("made")
     code = folder / "code"
     code.mkdir()
@@ -49,14 +49,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.delenv(FACTORIES, raising=False)
         patch.setattr(factories, "_permitted", set())
         run = fl.run(TASK, data=data, model=model, out=folder / "run", report=False, progress=False)
-        assert run.models("ann")(torch.zeros(1, 3)).shape == (1, 2)  # the process whose user named it goes on
+        assert run.models("ann")(torch.zeros(1, 3)).shape == (1, 2)  # its user's process continues
     sys.modules.pop("somebodys_models")
     return folder
 
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A run's folder as another user gets it, whose factory can be imported here and says when that happens."""
+    """Return a run's folder as another user gets it; its factory can be imported here and records that."""
     monkeypatch.syspath_prepend(str(made / "code"))
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
     monkeypatch.delenv(FACTORIES, raising=False)
@@ -67,7 +67,7 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def forget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be another process."""
+    """Forget the imported module, like another process."""
     monkeypatch.setattr(factories, "_permitted", set())
     sys.modules.pop("somebodys_models", None)
     (folder / "ran").unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def test_reading_a_run_imports_no_user_code(run: Path, tmp_path: Path) -> None:
     assert len(found.clients) == 4
     assert fl.compare([run]).table.shape[0] > 0
     write_report(run)
-    with pytest.raises(ExperimentError) as error:  # it holds another experiment
+    with pytest.raises(ExperimentError) as error:  # the folder has another experiment
         fl.run(TASK, data=found.experiment.data, out=run, resume=True, progress=False)
     assert tells(str(error.value), "resume", "model.factory", NAME)
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""Processes of tests that are forks (``forked.py``) behave as those that are started."""
+"""Forked processes of tests (``forked.py``) behave like newly started ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors are data: every front end spells their arguments in its own way, and they travel between processes as JSON."""
+"""Errors are data: every front end names arguments in its own form, and processes exchange errors as JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_error_reaches_another_process_unchanged(kind: type[FedloomError]) ->
     assert type(back) is kind
     assert (str(back), back.hint, back.key, back.found) == (str(error), "d\n  e", "f.g", float("inf"))
     assert back.allowed == ["h", 2, "i"]
-    with arguments_as_options():  # the front end is that of the process that shows it
+    with arguments_as_options():  # the front end of the process that shows the error decides
         assert str(from_json(made().as_json())).startswith("--class-counts needs --data")
 
 
@@ -61,7 +61,7 @@ def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pyt
     tell_notice("one\nline")
     tell_failure(made().within("worker-0"))
     tell_failure(ValueError("a bug"))
-    listen_to_parent()  # of nobody
+    listen_to_parent()  # without a parent
     tell_notice("two")
     with file.open("a") as written:
         written.write('{"notice": "cut in the mid')
@@ -76,7 +76,7 @@ def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pyt
 
 
 def options_in_errors(path: Path) -> list[int]:
-    """Lines below the command line with an option in a text that is no command."""
+    """Return the lines below the command line that contain an option in a text that is not a command."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = []

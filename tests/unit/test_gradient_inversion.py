@@ -1,4 +1,4 @@
-"""Gradient inversion: a linear layer gives its input away exactly, other networks an approximation."""
+"""Gradient inversion: a linear layer reveals its input exactly, other networks approximately."""
 
 from __future__ import annotations
 

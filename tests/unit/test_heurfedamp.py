@@ -1,4 +1,4 @@
-"""HeurFedAMP: its weights, its rounds written out, and training alone as its degenerate case (Huang et al., 2021)."""
+"""HeurFedAMP: its weights, its rounds in plain PyTorch, and local training as a special case (Huang et al., 2021)."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_weights_follow_the_paper() -> None:
         close(found, torch.tensor(by_hand(models, i, 0.3, 25.0), dtype=torch.float64))
         assert float(found.sum()) == pytest.approx(1, abs=1e-12)
         scaled = models * torch.tensor([1.0, 3.0, 0.1, 7.0, 2.0]).double()[:, None]
-        close(attention(scaled, i, 0.3, 25.0), found)  # only directions count
+        close(attention(scaled, i, 0.3, 25.0), found)  # only directions matter
         assert attention(models, i, 0.3, 1e6).isfinite().all()
     alike = torch.tensor([0.3, 0.7 / 4, 0.7 / 4, 0.7 / 4, 0.7 / 4]).double()
     for same in (attention(models, 0, 0.3, 0.0), attention(models[:1].repeat(5, 1), 0, 0.3, 25.0)):
         torch.testing.assert_close(same, alike, rtol=0, atol=1e-7)
     other = torch.randn(5, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    assert torch.equal(attention(models, 0, 0.3, 0.0), attention(other, 0, 0.3, 0.0))  # whoever they are, to the bit
+    assert torch.equal(attention(models, 0, 0.3, 0.0), attention(other, 0, 0.3, 0.0))  # for any models, to the bit
     assert attention(models[:1], 0, 0.3, 1.0).tolist() == [1.0]
     assert attention(torch.zeros(3, 2), 1, 0.5, 1.0).tolist() == [0.25, 0.5, 0.25]
 
@@ -93,7 +93,7 @@ def test_rounds_follow_the_paper_and_absent_clients_count_by_their_last_model(tm
 
 
 def test_full_weight_on_itself_equals_local_training_to_the_bit(tmp_path: Path) -> None:
-    """ξ_ii = 1 and no proximal term: three visits of SGD, with any other clients."""
+    """ξ_ii = 1 and no proximal term: three visits of SGD, regardless of other clients."""
     s, p, data = made(self_weight=1.0, proximity=0.0), problem(), clients(SIZES)
     run = federation(tmp_path, HEURFEDAMP, s, p, data, rounds=3)
     start = run.state["models"]
@@ -109,7 +109,7 @@ def test_full_weight_on_itself_equals_local_training_to_the_bit(tmp_path: Path) 
 
 
 def test_equal_weights_give_uniform_fedavg(tmp_path: Path) -> None:
-    """σ = 0, half of two clients on itself, no proximal term: both start at the mean of their models."""
+    """σ = 0, half of the weight on each of two clients, no proximal term: both start at the mean of their models."""
     data, s = clients(SIZES[:2]), made(sigma=0.0, proximity=0.0)
     average = FedAvgSettings.model_validate({"local": LOCAL, "weighting": "uniform"})
     mine, fedavg = (
@@ -126,7 +126,7 @@ def test_equal_weights_give_uniform_fedavg(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_a_client_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -> None:
-    """An unseen client, a client of the roster that was never drawn, and all clients before any was drawn."""
+    """Check an unseen client, a client of the roster that was never drawn, and all clients before the first round."""
     s, p, data = made(), problem(), clients(SIZES)
     run, other = (
         federation(tmp_path / name, HEURFEDAMP, s, p, d, rounds=1, cohort=1, unseen=["c2"])

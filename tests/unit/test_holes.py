@@ -1,4 +1,4 @@
-"""Each hole that was published of other systems has a test here (docs/security.md); some are in this file."""
+"""Every published vulnerability of similar systems has a test (docs/security.md); some are in this file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_page_names_existing_tests() -> None:
 
 
 def running(code: str) -> Iterator[tuple[int, str]]:
-    """Calls that run what they are given."""
+    """Return the calls that execute their input."""
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.Call):
             continue
@@ -69,13 +69,13 @@ def test_calls_that_execute_code_are_detected(code: str) -> None:
     "name", ["antigravity:fly", "antigravity.fly", "fedloom.algorithms.fedavg:FEDAVG", "../fedavg", "os"]
 )
 def test_a_method_is_only_found_by_its_registered_name(name: str) -> None:
-    """An aggregator names the method that its workers run, and can make them import nothing."""
+    """An aggregator names the method that its workers run, and must not make them import anything."""
     with pytest.raises(ExperimentError, match="fedavg"):
         find_algorithm(name)
     assert "antigravity" not in sys.modules
 
 
 def test_keepalive_pings_respect_the_servers_minimum_interval() -> None:
-    """gRPC ends a connection with GOAWAY, too_many_pings, else."""
+    """Otherwise gRPC ends a connection with GOAWAY, too_many_pings."""
     ours, allowed = dict(CHANNEL_OPTIONS), dict(SERVER_OPTIONS)
     assert ours["grpc.keepalive_time_ms"] >= 2 * allowed["grpc.http2.min_ping_interval_without_data_ms"]

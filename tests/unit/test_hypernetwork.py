@@ -73,7 +73,7 @@ def test_zero_weights_have_no_effect() -> None:
     _, pullback = network.vjp(p, v)
     back = pullback(torch.ones(3, 11, dtype=torch.float64), torch.zeros(3, dtype=torch.float64))
     assert not any(value.any() for value in back.d_eta_h().values())
-    assert back.d_v.any()  # the feedback to each client is its own, not averaged
+    assert back.d_v.any()  # feedback is computed per client, not averaged
 
 
 def test_the_reverse_pass_changes_no_parameter() -> None:
@@ -102,7 +102,7 @@ def test_a_clients_model_has_the_same_bits_in_any_cohort(threads: int) -> None:
                 cohort = others[:c].clone()
                 cohort[position] = mine[0]
                 assert torch.equal(network(p, cohort)[position], alone), f"row {position} of {c}"
-            theta, _ = network.vjp(p, cohort)  # mine is the last row
+            theta, _ = network.vjp(p, cohort)  # the client in question is the last row
             assert torch.equal(theta[c - 1], alone), f"training, row {c - 1} of {c}"
     finally:
         torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Pixels without a class and places without a token: from arrays and folders to losses and newcomers."""
+"""Pixels without a class and positions without a token: from arrays and folders to losses and new clients."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def all_targets(dataset: FederatedDataset) -> torch.Tensor:
 
 
 def targets_of(newcomer: Newcomer) -> torch.Tensor:
-    """Return a newcomer's targets."""
+    """Return a new client's targets."""
     found = newcomer.client(newcomer.client_id).train.y
     assert found is not None
     return found
 
 
 def wanted_of(manifest: Manifest) -> Problem:
-    """Return what a run on a partition asks of a newcomer's data."""
+    """Return the requirements of a run on a partition for a new client's data."""
     names = (
         "dataset",
         "kind",
@@ -87,7 +87,7 @@ def test_black_and_white_masks_have_two_classes(tmp_path: Path) -> None:
         dataset = opened(IMAGES, white, tmp_path / str(i), **given)
         assert dataset.manifest.outputs == 2
         assert sorted(set(all_targets(dataset).flatten().tolist())) == [0, 1]
-    many = opened(IMAGES, white, tmp_path / "many", outputs=5)  # then no pixel need be of the others
+    many = opened(IMAGES, white, tmp_path / "many", outputs=5)  # then pixels of the other classes may be absent
     assert sorted(set(all_targets(many).flatten().tolist())) == [0, 255]
 
 

@@ -40,7 +40,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @dataclass
 class Stage:
-    """One stage of the Dockerfile: what it is made from, and its instructions in order."""
+    """One stage of the Dockerfile: its base, and its instructions in order."""
 
     name: str
     base: str
@@ -51,7 +51,7 @@ class Stage:
 
 
 def stages() -> tuple[dict[str, str], dict[str, Stage]]:
-    """The arguments before the first stage, and the stages."""
+    """Return the arguments before the first stage, and the stages."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     arguments: dict[str, str] = {}
     found: dict[str, Stage] = {}
@@ -71,7 +71,7 @@ def stages() -> tuple[dict[str, str], dict[str, Stage]]:
 
 
 def lineage(found: dict[str, Stage], name: str) -> list[Stage]:
-    """A stage and those it is made from."""
+    """Return a stage and its bases."""
     chain = [found[name]]
     while chain[-1].base in found:
         chain.append(found[chain[-1].base])
@@ -87,7 +87,7 @@ def bake() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def pins() -> dict[str, str]:
-    """The versions of images/constraints.txt."""
+    """Return the versions in images/constraints.txt."""
     lines = (ROOT / "images" / "constraints.txt").read_text().splitlines()
     return {m[1]: m[2] for line in lines if (m := re.fullmatch(r"([a-z0-9-]+)==(\S+) \\", line))}
 
@@ -108,7 +108,7 @@ def test_hadolint_reports_a_faulty_dockerfile() -> None:
 
 @pytest.mark.parametrize("image", ["aggregator", "components"])
 def test_images_that_run_rounds_include_the_privacy_accountant(image: str) -> None:
-    """Without the extra, a pod would refuse an experiment with federation.privacy."""
+    """Without the extra, a pod would reject an experiment with federation.privacy."""
     _, found = stages()
     steps = " ".join(text for stage in lineage(found, image) for word, text in stage.steps if word == "RUN")
     asked = {extra for needs in re.findall(r"install.sh needs ([a-z0-9 ]+)", steps) for extra in needs.split()}
@@ -140,7 +140,7 @@ def test_every_image_has_a_numeric_user_and_labels(name: str) -> None:
     assert all(label.values())
     assert label["org.opencontainers.image.licenses"] == PROJECT["license"]
     entry = [e for part in lineage(found, name) if (e := part.last("ENTRYPOINT")) is not None]
-    if name == "components":  # Kubeflow's command is the whole command
+    if name == "components":  # Kubeflow replaces the entire command
         assert entry == []
         assert all(part.last("CMD") is None for part in lineage(found, name))
     else:
@@ -165,7 +165,7 @@ def test_bake_tags_every_image_with_the_repositorys_version(monkeypatch: pytest.
         assert "inherits" in text
         assert f'["${{REGISTRY}}fedloom/{name}:${{VERSION}}"]' in text
         assert ("ARG", f"VERSION={PROJECT['version']}") in found[stage].steps
-    # What pipelines are compiled for is what is built here.
+    # Pipelines are compiled for the images built here.
     monkeypatch.delenv(VARIABLE, raising=False)
     assert component_image() == f"fedloom/components:{fedloom.__version__}"
     assert fedloom.__version__ == PROJECT["version"]
@@ -187,13 +187,13 @@ def test_the_build_context_has_only_the_copied_files() -> None:
 
 
 def test_everything_installed_is_pinned() -> None:
-    """Whatever this project needs here, and what that needs, is in the constraints, in a version it takes."""
+    """Everything that this project requires, also indirectly, is in the constraints with a compatible version."""
     pinned = pins()
     text = (ROOT / "images" / "constraints.txt").read_text()
     assert len(re.findall(r"^\S+==", text, re.MULTILINE)) == len(pinned) > 50
     assert all("--hash=sha256:" in block for block in re.split(r"\n(?=\S)", text)[1:])
     told = dict(rest.split("=", 1) for rest in _arguments() if "=" in rest)
-    pinned["torch"] = told["TORCH_VERSION"]  # its index decides which build it is
+    pinned["torch"] = told["TORCH_VERSION"]  # its index determines the build
 
     missing, seen = [], set()
     todo = [(Requirement("fedloom"), {"kubeflow", "metrics", "tracing"})]
@@ -223,7 +223,7 @@ def _arguments() -> list[str]:
 
 
 def test_continuous_integration_runs_programs_pinned_by_hash() -> None:
-    """A tag may be moved; a commit's hash and a file's are what they were."""
+    """A tag may be moved; the hash of a commit or a file identifies its content."""
     used = [
         line.partition("uses:")[2].strip()
         for path in (ROOT / ".github" / "workflows").iterdir()
@@ -239,7 +239,7 @@ def test_continuous_integration_runs_programs_pinned_by_hash() -> None:
 
 
 def test_stripping_keeps_a_library_working(tmp_path: Path) -> None:
-    """Strip symbols, which no run reads; a second call writes nothing, since that would fill another layer."""
+    """Strip symbols, which no run needs; a second call writes nothing, as that would fill another layer."""
     original = Path(_rust.__file__)
     copy = tmp_path / original.name
     shutil.copy(original, copy)

@@ -1,4 +1,4 @@
-"""Folders of images as they come: links, orientation, depth, pages, colours, and what systems leave behind."""
+"""Folders of images in practice: links, orientation, depth, pages, colours, and files left by operating systems."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def packed(source: Path, **request: Any) -> tuple[Packed, NDArray[np.uint8]]:
 
 @pytest.fixture
 def other_user() -> Iterator[Path]:
-    """A folder that every user may write to."""
+    """Create a folder that every user may write to."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user takes root")
     with tempfile.TemporaryDirectory() as made:
@@ -99,7 +99,7 @@ def holds(x: NDArray[np.uint8], image: NDArray[np.uint8]) -> bool:
     return any(np.array_equal(each, image) for each in x)
 
 
-# --- what is listed ---------------------------------------------------------------------------------------------------
+# --- listing ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_linked_class_folder_is_read(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_class_in_two_unicode_forms_is_rejected() -> None:
         Own(kind="pixels", input_shape=(1, 4, 5), classes=("caf\u00e9", "cafe\u0301"))
 
 
-# --- what is in an image ----------------------------------------------------------------------------------------------
+# --- content of images ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif", "webp"])
@@ -203,7 +203,7 @@ def test_images_are_rotated_by_their_orientation(ending: str, tmp_path: Path) ->
         3: lambda a: a[::-1, ::-1],
         4: lambda a: a[::-1],
         5: lambda a: a.transpose(1, 0, 2),
-        6: lambda a: np.rot90(a, 1),  # shown turned by 90 degrees clockwise
+        6: lambda a: np.rot90(a, 1),  # displayed rotated by 90 degrees clockwise
         7: lambda a: np.rot90(a, 2).transpose(1, 0, 2),
         8: lambda a: np.rot90(a, -1),
     }
@@ -266,7 +266,7 @@ def test_images_of_more_than_8_bits_are_rejected(kind: str, tmp_path: Path) -> N
         )
     elif kind == "tiff":
         tiff16(at / "deep.tif", values[:, :, :3])
-        assert Image.open(at / "deep.tif").mode == "RGB"  # as which it would be taken
+        assert Image.open(at / "deep.tif").mode == "RGB"  # the mode in which it would be read
     else:
         Image.new("F" if kind == "float" else "I", (5, 4)).save(at / "deep.tif")
     assert tells(refusal(source), "1 error", "8 bits", "cat/deep")
@@ -390,7 +390,7 @@ def test_notes_of_a_folder_are_shown_by_every_command_that_partitions(tmp_path: 
         "partition": {"scheme": "iid", "clients": 3},
     }
     (tmp_path / "e.yaml").write_text(json.dumps({**TASK, "data": data}))
-    for command in (["partition", "e.yaml"], ["run", "e.yaml", "--out", "run"]):  # read, and then kept
+    for command in (["partition", "e.yaml"], ["run", "e.yaml", "--out", "run"]):  # read, and then cached
         done = run([sys.executable, "-m", "fedloom", *command], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("1 image converted from L to RGB") == 1

@@ -1,4 +1,4 @@
-"""``Federated.from_torchvision``: pixels and labels are kept exactly, or refused with the example that has them."""
+"""``Federated.from_torchvision``: pixels and labels are stored exactly, or rejected with the example's position."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refusal(dataset: Any) -> str:
 
 
 def first(given: Any) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The pixels that are kept of an image, and notes."""
+    """Return the stored pixels of an image, and notes."""
     x, _, notes = read_items([(given, 0)], "dataset")
     assert x.dtype == np.uint8
     return x[0], notes
@@ -130,7 +130,7 @@ def test_orientation_and_frames_in_memory_are_reported(tmp_path: Path) -> None:
     pixels = image(6, 7, 3)
     Image.fromarray(pixels).save(tmp_path / "a.png", exif=tag)
     kept, notes = first(Image.open(tmp_path / "a.png"))
-    assert np.array_equal(kept, pixels.transpose(2, 0, 1))  # the data set says what its images are
+    assert np.array_equal(kept, pixels.transpose(2, 0, 1))  # the dataset determines the layout of its images
     assert tells(notes[0], "1 image", "EXIF")
     Image.fromarray(pixels).save(
         tmp_path / "a.gif", save_all=True, append_images=[Image.fromarray(pixels[::-1].copy())]
@@ -180,7 +180,7 @@ def test_numbers_and_names_cannot_be_mixed() -> None:
 
 
 class Indexed:
-    """A data set of places, which says that it is longer than it is."""
+    """Dataset by index that reports a length beyond its end."""
 
     def __init__(self, says: int, has: int) -> None:
         self._says, self._has = says, has
@@ -195,7 +195,7 @@ class Indexed:
 
 
 class Iterated(Indexed):
-    """Data set of the same examples that is iterated."""
+    """Dataset with the same examples that supports iteration."""
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return (self[place] for place in range(self._has))

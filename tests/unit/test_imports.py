@@ -1,4 +1,4 @@
-"""Imports allowed between rooms (docs/design.md, section 2), read from the source code."""
+"""Imports allowed between packages (docs/design.md, section 2), read from the source code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARROWS: dict[str, set[str]] = {
     "data": {"storage"},
     "privacy": set(),
     "algorithms": {"models", "data", "messages", "privacy"},
-    "experiment": {"models", "data", "algorithms", "privacy", "storage"},  # models, data and algorithms never know it
+    "experiment": {"models", "data", "algorithms", "privacy", "storage"},  # they never import experiment
     "evaluation": {"data", "messages"},
     "attacks": {"models", "data", "messages", "algorithms", "evaluation", "privacy", "storage"},
     "runs": {"data", "storage", "experiment"},
@@ -68,7 +68,7 @@ ARROWS: dict[str, set[str]] = {
     "kubeflow": {*PARTS, "reporting", "runner", "cluster"},
     "cli": {*PARTS, "privacy", "reporting", "runner", "api", "cluster", "kubeflow"},
     "__main__": {"cli"},
-    "__init__": {"api", "experiment", "runner"},  # when its names are used
+    "__init__": {"api", "experiment", "runner"},  # on first access to its names
 }
 """Room -> rooms it may import. There is no way back: see :func:`test_imports_have_no_cycles`."""
 
@@ -86,7 +86,7 @@ PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "job
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, and whether it is imported for the type checker alone."""
+    """One imported module, and whether it is imported only for the type checker."""
 
     module: str
     line: int
@@ -94,7 +94,7 @@ class Import:
 
 
 def imports(tree: ast.AST, package: str, typing_only: bool = False) -> Iterator[Import]:
-    """Every import below a node; relative ones are resolved against ``package``."""
+    """Yield every import below a node; relative ones are resolved against ``package``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -112,7 +112,7 @@ def imports(tree: ast.AST, package: str, typing_only: bool = False) -> Iterator[
 
 
 def violations(source: Path) -> list[str]:
-    """Everything in a source tree of the package ``fedloom`` that the design does not allow."""
+    """Return everything in a source tree of the package ``fedloom`` that the design does not allow."""
     found = []
     for path in sorted(source.rglob("*.py")):
         relative = path.relative_to(source)
@@ -129,7 +129,7 @@ def violations(source: Path) -> list[str]:
 
 
 def refused(room: str, item: Import) -> str | None:
-    """Return why a room may not have this import, or None."""
+    """Return the reason why a package may not have this import, or None."""
     top, *rest = item.module.split(".")
     if top in PICKLES:
         return f"imports {top}, which pickles"
@@ -150,7 +150,7 @@ def refused(room: str, item: Import) -> str | None:
 
 
 def pickling(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Uses of ``torch.load``, ``torch.save``, and of numpy's pickling."""
+    """Return uses of ``torch.load``, ``torch.save``, and of numpy's pickling."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             for alias in node.names:
@@ -238,7 +238,7 @@ def test_an_allowed_import_passes(tmp_path: Path, where: str, code: str) -> None
 
 
 def loaded_by(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after running code."""
+    """Return the top-level modules that a fresh interpreter has loaded after running code."""
     script = f"{code}\nimport sys\nprint(*sorted({{m.partition('.')[0] for m in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return set(done.stdout.split())

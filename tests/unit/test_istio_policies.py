@@ -1,4 +1,4 @@
-"""A federation in a profile whose mesh adds sidecars: policies against Istio's schemas, and what they admit."""
+"""A federation in a profile whose mesh adds sidecars: policies against Istio's schemas, and admitted connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILE = [*yaml.safe_load_all((KUBEFLOW / "profile.yaml").read_text())]
 
 
 def closed(schema: Any) -> Any:
-    """A schema that refuses fields which it does not name; the API server would drop them."""
+    """Return a schema that rejects unknown fields; the API server would drop them."""
     if isinstance(schema, list):
         return [closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -36,14 +36,14 @@ def closed(schema: Any) -> Any:
 )
 def test_policies_are_valid_istio_resources(policy: dict[str, Any]) -> None:
     assert policy["apiVersion"] == "security.istio.io/v1"
-    as_json = json.loads(json.dumps(policy["spec"]))  # whose keys are strings
+    as_json = json.loads(json.dumps(policy["spec"]))  # with strings as keys
     jsonschema.validate(as_json, closed(CRDS[policy["kind"]]))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**as_json, "selectors": {}}, closed(CRDS[policy["kind"]]))
 
 
 class Call(NamedTuple):
-    """A connection: the namespace that the mesh knows of its source (None without a sidecar), and its port."""
+    """A connection: the source's namespace as known to the mesh (None without a sidecar), and its port."""
 
     namespace: str | None
     port: int
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 def admits(policies: list[dict[str, Any]], labels: dict[str, str], call: Call) -> bool:
     """Return True if a pod's sidecar admits a connection without HTTP: a rule of some policy matches all of it.
 
-    Istio, "Authorization Policy": without policies all is admitted; a part of a rule that asks for a principal, a path,
+    Istio, "Authorization Policy": without policies all is admitted; a part of a rule that requires a principal, a path,
     a method or a header matches none here.
     """
     concern = [p for p in policies if p["spec"].get("selector", {}).get("matchLabels", {}).items() <= labels.items()]
@@ -72,7 +72,7 @@ def pod_labels(manifest: dict[str, Any]) -> dict[str, str]:
 
 
 def test_admission_by_a_profiles_policy_and_ours() -> None:
-    """The launcher has no sidecar (kubeflow/pipelines, `v2_template.go`), so that nobody knows its namespace."""
+    """The launcher has no sidecar (kubeflow/pipelines, `v2_template.go`), so the mesh does not know its namespace."""
     aggregator, _, workers = (pod_labels(m) if "template" in m["spec"] else {} for m in objects(PLAIN))
     stock, ours = [PROFILE[1]], [OURS[0]]
     launcher, worker, other = Call(None, PORT), Call("team-a", PORT), Call(None, 7736)

@@ -1,4 +1,4 @@
-"""IVON as the optimizer of pFedBayes' q_i, against its rules in (mean, Hessian) and against the authors' package."""
+"""IVON as the optimizer of pFedBayes' q_i, against its update rules in (mean, Hessian) and the authors' package."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Hessian:
         return self.m + self.variance.sqrt() * noise
 
     def step(self, samples: list[tuple[Tensor, Tensor]], prior: Tensor) -> None:
-        """From the gradients of the mean loss at samples, and these."""
+        """Make a step from these samples and the gradients of the mean loss at them."""
         delta = 1 / (self.size * F.softplus(prior[1]).square())
         h = 1 / (self.size * self.variance) - delta
         gradient = torch.stack([g for _, g in samples]).mean(0)
@@ -56,7 +56,7 @@ class Hessian:
 
 
 def visit(s: PFedBayesSettings, p: Setup, start: Tensor, v: Tensor, c: ClientData, t: int) -> tuple[Tensor, Tensor]:
-    """One visit: q by IVON, w by torch's Adam."""
+    """Run one visit: q by IVON, w by torch's Adam."""
     n, q, w = len(c.train), Hessian(start, len(c.train), s), v.clone().requires_grad_()
     adam, draws = torch.optim.Adam([w], lr=s.lr_global), generator(SEED, "train/train-noise", c.id, t)
     for index in batches(n, s.batch_size, s.steps, generator(SEED, "train/train", c.id, t)):
@@ -94,7 +94,7 @@ def test_rounds_follow_means_and_hessians(tmp_path: Path, samples: int) -> None:
 
 @pytest.mark.parametrize("draws", [1, 2])
 def test_steps_equal_those_of_the_authors_package(draws: int) -> None:
-    """The package's prior has mean 0 and one deviation, so the test gives pFedBayes such a prior."""
+    """The package's prior has mean 0 and one deviation, so the test uses such a prior for pFedBayes."""
     ivon = pytest.importorskip("ivon")
     n, zeta, lr, h = 40, 2.5, 0.2, 0.75  # the package rounds h to float32
     prior = torch.stack([torch.zeros(6), torch.full((6,), -0.4)]).double()

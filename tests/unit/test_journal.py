@@ -1,4 +1,4 @@
-"""The journal of a long run: what is kept of it in memory does not grow, and says what the file says."""
+"""The journal of a long run: its index in memory does not grow, and matches the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLIENTS = [f"c{i}" for i in range(4)]
 
 @st.composite
 def attempts(draw: st.DrawFn) -> list[Attempt]:
-    """The attempts of a run, as it makes them."""
+    """Write the attempts of a run, as it would."""
     found: list[Attempt] = []
     for t in range(1, draw(st.integers(1, 8)) + 1):
         failures = draw(st.integers(0, 2))
@@ -55,7 +55,7 @@ def written(folder: Path, lines: list[Attempt]) -> RunFolder:
 
 
 def latest(lines: list[Attempt], client: str, round: int) -> Version | None:
-    """The definition: the last row, of the last round up to this one, that counted the client."""
+    """Return by definition the row of the last round up to this one that counted the client."""
     return max(
         (
             Version(a.round, a.attempt, n, row, a.life)
@@ -133,7 +133,7 @@ def test_memory_does_not_grow_with_rounds(tmp_path: Path) -> None:
 
 
 def _size(value: object) -> int:
-    """Bytes of a value and of what it holds."""
+    """Return the bytes of a value and of its content."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
     return sys.getsizeof(value) + sum(_size(part) for part in inner)
 

@@ -1,4 +1,4 @@
-"""kNN-Per against FedAvg, votes counted by hand, and datastores without the example (Marfoq et al., ICML 2022)."""
+"""kNN-Per against FedAvg, hand-counted votes, and datastores without the example (Marfoq et al., ICML 2022)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stored(c: ClientData, scale: float = 0.5, k: int = 1, mixing: float = 1.0) -
 
 
 def by_hand(c: ClientData, queries: Tensor, k: int, mixing: float, scale: float) -> Tensor:
-    """Probabilities of one query after another, from the definition."""
+    """Return the probabilities of each query in turn, by the definition."""
     assert c.train.y is not None
     parameters = MODEL.layout.split(THETA)
     store = MODEL.features(parameters, c.train.x).tolist()
@@ -131,7 +131,7 @@ def test_regression_averages_neighbours_and_is_tuned_by_leave_one_out(k: int, mo
 
 
 def test_a_query_in_the_datastore_gets_its_own_label() -> None:
-    """From float32 features, too, and in a large store, where distances by matrix products would not be 0."""
+    """Also from float32 features, and in a large store, where distances by matrix products would not be 0."""
     c = client("c0", 60)
     x = c.train.x.float() + 100
     predictor = Neighbours(MODEL, THETA.float(), x, c.train.y, 0.5)
@@ -151,7 +151,7 @@ def test_a_large_scale_counts_votes_and_a_tiny_one_follows_the_nearest() -> None
 
 
 def test_k_and_lambda_are_chosen_by_leave_one_out() -> None:
-    """Each example in turn predicted by a datastore without it."""
+    """Each example in turn is predicted by a datastore without it."""
     chosen = set()
     for seed in range(8):
         c, ks, mixings = client("c0", 8, seed=seed), [1, 2, 4, 20], [0.0, 0.25, 0.5, 1.0]
@@ -228,7 +228,7 @@ def test_impossible_choices_are_rejected(wrong: dict[str, Any]) -> None:
 
 
 def test_a_client_with_fewer_examples_than_any_k_is_rejected_before_training(tmp_path: Path) -> None:
-    """By its numbers in the manifest; a client that does not train may come at any time, and all its examples vote."""
+    """By its counts in the manifest; a client that does not train may join at any time, and all its examples vote."""
     (tmp_path / "few.yaml").write_text(
         "{name: few, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, algorithm: "
         "{name: knn-per, neighbours: [10, 5]}, federation: {rounds: 1, clients_per_round: 2}}"

@@ -1,4 +1,4 @@
-"""The check of manifests can fail, and everything that a page shows passes it."""
+"""The check of manifests can fail, and every manifest on a page passes it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_manifests_on_pages_are_accepted_by_kubernetes() -> None:
 
 @pytest.mark.slow
 def test_chart_values_on_pages_render_to_accepted_manifests(tmp_path: Path) -> None:
-    """They are whole, or belong to values such as those of a scenario."""
+    """They are complete, or added to values such as those of a scenario."""
     keys = set(yaml.safe_load((helm.CHART / "values.yaml").read_text()))
     blocks = [
         block

@@ -1,4 +1,4 @@
-"""LG-FedAvg against FedAvg and against SGD on bodies of the clients' own (Liang et al., 2020)."""
+"""LG-FedAvg against FedAvg and against SGD on the clients' bodies (Liang et al., 2020)."""
 
 from __future__ import annotations
 

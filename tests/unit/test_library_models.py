@@ -1,4 +1,4 @@
-"""Networks of other libraries: equal to the libraries' own functions, trained, and refused for other data."""
+"""Networks of other libraries: equal to the libraries' own functions, trained, and rejected for other data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {"width": 8, "layers": 1, "heads": 2}
 
 
 def outputs_of(model: FlatModel, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs of a model and of a module with the same parameters."""
+    """Return outputs of a model and of a module with the same parameters."""
     theta = model.init(torch.Generator().manual_seed(1))
     named = {name: tensor.detach() for name, tensor in model.layout.split(theta).items()}
     return model.logits(theta, x), functional_call(module.eval(), named, (x,))

@@ -1,4 +1,4 @@
-"""Local: every client trains alone, from a start of its own."""
+"""Local: every client trains alone, from its own start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data of one's own without a package: arrays, DataFrames, data sets of torchvision, folders of images, tables."""
+"""User data without a package: arrays, DataFrames, torchvision datasets, folders of images, tables."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_arrays_give_equal_bits_when_run_resumed_and_loaded(tmp_path: Path) -> N
         opened.tensors("clinic-99")
     model = fedloom.load(run.folder).models("cy")
     assert model(torch.tensor(people()["cy"][0])).shape == (30, 2)
-    # Beside arrays in memory there is no other way to a partition: the command line makes the same.
+    # Arrays in a file give the same partition: the command line creates it, too.
     e = of(run.folder / "experiment.yaml")
     assert make_partition(e).manifest.fingerprint == data.open(seed=e.seed).manifest.fingerprint
 
@@ -151,7 +151,7 @@ def test_class_names_follow_the_labels(tmp_path: Path) -> None:
 
 
 def test_arrays_from_a_file_equal_those_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Gray images without an axis for channels, and train and test alone; what is not used is told."""
+    """Grey images without a channel axis, and train and test alone; unused arrays are reported."""
     x, y = RNG.integers(0, 256, (60, 4, 4), dtype=np.uint8), np.arange(60) % 2
     given = {"train_x": x[:48], "train_y": y[:48], "test_x": x[48:], "test_y": y[48:]}
     np.savez(tmp_path / "t.npz", **given, ids=np.arange(60))
@@ -207,9 +207,9 @@ def test_columns_need_no_names_and_integers_become_codes(tmp_path: Path) -> None
     named = frame().assign(kind=lambda rows: (rows["kind"] == "q").astype(int))
     told = fedloom.Federated.from_frame(named, client="hospital", label="kind", root=tmp_path)
     assert told.open().manifest.class_names == ("0", "1")
-    floats = named.assign(kind=named["kind"].astype(float))  # as pandas has them where one was missing
+    floats = named.assign(kind=named["kind"].astype(float))  # as pandas stores them if one was missing
     assert fedloom.Federated.from_frame(floats, client="hospital", label="kind", root=tmp_path).section == told.section
-    numbered = named.set_axis(range(named.shape[1]), axis=1)  # as of a frame that was made of an array
+    numbered = named.set_axis(range(named.shape[1]), axis=1)  # as in a frame made from an array
     again = fedloom.Federated.from_frame(numbered, client="4", label="3", root=tmp_path)
     assert again.section == told.section
 

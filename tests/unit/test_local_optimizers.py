@@ -71,7 +71,7 @@ def start(model: FlatModel, g: int, dtype: torch.dtype = torch.float64) -> Tenso
 
 
 def torchs(leaves: list[Tensor], s: LocalSGD) -> torch.optim.Optimizer:
-    """The optimizer that a user of torch would make, with torch's defaults where a key is left out."""
+    """Return the optimizer that a user of torch would create, with torch's defaults for missing keys."""
     if s.optimizer == "sgd":
         keys = {"lr": s.lr, "momentum": s.momentum, "weight_decay": s.weight_decay, "nesterov": s.nesterov}
         return torch.optim.SGD(leaves, **keys)
@@ -81,7 +81,7 @@ def torchs(leaves: list[Tensor], s: LocalSGD) -> torch.optim.Optimizer:
 
 
 def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD) -> Tensor:
-    """The loop of a user of torch on the same batches: backward per mini-batch, clip, step."""
+    """Train in a user's loop in torch on the same batches: backward per mini-batch, clip, step."""
     members = group([c])
     local = LocalTrainer(model, members)
     w = local.parameters(theta[None])
