@@ -1,4 +1,4 @@
-"""Measures of work that another load on the machine cannot change: lines of Python, and bytes held at once."""
+"""Measures of work that do not depend on other load of the machine: lines of Python, and peak bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines_run(action: Callable[[], object]) -> int:
 
 
 def bytes_held(action: Callable[[], object]) -> int:
-    """Measure how many bytes an action holds at most beyond those held before it."""
+    """Measure the peak number of bytes that an action holds beyond those held before it."""
     tracemalloc.start()
     try:
         held, _ = tracemalloc.get_traced_memory()

@@ -158,7 +158,7 @@ def test_each_example_contributes_at_most_the_clipping_norm() -> None:
 def by_hand(
     model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, how: ExamplePrivacy, members: ClientGroup, pull: float
 ) -> Tensor:
-    """θ after noiseless steps of torch.optim on clipped gradients over the same batches, over their expected size."""
+    """Return θ after noiseless steps of torch.optim on clipped gradients of batches over their expected size."""
     p = theta.clone().requires_grad_()
     kinds: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     if s.optimizer == "sgd":

@@ -246,7 +246,7 @@ def test_a_run_trains_at_the_scheduled_rate_and_personalizes_at_the_plain_one(tm
 
 
 def test_control_variates_are_mean_gradients_at_the_scheduled_rate(tmp_path: Path) -> None:
-    """With one client SCAFFOLD's corrections cancel, whatever the rate: its rounds are those of plain SGD."""
+    """With one client SCAFFOLD's corrections cancel at any rate: its rounds are those of plain SGD."""
     data = clients((7,))
     local = {"epochs": 2, "batch_size": 3, "lr": 0.1, "schedule": {"name": "step", "every": 1, "gamma": 0.5}}
     s = ScaffoldSettings.model_validate({"local": local})
@@ -265,7 +265,7 @@ def test_control_variates_are_mean_gradients_at_the_scheduled_rate(tmp_path: Pat
     torch.testing.assert_close(scaffold.state["theta"], average.state["theta"], rtol=0, atol=1e-12)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ WITH_LOCAL = [name for name, s in METHODS.items() if "local" in s and name != "l
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WITH_LOCAL)
 def test_every_method_uses_only_the_scheduled_rate_of_a_round(tmp_path: Path, name: str) -> None:
-    """Half of the rate by a schedule makes the server that half of the rate makes, to the bit."""
+    """Half of the rate by a schedule gives the same server state as half of the rate itself, to the bit."""
     keys = [key for key in ("local", "head", "personal") if key in METHODS[name]]
     warm = {"schedule": {"name": "constant", "warmup_rounds": 1}}
     by_schedule = {key: {**METHODS[name][key], **warm} for key in keys}

@@ -29,7 +29,7 @@ def test_messages_before_the_file_is_known_are_written_to_it(tmp_path: Path, cap
     assert [line["message"] for line in lines] == ["worker early joined", "something was wrong", "worker late joined"]
     assert lines[0]["worker"] == "early"
     assert len(file.read_text().splitlines()) == 3
-    assert caplog.messages == ["worker early joined", "something was wrong", "after it"]  # once alone, alone
+    assert caplog.messages == ["worker early joined", "something was wrong", "after it"]  # each once
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 

@@ -32,7 +32,7 @@ def test_a_sum_is_accurate_to_half_a_step_per_client(data: st.DataObject, bits: 
     bound = float(np.float32(data.draw(st.floats(1e-3, 1e3))))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     values = rng.uniform(-bound, bound, (clients, 20)).astype(kind).clip(-bound, bound)
-    values[:, 0], values[:, 1] = bound, -bound  # the sums that could wrap
+    values[:, 0], values[:, 1] = bound, -bound  # sums that could wrap
     total = np.zeros(20, integer_type(bits))
     for row in values:
         encoded = to_integers(row, bound, clients, bits)

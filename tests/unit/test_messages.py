@@ -1,4 +1,4 @@
-"""Messages and replies: rows and broadcasts, absence counted right."""
+"""Messages and replies: rows, broadcasts, and absent rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shared(Message):
 
 
 class Nothing(Message):
-    """Only a request."""
+    """Message without fields."""
 
 
 def answer(i: int) -> Answer:
@@ -133,7 +133,7 @@ def test_values_of_absent_rows_are_never_read() -> None:
 
 
 def test_sums_are_in_client_order() -> None:
-    """To the bit: a placement must not change a number."""
+    """To the bit: placement must not change results."""
     x = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
     r = Replies(None, torch.ones(5, dtype=torch.bool), torch.ones(5))
     expected = torch.zeros(1000)

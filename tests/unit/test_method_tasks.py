@@ -1,4 +1,4 @@
-"""Every method in every task that it supports, against losses of PyTorch, and the tasks that it refuses."""
+"""Every method in every task that it supports, against losses of PyTorch, and the rejected tasks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Tokens(FlatModel):
 
 
 def of_pixels(n: int, random: torch.Generator) -> Split:
-    """Masks that depend on the image; one pixel of each is ignored."""
+    """Return masks that depend on the image; one pixel of each is ignored."""
     x = torch.randn(n, 2, SIDE, SIDE, generator=random, dtype=torch.float64)
     y = (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
     y[:, 0, 0] = 255
@@ -82,7 +82,7 @@ def of_pixels(n: int, random: torch.Generator) -> Split:
 
 
 def of_tokens(n: int, random: torch.Generator) -> Split:
-    """Each token follows from the one before; the last has none after it."""
+    """Return sequences in which each token follows from the previous one; the last has no successor."""
     x = (torch.randint(CLASSES, (n, 1), generator=random) + torch.arange(LENGTH)) % CLASSES
     y = torch.cat([x[:, 1:], torch.full((n, 1), -100)], 1)
     return Split(x.to(torch.uint8), y)
@@ -103,7 +103,7 @@ def dense_clients(name: str) -> list[ClientData]:
 
 
 def by_torch(outputs: Tensor, y: Tensor, *, summed: bool = False) -> Tensor:
-    """Cross-entropy of each example's pixels or tokens that count, by a loop."""
+    """Return the cross-entropy of each example's counted pixels or tokens, by a loop."""
     classes_last = outputs.movedim(1, -1) if outputs.dim() == 4 else outputs
     losses = []
     for logits, target in zip(classes_last, y, strict=True):
@@ -114,7 +114,7 @@ def by_torch(outputs: Tensor, y: Tensor, *, summed: bool = False) -> Tensor:
 
 
 def with_loss(model: FlatModel, **how: Any) -> FlatModel:
-    """The model with its own loss, written without the task."""
+    """Return the model with its own loss, independent of the task."""
 
     class Own(type(model)):  # type: ignore[misc]
         def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -146,7 +146,7 @@ def dense(folder: Path, name: str, task: str, model: FlatModel, **keys: Any) -> 
 
 
 def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
-    """Mean over clients of the mean loss of their own predictors on their training data."""
+    """Return the mean over clients of the mean loss of their predictors on their training data."""
     found = []
     for c in data:
         predictions = f.predictors[round, c.id]["personal"].predictions(c.train.x)
@@ -162,7 +162,7 @@ def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
 @pytest.mark.parametrize("task", DENSE)
 @pytest.mark.parametrize("name", DENSE_METHODS)
 def test_pixel_and_token_training_uses_pytorchs_loss(tmp_path: Path, name: str, task: str) -> None:
-    """In groups as one by one. pFedBayes takes the sum over pixels and tokens, which is -log p(y | x)."""
+    """In batches as one by one. pFedBayes uses the sum over pixels and tokens, which is -log p(y | x)."""
     model = DENSE[task][0]
     f, theirs, together = (
         dense(tmp_path / str(i), name, task, of, rounds=3, **keys)
@@ -180,7 +180,7 @@ def test_pixel_and_token_training_uses_pytorchs_loss(tmp_path: Path, name: str, 
     assert loss_on_train(f, data, 3) < loss_on_train(f, data, 0) - 0.01
 
 
-# --- numbers and labels -----------------------------------------------------------------------------------------------
+# --- regression and multilabel ----------------------------------------------------------------------------------------
 
 LONGER: dict[str, dict[str, Any]] = {
     "fedbn": {"local": LOCAL | {"lr": 0.01}},
@@ -209,7 +209,7 @@ def test_regression_and_multilabel_losses_fall(
     f = run(tmp_path, name, None, data, rounds=6, **LONGER.get(name, {}))
     outputs = torch.zeros(1, CLASSES)
     of_zeros = [float(mean_loss(outputs.expand_as(c.train.y), c.train.y)) for c in data if c.train.y is not None]
-    before = max(sum(of_zeros) / len(data), loss_on_train(f, data, 0))  # at round 0 some are adapted already
+    before = max(sum(of_zeros) / len(data), loss_on_train(f, data, 0))  # at round 0 some are already adapted
     assert loss_on_train(f, data, 6 * method.trains) < before - (0.002 if method.trains else 0)
 
 
@@ -227,7 +227,7 @@ def test_the_likelihood_of_a_model_is_its_own_loss_if_it_has_one() -> None:
     assert likelihood_of(own) is own
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- rejected tasks ---------------------------------------------------------------------------------------------------
 
 
 def fitting(name: str, task: str) -> FlatModel:
@@ -289,7 +289,7 @@ def test_an_embedding_network_that_cannot_read_the_inputs_is_rejected(
 
 @pytest.mark.parametrize("task", ["regression", "multilabel", "segmentation"])
 def test_targets_enter_an_embedding_network_as_the_task_defines(task: str) -> None:
-    """Numbers and labels as they are, masks as the part of each class."""
+    """Numbers and labels are used as they are, masks as the fraction of each class."""
     y = {"segmentation": torch.tensor([[[0, 2], [2, 255]]])}.get(task, torch.tensor([[0.5, 1.0, 0.0]]))
     entering = {"segmentation": torch.tensor([[1 / 3, 0.0, 2 / 3]])}.get(task, y)
     x, random = torch.randn(1, 2, 3), torch.Generator().manual_seed(0)
@@ -309,7 +309,7 @@ def test_setup_counts_the_outputs() -> None:
 
 @pytest.mark.parametrize("error", ["squared", "absolute", "huber"])
 def test_the_likelihood_of_regression_equals_that_of_distributions(error: str) -> None:
-    """Up to a constant: differences between two targets. Huber's density is Gaussian near 0 and Laplace's beyond δ."""
+    """Compare differences between two targets. Huber's density is Gaussian near 0, Laplace beyond δ."""
     random = torch.Generator().manual_seed(0)
     outputs, y, other = torch.randn(3, 5, 2, generator=random, dtype=torch.float64)
     task = Regression.model_validate({"error": error, "delta": 0.5})

@@ -25,7 +25,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 class LeNetModule(nn.Module):
-    """papers/001, Table 3, layer by layer."""
+    """Module of papers/001, Table 3, layer by layer."""
 
     def __init__(self, channels: int, flat: int, outputs: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_an_mlp_is_linear_layers_with_relu_between(hidden: list[int]) -> None:
 
 @pytest.mark.parametrize("model", [LeNet((1, 28, 28), 10), MLP((1, 28, 28), [100], 10)])
 def test_initialization_equals_torchs_linear_and_conv2d(model: FlatModel) -> None:
-    """U(-1/√fan_in, 1/√fan_in), weights and biases: torch's bounds, its variance, mean zero."""
+    """U(-1/√fan_in, 1/√fan_in) for weights and biases: torch's bounds and variance, mean zero."""
     parts = model.layout.split(model.init(seeded()))
     for name, part in parts.items():
         weight = parts[name.replace("bias", "weight")]
@@ -189,7 +189,7 @@ def test_the_registry_builds_the_named_models() -> None:
 
 @pytest.mark.parametrize(("shape", "flat"), [((1, 16, 16), 32), ((3, 20, 16), 64), ((1, 28, 28), 512)])
 def test_label_planes_equal_a_convolution_over_label_channels(shape: tuple[int, int, int], flat: int) -> None:
-    """The labels as C more channels, constant over the image (Table 4, §4 "Models")."""
+    """The labels are C additional channels, constant over the image (Table 4, §4 "Models")."""
     classes, size = 4, 6
     network = LeNetEmbedding(shape, classes, size, labels=True)
     module = LeNetModule(shape[0] + classes, flat, size).double()

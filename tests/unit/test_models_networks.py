@@ -32,11 +32,11 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --- a second time, as torch modules ----------------------------------------------------------------------------------
+# --- the same networks as torch modules -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """A basic block of He et al., 2016, Figure 2 (left), with a projection where the size changes."""
+    """Basic block of He et al., 2016, Figure 2 (left), with a projection where the size changes."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def resnet20(channels: int, classes: int) -> nn.Module:
 
 
 def convnet(depth: int, channels: Sequence[int], widths: Sequence[int]) -> nn.Module:
-    """``widths`` of the linear layers, the first one's inputs included."""
+    """Return a network; ``widths`` of the linear layers include the first one's inputs."""
     layers: list[nn.Module] = []
     for after in channels:
         layers += [nn.Conv2d(depth, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -89,7 +89,7 @@ class Characters(nn.Module):
 
 
 def agrees(model: FlatModel, module: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Same logits, features that the last layer takes, same gradients; from views and from channels-last leaves."""
+    """Compare logits, features of the last layer, and gradients, from views and from channels-last leaves."""
     weights = [p for p in module.parameters() if p.requires_grad]
     assert [shape for _, shape in model.layout.entries] == [tuple(p.shape) for p in weights]
     theta = torch.cat([p.detach().reshape(-1) for p in weights])
@@ -102,7 +102,7 @@ def agrees(model: FlatModel, module: nn.Module, x: Tensor, y: Tensor) -> None:
     ):
         logits = model.forward(parameters, x)
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)
-        (weight, bias) = list(parameters.values())[-2:]  # the last layer stands last in every model
+        (weight, bias) = list(parameters.values())[-2:]  # the last layer is last in every model
         torch.testing.assert_close(F.linear(model.features(parameters, x), weight, bias), logits, rtol=0, atol=1e-14)
         found = torch.autograd.grad(F.cross_entropy(logits, y), list(parameters.values()))
         for (name, _), mine, theirs in zip(model.layout.entries, found, truth, strict=True):
@@ -193,7 +193,7 @@ def test_stacked_gradients_equal_those_of_single_clients(name: str) -> None:
     model, draw = SMALL[name]
     random, g, b = seeded(2), 3, 4
     theta = torch.stack([model.init(seeded(i), torch.float64) for i in range(g)])
-    theta = theta + 0.1 * torch.randn(theta.shape, generator=random, dtype=torch.float64)  # no layer at zero
+    theta = theta + 0.1 * torch.randn(theta.shape, generator=random, dtype=torch.float64)  # no layer is zero
     x = torch.stack([draw(random, b) for _ in range(g)])
     y = torch.randint(3, (g, b), generator=random)
 
@@ -223,7 +223,7 @@ def test_a_layout_names_every_slice_once(name: str) -> None:
 
 
 def spread(part: Tensor) -> float:
-    """Largest magnitude, after a look at the rest: mean zero and the variance of a uniform draw."""
+    """Check mean zero and the variance of a uniform draw; return the largest magnitude."""
     bound = part.abs().max().item()
     if part.numel() > 1000 and bound:
         assert abs(part.var().item() / (bound**2 / 3) - 1) < 0.1
@@ -243,7 +243,7 @@ def test_a_convnet_is_initialized_as_by_he_et_al() -> None:
 
 
 def test_a_fresh_resnet_preserves_the_signals_power() -> None:
-    """Nine branches, divided by √9, add (1 + 1/9)^9 = 2.6; drawn like the others they would add 2^9 = 512."""
+    """Nine branches, divided by √9, add (1 + 1/9)^9 = 2.6; with the usual initialization they would add 2^9 = 512."""
     model = ResNet20((3, 32, 32), 10)
     parts = model.layout.split(model.init(seeded()))
     for name, part in parts.items():
@@ -283,7 +283,7 @@ def test_the_lstm_is_initialized_as_documented() -> None:
     ids=["resnet20", "vgg", "cnn", "lstm"],
 )
 def test_a_fresh_hypernetwork_generates_models_of_normal_scale(model: FlatModel, x: Tensor) -> None:
-    """Logits of a generated θ are finite and small: local training starts near the uniform guess."""
+    """Logits of a generated θ are finite and small: local training starts near uniform predictions."""
     hypernetwork = Hypernetwork(26, model.layout.size)
     eta_h = hypernetwork.layout.split(hypernetwork.init(seeded()))
     theta = hypernetwork(eta_h, torch.randn(2, 26, generator=seeded(2)))
@@ -295,7 +295,7 @@ def test_a_fresh_hypernetwork_generates_models_of_normal_scale(model: FlatModel,
         assert row.std() > 1e-3
 
 
-# --- what a model can take --------------------------------------------------------------------------------------------
+# --- input kinds ------------------------------------------------------------------------------------------------------
 
 SHAPES: dict[str, tuple[int, ...]] = {"pixels": (3, 32, 32), "features": (10,), "tokens": (80,)}
 TAKERS: dict[str, set[str]] = {

@@ -1,4 +1,4 @@
-"""Calls of a module: named inputs, fields of outputs, one logit, other tasks, the head, and steps of some runs."""
+"""Calls of a module: named inputs, fields of outputs, one logit, other tasks, the head, and optional steps of runs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Returns(Small):
 )
 def test_a_field_of_the_output_is_used_for_training_and_prediction(made: Any, output: str | int | None) -> None:
     model, plain = model_of(lambda: Returns(made), output=output), model_of(Small)
-    assert model.layout.head == ()  # only one layer
+    assert model.layout.head == ()  # there is only one layer
     theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
     assert torch.equal(model.logits(theta, x), plain.logits(theta, x))
     steps, group = LocalSGD(steps=2), small_group(6)
@@ -121,7 +121,7 @@ def test_one_logit_is_a_binary_classifier(flat: bool, caplog: pytest.LogCaptureF
             z: Tensor = self.last(self.first(x).relu())
             return z[:, 0] if flat else z
 
-    One.__name__ = f"One{flat}"  # the log names a kind once
+    One.__name__ = f"One{flat}"  # the log names each kind once
     with caplog.at_level(logging.INFO, "fedloom.models"):
         model = model_of(One)
     assert f"One{flat}" in caplog.text
@@ -231,7 +231,7 @@ def test_an_all_zero_initial_output_is_not_taken_for_probabilities() -> None:
 
 
 class NextTokens(nn.Module):
-    """Logits of the next token in the order or shape that a function gives them."""
+    """Logits of the next token in the order or shape of a given function."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def test_functions_without_parameters_may_follow_the_head() -> None:
         model_of(make, head="first")
 
 
-# --- steps of a run ---------------------------------------------------------------------------------------------------
+# --- optional steps of a run ------------------------------------------------------------------------------------------
 
 
 class Attends(nn.Module):

@@ -1,4 +1,4 @@
-"""A module in its two modes, and modules that the check refuses before a run, with the layer and the fix."""
+"""Training and evaluation mode of a module, and modules rejected before a run, with the layer and the fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MARGIN = 3.0
 
 
 class Small(nn.Module):
-    """Three inputs, two classes; tests change a part of it."""
+    """Module of three inputs and two classes; tests change a part of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_a_parametrized_or_shared_head_is_rejected_by_body_and_head_methods() ->
         model_of(weight_normed, initial="drawn")
 
 
-# --- draws and states -------------------------------------------------------------------------------------------------
+# --- random draws and states ------------------------------------------------------------------------------------------
 
 
 NUMBERS = np.random.default_rng(0)
@@ -271,7 +271,7 @@ def test_random_draws_are_noted_in_training_and_rejected_in_evaluation(draw: Any
     assert model_of(Small).draws == ()
 
 
-@pytest.mark.usefixtures("unfrozen")  # frozen objects are not looked through
+@pytest.mark.usefixtures("unfrozen")  # frozen objects are not searched
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand((), generator=GENERATOR), lambda: NUMBERS.random()], ids=["own", "numpy's own"]
 )
@@ -303,7 +303,7 @@ LATER: dict[str, np.random.Generator] = {}
 
 
 def draw_later() -> float:
-    """Module that draws from a generator made by the first call."""
+    """Module that draws from a generator created by the first call."""
     return LATER.setdefault("made", np.random.default_rng(0)).random()
 
 
@@ -325,7 +325,7 @@ class Remembers(Small):
 
 
 class FirstSeen(Small):
-    """Module that centres inputs by the first ones of this process."""
+    """Module that centres inputs by the first inputs of this process."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "centre"):
@@ -402,7 +402,7 @@ def test_legacy_weight_norm_equals_the_parametrization() -> None:
     expected = torch.autograd.grad(losses[1].sum(), [named[old_to_new.get(name, name)] for name in w])
     torch.testing.assert_close(slopes, expected)
     module = old()
-    module(x).sum().backward()  # leaves a weight with a history behind
+    module(x).sum().backward()  # leaves a weight with autograd history
     assert remember(module).startswith("memory:")
 
 
@@ -423,7 +423,7 @@ def test_compiled_modules_are_unwrapped_and_criteria_give_per_example_losses() -
 
 def test_changes_that_preserve_the_output_are_accepted() -> None:
     model_of(Caches)
-    model_of(lambda: nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)))  # a softmax of it is the same
+    model_of(lambda: nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)))  # softmax of it is the same
 
 
 # --- a training step --------------------------------------------------------------------------------------------------
@@ -519,7 +519,7 @@ def test_a_custom_loss_may_use_parameters() -> None:
 
 
 class Listed(Small):
-    """Module that reads its weight from a place that training does not set."""
+    """Module that reads its weight from a place that training does not update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -572,7 +572,7 @@ def test_a_step_that_fails_or_differs_from_the_modules_is_rejected(make: Any, fa
         model_of(make)
 
 
-# --- as it stands -----------------------------------------------------------------------------------------------------
+# --- other modules ----------------------------------------------------------------------------------------------------
 
 
 class Locked(Small):

@@ -1,4 +1,4 @@
-"""Random draws of a module: the client's own, the same for every use of a batch, and the same bits again."""
+"""Random draws of a module: independent per client, equal for every use of a batch, and repeatable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_seed_controls_and_restores_all_generators(fails: bool) -> None:
 
     random_draws = []
     for _ in range(2):
-        draw()  # whatever else draws
+        draw()  # other draws in between
         before = states()
         with contextlib.suppress(ValueError), drawing_from(torch.Generator().manual_seed(7)):
             random_draws.append(draw())

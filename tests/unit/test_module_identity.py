@@ -72,5 +72,5 @@ def test_a_module_is_checked_once_per_process() -> None:
     assert Counted.calls == calls
     assert again.layout == first.layout
     with pytest.raises(ExperimentError):
-        ModuleModel(made, (4,), 5, "features")  # other settings are tried
+        ModuleModel(made, (4,), 5, "features")  # other settings are checked again
     assert Counted.calls > calls

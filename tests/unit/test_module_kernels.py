@@ -1,4 +1,4 @@
-"""Memory format of convolution kernels, by a rule of the module, and gradients that share memory."""
+"""Memory format of convolution kernels, chosen by the module, and gradients that share memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def network(norm: type[nn.Module], channels: int, stride: int = 1) -> nn.Module:
 @pytest.mark.parametrize(
     ("norm", "channels", "side", "channels_last"),
     [
-        (nn.BatchNorm2d, 8, 8, True),  # the gradients of biases before it are 0 up to rounding
+        (nn.BatchNorm2d, 8, 8, True),  # the gradients of preceding biases are 0 up to rounding
         (nn.Identity, 8, 8, True),
         (nn.InstanceNorm2d, 8, 8, False),
         (nn.Identity, 64, 16, True),
-        (nn.Identity, 64, 2, False),  # 36,864 kernel entries and more for 512 outputs
+        (nn.Identity, 64, 2, False),  # at least 36,864 kernel entries for 512 outputs
     ],
 )
 def test_kernels_are_channels_last_if_that_is_faster(

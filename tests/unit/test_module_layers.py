@@ -1,4 +1,4 @@
-"""Every kind of layer in a module: one client, several together, and torch's own loop agree."""
+"""Every kind of layer in a module: single clients, stacked ones, and torch's own loop agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any ``nn.Module`` as the clients' model: the bits of the built-in one, and what cannot be flattened, by name."""
+"""Any ``nn.Module`` as the clients' model: equal bits to the built-in one, and unsupported modules by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedloom.models.registry import ModuleSettings
 
 
 class Net(nn.Module):
-    """LeNet as users write it; the head is registered first, although it is the last layer."""
+    """LeNet as written by users; the head is registered first, although it is the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_threads_share_a_module_safely() -> None:
 
 
 class Squared(nn.Module):
-    """Module with a loss of its own, a shared weight, and a constant."""
+    """Module with its own loss, a shared weight, and a constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_a_module_of_another_process_is_reported_and_can_be_passed_again(tmp_pat
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
     net = nn.Linear(3, 2)
     fedloom.run(TASK, data=data, model=net, out=tmp_path / "run", report=False, progress=False)
-    memory._IN_MEMORY.clear()  # as another process has it
+    memory._IN_MEMORY.clear()  # as in another process
     with refused("model.factory", "memory:Linear", "another process"):
         fedloom.load(tmp_path / "run").models("ann")
     assert fedloom.load(tmp_path / "run", model=net).models("ann")(torch.zeros(1, 3)).shape == (1, 2)
@@ -266,7 +266,7 @@ def test_a_run_opens_only_with_the_module_it_trained(tmp_path: Path) -> None:
         with refused("model", f"memory:{type(other).__name__}", str(run.factory), "same layers"):
             fedloom.load(run.folder, model=other)
     assert torch.equal(run.models("ann")(x), answer)
-    assert torch.equal(fedloom.load(run.folder, model=net()).models("ann")(x), answer)  # the weights are the run's
+    assert torch.equal(fedloom.load(run.folder, model=net()).models("ann")(x), answer)  # the run's weights are used
     named = fedloom.run(TASK, out=tmp_path / "named", **keys)
     with refused("model", "memory:Sequential"):
         fedloom.load(named.folder, model=net())
@@ -302,7 +302,7 @@ def test_equal_modules_have_one_name() -> None:
     assert remember(net) == remember(copy.deepcopy(net))
     assert remember(net) != remember(nn.Linear(3, 2))
     doubled = Squared()
-    doubled.scale *= 2  # no run stores what is not trained
+    doubled.scale *= 2  # runs do not store untrained values
     with refused("model", "memory:Squared", "same layers"):
         remember(doubled, remember(Squared()))
     with refused("model", "nn.Module", "int"):

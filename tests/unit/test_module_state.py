@@ -1,4 +1,4 @@
-"""Modules whose buffers move, whose parameters are partly frozen, or whose layers take their shapes from inputs."""
+"""Modules whose buffers change, whose parameters are partly frozen, or whose layers get their shapes from inputs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def model(norm: str = "batch", **keys: Any) -> ModuleModel:
 
 
 def by_torch(made: nn.Module, m: ModuleModel, theta: Tensor, client: ClientData, s: LocalSGD, random: Any) -> Tensor:
-    """θ after a loop as in any tutorial."""
+    """Return θ after a loop as in any tutorial."""
     named, tensors = m.layout.split(theta), {**dict(made.named_parameters()), **dict(made.named_buffers())}
     with torch.no_grad():
         for name, t in named.items():
@@ -135,7 +135,7 @@ def test_resnet18_equals_a_bare_loop_to_the_bit() -> None:
 
 
 def test_buffers_are_not_decayed_clipped_or_pulled() -> None:
-    """With a rate of almost 0 only the calls move them, whatever the options of the steps."""
+    """With a rate of almost 0 only forward calls change them, for any options of the steps."""
     m, (client,) = model(), examples(20)
     theta = m.init(torch.Generator().manual_seed(1))
     plain = LocalSGD(steps=4, batch_size=8, lr=1e-12, momentum=0.0)
@@ -148,7 +148,7 @@ def test_buffers_are_not_decayed_clipped_or_pulled() -> None:
 @pytest.mark.parametrize("norm", ["batch", "batch, slow", "instance with statistics", "group", "an average of its own"])
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_stacked_clients_equal_single_ones(norm: str, batch_size: int) -> None:
-    """A client that is done, here the smaller one, moves no buffers; batches of different lengths are not stacked."""
+    """A finished client, here the smaller one, changes no buffers; batches of different lengths are not stacked."""
     m, data = model(norm), examples(12, 20)
     theta = m.init(torch.Generator().manual_seed(1)).expand(2, -1)
     s = LocalSGD(epochs=2, batch_size=batch_size, lr=0.1)
@@ -266,7 +266,7 @@ def test_without_running_statistics_a_client_is_predicted_in_batches(caplog: pyt
     made = network(nn.BatchNorm2d(4, track_running_stats=False))
     made.load_state_dict(m.layout.split(theta))
     expected = 0.0
-    for start in range(0, 9, 4):  # the last batch is one example
+    for start in range(0, 9, 4):  # the last batch has one example
         x, y = client.test.x[start : start + 4], client.test.y[start : start + 4]
         expected += float(F.cross_entropy(made.eval()(x), y, reduction="sum").detach())
     found = metrics(predictors_of(m, personal=theta[None]), [client], ["personal"], batch_size=4)
@@ -279,7 +279,7 @@ def test_without_running_statistics_a_client_is_predicted_in_batches(caplog: pyt
         "features",
     )
     start = flat.init(torch.Generator().manual_seed(1))
-    alone = flat.logits(start, torch.randn(1, 3))  # torch refuses such a batch; its only example is its mean
+    alone = flat.logits(start, torch.randn(1, 3))  # torch rejects such a batch; its mean is its only example
     named = flat.layout.split(start)
     torch.testing.assert_close(alone, F.linear(named["1.bias"][None], named["2.weight"], named["2.bias"]))
 
@@ -295,18 +295,18 @@ def test_lazy_layers_get_their_shapes_from_inputs() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     named = m.layout.split(first)
-    assert not named["1.running_mean"].any()  # the call for the shapes moves nothing
+    assert not named["1.running_mean"].any()  # the call that determines shapes changes nothing
     linear = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
     assert remember(linear) == remember(linear)
     with refusing(ExperimentError, "model.factory", "'1'", "LazyBatchNorm2d", "factory"):
         remember(make())
 
 
-# --- what is frozen ---------------------------------------------------------------------------------------------------
+# --- frozen parameters ------------------------------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen backbone, tied to itself, under a trained adapter and head."""
+    """A frozen backbone, tied to itself, with a trained adapter and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +331,7 @@ def test_frozen_parameters_are_not_in_theta_and_keep_their_values(tmp_path: Path
     state, _ = fedloom.runs.tensor_file.decode_tensors(
         next((tmp_path / "run" / "checkpoints").glob("*.safetensors")).read_bytes()
     )
-    assert [len(t) for t in state.values()] == [12 + 8]  # what a server has is all that is ever sent
+    assert [len(t) for t in state.values()] == [12 + 8]  # only the server's state is ever sent
     personal, x = found.models("ann"), torch.randn(5, 3)
     saved = {
         file.suffix: file
@@ -393,7 +393,7 @@ FLOWDUP = {"name": "flowdup", "local": {"steps": 1}, "embedding": {"network": "m
 def test_every_process_verifies_values_that_are_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trains: bool, algorithm: dict[str, Any], named: str
 ) -> None:
-    name = f"backbone_{named[0]}"  # of its own: an imported module stays
+    name = f"backbone_{named[0]}"  # a separate name: an imported module stays
     (tmp_path / f"{name}.py").write_text(
         "from pathlib import Path\nimport torch\nfrom torch import nn\n"
         "def backbone():\n"
@@ -448,7 +448,7 @@ def test_an_initialization_may_differ_in_its_last_digits() -> None:
 
 
 def test_calls_of_a_model_keep_one_copy_of_its_parameters() -> None:
-    """Copies for threads and modes have zeros of no memory where calls put parameters, and share frozen ones."""
+    """Copies for threads and modes have placeholders without memory for parameters, and share frozen ones."""
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     net[0].requires_grad_(False)
     m = ModuleModel(lambda: net, (3,), 2, "features")

@@ -1,4 +1,4 @@
-"""Digits of exact sums."""
+"""Sums of exact digits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLOATS = st.floats(width=32, allow_nan=False, min_value=-(2.0**50), max_value=2.
 
 @given(st.lists(st.lists(FLOATS, min_size=1, max_size=5), min_size=1, max_size=6))
 def test_sums_of_digits_are_exact(clients: list[list[float]]) -> None:
-    """Each client's moments are rounded as on its card; the sum of these is not rounded any more."""
+    """Each client's moments are rounded as on its card; the sum of these is exact."""
     for scale, digits, power in ((SUM_SCALE, SUM_DIGITS, 1), (SQUARE_SCALE, SQUARE_DIGITS, 2)):
         sums = [math.fsum(value**power for value in values) for values in clients]
         encoded = np.array([to_digits([one, -one], scale, digits) for one in sums])

@@ -1,4 +1,4 @@
-"""MOON against FedAvg and the contrastive loss written out by torch alone (Li, He, Song, CVPR 2021)."""
+"""MOON against FedAvg and the contrastive loss in plain PyTorch (Li, He, Song, CVPR 2021)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ MODEL = MLP(IMAGE, [5], CLASSES)
 
 
 class Own(nn.Module):
-    """Module with a loss of its own, and a last layer with weight normalization, which is not a plain linear one."""
+    """Module with its own loss, and a last layer with weight normalization, which is not a plain linear one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.frozen = nn.Linear(256, 4)  # a name like any other
+        self.frozen = nn.Linear(256, 4)  # an ordinary name
         self.last = nn.utils.parametrizations.weight_norm(nn.Linear(4, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def run(folder: Path, s: MOONSettings, problem: Setup, **keys: Any) -> Federatio
 
 
 def visit(model: FlatModel, s: MOONSettings, w: Tensor, last: Tensor, c: ClientData, round: int, own: Any) -> Tensor:
-    """torch.optim.SGD on f_i + μ ℓ_con (eq. 3 as it is printed)."""
+    """Train by torch.optim.SGD on f_i + μ ℓ_con (eq. 3 as printed)."""
     p = w.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
     assert c.train.y is not None
@@ -108,7 +108,7 @@ def test_the_first_round_equals_fedavgs_and_the_second_differs(tmp_path: Path) -
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_running_statistics_move_once_per_step(tmp_path: Path, plain: bool) -> None:
-    """The first round is FedAvg's, statistics included, whether the last layer is a plain linear one or not."""
+    """The first round is FedAvg's, statistics included, for a plain linear last layer and another."""
     problem = setup(ModuleModel(partial(Normalized, plain), IMAGE, CLASSES, "pixels"))
     assert problem.model.layout.buffers
     average = FedAvgSettings.model_validate({"local": LOCAL})
@@ -120,7 +120,7 @@ def test_running_statistics_move_once_per_step(tmp_path: Path, plain: bool) -> N
 
 @pytest.mark.parametrize("kind", ["mlp", "module"])
 def test_rounds_are_sgd_with_the_contrastive_loss(tmp_path: Path, kind: str) -> None:
-    """The positive is the model received, the negative that of the client's last visit, a round ago or two."""
+    """The positive is the received model, the negative that of the client's last visit, one or two rounds ago."""
     model = MODEL if kind == "mlp" else ModuleModel(Own, IMAGE, CLASSES, "pixels")
     own = F.cross_entropy if kind == "mlp" else lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.2)
     s, problem, data = made(), setup(model), clients(SIZES)
@@ -152,7 +152,7 @@ def test_without_the_contrastive_term_it_equals_fedavg(tmp_path: Path) -> None:
 
 
 def test_absent_labels_are_masked_in_the_loss_but_not_in_the_features(tmp_path: Path) -> None:
-    """With a client that lacks a label, the row of the last layer for it does not move."""
+    """With a client that lacks a label, the row of the last layer for it does not change."""
     data = clients(SIZES)
     for c in data:
         assert c.train.y is not None

@@ -1,4 +1,4 @@
-"""JSON of strangers that is nested deeper than Python goes, or says what cannot be: refused by one of our errors."""
+"""Untrusted JSON that is nested too deeply for Python, or has impossible values: rejected by one of our errors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
 def test_a_tensor_file_with_a_nested_header_is_rejected(end: str) -> None:
     whole = tensor_file.encode_tensors({"a": torch.zeros(2)}, {"b": 1})
     at = tensor_file._AT
-    start = whole[8 : at.stop]  # of the header, with the place of the digest
+    start = whole[8 : at.stop]  # of the header, with the position of the digest
     content = bytearray((len(start) + len(end)).to_bytes(8, "little") + start + end.encode() + bytes(8))
     content[at] = tensor_file._digest(bytes(content)).encode()
     with pytest.raises(ValueError, match=r"\S") as caught:

@@ -21,7 +21,7 @@ SIGNIFICANT = 1e-6
 
 
 def exact(deviation: float, values: np.ndarray) -> np.ndarray:
-    """P(x) ∝ exp(-x²/2σ²) over all integers, by summation."""
+    """Return P(x) ∝ exp(-x²/2σ²) over all integers, by summation."""
     far = np.arange(-int(12 * deviation) - 12, int(12 * deviation) + 13)
     total = np.exp(-(far.astype(float) ** 2) / (2 * deviation**2)).sum()
     found: np.ndarray = np.exp(-(values.astype(float) ** 2) / (2 * deviation**2)) / total
@@ -166,4 +166,4 @@ def test_the_clipping_norm_moves_to_the_quantile() -> None:
     for _ in range(300):
         clip = next_clip(clip, float((norms <= clip).sum()) - 500, 1000, 0.3, 0.2)
     assert clip == pytest.approx(np.quantile(norms, 0.3), rel=0.01)
-    assert next_clip(1.0, 1e9, 10, 0.5, 0.2) == pytest.approx(math.exp(-0.1))  # noise cannot throw it far
+    assert next_clip(1.0, 1e9, 10, 0.5, 0.2) == pytest.approx(math.exp(-0.1))  # noise can change it only a little

@@ -1,4 +1,4 @@
-"""Predictions of saved models over REST: FedLoom's own to the bit, in the protocol's form; bad requests are refused."""
+"""Predictions of saved models over REST: FedLoom's to the bit, in the protocol's form; bad requests are rejected."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def served(run: Path, **options: Any) -> Iterator[Client]:
 
 
 def of_schema(found: Any, name: str) -> Any:
-    """Return an object that is one of a schema of the protocol."""
+    """Check that an object matches a schema of the protocol, and return it."""
     jsonschema.validate(found, {"$ref": f"#/components/schemas/{name}", "components": SPEC["components"]})
     return found
 
@@ -233,7 +233,7 @@ def test_every_path_of_the_protocol_responds(run: Path) -> None:
 
 
 def with_input(**changes: Any) -> dict[str, Any]:
-    """Return a request whose input differs from a right one."""
+    """Return a request whose input differs from a valid one."""
     request = requested(ROWS[:2])
     request["inputs"][0] |= changes
     return request
@@ -299,7 +299,7 @@ def test_unknown_models_clients_paths_and_verbs_are_reported(at: Client, tmp_pat
     assert at.ask("GET", "/v1/models/run").status == 404
     assert at.ask("GET", "/v2/models/other").status == at.ask("GET", "/v2/models/other/ready").status == 404
     assert at.ask("GET", "/v2/models/run/versions/nobody/ready").status == 404
-    assert at.ask("POST", "/v2/models/run/infer", b"{}").status == 400  # of no client
+    assert at.ask("POST", "/v2/models/run/infer", b"{}").status == 400  # without a client
     wrong = at.ask("GET", "/v2/models/run/versions/client-0000/infer")
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
     assert at.ask("DELETE", "/v2/health/live").status == 405

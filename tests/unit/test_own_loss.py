@@ -29,7 +29,7 @@ SEED = 7  # of the federations
 
 
 class SmoothedLoss(FlatModel):
-    """Twice the cross-entropy with smoothed labels."""
+    """Return twice the cross-entropy with smoothed labels."""
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         assert y is not None
@@ -37,7 +37,7 @@ class SmoothedLoss(FlatModel):
 
 
 def smoothed(logits: Tensor, y: Tensor) -> Tensor:
-    """Written without PyTorch's option: 2 (0.7 CE + 0.3 mean over classes)."""
+    """Compute the loss without PyTorch's option: 2 (0.7 CE + 0.3 mean over classes)."""
     log_p = logits.log_softmax(1)
     return -2 * (0.7 * log_p[torch.arange(len(y)), y] + 0.3 * log_p.mean(1))
 
@@ -58,14 +58,14 @@ MODELS: dict[str, tuple[FlatModel, FlatModel]] = {"fedbn": (SmoothedNormalized(I
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"pfedgp"}))
 def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str) -> None:
-    """Both the state and each client's own model differ from those that the cross-entropy leads to."""
+    """Both the state and each client's personal model differ from those of training with cross-entropy."""
     own, plain = (
         made_by(run(tmp_path / str(i), name, model)) for i, model in enumerate(MODELS.get(name, (OWN, PLAIN)))
     )
     assert own.keys() == plain.keys()
     trained = [key for key in own if key in ("theta", "v", "eta_v", "eta_h.fc1.weight") or ".personal." in key]
     assert len(trained) > len(SIZES) - 1
-    chosen = (".labels", ".k", ".mixing", ".scale")  # kNN-Per's, which may be the same
+    chosen = (".labels", ".k", ".mixing", ".scale")  # of kNN-Per, which may be equal
     for key in (key for key in trained if not key.endswith(chosen)):
         assert (own[key] - plain[key]).abs().max() > 1e-6, key
 
@@ -102,7 +102,7 @@ def test_fedavg_is_sgd_on_the_custom_loss(tmp_path: Path) -> None:
 
 
 def test_pfedbayes_uses_it_as_the_negative_log_likelihood(tmp_path: Path) -> None:
-    """(27) and (28) by torch.distributions and torch.optim."""
+    """Check (27) and (28) by torch.distributions and torch.optim."""
     data, settings = clients(SIZES), METHODS["pfedbayes"]
     method = find_algorithm("pfedbayes")
     f = federation(tmp_path, method, s := method.settings.model_validate(settings), setup(OWN), data)
@@ -131,7 +131,7 @@ def test_pfedbayes_uses_it_as_the_negative_log_likelihood(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("sizes", [(9,), (9, 4, 6)], ids=["alone", "stack"])
 def test_the_mask_hides_absent_labels_from_it(sizes: tuple[int, ...]) -> None:
-    """A loss that is finite at -inf: of the two present labels alone."""
+    """Use a loss that is finite at -inf, over the two present labels."""
 
     class Clamped(Smoothed):
         def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -163,7 +163,7 @@ def test_the_mask_hides_absent_labels_from_it(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
 def test_it_also_applies_to_a_bfloat16_model(mask: bool) -> None:
-    """Near to the same model in float32, and far from the cross-entropy in bfloat16."""
+    """It is close to the same model in float32, and far from the cross-entropy in bfloat16."""
     data, s = clients((9,)), LocalSGD(steps=3, batch_size=9, lr=0.05, mask_absent=mask)
     for part in (data[0].train, data[0].validation, data[0].test):
         part.x.data = part.x.float()

@@ -1,4 +1,4 @@
-"""Metrics that an experiment asks for: FedLoom's by name, and the user's own, in runs."""
+"""Metrics named by an experiment: FedLoom's by name, and user-defined ones, in runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def broken(outputs, y):
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A module of metrics that this process may not call before its user names one."""
+    """Write a module of metrics that this process may not call before its user names one."""
     code = tmp_path / "code"
     code.mkdir()
     (code / "somebodys_metrics.py").write_text(CODE)
@@ -50,7 +50,7 @@ def run(tmp_path: Path, metrics: Any, **more: Any) -> fl.Run:
 
 
 class Right:
-    """Accuracy, from sums of its own."""
+    """Accuracy, from user-defined sums."""
 
     percent = True
 

@@ -1,4 +1,4 @@
-"""Value of a new client's local steps: ``evaluation.own_steps``, and research/own_steps.py."""
+"""Results of a new client's local steps: ``evaluation.own_steps``, and research/own_steps.py."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_summary_lists_unseen_clients_by_steps(tmp_path: Path) -> None:
     parts = _parts(text, run.manifest)
     summary = conclude(parts, run, final, 1.0)
     assert [line["steps"] for line in summary["own_steps"]] == [0, 2]
-    assert summary["own_steps"][1]["unseen"] == summary["unseen"]  # by as many steps as it is trained with
+    assert summary["own_steps"][1]["unseen"] == summary["unseen"]  # it trains with as many steps
     untrained = summary["own_steps"][0]["unseen"]
     assert untrained["loss_mean"] != summary["unseen"]["loss_mean"]
     none = on_vowels(tmp_path / "none", {"name": "local", "local": {"steps": 2}}, rounds=0)
@@ -131,7 +131,7 @@ def test_steps_not_named_by_the_experiment_are_rejected(tmp_path: Path) -> None:
     run = on_vowels(tmp_path, METHODS["fedavg"], own_steps=[0, 3])
     run.run()
     client = run.manifest.unseen[0]
-    opening = run.server.personalize  # the message that opens is the server's: caught as it is sent
+    opening = run.server.personalize  # the opening message is the server's: caught as it is sent
     sent: list[Any] = []
 
     class Catching:

@@ -1,4 +1,4 @@
-"""``fedloom data pack``: what becomes one client's folder, from every format, and what is refused with its place."""
+"""``fedloom data pack``: one client's folder, from every format, and errors with their position."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settings(own: Own | None = None, **changes: Any) -> PackSettings:
 
 
 def refusal(source: Path, own: Own | None = None, **changes: Any) -> str:
-    """Return the message of a refused packing, which leaves no files behind."""
+    """Return the message of a rejected packing, which leaves no files behind."""
     out = source.parent / "packed" / "client"
     with pytest.raises(DataError) as caught:
         pack(source, out, settings(own, **changes))
@@ -260,7 +260,7 @@ def test_images_by_class(tmp_path: Path) -> None:
     assert np.asarray(Image.open(root / "dog" / "colour.png").convert("L")).tobytes() in inputs
     assert tells(packed.notes[0], 1, "RGB", "L")
     found = pack(root, tmp_path / "found", settings()).card
-    assert (found.input_shape, found.classes) == ((3, 4, 5), ("cat", "dog"))  # as one of them has colours
+    assert (found.input_shape, found.classes) == ((3, 4, 5), ("cat", "dog"))  # some of them have colours
 
 
 def test_colour_images_are_channels_first(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_folder_without_images(tmp_path: Path) -> None:
     assert tells(refusal(tmp_path / "empty", PIXELS), "empty", "CLASS")
 
 
-# --- damage of tables -------------------------------------------------------------------------------------------------
+# --- damaged tables ---------------------------------------------------------------------------------------------------
 
 
 def changed(path: Path, line: int, text: str) -> None:
@@ -427,7 +427,7 @@ def test_a_damaged_parquet_file_and_invalid_values(tmp_path: Path) -> None:
     assert tells(refusal(source, TABLE), "numeric", "u: string")
 
 
-# --- damage of arrays -------------------------------------------------------------------------------------------------
+# --- damaged arrays ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_renamed_or_reordered_columns_are_rejected(tmp_path: Path) -> None:
         clients.check(TABLE)
         clients.check(TABLE.model_copy(update={"features": ("u", "v", "w")}))
         other = TABLE.model_copy(update={"features": ("v", "u", "w")})
-        if name in ("t.npz", "t.safetensors"):  # whose columns have no names
+        if name in ("t.npz", "t.safetensors"):  # their columns have no names
             clients.check(other)
             continue
         with pytest.raises(DataError) as caught:

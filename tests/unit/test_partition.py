@@ -40,13 +40,13 @@ SEEDS = st.integers(0, 2**63)
 
 
 def labels(counts: list[int]) -> NDArray[np.int64]:
-    """Labels with these class counts, in a mixed order."""
+    """Return labels with these class counts, in a mixed order."""
     ordered = np.repeat(np.arange(len(counts)), counts)
     return ordered[shuffled(make_rng(0, "test"), len(ordered))]
 
 
 def official(train: NDArray[np.int64], test: NDArray[np.int64]) -> RawDataset:
-    """Examples of which nothing matters but their labels."""
+    """Return examples of which only the labels matter."""
     return RawDataset(*(Pool(np.zeros((len(pool), 1, 1, 1), dtype=np.uint8), pool) for pool in (train, test)))
 
 
@@ -62,7 +62,7 @@ def class_counts(deal: Assignment, split: str, whole: RawDataset, classes: int) 
 
 @st.composite
 def schemes(draw: st.DrawFn, classes: int) -> MixScheme:
-    """Any of the six schemes that deal by class."""
+    """Draw any of the six schemes that assign examples by class."""
     clients = draw(st.integers(1, 9))
     k = draw(st.integers(1, classes))
     share = draw(st.floats(1 / classes, 1))
@@ -109,7 +109,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], PartitionSettings]:
 
 
 def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignment | None:
-    """Return the assignment, or None if the scheme cannot be met."""
+    """Return the assignment, or None if the scheme cannot be satisfied."""
     try:
         return assign_examples(official(labels(train), labels(test)), len(train), how)
     except ExperimentError:
@@ -158,7 +158,7 @@ def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
     train, test, how = problem
     whole = official(labels(train), labels(test))
     deal = dealt(train, test, how)
-    if deal is None or isinstance(how.scheme, FixedScheme):  # whose counts are fixed: tests/unit/test_schemes.py
+    if deal is None or isinstance(how.scheme, FixedScheme):  # counts are fixed: tests/unit/test_schemes.py
         return
     available = np.bincount(whole.train.labels[deal.training_pool], minlength=len(train))
     mixes = how.scheme.mixes(available, deal.seen, how.seed)
@@ -207,7 +207,7 @@ def test_classes_are_assigned_distinct_and_evenly_for_every_seed(n: int, classes
 @settings(max_examples=100)
 def test_partition_classes_succeeds_if_each_slot_has_an_example(n: int, classes: int, k: int, seed: int) -> None:
     k = min(k, classes)
-    # Two examples for each of the ⌈nk/C⌉ places of a class are enough in every split.
+    # Two examples for each of a class's ⌈nk/C⌉ slots are enough in every split.
     places = -(-n * k // classes)
     how = settings_of(ClassesScheme(clients=n, classes_per_client=k), seed, validation=0.5)
     whole = official(labels([4 * places] * classes), labels([2 * places] * classes))
@@ -245,7 +245,7 @@ def test_class_pairs_are_as_frequent_as_by_chance() -> None:
 
 def test_blocks_of_clients_do_not_cover_the_classes() -> None:
     covered = sum(len(set(partition_classes(100, 10, 2, seed)[:5].reshape(-1).tolist())) == 10 for seed in range(100))
-    assert covered < 10  # the official code: every time
+    assert covered < 10  # the official code: always
 
 
 def test_unseen_clients_are_drawn_at_random() -> None:
@@ -322,7 +322,7 @@ def test_size_limits_preserve_the_mix() -> None:
 
 
 def test_quotas_are_exchanged_until_every_client_has_its_size() -> None:
-    # All remainders are equal between clients: without exchanges the last to choose go without.
+    # All remainders are equal between clients: without exchanges the last clients get too few.
     available = np.array([37, 9, 25, 3, 26])
     mixes = np.tile(available / 100, (10, 1))
     counts = quotas(mixes, np.full(10, 9), available, 1, "train")
@@ -363,7 +363,7 @@ def test_a_stratified_draw_selects_examples_of_a_class_uniformly() -> None:
 
 
 def both(train: NDArray[np.generic], test: NDArray[np.generic]) -> RawDataset:
-    """Examples of which nothing matters but their inputs."""
+    """Return examples of which only the inputs matter."""
     return RawDataset(*(Pool(inputs, np.zeros(len(inputs), dtype=np.int64)) for inputs in (train, test)))
 
 
@@ -429,14 +429,14 @@ GOLDEN = {
     ids=lambda scheme: scheme.scheme,
 )
 def test_the_partition_of_a_seed_never_changes(scheme: Scheme) -> None:
-    """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions are no longer what would be dealt."""
+    """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions differ from new ones."""
     whole = official(labels([120, 90, 100, 110]), labels([40, 30, 35, 45]))
     deal = assign_examples(whole, 4, settings_of(scheme, seed=7))
     digest = hashlib.sha256(np.packbits(deal.seen).tobytes())
     for split in SPLITS:
         for hand in deal.examples[split]:
             if split == "test" and scheme.scheme != "fixed":
-                hand = hand - len(whole.train)  # as positions were counted when the first of these were noted
+                hand = hand - len(whole.train)  # as positions were counted when the first of these were recorded
             digest.update(np.int64(len(hand)).tobytes() + hand.astype("<i8").tobytes())
     assert digest.hexdigest()[:16] == GOLDEN[scheme.scheme]
 

@@ -1,4 +1,4 @@
-"""Pause, resume and stop, without a wire: what is written down, and what the round loop makes of it."""
+"""Pause, resume and stop, without a wire: the record, and its effect on the round loop."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
 
 
 class PauseAfter(Silent):
-    """Asks for a pause as a round ends."""
+    """Observer that requests a pause as a round ends."""
 
     def __init__(self, kept: Control, round: int = 2) -> None:
         self.kept, self.round = kept, round
@@ -110,7 +110,7 @@ def paused_run(folder: Path, *, after: int = 2) -> tuple[Any, Control, threading
     return held, kept, running, failed
 
 
-@pytest.mark.parametrize("after", [2, 4])  # a round follows; an evaluation, and nothing after that
+@pytest.mark.parametrize("after", [2, 4])  # a round follows; an evaluation, and nothing after it
 def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_equal_results(tmp_path: Path, after: int) -> None:
     alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
     alone.run()

@@ -1,4 +1,4 @@
-"""PeFLL against its mathematics (papers/001, §3): end-to-end autograd in float64, torch's own optimizers."""
+"""PeFLL against its definition (papers/001, §3): end-to-end autograd in float64, torch's own optimizers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LENGTH = 4  # l
 
 
 def literal(**changes: Any) -> PeFLLSettings:
-    """One full-batch step, no momentum, the paper's server update."""
+    """Return settings of one full-batch step, no momentum, and the paper's server update."""
     local = {"steps": 1, "batch_size": 1000, "lr": BETA, "momentum": 0.0, "lambda_theta": 0.02}
     given = {
         "local": local | changes.pop("local", {}),
@@ -52,11 +52,11 @@ def literal(**changes: Any) -> PeFLLSettings:
     return PeFLLSettings.model_validate(given)
 
 
-# --- the objective, written down a second time ------------------------------------------------------------------------
+# --- the objective in plain PyTorch -----------------------------------------------------------------------------------
 
 
 def lenet(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Tables 3 and 4, in the order of the paper."""
+    """Return the network of tables 3 and 4, in the order of the paper."""
     h = F.max_pool2d(F.relu(F.conv2d(x, p["conv1.weight"], p["conv1.bias"])), 2)
     h = F.max_pool2d(F.relu(F.conv2d(h, p["conv2.weight"], p["conv2.bias"])), 2).flatten(1)
     h = F.relu(h @ p["fc1.weight"].T + p["fc1.bias"])
@@ -65,7 +65,7 @@ def lenet(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def embed(s: PeFLLSettings, p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    onehot = F.one_hot(y, CLASSES).double() if y.dim() == 1 else y.double()  # numbers and labels are given as they are
+    onehot = F.one_hot(y, CLASSES).double() if y.dim() == 1 else y.double()  # numbers and labels are used as they are
     if s.embedding.network == "linear":
         return onehot @ p["fc.weight"].T + p["fc.bias"]
     if s.embedding.network == "mlp":
@@ -86,7 +86,7 @@ def hyper(s: PeFLLSettings, p: dict[str, Tensor], v: Tensor) -> Tensor:
 
 
 def in_space(s: PeFLLSettings, problem: Setup, v: Tensor) -> Tensor:
-    """θ from the hypernetwork's output: itself, or θ₀ + P v with a dense P."""
+    """Return θ from the hypernetwork's output: itself, or θ₀ + P v with a dense P."""
     if s.hypernetwork.subspace is None:
         return v
     subspace = s.hypernetwork.subspace.of(problem.model, problem.seed, torch.float64)
@@ -96,7 +96,7 @@ def in_space(s: PeFLLSettings, problem: Setup, v: Tensor) -> Tensor:
 
 
 def parameters(state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """η_v and η_h of a state, as leaves."""
+    """Return η_v and η_h of a state, as leaves."""
     eta_v = state["eta_v"].clone().requires_grad_()
     prefix = "eta_h."
     eta_h = {k.removeprefix(prefix): v.clone().requires_grad_() for k, v in state.items() if k.startswith(prefix)}
@@ -113,7 +113,7 @@ def objective(
     scale: Tensor | float = 1.0,
     regularized: bool = True,
 ) -> Tensor:
-    """λ_h‖η_h‖² + λ_v‖η_v‖² + (1/n) Σ f_i(h(v(S_i; η_v); η_h)) (eq. 1)."""
+    """Return λ_h‖η_h‖² + λ_v‖η_v‖² + (1/n) Σ f_i(h(v(S_i; η_v); η_h)) (eq. 1)."""
     layout = PeFLLClient(s, problem).embedding.layout
     total = torch.zeros((), dtype=torch.float64)
     for c in data:
@@ -141,7 +141,7 @@ def expect(after: dict[str, Tensor], eta_v: Tensor, eta_h: dict[str, Tensor], to
 def gradient_step(
     s: PeFLLSettings, problem: Setup, before: dict[str, Tensor], data: list[ClientData], **standard: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """One step of rate β on the objective."""
+    """Make one step of rate β on the objective."""
     eta_v, eta_h = parameters(before)
     d_v, *d_h = torch.autograd.grad(objective(s, problem, eta_v, eta_h, data, **standard), [eta_v, *eta_h.values()])
     moved = {name: p - BETA * d for (name, p), d in zip(eta_h.items(), d_h, strict=True)}
@@ -226,7 +226,7 @@ def test_unseen_clients_do_not_train(tmp_path: Path) -> None:
 def mean_gradient(
     s: PeFLLSettings, problem: Setup, eta_v: Tensor, eta_h: dict[str, Tensor], data: list[ClientData]
 ) -> list[Tensor]:
-    """-mean (Δη_v, Δη_h): β times the gradient of (1/n) Σ f_i, without the server's own terms."""
+    """Return -mean (Δη_v, Δη_h): β times the gradient of (1/n) Σ f_i, without the server's own terms."""
     value = objective(s, problem, eta_v, eta_h, data, regularized=False)
     return [BETA * g for g in torch.autograd.grad(value, [eta_v, *eta_h.values()])]
 
@@ -234,7 +234,7 @@ def mean_gradient(
 @pytest.mark.parametrize("decay", ["decoupled", "l2"])
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
 def test_adam_equals_torchs(tmp_path: Path, clip: float | None, decay: str) -> None:
-    """AdamW, or Adam with its own weight decay."""
+    """Compare with AdamW, or Adam with its own weight decay."""
     server = {"rule": "adam", "lr": 1e-2, "clip": clip, "decay": decay}
     s, problem, data = literal(server=server), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, rounds=3)
@@ -324,7 +324,7 @@ def test_a_loaded_state_equals_the_saved_one(rule: str, tmp_path: Path) -> None:
 
 
 def test_a_resumed_server_keeps_the_order_of_its_layers(tmp_path: Path) -> None:
-    """A file of tensors may have another order, but gradients and moments are matched by position."""
+    """A file of tensors may have another order, while gradients and moments are matched by position."""
     s, problem, data = literal(server={"rule": "adam"}), setup(), clients(SIZES)
     first = federation(tmp_path, PEFLL, s, problem, data)
     first.run()
@@ -487,7 +487,7 @@ def test_a_batch_of_clients_replies_as_single_clients(subspace: dict[str, int] |
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
-# --- what cannot be done ----------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def without_labels(c: ClientData) -> ClientData:
@@ -555,7 +555,7 @@ def test_a_lenet_embedding_of_too_small_inputs_is_rejected(shape: tuple[int, ...
     [("pixels", IMAGE, "lenet, linear, mlp"), ("features", (6,), "mlp, linear"), ("tokens", (9,), "lstm, linear")],
 )
 def test_an_embedding_network_rejects_unsupported_input_kinds(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
-    """Clients train with the allowed networks; the others are refused, and the error lists the allowed ones."""
+    """Clients train with the supported networks; the others are rejected, and the error lists the supported ones."""
     model = LSTM(CLASSES, hidden=5) if kind == "tokens" else MLP(shape, [5], CLASSES)
     problem = Setup(model, CLASSES, shape, 3, torch.float64, kind)
     random = torch.Generator().manual_seed(1)
@@ -627,7 +627,7 @@ def test_defaults_are_the_papers() -> None:
 
 @pytest.mark.parametrize("subspace", [None, {"size": 17}])
 def test_a_clients_traffic_matches_the_paper(tmp_path: Path, subspace: dict[str, int] | None) -> None:
-    """2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss.
+    """Expect 2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss.
 
     In a subspace of k dimensions |θ| is k, both ways.
     """

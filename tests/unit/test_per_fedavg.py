@@ -40,7 +40,7 @@ def start() -> Tensor:
 
 @pytest.mark.parametrize("hessian", HESSIANS)
 def test_steps_on_a_quadratic_have_a_closed_form(hessian: str) -> None:
-    """x ← x - βh(1 - αh)(x - c), with (1 - αh)² where the Hessian is in it (of which a finite difference is exact)."""
+    """Expect x ← x - βh(1 - αh)(x - c), with (1 - αh)² where the Hessian is included (a finite difference is exact)."""
     h, c = torch.tensor([2.0, 0.5]).double(), torch.tensor([-1.0, 5.0]).double()
     split = Split(c.repeat(4, 1), None)
     s = made(hessian=hessian, inner_lr=0.3, local={"epochs": None, "steps": 3, "lr": 0.2, "momentum": 0.0})
@@ -76,7 +76,7 @@ def test_without_an_inner_step_it_equals_fedavg_to_the_bit(tmp_path: Path, hessi
 @pytest.mark.parametrize("sizes", [(6,), (6, 4)], ids=["alone", "group"])
 @pytest.mark.usefixtures("each_task")
 def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
-    """One step on whole train splits, where the three batches are one."""
+    """Make one step on whole train splits, where the three batches are equal."""
     data, theta = clients(sizes), start()
     expected: dict[str, list[Tensor]] = {hessian: [] for hessian in HESSIANS}
     for c in data:
@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_the_three_batches_of_a_step_are_drawn_independently() -> None:
-    """One step of the exact form, each part on the batch of its own generator."""
+    """Make one step of the exact form, each part on the batch of a separate generator."""
     (c,), theta = clients((9,)), start()
     assert c.train.y is not None
     x, y, p = c.train.x, c.train.y, theta.clone().requires_grad_()

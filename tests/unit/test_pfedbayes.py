@@ -63,7 +63,7 @@ def made(**changes: Any) -> PFedBayesSettings:
 
 
 def some(d: int = 6, seed: int = 0, rows: tuple[int, ...] = ()) -> Tensor:
-    """v ``[*rows, 2, d]`` with deviations between about 0.1 and 2."""
+    """Return v ``[*rows, 2, d]`` with deviations between about 0.1 and 2."""
     random = torch.Generator().manual_seed(seed)
     v = torch.randn(*rows, 2, d, generator=random, dtype=torch.float64)
     v[..., 1, :] -= 0.5
@@ -79,14 +79,14 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 def predictors(half: PFedBayesClient, members: ClientGroup, opening: Prior) -> Any:
-    """Return the result of a conversation without an answer."""
+    """Return the result of a conversation without a final answer."""
     with pytest.raises(StopIteration) as end:
         next(half.open(members, opening))
     return end.value.value
 
 
 def divergence(q: Tensor, w: Tensor) -> Tensor:
-    """KL by torch.distributions, differentiable in both v."""
+    """Return the KL divergence by torch.distributions, differentiable in both v."""
     normals = [Normal(v[0], F.softplus(v[1])) for v in (q, w)]
     return kl_divergence(*normals).sum()
 
@@ -116,14 +116,14 @@ def test_softplus_and_its_inverse() -> None:
 
 
 def test_matched_moments_minimize_the_sum_of_divergences() -> None:
-    """Lemma A.2: the gradient vanishes there, and no distribution around is nearer."""
+    """Lemma A.2: the gradient vanishes there, and no nearby distribution is better."""
     q = some(rows=(4,), seed=3)
     fields = MeanField(q)
     mu = fields.mu.mean(0)
     matched = matched_moments(mu, (fields.sigma**2 + (fields.mu - mu) ** 2).mean(0))
 
     def objective(w: Tensor) -> Tensor:
-        """``[m, 2, 6] -> [m]``, mean over the q_i."""
+        """Return ``[m]`` from ``[m, 2, 6]``, the mean over the q_i."""
         here, there = Normal(q[:, 0], F.softplus(q[:, 1])), Normal(w[:, None, 0], F.softplus(w[:, None, 1]))
         return kl_divergence(here, there).sum(-1).mean(-1)
 
@@ -136,7 +136,7 @@ def test_matched_moments_minimize_the_sum_of_divergences() -> None:
 
 
 class Linear(FlatModel):
-    """A model whose own loss, in place of the cross-entropy, is a parabola in θ."""
+    """Model whose own loss, in place of the cross-entropy, is a parabola in θ."""
 
     layout = Layout((("weight", (3, 2)),))
 
@@ -175,7 +175,7 @@ def test_the_reparameterized_gradient_is_unbiased() -> None:
 
 
 class Reference:
-    """torch.optim on (27) and (28), written with autograd and torch.distributions alone."""
+    """torch.optim on (27) and (28), with autograd and torch.distributions alone."""
 
     def __init__(self, s: PFedBayesSettings, v: Tensor, lr: float) -> None:
         self.v = v.clone().requires_grad_()
@@ -197,7 +197,7 @@ def visit(
     round: int,
     kept: dict[str, tuple[dict[str, Any], ...]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """ClientUpdate(i, v) of Algorithm 1, line by line; ``kept`` has the two optimizers' state for a client."""
+    """Run ClientUpdate(i, v) of Algorithm 1, line by line; ``kept`` has the two optimizers' state for a client."""
     n = len(c.train)
     q, w = Reference(s, start, s.lr_personal), Reference(s, v, s.lr_global)
     if kept is not None and c.id in kept:
@@ -274,11 +274,11 @@ def test_the_server_can_match_moments(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_kept_moments_equal_those_of_a_hand_written_loop() -> None:
-    """Two visits of one step by Adam as its paper writes it, in float64, for a client that missed a round."""
+    """Two visits of one step by Adam as in its paper, in float64, for a client that missed a round."""
     s, problem, c = made(moments="kept", steps=1), setup(), clients(SIZES)[1]
     half, v, n = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1, len(c.train)
     first, second = torch.zeros_like(v), torch.zeros_like(v)
-    start = some(problem.model.layout.size, seed=9) * 0.1  # not v, where gradients would be nothing but rounding
+    start = some(problem.model.layout.size, seed=9) * 0.1  # not v, where gradients would be pure rounding
     before = {"v": start, "moments": torch.zeros(2, 2, *v.shape).double(), "steps": torch.zeros(1)}
     for t, round in enumerate((1, 4), 1):
         at = start.clone().requires_grad_()
@@ -317,7 +317,7 @@ def test_kept_moments_do_not_affect_a_first_visit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("aggregation", ["parameters", "moments"])
 def test_all_clients_train_and_some_are_averaged(tmp_path: Path, aggregation: str) -> None:
-    """Algorithm 1 with S < N: every client's q goes on, and the average is that of the S drawn."""
+    """Algorithm 1 with S < N: every client's q continues, and the average is over the S drawn."""
     problem, data = setup(), clients(SIZES)
     s = made(averaged=2, aggregation=aggregation)
     run = federation(tmp_path / "2", PFEDBAYES, s, problem, data)
@@ -368,7 +368,7 @@ def test_averaged_clients_are_redrawn_among_the_replies() -> None:
 
 
 def test_a_client_state_of_an_older_version_has_no_moments() -> None:
-    """The settings of an open federation may change as it goes on."""
+    """The settings of an open federation may change on resume."""
     s, problem, c = made(moments="kept"), setup(), client("c0", 5)
     v = some(problem.model.layout.size, seed=4) * 0.1
     groups = [ClientGroup([c], keyed("train"), [state]) for state in ({"v": v}, None)]
@@ -384,7 +384,7 @@ def test_gradient_descent_has_no_moments_to_keep() -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_an_unseen_client_adapts_the_global_distribution(tmp_path: Path) -> None:
-    """Steps on (27) with a fixed prior."""
+    """Compare with steps on (27) with a fixed prior."""
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, unseen=["c2"])
     run.run()
@@ -412,7 +412,7 @@ def test_without_steps_an_unseen_client_uses_the_global_distribution() -> None:
 
 
 def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
-    v = some(setup().model.layout.size, seed=3).float().double()  # as it travels
+    v = some(setup().model.layout.size, seed=3).float().double()  # as sent over the wire
     group = ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False)
 
     def drawn(noise: float) -> Tensor:
@@ -437,13 +437,13 @@ def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
     ],
 )
 def test_a_batch_of_clients_equals_single_ones(options: dict[str, Any], atol: float) -> None:
-    """The vectorized driver against the one for CPUs, sizes and batches unequal, one client without a state."""
+    """Compare the vectorized driver with the one for CPUs: unequal sizes and batches, one client without a state."""
     s, problem, data = made(batch_size=5, **options), setup(), clients(SIZES)
     half, v = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1
     v[1] -= 2
     d = problem.model.layout.size
     states: list[dict[str, Tensor] | None] = [None, {"v": v + 0.01}, {"v": v - 0.02}]
-    if s.moments == "kept":  # of clients that have made different numbers of steps
+    if s.moments == "kept":  # for clients with different numbers of steps
         for state, made_before in zip(states[1:], (3.0, 9.0), strict=True):
             assert state is not None
             state |= {"moments": 0.1 * some(d, seed=6, rows=(2, 2)) ** 2, "steps": torch.tensor([made_before])}
@@ -512,14 +512,14 @@ def test_an_evaluation_measures_disagreement_of_the_draws(tmp_path: Path) -> Non
     assert (evaluation.uncertainty[..., 2] > 0.01).all()
     alone = federation(tmp_path / "b", PFEDBAYES, made(rho=0.0, draws=0), setup(), clients(SIZES), rounds=0).run()
     assert (alone.uncertainty[..., 2] == 0).all()
-    assert (alone.uncertainty[..., 0] == 2).all()  # test examples
+    assert (alone.uncertainty[..., 0] == 2).all()  # number of test examples
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def test_gradient_descent_beyond_its_bound_is_rejected() -> None:
-    """ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
+    """The bound is ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
     paper = PFedBayesSettings()
     assert paper.zeta * paper.lr_personal == pytest.approx(0.8 * 2 * softplus(-2.5) ** 2, rel=0.01)
     with pytest.raises(ValidationError, match=r"lr_personal: 0\.013\b.*0\.0124"):
@@ -532,7 +532,7 @@ def test_gradient_descent_beyond_its_bound_is_rejected() -> None:
 
 @pytest.mark.parametrize(("zeta", "refused"), [(12.3, False), (12.6, True)])
 def test_the_bound_is_where_divergence_starts(zeta: float, refused: bool) -> None:
-    """On KL alone with a fixed prior: |1 - ζη/σ²| below 1 contracts, above 1 explodes."""
+    """On KL alone with a fixed prior: |1 - ζη/σ²| below 1 contracts, above 1 diverges."""
     s = made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3) if not refused else None
     v = gaussian(torch.zeros(6).double(), -2.5)
     q, w = MeanField(v + 0.01 * torch.tensor([[1.0], [0.0]]).double()), MeanField(v)
@@ -561,7 +561,7 @@ def test_divergence_is_reported_with_its_step() -> None:
     v = gaussian(setup().model.init(generator(0, "init"), torch.float64), -2.5)
     members = ClientGroup([data, client("c1", 5)], keyed("train"))
     next(PFedBayesClient(s, setup()).open(members, GlobalGaussian(v)))
-    assert list(members.lost) == [0]  # the other of its group goes on
+    assert list(members.lost) == [0]  # the other client of its batch continues
     assert re.search(r"step \d+ of 60\b.*lr_personal .*\b0\.001\b.*objective: mean.*optimizer: adam", members.lost[0])
     alone = ClientGroup([data], keyed("train"))
     next(PFedBayesClient(s, setup()).open(alone, GlobalGaussian(v)))

@@ -1,4 +1,4 @@
-"""pFedBayes moves no weight without a gradient: where the likelihood has gradient 0, q stays at its prior.
+"""pFedBayes changes no weight without a gradient: where the likelihood has gradient 0, q stays at its prior.
 
 Adam divides a gradient by its own size, so that a rounding error in the gradient of KL(q ‖ w), or in the server's
 average, becomes a step of the learning rate.
@@ -26,7 +26,7 @@ HIDDEN = 4
 
 
 def dark(data: ClientData) -> ClientData:
-    """The client in float32, its dead pixels set to 0."""
+    """Return the client in float32, its dead pixels set to 0."""
 
     def part(split: Split) -> Split:
         x = split.x.float()
@@ -37,7 +37,7 @@ def dark(data: ClientData) -> ClientData:
 
 
 def dead_weights(model: MLP) -> Tensor:
-    """Positions in θ of the weights from dead pixels to hidden units."""
+    """Return positions in θ of the weights from dead pixels to hidden units."""
     pixels = torch.zeros(1, *IMAGE, dtype=torch.bool)
     pixels[DEAD] = True
     weights = pixels.flatten().expand(HIDDEN, -1).flatten()
@@ -87,7 +87,7 @@ def test_weights_of_a_dead_input_do_not_change(tmp_path: Path, n: int, options: 
 
 
 def test_gradients_of_equal_distributions_are_exactly_0() -> None:
-    """In float32 and float64, at deviations from 1e-6 to 20."""
+    """In float32 and float64, for deviations from 1e-6 to 20."""
     for dtype in (torch.float32, torch.float64):
         v = gaussian(torch.linspace(-1, 1, 997, dtype=dtype), 0.0)
         v[1] = torch.linspace(-14, 20, 997, dtype=dtype)

@@ -66,7 +66,7 @@ def points(n: int, f: int = 3, seed: int = 0) -> Tensor:
 
 
 def sided(n: int) -> Tensor:
-    """±1/2, the sides of n examples in turn."""
+    """Return ±1/2, the sides of n examples in turn."""
     return (torch.arange(n) % 2).double() - 0.5
 
 
@@ -74,7 +74,7 @@ def sided(n: int) -> Tensor:
 
 
 def test_the_posterior_matches_the_textbook() -> None:
-    """By inverses, one chain and one point after another."""
+    """Compute inverses, one chain and one point at a time."""
     s, u, at, kappa = made(), points(6), points(4, seed=1), sided(6)
     omega = torch.rand(3, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.01
     k, cross = prior(u, s), kernel(at, u, s)
@@ -116,7 +116,7 @@ def test_polya_gamma_draws_have_the_closed_form_moments() -> None:
 
 
 def test_side_probabilities_are_averages_of_the_logistic_function() -> None:
-    """Against a fine sum; both sides together are certain, and swapping them swaps their probabilities."""
+    """Compare with a fine sum; the probabilities of both sides add up to 1, and swapping the sides swaps them."""
     mean, variance = torch.tensor([[0.3, -4.0], [2.0, 0.0]]).double(), torch.tensor([[1.0, 6.0], [0.2, 8.0]]).double()
     one, other = log_sides(mean, variance)
     grid = torch.linspace(-10, 10, 20_001, dtype=torch.float64)
@@ -150,11 +150,11 @@ def test_chains_predict_as_summing_over_all_functions() -> None:
 
 
 def test_the_tree_splits_the_farthest_classes() -> None:
-    """Classes at 0, 1, 10 and 11 on a line, and one that does not occur."""
+    """Use classes at 0, 1, 10 and 11 on a line, and one that does not occur."""
     y = torch.tensor([0, 1, 3, 4, 0, 4])
     z = torch.tensor([0.0, 10.0, 1.0, 11.0, 0.2, 11.2])[:, None]
     assert tree(z, y, 5).tolist() == [[1, -1, 0, 1, -1], [1, 0, 0, -1, 0], [0, 1, 0, 0, -1]]
-    assert tree(z * 0, y, 5).tolist() == [[1, -1, 0, 1, 1], [1, 0, 0, -1, 1], [1, 0, 0, 0, -1]]  # all alike
+    assert tree(z * 0, y, 5).tolist() == [[1, -1, 0, 1, 1], [1, 0, 0, -1, 1], [1, 0, 0, 0, -1]]  # all equal
     order = torch.tensor([5, 2, 0, 4, 3, 1])
     assert torch.equal(tree(z[order], y[order], 5), tree(z, y, 5))
     assert tree(z[:1], y[:1], 5).shape == (0, 5)
@@ -171,7 +171,7 @@ def test_the_gradient_matches_finite_differences() -> None:
     omegas: list[Tensor] = []
 
     def loss(x: Tensor) -> Tensor:
-        """The loss from ω that were drawn at z, written down for one split after another."""
+        """Return the loss for ω drawn at z, by a loop over splits."""
         random, total = np.random.default_rng(9), x.new_zeros(())
         for number, split in enumerate(splits):
             side, u = split[y], unit(x)
@@ -228,7 +228,7 @@ def test_a_visit_is_torchs_sgd_on_that_loss() -> None:
 
 
 def test_without_held_out_examples_nothing_changes() -> None:
-    """One example of each of two classes: all are for fitting, none is predicted."""
+    """With one example of each of two classes all are for fitting, none is predicted."""
     assert torch.equal(visit(MODEL, group([client("c0", 2)]), 0, BODY[None], made(weight_decay=0.0)).theta[0], BODY)
 
 
@@ -240,11 +240,11 @@ def test_a_batch_of_clients_replies_as_single_clients() -> None:
     assert found[0]["delta_theta"].shape == BODY.shape
 
 
-# --- what a client ends up with ---------------------------------------------------------------------------------------
+# --- results of a client ----------------------------------------------------------------------------------------------
 
 
 def apart(n: int, classes: tuple[int, ...]) -> ClientData:
-    """Examples with an obvious class: each class has pixels of its own."""
+    """Return examples with an obvious class: each class has separate pixels."""
     y = torch.tensor(classes).repeat(n)[:n]
     x = torch.rand(n, *IMAGE, generator=torch.Generator().manual_seed(n), dtype=torch.float64) * 0.1
     x.flatten(1)[torch.arange(n), y] += 5
@@ -268,7 +268,7 @@ def test_separated_classes_are_predicted(classes: tuple[int, ...]) -> None:
 
 
 def test_a_single_class_is_certain_and_cannot_train() -> None:
-    """There is nothing to decide: such a client is refused before training, by the manifest, and by its own worker."""
+    """Such a client is rejected before training, by the manifest, and by its own worker."""
     c = apart(6, (1,))
     (named,) = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())
     assert torch.equal(named["personal"].probabilities(c.test.x), torch.tensor([0.0, 1.0, 0.0]).double().expand(6, 3))
@@ -277,7 +277,7 @@ def test_a_single_class_is_certain_and_cannot_train() -> None:
 
 
 def test_a_seen_client_with_one_class_is_rejected_before_training(tmp_path: Path) -> None:
-    """By its numbers in the manifest; a client that does not train may have one class."""
+    """By its counts in the manifest; a client that does not train may have one class."""
     tree = {
         "name": "one-class",
         "data": {"dataset": "fashion-mnist", "partition": {"scheme": "classes", "clients": 3, "classes_per_client": 1}},

@@ -58,7 +58,7 @@ def start(folder: Path, s: PFedHNSettings) -> dict[str, Tensor]:
 
 
 def hypernetwork(state: dict[str, Tensor], e: Tensor) -> Tensor:
-    """Linear layers with ReLU between them, none before the last: written with autograd through all of it."""
+    """Return linear layers with ReLU between them, none before the last, with autograd through all of it."""
     layers = sorted({name.split(".")[1] for name in state if name.startswith("h.")})
     for i, layer in enumerate(layers):
         e = F.linear(e, state[f"h.{layer}.weight"], state[f"h.{layer}.bias"])
@@ -78,7 +78,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("clip", [50.0, 0.01])
 @pytest.mark.usefixtures("each_task")
 def test_rounds_are_pytorchs_sgd_on_the_joint_gradient(tmp_path: Path, clip: float) -> None:
-    """The mean over clients for the hypernetwork, each client's own for its embedding; one norm is clipped."""
+    """The mean over clients for the hypernetwork, each client's own gradient for its embedding; one norm is clipped."""
     s, data = made(clip=clip), clients(SIZES)[:2]
     state = start(tmp_path / "start", s)
     h = {name: t.clone().requires_grad_() for name, t in state.items() if name.startswith("h.")}

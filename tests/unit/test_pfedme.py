@@ -1,4 +1,4 @@
-"""pFedMe against closed forms on a quadratic, and Algorithm 1 written out (Dinh et al., NeurIPS 2020)."""
+"""pFedMe against closed forms on a quadratic, and Algorithm 1 in plain PyTorch (Dinh et al., NeurIPS 2020)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def made(**changes: Any) -> PFedMeSettings:
 
 
 def at(c: Tensor, n: int = 4, id: str = "c0") -> ClientData:
-    """A client with f(θ) = Σ h (θ - c)²/2 on every batch: its examples are all c."""
+    """Return a client with f(θ) = Σ h (θ - c)²/2 on every batch: its examples are all c."""
     split = Split(c.double().repeat(n, 1), None)
     return ClientData(id, split, split, split, 0)
 
@@ -46,7 +46,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("proximity", [0.5, 4.0, 9.0])
 def test_with_many_inner_steps_theta_is_the_proximal_point_and_w_approaches_it(proximity: float) -> None:
-    """θ = (h c + λ w_i)/(h + λ), and w_i ← w_i - ηλ(w_i - θ), R times."""
+    """Expect θ = (h c + λ w_i)/(h + λ), and w_i ← w_i - ηλ(w_i - θ), R times."""
     s = made(steps=4, inner_steps=500, inner_lr=0.1, proximity=proximity)
     c = torch.tensor([-1.0, 5.0], dtype=torch.float64)
     w = START
@@ -94,7 +94,7 @@ def test_a_larger_lambda_moves_theta_less() -> None:
 
 
 def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: int) -> tuple[Tensor, list[float]]:
-    """Lines 4-8, with the proximal term differentiated with the loss; θ goes on from batch to batch."""
+    """Run lines 4-8, with the proximal term differentiated with the loss; θ continues from batch to batch."""
     theta, losses = w.clone(), []
     assert c.train.y is not None
     for index in batches(len(c.train), s.batch_size, s.steps, generator(SEED, "train/train", c.id, round)):
@@ -113,7 +113,7 @@ def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: in
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
 @pytest.mark.usefixtures("each_task")
 def test_rounds_follow_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> None:
-    """w ← (1 - β) w + β mean w_i, β being server_lr; every w_i starts at w in each round."""
+    """Expect w ← (1 - β) w + β mean w_i, β being server_lr; every w_i starts at w in each round."""
     s, problem, data = made(server_lr=beta, weighting=weighting), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDME, s, problem, data, rounds=2)
     w = run.state["theta"]
@@ -163,7 +163,7 @@ def test_steps_that_overshoot_on_the_proximal_term_are_rejected() -> None:
         for rate in (0.25, 0.3):
             with pytest.raises(ValidationError, match=rf"{key}: .*\b{rate:g}\b.*\b4\b"):
                 made(**{key: rate})
-    with pytest.raises(ValidationError, match="server_lr"):  # β = 0 would leave w where it is
+    with pytest.raises(ValidationError, match="server_lr"):  # β = 0 would not change w
         made(server_lr=0.0)
 
 

@@ -58,7 +58,7 @@ def matched(v: Tensor, p: Tensor | None = None, **changes: Any) -> Tensor:
 
 
 def test_gains_are_differences_of_the_log_posterior() -> None:
-    """Twice log N of an atom's neurons with the atom integrated out, with a new neuron and without it."""
+    """Compute twice log N of an atom's neurons with the atom integrated out, with and without a new neuron."""
     v, p, prior = normal(3, 4), torch.tensor([0.5, 1.0, 2.0, 0.3]).double(), 0.7
     others = normal(2, 3, 4, seed=2)
     precisions = normal(2, 4, seed=3).abs()
@@ -80,7 +80,7 @@ def test_gains_are_differences_of_the_log_posterior() -> None:
 
 
 def test_gains_and_means_with_a_prior_mean_match_least_squares() -> None:
-    """An atom is the θ of least prior (θ - μ0)² + Σ p (v - θ)²; a gain is by how much the sum of those is less."""
+    """An atom is the θ of least prior (θ - μ0)² + Σ p (v - θ)²; a gain is the decrease of the sum of those."""
     prior, networks, gamma = 0.7, 4, 1.5
     centre = torch.tensor([0.0, 0.1, -2.0]).double()
     v, p = normal(2, 3), torch.tensor([0.5, 1.0, 2.0]).double()
@@ -88,7 +88,7 @@ def test_gains_and_means_with_a_prior_mean_match_least_squares() -> None:
     total, precision, count = pool(others, precisions, torch.tensor([[0], [0]]), prior, centre)
 
     def fitted(values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """The best atom ``[K]`` of some neurons, and its sum of squares."""
+        """Return the best atom ``[K]`` of some neurons, and its sum of squares."""
         x = torch.stack([centre, *values], 1)  # [K, m]
         root = torch.stack([torch.full_like(centre, prior), *weights], 1).sqrt()
         atom = torch.linalg.lstsq(root[..., None], (root * x)[..., None]).solution[:, 0, 0]
@@ -118,7 +118,7 @@ def test_an_assignment_is_optimal(length: int) -> None:
 
 @pytest.mark.parametrize("networks", [2, 5])
 def test_permuted_copies_are_matched_and_shrunk_by_the_prior(networks: int) -> None:
-    """The width stays; incoming numbers come back times J/(J+1), outgoing ones times 1/2 with shares of classes."""
+    """The width stays; incoming weights are scaled by J/(J+1), outgoing ones by 1/2 with shares of classes."""
     v = 3 * normal(6, 9)
     orders = [torch.randperm(6, generator=torch.Generator().manual_seed(j)) for j in range(networks)]
     copies = torch.stack([v[order] for order in orders])
@@ -143,11 +143,11 @@ def test_unlike_networks_get_separate_neurons_up_to_the_limit() -> None:
         assert all(len(set(atoms)) == 5 for atoms in found.tolist())
 
 
-# --- all networks at once, from the posterior itself ------------------------------------------------------------------
+# --- all networks together, from the posterior itself -----------------------------------------------------------------
 
 
 def posterior(v: Tensor, p: Tensor, atoms: Sequence[Sequence[int]], prior: float, gamma: float) -> float:
-    """Twice the log posterior of a joint assignment, up to what all have: atoms at their best, and eq. 4's process.
+    """Return twice the log posterior of a joint assignment, up to a common constant: best atoms, and eq. 4's process.
 
     Of an atom with m of J networks the Beta-Bernoulli process has γ (m - 1)! (J - m)!/J!.
     """
@@ -168,7 +168,7 @@ def own(atoms: Sequence[Sequence[int]], j: int) -> int:
 
 
 def every_joint_assignment(networks: int, length: int, cap: int) -> Iterator[list[tuple[int, ...]]]:
-    """Each once: new atoms are numbered in the order of their first neuron."""
+    """Return each once: new atoms are numbered in the order of their first neuron."""
 
     def further(done: list[tuple[int, ...]], width: int) -> Iterator[list[tuple[int, ...]]]:
         if len(done) == networks:
@@ -183,7 +183,7 @@ def every_joint_assignment(networks: int, length: int, cap: int) -> Iterator[lis
 
 
 def drawn(networks: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Neurons around shared atoms, so close that the matching is ambiguous, and unequal precisions, some of them 0."""
+    """Return neurons around shared atoms, so close that matching is ambiguous, with unequal precisions, some 0."""
     random = torch.Generator().manual_seed(seed)
     atoms = 1.5 * torch.randn(length + 1, 3, generator=random, dtype=torch.float64)
     rows = [torch.randperm(length + 1, generator=random)[:length] for _ in range(networks)]
@@ -196,7 +196,7 @@ def drawn(networks: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(("networks", "length", "cap"), [(3, 2, 700), (4, 2, 3), (3, 3, 700), (5, 2, 700)])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_single_network_has_a_better_match(networks: int, length: int, cap: int, seed: int) -> None:
-    """After some sweeps, of all assignments of any one network its own has the highest posterior."""
+    """After some sweeps, the assignment of each network has the highest posterior of all its assignments."""
     v, p = drawn(networks, length, seed)
     found = [tuple(row) for row in matched(v, p, prior=0.7, gamma=1.3, cap=cap, sweeps=12).tolist()]
     assert max(max(row) for row in found) < cap
@@ -216,7 +216,7 @@ def test_no_single_network_has_a_better_match(networks: int, length: int, cap: i
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_of_several_orders_is_the_best_joint_assignment(seed: int) -> None:
-    """Sweeps climb, one network at a time: in one order they may end below it, in the best of ten they do not."""
+    """Sweeps improve one network at a time: one order may end below the optimum, the best of ten does not."""
     v, p = drawn(3, 2, 10 + seed)
     every = [posterior(v, p, atoms, 0.7, 1.3) for atoms in every_joint_assignment(3, 2, 700)]
     assert len(every) == 2 * 7 + 4 * 13 + 21  # by hand: two share both neurons, one, or none; then the third
@@ -240,13 +240,13 @@ def test_networks_are_split_and_rebuilt() -> None:
     assert torch.equal(network(units[0], out[0], p), theta)
     x, order = normal(4, *IMAGE), torch.tensor([3, 1, 4, 0, 2])
     close(p.model.logits(network(units[0][order], out[0], p), x), p.model.logits(theta, x))
-    twice = torch.cat([units[0], units[0]])  # of every unit two: hidden sums double
+    twice = torch.cat([units[0], units[0]])  # two of every unit: hidden sums double
     both = network(twice, out[0], p)
     close(wide(p, both).logits(both, x) - out[0], 2 * (p.model.logits(theta, x) - out[0]))
 
 
 def test_a_single_client_gets_its_network_scaled_by_its_precisions(tmp_path: Path) -> None:
-    """J = 1: every number n p v/(1/σ0² + p). With a wide prior it is the client's own network."""
+    """J = 1: every value is n p v/(1/σ0² + p). With a wide prior it is the client's own network."""
     p, data = problem(1), clients((9,))
     for sigma0, atol in ((1.0, 1e-12), (1e6, 1e-9)):
         run = federation(tmp_path / str(sigma0), PFNM, made(sigma0=sigma0, output="uniform"), p, data)
@@ -308,12 +308,10 @@ def test_rounds_merge_and_continue_from_each_clients_atoms(tmp_path: Path) -> No
 
 
 def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    """Each trains a network of its own; in the global one, which is wider, they are fine-tuned."""
+    """Each trains its own network; in the global one, which is wider, they are fine-tuned."""
     p, random = problem(), torch.Generator().manual_seed(5)
     opening, _, ask = PFNM.messages
-    theta = p.model.init(random, torch.float64).expand(
-        len(SIZES), -1
-    )  # one start, so that rows can be told apart by data alone
+    theta = p.model.init(random, torch.float64).expand(len(SIZES), -1)  # one start, so that rows differ only by data
     units, out = neurons(p, theta[:1])
     merged = network(torch.cat([units[0], units[0][:2]]), out[0], p)
     data, half = clients(SIZES), PFNM.client(made(personalize_steps=2), p)

@@ -61,7 +61,7 @@ def test_losses_and_gradients_match_float32_up_to_rounding(name: str) -> None:
     theta = start(model)
     loss, exact = gradient(model, theta, x, y)
     rounded_loss, rounded = gradient(bfloat16(model), theta, x, y)
-    assert 0 < abs(rounded_loss - loss) < 4 * HALF_UNIT * loss  # it is another computation, and nearly the same
+    assert 0 < abs(rounded_loss - loss) < 4 * HALF_UNIT * loss  # a different computation with nearly equal results
     assert 0 < (rounded - exact).norm() < SWITCHED * exact.norm()
     assert F.cosine_similarity(rounded, exact, dim=0) > 0.99
 
@@ -83,13 +83,13 @@ def test_float64_is_unchanged(name: str) -> None:
 
 
 def test_initial_values_are_equal() -> None:
-    model = MODELS["vgg"]  # which has a start of its own
+    model = MODELS["vgg"]  # it has its own initialization
     assert torch.equal(start(bfloat16(model)), start(model))
 
 
 @pytest.mark.parametrize("name", ["lenet", "vgg", "mlp"])
 def test_stacked_gradients_equal_those_of_single_clients(name: str) -> None:
-    """``vmap(grad)``, the driver for GPUs: other sums, so equal up to roundings only."""
+    """``vmap(grad)``, the driver for GPUs, sums differently, so results are equal only up to rounding."""
     model, (x, y) = bfloat16(MODELS[name]), data(name)
     thetas = torch.stack([start(model), 0.9 * start(model)])
 

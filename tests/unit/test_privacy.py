@@ -1,4 +1,4 @@
-"""Descriptors with differential privacy: what replacing one example can change, the noise, and what is promised."""
+"""Descriptors with differential privacy: the effect of replacing one example, the noise, and the guarantee."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def settings(privacy: dict[str, Any] | None = None, **descriptor: Any) -> PeFLLS
 def described(
     s: PeFLLSettings, data: ClientData, *, seed: int = 0, round: int = 1, secret: bytes | None = None
 ) -> Tensor:
-    """The descriptor that leaves a client in training."""
+    """Return the descriptor that leaves a client in training."""
     half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     group = ClientGroup([data], lambda c, use: generator(seed, f"train/{use}", c, round), secret=secret)
@@ -67,7 +67,7 @@ def described(
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0, 8.0])
 @pytest.mark.parametrize("z", [0.3, 1.0, 4.0])
 def test_delta_equals_the_hockey_stick_divergence_by_quadrature(epsilon: float, z: float) -> None:
-    """δ(ε) = ∫ max(0, p - e^ε q) of N(1, z²) and N(0, z²), nothing of whose closed form is used."""
+    """Integrate δ(ε) = ∫ max(0, p - e^ε q) of N(1, z²) and N(0, z²), without the closed form."""
     p, q = stats.norm(1, z), stats.norm(0, z)
     meet = 0.5 + epsilon * z * z  # above it p > e^ε q
     found, _ = integrate.quad(lambda x: p.pdf(x) - math.exp(epsilon) * q.pdf(x), meet, 1 + 40 * z, epsabs=1e-14)
@@ -107,10 +107,10 @@ def test_limits_of_the_noise_multiplier() -> None:
     assert noise_multiplier(math.inf, 1e-5) == 0
     assert gaussian_epsilon(0.0, 1e-5) == math.inf
     assert gaussian_epsilon(1.0, 1e-5, releases=0) == 0
-    assert gaussian_delta(1e6, 0.01) >= 0  # e^ε is no number
+    assert gaussian_delta(1e6, 0.01) >= 0  # e^ε overflows
 
 
-# --- what one example can change --------------------------------------------------------------------------------------
+# --- the effect of one example ----------------------------------------------------------------------------------------
 
 
 finite = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -147,7 +147,7 @@ def test_short_embeddings_are_unchanged() -> None:
 def test_any_change_of_one_example_moves_the_descriptor_within_the_bound(value: float, n: int) -> None:
     s, data = settings({"clip": 0.01, "noise_multiplier": 0.0}), client("c0", n)
     x, y = data.train.x.clone(), data.train.y
-    x[0] = value  # of the larger ones the embedding is not finite
+    x[0] = value  # for the larger ones the embedding is not finite
     moved = described(s, data) - described(s, replace(data, train=Split(x, y)))
     assert moved.isfinite().all()
     assert moved.norm() <= 2 * 0.01 / n * (1 + 1e-6)
@@ -175,13 +175,13 @@ def test_noise_follows_the_seed_in_simulations_and_the_secret_otherwise() -> Non
     assert torch.equal(described(s, data), described(s, data))
     assert not torch.equal(described(s, data), described(s, data, seed=1))
     hidden = described(s, data, secret=b"a" * 32)
-    assert torch.equal(hidden, described(s, data, seed=1, round=7, secret=b"a" * 32))  # the same question, once more
+    assert torch.equal(hidden, described(s, data, seed=1, round=7, secret=b"a" * 32))  # the same request again
     assert not torch.equal(hidden, described(s, data, secret=b"b" * 32))
     assert not torch.equal(hidden, described(s, data))
 
 
 def test_a_secret_never_gives_two_values_equal_noise() -> None:
-    """Else their difference would be told."""
+    """Otherwise their difference would be revealed."""
     data, quiet, secret = client("c0", 8), settings({**Z, "noise_multiplier": 0.0}), b"a" * 32
     x = data.train.x.clone()
     x[0] += 1
@@ -215,7 +215,7 @@ def test_low_order_digits_are_not_released() -> None:
 
 
 def test_without_noise_it_is_a_mean_summed_in_float64(tmp_path: Path) -> None:
-    """A clip that nothing reaches and no noise: the same rounds."""
+    """With a clip that is never reached and no noise, rounds are equal."""
     data, states = [client(f"c{i}", 6, seed=i) for i in range(3)], []
     for name, privacy in (("off", None), ("on", {"clip": 1e9, "noise_multiplier": 0.0})):
         held = federation(tmp_path / name, PEFLL, settings(privacy), setup(), data, rounds=2)
@@ -226,7 +226,7 @@ def test_without_noise_it_is_a_mean_summed_in_float64(tmp_path: Path) -> None:
 
 
 def test_gradients_flow_through_the_clip() -> None:
-    """η_v's part of a round, against autograd from end to end."""
+    """Compare η_v's part of a round with autograd from end to end."""
     s, data = settings({"clip": 0.5, "noise_multiplier": 0.0}), client("c0", 7)
     half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
@@ -303,7 +303,7 @@ def test_a_worker_uses_secret_noise_for_own_data_and_seeded_noise_for_a_partitio
     own = experiments.parse_experiment(OWN)
     told: dict[str, Any] = {"normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
     secret = answers_of_workers(own, "eve", told, WorkerOptions(None, data=(tmp_path / "eve",)))
-    assert torch.equal(secret[0], secret[1])  # the same worker, asked again
+    assert torch.equal(secret[0], secret[1])  # the same worker again
     assert not torch.equal(secret[0], secret[2])  # another
 
     how = {"name": "pefll", "embedding": {"network": "mlp"}}
@@ -318,7 +318,7 @@ def test_a_worker_uses_secret_noise_for_own_data_and_seeded_noise_for_a_partitio
 
 
 def answers_of_workers(e: Experiment, client: str, told: dict[str, Any], options: WorkerOptions) -> list[Tensor]:
-    """The descriptors of a client by a worker, by it once more, and by another of the same kind."""
+    """Return the descriptors of a client by a worker, by the same one again, and by another of the same kind."""
     joined = Joined("run", "life", json.dumps({"experiment": e.shared_json(), **told}))
     found = []
     workers = [Worker("127.0.0.1:1", name, options) for name in ("one", "two")]
@@ -335,5 +335,5 @@ def answers_of_workers(e: Experiment, client: str, told: dict[str, Any], options
 
 
 def shape_of(e: Experiment) -> tuple[str, tuple[int, ...], int, int]:
-    """Kind, shape, classes and l of an experiment of this page."""
+    """Return kind, shape, classes and l of an experiment in this file."""
     return ("features", (2,), 2, 4) if isinstance(e.data, OwnData) else ("features", (9,), 11, 1 + 15 // 4)

@@ -1,4 +1,4 @@
-"""Cost of the privacy of a training before it runs, in Python and on the command line, and the noise for an ε."""
+"""Privacy cost of a training before it runs, in Python and on the command line, and the noise for an ε."""
 
 from __future__ import annotations
 

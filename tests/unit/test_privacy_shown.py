@@ -1,4 +1,4 @@
-"""The privacy of training in status, report, comparison, and on the cards of models."""
+"""The privacy of training in status, report and comparison, and on the cards of models."""
 
 from __future__ import annotations
 

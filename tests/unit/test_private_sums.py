@@ -48,7 +48,7 @@ SEED = 7
 
 
 def privacy(**keys: Any) -> TrainingPrivacy:
-    """Keys of ``federation.privacy``, by default without visible noise or clipping."""
+    """Return keys of ``federation.privacy``, by default without noticeable noise or clipping."""
     return TrainingPrivacy(**{"clip": 1e3, "noise_multiplier": 1e-12, "delta": 1e-5, "sampling": "fixed", **keys})
 
 
@@ -159,7 +159,7 @@ def test_changes_are_clipped_if_an_answer_has_a_vector() -> None:
 def test_a_round_sums_clipped_changes_and_divides_by_the_expected_cohort(
     secure: SecureAggregation | None, tmp_path: Path
 ) -> None:
-    """A lost client lowers the sum, and not what it is divided by."""
+    """A lost client lowers the sum, but not its divisor."""
     start = made(tmp_path / "start", "fedavg", None, rounds=0).state["theta"]
     whole = trained(tmp_path / "plain", "fedavg", None, rounds=1)["theta"] - start
     clipped = trained(tmp_path / "clipped", "fedavg", privacy(clip=1e-3), secure, rounds=1)["theta"] - start
@@ -179,7 +179,7 @@ def test_the_aggregator_rejects_an_answer_beyond_the_clipping_norm(tmp_path: Pat
     method, settings, data = find_algorithm("fedavg"), settings_of("fedavg"), clients(SIZES)
     asked = privacy(clip=1e-3)
     both = parts(method, settings, asked, None, len(SIZES))
-    del both["held"]  # nobody clips
+    del both["held"]  # it is not clipped
     problem = problem_of(MLP(IMAGE, (8,), 3), data, roster=tuple(c.id for c in data))
     run = federation(tmp_path, method, settings, problem, data, **both)
     with refusing(QuorumError, "norm", "0.001"):
@@ -210,9 +210,9 @@ def chi_square(noise: Tensor, deviation: float) -> None:
 def test_noise_of_a_sum_has_the_deviation_of_the_multiplier(
     noise: str, secure: SecureAggregation | None, adaptive: bool, tmp_path: Path
 ) -> None:
-    """With adaptive clipping the update has more noise, by as much as the bits reveal.
+    """With adaptive clipping the update has more noise, to compensate for the released bits.
 
-    Shares are of a sum of as few clients as may survive: 4 of 5.
+    Shares are for a sum of as few clients as may survive: 4 of 5.
     """
     clip, z, count_noise = 0.5, 1.5, 2.0
     asked = privacy(clip=clip, noise=noise, adaptive_clip=AdaptiveClip(count_noise=count_noise) if adaptive else None)
@@ -315,12 +315,12 @@ def test_cohorts_too_small_for_secure_sums_are_rejected() -> None:
         private.choice(90, 5)
     assert private.choice(1000, 40).sampling == "poisson"
     assert private.choice(5, 5).sampling == "all"
-    # q P(2 of the others): sum over all cohorts by hand
+    # q P(2 of the others): summed over all cohorts by hand
     assert small_cohort_odds(4, 2, 3) == pytest.approx(0.5 * 3 * 0.5**3)
 
 
 class WithFavourites(FedAvgServer):
-    """Server that always asks the first client."""
+    """Server that always selects the first client."""
 
     def train_round(self, round: Any) -> Any:
         """Draw a cohort that no accounting covers."""
@@ -389,7 +389,7 @@ def _diverges(*about: Any) -> Tensor:
     raise FloatingPointError("infinite")
 
 
-# --- refusals before a run --------------------------------------------------------------------------------------------
+# --- errors before a run ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

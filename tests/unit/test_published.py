@@ -1,4 +1,4 @@
-"""A published run: another aggregator goes on with it to the same bits, and of two only one goes on."""
+"""A published run: another aggregator continues it to the same bits, and only one of two continues."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_files_of_older_records_are_removed_and_none_is_copied_twice(store: Stor
     blobs = [entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")]
     last = records(store)[-1]
     assert sorted(blob for (blob,) in last["files"].values()) == blobs
-    assert last["files"]["partition.json"][0].startswith("00000001-")  # as it was published first
+    assert last["files"]["partition.json"][0].startswith("00000001-")  # from its first publication
     assert last["files"]["checkpoints/round-000004.safetensors"][0].startswith("00000002-")
     assert last["files"]["checkpoints/round-000005.safetensors"][0].startswith("00000003-")
 
@@ -142,12 +142,12 @@ def test_publishing_copies_only_new_lines(tmp_path: Path) -> None:
     size = (tmp_path / "a" / "journal.jsonl").stat().st_size
     assert size > SEGMENTS[0]
     assert sum(per_publication) < 200 * SEGMENTS[-1] + 4 * size
-    assert sorted(per_publication)[100] <= SEGMENTS[-1] + 200_000  # half of them: the end alone
+    assert sorted(per_publication)[100] <= SEGMENTS[-1] + 200_000  # half of them publish only the end
     assert len(records(open_store(tmp_path / "store"))[-1]["files"]["journal.jsonl"]) < 20
     b = aggregator(tmp_path / "b", open_store(tmp_path / "store"), "b")
     assert b.restore()
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
-    # A file that is another now is published as it is, though its beginning was known.
+    # A replaced file is published completely, though its beginning was known.
     whole = (tmp_path / "b" / "journal.jsonl").read_text()
     for text in (whole[: SEGMENTS[0] + 5], "y" * len(whole), whole + "more\n"):
         (tmp_path / "b" / "journal.jsonl").write_text(text)
@@ -174,9 +174,9 @@ def test_a_copy_is_updated_incrementally(tmp_path: Path) -> None:
         copied.clear()
         assert copy.restore()
         assert contents(tmp_path / "copy") == contents(tmp_path / "a")
-        assert round == 1 or len(copied) <= len(SEGMENTS)  # the end of the journal alone
+        assert round == 1 or len(copied) <= len(SEGMENTS)  # only the end of the journal
     lines = list(folder.placed("journal.jsonl"))
-    folder.line_file("journal.jsonl").cut(lines[200].end)  # as when the run is resumed from an earlier round
+    folder.line_file("journal.jsonl").cut(lines[200].end)  # as if the run were resumed from an earlier round
     folder.append("journal.jsonl", {"round": 50})
     (tmp_path / "a" / "checkpoints" / "round-000000.safetensors").unlink()
     a.publish(50)
@@ -214,7 +214,7 @@ def test_runs_that_cannot_be_resumed_are_rejected_before_any_change(store: Store
 
 
 def test_an_interrupted_restore_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after any number of files, the folder is that of a run, and says where the states of its rounds are."""
+    """Killed after any number of files, the folder is a valid run with the location of its rounds' states."""
     store = open_store(tmp_path / "store")
     run_folder(tmp_path / "a", 4).write_json("published.json", {"url": store.url})
     aggregator(tmp_path / "a", store, "a").publish(4)
@@ -249,7 +249,7 @@ def test_only_one_of_two_aggregators_continues(store: Store, tmp_path: Path) -> 
     second.restore()
     run_folder(tmp_path / "b", 6)
     second.publish(6)
-    run_folder(tmp_path / "a", 7)  # a later round, and yet not what follows the last record it knows
+    run_folder(tmp_path / "a", 7)  # a later round, but not a continuation of the last record it knows
     for act in (lambda: first.publish(7), first.finish):
         with pytest.raises(StorageError) as raised:
             act()
@@ -259,14 +259,14 @@ def test_only_one_of_two_aggregators_continues(store: Store, tmp_path: Path) -> 
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
     run_folder(tmp_path / "b", 8)
     second.publish(8)
-    # What the first had copied before it was told is gone, too.
+    # Files that the first copied before it was stopped are removed, too.
     assert {entry.name.removeprefix("blobs/") for entry in store.entries("blobs/")} == {
         blob for blobs in records(store)[-1]["files"].values() for blob in blobs
     }
 
 
 class HeldUp(FolderStore):
-    """A store through which nothing goes at one moment, until something else has happened."""
+    """A store that blocks at one moment until another event has happened."""
 
     def __init__(self, folder: Path, method: str, meanwhile: Any) -> None:
         super().__init__(folder)
@@ -374,7 +374,7 @@ def test_a_published_finished_run_equals_the_local_one(store: Store, tmp_path: P
     own = ("published/", "blobs/")
     there = {entry.name: store.read(entry.name).decode() for entry in store.entries() if not entry.name.startswith(own)}
     assert there == expected
-    # An aggregator that starts again after that goes on from the end, and publishes it again.
+    # A restarted aggregator then continues from the end, and publishes it again.
     b = aggregator(tmp_path / "b", store, "b")
     assert b.restore()
     RunFolder(tmp_path / "b").write("summary.json", "again")
@@ -394,13 +394,13 @@ def test_checkpoints_of_a_finished_run_are_stored_once(store: Store, tmp_path: P
     for name in checkpoints:
         content = (tmp_path / "a" / name).read_bytes()
         assert [entry.name for entry in store.entries() if store.read(entry.name) == content] == [name]
-    # It can be gone on with, on another machine, and its end is kept once, too.
+    # It can be resumed on another machine, and its end is stored once, too.
     b = aggregator(tmp_path / "b", store, "b")
     assert b.restore()
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
-    run_folder(tmp_path / "b", 5)  # which keeps the checkpoint of round 4
+    run_folder(tmp_path / "b", 5)  # it keeps the checkpoint of round 4
     b.publish(5)
-    store.remove(checkpoints)  # its records need nothing of what it will write over
+    store.remove(checkpoints)  # its records need no file that it will overwrite
     c = aggregator(tmp_path / "c", store, "c")
     assert c.restore()
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
@@ -487,7 +487,7 @@ def test_logs_are_copied_for_any_outcome_of_the_run(store: Store, tmp_path: Path
 
 
 def remembering(folder: Path, store: Store, name: str, rounds: int) -> tuple[Any, Publisher]:
-    """A federation whose clients keep states in the store, and that publishes each round."""
+    """Return a federation whose clients keep states in the store, and that publishes each round."""
     published = aggregator(folder, store, name)
     f = federation_that_remembers(
         folder, rounds=rounds, checkpoint_every_s=0.0, states=store.under("states"), after=published.publish
@@ -510,7 +510,7 @@ def test_another_machine_continues_to_the_same_result(store: Store, tmp_path: Pa
     last = "checkpoints/round-000006.safetensors"
     assert (tmp_path / "b" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
     assert [record["round"] for record in records(store)] == [0, 1, 2, 3, 4, 5, 6]
-    # Whoever takes it up has its whole journal, and can replay it.
+    # Its successor has its whole journal, and can replay it.
     assert aggregator(tmp_path / "c", store, "c").restore()
     replay, attempts = Replay(RunFolder(tmp_path / "c")), f2.loop.journal.counted()
     assert [replay.attempt(t) for t in range(1, 7)] == attempts
@@ -550,7 +550,7 @@ for round in itertools.count(last + 1):
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_complete_publication(s3_server: S3Server, tmp_path: Path) -> None:
-    """The publisher is killed eight times; each life goes on from a round not before the last that was announced."""
+    """The publisher is killed eight times; each successor continues from at least the last announced round."""
     url = f"s3://{s3_server.new_bucket()}/runs/r"
     store = open_store(url, s3_server.environment)
     dice, announced = random.Random(4), 0
@@ -572,7 +572,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_publication(s3_server: S3Server,
         announced = max([int(round), announced, *(int(said[1]) for said in heard if len(said) == 2)])
         here = tmp_path / f"look-{life}"
         if aggregator(here, store, "look").restore():
-            # The server may carry out the last request of a killed publisher while we look: what came is what counts.
+            # The server may still execute the last request of a killed publisher: the requests received count.
             found = int(json.loads((here / "metrics.jsonl").read_text())["after"])
             assert announced <= found <= records(store)[-1]["round"]
             assert contents(here) == contents(run_folder(tmp_path / f"expected-{life}", found).path)

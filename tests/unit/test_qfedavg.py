@@ -1,4 +1,4 @@
-"""q-FedAvg against FedAvg, its one-step form on a quadratic, and Algorithm 2 written out (Li et al., ICLR 2020)."""
+"""q-FedAvg against FedAvg, its one-step form on a quadratic, and plain PyTorch (Li et al., ICLR 2020)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_q_0_equals_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int, in
 @pytest.mark.parametrize("q", [0.2, 1.0, 5.0])
 @pytest.mark.usefixtures("each_task")
 def test_rounds_follow_algorithm_2(tmp_path: Path, q: float) -> None:
-    """F_k is that of the model received, over all train data, before training."""
+    """F_k is that of the received model, over all train data, before training."""
     s, problem, data = made(q=q), setup(), clients(SIZES)
     run = federation(tmp_path, Q_FEDAVG, s, problem, data, rounds=2)
     w = run.state["theta"]
@@ -88,7 +88,7 @@ def at(c: float, id: str) -> ClientData:
 
 
 def test_on_a_quadratic_a_larger_q_weights_the_worse_client_more() -> None:
-    """f = (θ - c)²/2 with θ = 0 and c of 1 and -3: the answers' ratio is (9)^q times that of FedAvg."""
+    """f = (θ - c)²/2 with θ = 0 and c of 1 and -3: the ratio of answers is (9)^q times that of FedAvg."""
     data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
     before = 0.0
     for q in (0.0, 0.2, 1.0, 3.0):
@@ -105,7 +105,7 @@ def test_on_a_quadratic_a_larger_q_weights_the_worse_client_more() -> None:
 
 
 def test_equal_losses_move_along_fedavgs_direction() -> None:
-    """All F alike, one step: the step is FedAvg's over 1 + q lr mean |g|²/F."""
+    """With all F equal and one step, the step is FedAvg's over 1 + q lr mean |g|²/F."""
     data, theta = [at(2.0, "c0"), at(-2.0, "c1"), at(2.0, "c2")], torch.zeros(1, dtype=torch.float64)
     s = made(q=2.0, local={"steps": 1, "lr": 0.1})
     problem = Setup(Quadratic(1), 0, (1,), 3, torch.float64)

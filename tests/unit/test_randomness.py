@@ -1,4 +1,4 @@
-"""Generators keyed by their purpose: fixed for ever, and independent of each other."""
+"""Generators keyed by their purpose: stable for ever, and independent of each other."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_neighbouring_keys_do_not_collide() -> None:
 
 
 def test_no_two_keys_have_the_same_text() -> None:
-    """Parts are delimited by their length: moving a character from one to the next makes another key."""
+    """Parts are delimited by their length: moving a character from one to the next gives another key."""
     pairs = [
         ((1, "ab", "c", 0), (1, "a", "bc", 0)),
         ((1, "a", "", 11), (1, "a", "1", 1)),

@@ -1,4 +1,4 @@
-"""Private answers are counted before they are asked for, and stay counted whatever runs again."""
+"""Private answers are counted before they are requested, and stay counted when rounds are repeated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEY = ConversationKey(3, 1, 0, "train")
 
 
 def made(folder: Path, *, seed: int = 7, cohort: int = 1, **more: Any) -> Federation:
-    """A federation whose descriptors are private; another seed draws other cohorts."""
+    """Return a federation with private descriptors; another seed draws other cohorts."""
     how = {"size": 4, "train": "all", "evaluate": "all", "privacy": PRIVACY}
     tree = {"local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": how}
     settings = PeFLLSettings.model_validate(tree)
@@ -52,7 +52,7 @@ def asked_in(folder: Path) -> Counter[str]:
 
 
 def test_a_round_repeated_with_another_cohort_counts_for_both(tmp_path: Path) -> None:
-    """Killed between the telling and a checkpoint."""
+    """Kill the run between the count and a checkpoint."""
     f = made(tmp_path)
     f.loop._checkpoint()
     f.loop.checkpoints.wait()
@@ -70,7 +70,7 @@ def test_a_round_repeated_with_another_cohort_counts_for_both(tmp_path: Path) ->
 
 
 def test_a_client_asked_before_a_kill_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the journal has a line of the attempt; the disk has the count first."""
+    """Kill it before the journal has a line of the attempt; the count is on disk first."""
     f = made(tmp_path)
 
     def killed(call: Call) -> None:
@@ -171,7 +171,7 @@ def test_each_answer_counts_with_the_noise_it_had(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("promises", [(None, PROMISED), (PROMISED, None, PROMISED)])
 def test_rounds_without_noise_are_remembered(tmp_path: Path, promises: tuple[Privacy | None, ...]) -> None:
-    """An open federation may change its settings as it goes on."""
+    """An open federation may change its settings on resume."""
     folder = RunFolder(tmp_path)
     for i, promised in enumerate(promises):
         if promised is not None or folder.has(RELEASES):
@@ -221,7 +221,7 @@ def test_noisy_steps_are_counted_per_client(tmp_path: Path) -> None:
 
 
 def test_private_answers_compose_with_noisy_steps_on_the_same_examples(tmp_path: Path) -> None:
-    """One ε for a client's descriptors and its training, over several aggregators; and none for sums over clients."""
+    """A client's descriptors and its training have one ε over several aggregators, and none for sums over clients."""
     folder = RunFolder(tmp_path)
     a = sampled("poisson", 500, 32, 4.0)
     releases = Releases(folder, PROMISED, training=Tally(1e-5, unit="examples"))
@@ -291,16 +291,16 @@ def test_another_aggregator_counts_unpublished_releases(tmp_path: Path) -> None:
     releases = Releases(one, PROMISED, a.keep_release)
     releases.tell(KEY, 0, ["c0"])
     run_folder(tmp_path / "a", 4)
-    assert len(list(store.entries("releases/"))) == 2  # that the count begins, too
+    assert len(list(store.entries("releases/"))) == 2  # the start of the count is recorded, too
     a.publish(4)
     assert list(store.entries("releases/")) == []
-    releases.tell(KEY, 0, ["c0", "c1"])  # and the machine is lost
+    releases.tell(KEY, 0, ["c0", "c1"])  # then the machine is lost
     b = aggregator(tmp_path / "b", store, "b")
     assert b.restore()
     assert counts(tmp_path / "b") == {"c0": 2, "c1": 1}
     b.gather_releases()
     assert counts(tmp_path / "b") == {"c0": 2, "c1": 1}
-    releases.tell(KEY, 0, ["c2"])  # by an aggregator that does not know yet that it has been replaced
+    releases.tell(KEY, 0, ["c2"])  # by an aggregator that has not detected its replacement yet
     b.publish(5)
     b.gather_releases()
     assert counts(tmp_path / "b") == {"c0": 2, "c1": 1, "c2": 1}

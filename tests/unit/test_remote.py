@@ -1,4 +1,4 @@
-"""A published partition: whole once it has a manifest, and fetched one client at a time, checked."""
+"""A published partition: complete once it has a manifest, and fetched and verified one client at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def published(folder: Path, environment: S3Server) -> Store:
 
 
 class Counting(FolderStore):
-    """Notes what is read and written, and stops writing after a while."""
+    """Store that records reads and writes, and stops writing after a while."""
 
     def __init__(self, folder: Path, may_write: int = 10**9) -> None:
         super().__init__(folder)
@@ -106,7 +106,7 @@ def test_a_cache_is_shared_and_its_damaged_files_are_fetched_again(published: St
     first.verify(["client-0001"])
     shard_path(first.folder, "client-0001").write_bytes(b"half a sh")
     again.verify(["client-0001"])
-    FederatedDataset.open(first.folder).verify(["client-0001"])  # the cache is a partition, as far as it goes
+    FederatedDataset.open(first.folder).verify(["client-0001"])  # the cache is a valid partial partition
 
 
 def test_nothing_is_written_twice_and_the_manifest_is_last(folder: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_nothing_is_written_twice_and_the_manifest_is_last(folder: Path, tmp_pat
     assert store.written[-1] == "partition.json"
     assert FolderStore(tmp_path / "store").read("partition.json") == (folder / "partition.json").read_bytes()
     publish(folder, store)
-    assert store.written[7:] == ["partition.json"]  # as new
+    assert store.written[7:] == ["partition.json"]  # restored
 
 
 def test_an_interrupted_download_resumes_and_is_incomplete_until_then(folder: Path, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_republishing_repairs_a_partition(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_published_partition_needs_no_dataset(folder: Path, published: Store, tmp_path: Path) -> None:
-    """An aggregator that starts anew does not depend on whoever offers the data set."""
+    """A restarted aggregator does not depend on the source of the dataset."""
     experiment = tmp_path / "e.yaml"
 
     def again(seed: int) -> Result:
@@ -219,4 +219,4 @@ def test_a_published_partition_needs_no_dataset(folder: Path, published: Store, 
     assert found.exit_code == 0, found.output
     assert "already" in found.output
     assert not (tmp_path / "empty").exists()
-    assert again(seed=2).exit_code != 0  # another one: it has to be made, and nobody has the files
+    assert again(seed=2).exit_code != 0  # a different one: it has to be created, and the files are missing

@@ -1,4 +1,4 @@
-"""The report of whole, stopped and damaged runs."""
+"""The report of complete, stopped and damaged runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def notices(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def pefll(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run with its report."""
+    """Return a complete run with its report."""
     run = write_run(tmp_path_factory.mktemp("runs") / "pefll")
     assert write_report(run) == run / "report.html"
     return run
@@ -156,7 +156,7 @@ def test_a_report_is_refreshed_while_the_run_is_locked(small: Path, monkeypatch:
 
     def wrote(page: Path) -> None:
         pages.append(page.read_text())
-        held.close()  # the process is gone
+        held.close()  # the process has ended
 
     with ExitStack() as held:
         held.enter_context(RunFolder(small).held())
@@ -304,7 +304,7 @@ def test_failed_attempts_pauses_and_the_rest_are_part_of_the_time(small: Path) -
     journal: list[dict[str, object]] = [
         {"round": 1, "attempt": 1, "outcome": "too few replies", "phases": {"descriptors": 4.0}, "seconds": 4.0},
         {"round": 1, "attempt": 2, "outcome": "done", "phases": {"descriptors": 9.0}, "seconds": 9.0},
-        {"round": 1, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},  # after a resume, once more
+        {"round": 1, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},  # again, after a resume
         {"round": 2, "attempt": 1, "outcome": "done", "phases": phases, "seconds": 1.5},
         {"round": 2, "attempt": 0, "outcome": "evaluated", "phases": {}, "seconds": 0.0, "paused": {"seconds": 5.0}},
     ]
@@ -361,7 +361,7 @@ def test_data_without_labels(small: Path) -> None:
 def test_the_page_makes_no_external_requests(pefll: Path) -> None:
     page = (pefll / "report.html").read_text()
     addresses = set(re.findall(r"https?://[^\s\"'<]+", page))
-    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # names, never fetched
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}  # namespaces, never fetched
     assert not re.search(r"<script|<link|<img|@import|url\((?!#)", page)
 
 
@@ -378,7 +378,7 @@ def test_figures_use_the_pages_colours_and_are_standalone(pefll: Path) -> None:
     for path in (pefll / "figures").iterdir():
         svg = path.read_text()
         ElementTree.fromstring(svg)
-        assert "#24292f" in svg  # a file of its own has no page to take colours from
+        assert "#24292f" in svg  # a standalone file cannot use the page's colours
         assert "var(" not in svg
         defined = re.findall(r' id="([^"]+)"', svg)
         assert len(defined) == len(set(defined))

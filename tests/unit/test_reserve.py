@@ -60,7 +60,7 @@ def test_reserved_examples_are_assigned_to_no_client_for_any_seed_and_scheme(
     for one, other in product(trained, new):
         assert not positions(one) & positions(other)
     assert len({deal.reserved for deal in (*trained, *new)}) == 1
-    assert len(set(map(frozenset, map(positions, new)))) > 2  # the seed still deals
+    assert len(set(map(frozenset, map(positions, new)))) > 2  # the seed still affects the assignment
 
 
 def test_a_reserve_is_a_fraction_of_each_class_of_train_and_test() -> None:
@@ -112,11 +112,11 @@ def test_a_reserve_of_everything_is_rejected() -> None:
         dealt({"scheme": "iid", "clients": 4, "reserve": {"count": 40}}, 1)
 
 
-# --- clients who are new, or not --------------------------------------------------------------------------------------
+# --- new clients and known ones ---------------------------------------------------------------------------------------
 
 
 def vowels(root: Path, seed: int, **keys: Any) -> FederatedDataset:
-    """Speakers, or utterances dealt to clients."""
+    """Return a partition of the vowel data by speaker, or of its utterances."""
     data = root / "datasets" / "vowel"
     if not data.exists():
         data.mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_an_overlap_is_counted_per_example(tmp_path: Path) -> None:
     clients = [entry.id for entry in new.manifest.clients]
     shared = {split: [len(known & rows(new, client, split)) for client in clients] for split in SPLITS}
     assert (found.train, found.validation, found.test) == tuple(sum(shared[split]) for split in SPLITS)
-    assert found.train > 20  # of 150, from a pool of which 180 were trained on
+    assert found.train > 20  # of 150, from a pool with 180 training examples
     assert found.test == 0  # the official test set
     assert found.clients == sum(any(counts) for counts in zip(*shared.values(), strict=True))
     assert found.known_by == "examples"

@@ -52,7 +52,7 @@ def runs_of_a_search(folder: Path) -> None:
         for seed in (1, 2):
             text = f"name: x\nseed: {seed}\nalgorithm: {{name: pefll, local: {{lr: {rate}, momentum: 0.9}}}}\n"
             path = folder / "search" / f"lr={rate:g},seed={seed}"
-            # seeds of write_run are levels of noise only: the step size decides how many rounds, so how good
+            # seeds of write_run only change the noise: the step size determines the rounds, and so the quality
             write_run(path, seed=seed, n=10, unseen=2, rounds=(0, 50, 400 if rate == 0.1 else 100), experiment=text)
     left = folder / "search" / "lr=1,seed=2"
     (left / "summary.json").unlink()

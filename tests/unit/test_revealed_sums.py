@@ -44,7 +44,7 @@ def test_the_oldest_rounds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("fedloom.federation.revealed_sums.MOST_IDS", 9)
     sums = RevealedSums()
     for round in (1, 2, 3):
-        for client in ("a", "b"):  # of one sum, which is remembered once
+        for client in ("a", "b"):  # of one sum, which is recorded once
             sums.check(client, Subject(round, "train", "Update"), ["a", "b", "c", "d"])
     sums.check("a", Subject(1, "train", "Update"), ["a", "b", "c"])
     with refusing(RefusedError, "a", 3):
@@ -68,7 +68,7 @@ def checked(folder: Path) -> RevealedSums:
 
 
 def remembers(sums: RevealedSums) -> bool:
-    """Return True if these sums, and no others, are remembered."""
+    """Return True if exactly these sums are recorded."""
     for client, subject, survivors in (
         ("a", SUBJECT, ["a", "h", "i", "j"]),
         ("b", SUBJECT, ["b", "c", "d"]),
@@ -153,7 +153,7 @@ def test_a_damaged_record_is_rejected(tmp_path: Path, at: int) -> None:
         RevealedSums(tmp_path)
     assert mentions(str(error.value.hint), "copy", "remove")
     if at % len(content) < len(content) - 60:
-        sums.check("a", SUBJECT, SETS[0])  # what it has read stays
+        sums.check("a", SUBJECT, SETS[0])  # sums read earlier are kept
 
 
 def test_removed_lines_are_detected(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_removed_lines_are_detected(tmp_path: Path) -> None:
     (tmp_path / RECORD).write_bytes(b"".join(lines[1:]))
     with refusing(DataError, RECORD):
         RevealedSums(tmp_path)
-    with refusing(RefusedError, "a") as error:  # says nothing of this machine to the aggregator
+    with refusing(RefusedError, "a") as error:  # reveals nothing of this machine to the aggregator
         sums.check("a", SUBJECT, SETS[0])
     assert str(tmp_path) not in str(error.value)
 

@@ -43,7 +43,7 @@ def trained(folder: Path, method: str, rounds: int = 2, **keys: Any) -> dict[str
     return run.state
 
 
-# ---- the means themselves
+# ---- the means
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 10])
@@ -110,7 +110,7 @@ def test_a_norm_bound_and_a_trimmed_mean_change_the_model(tmp_path: Path, method
 
 
 def poisoned(method: str, by: float) -> base.Algorithm:
-    """The method with a client c2 that does not train, and claims that everything changed by this much."""
+    """Return the method with a client c2 that does not train, and claims that every parameter changed by this much."""
     algorithm = find_algorithm(method)
 
     def client(settings: Any, problem: base.Setup) -> base.ClientAlgorithm:
@@ -152,11 +152,11 @@ def test_a_poisoned_member_moves_the_model_by_at_most_the_bound(
 
 @pytest.mark.parametrize(("by", "trim"), [(1e6, 0.2), (-1e6, 0.5)])
 def test_a_trimmed_mean_stays_within_the_honest_updates(tmp_path: Path, trim: float, by: float) -> None:
-    """One liar among five, and a fifth left out at each end: every coordinate lies between two honest ones'."""
+    """With one liar among five, and a fifth trimmed at each end, every coordinate lies between two honest ones'."""
     said: list[Tensor] = []
     run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), setup(n=5), clients(SIZES))
     start = run.state["theta"]
-    for i in (0, 1, 3, 4):  # what each honest member says: the model after a round in which nobody else answered
+    for i in (0, 1, 3, 4):  # the honest clients' models: after a round in which only one answered
         alone = federation(
             tmp_path / f"alone-{i}", find_algorithm("fedavg"), made("fedavg"), setup(n=1), [clients(SIZES)[i]]
         )

@@ -1,4 +1,4 @@
-"""The roster of an open federation: who comes and goes, when rounds wait, and what a journal tells of it."""
+"""The roster of an open federation: joins and leaves, rounds that wait, and its record in the journal."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_clients_are_ordered_by_id_and_leave_after_a_long_absence() -> None:
 
     presence.change([member("c")], [member("b")])
     assert roster.settle(3, evaluating=False) == Change((member("c"),))
-    assert (ids(roster), roster.here()) == (["a", "b", "c"], ("a", "c"))  # away, and not yet for long
+    assert (ids(roster), roster.here()) == (["a", "b", "c"], ("a", "c"))  # absent, but not yet for long
 
     short = opened(presence, heartbeat_timeout_s=1e-9)
     short.restore({name: asdict(member(name)) for name in ("a", "b", "c")})
-    assert short.settle(4, evaluating=False).left == ("a", "b")  # a is another than it was: it observes
+    assert short.settle(4, evaluating=False).left == ("a", "b")  # a has changed: it observes
     assert ids(short) == ["a", "c"]
 
 
@@ -173,7 +173,7 @@ def test_a_members_entry_in_the_manifest() -> None:
     assert member("a").entry(3).class_counts["train"] == (0, 0, 0)
     manifest = own_manifest(OWN, [told], 1, MANIFEST.normalization)
     assert Manifest.from_json(manifest.to_json()) == manifest
-    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST  # nobody yet
+    assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST  # without clients
 
 
 NAMES = st.sampled_from("abcd")
@@ -191,7 +191,7 @@ def test_successive_changes_give_the_last_roster(rosters: list[dict[str, Member]
 
 
 def journal(folder: Path) -> RunFolder:
-    """A journal with two settings: an evaluation, a failed attempt, rounds 1 to 3, an evaluation after 2."""
+    """Write a journal with two settings: an evaluation, a failed attempt, rounds 1 to 3, an evaluation after 2."""
     run = RunFolder(folder)
     run.make()
     written = Journal(run)

@@ -1,4 +1,4 @@
-"""Resumption and completion of runs, on folders as runs leave them."""
+"""Resumption and completion of runs, on folders in the state that runs leave."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_run_without_the_reporting_packages_is_complete(run: RunFolder, monkey
         def notice(self, text: str) -> None:
             said.append(text)
 
-    assert write_report_if_possible(run, Listener()) is False  # so that nobody is told where it is
+    assert write_report_if_possible(run, Listener()) is False  # its location is not reported
     assert "jinja2" in said[0]
     assert not (run.path / "report.html").exists()
 

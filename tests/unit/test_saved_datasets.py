@@ -1,4 +1,4 @@
-"""Data sets of the package ``datasets``: saved folders, and those that its local cache has, by name."""
+"""Datasets of the package ``datasets``: saved folders, and those in its local cache, by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read(path: str | Path, root: Path, **source: Any) -> FederatedDataset:
 
 
 def frame(rows: slice = slice(None)) -> pandas.DataFrame:
-    """Return numbers, the class that they tell, and a price."""
+    """Return numbers, the class that they determine, and a price."""
     numbers = {name: RNG.normal(size=N) for name in ("p", "q")}
     return pandas.DataFrame(numbers | {"price": RNG.normal(100, 3, N), "label": CLASSES})[rows]
 
@@ -102,7 +102,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(cache: Path, name: str, subset: str = "default", version: str = "1", **splits: pandas.DataFrame) -> None:
-    """Put a data set into the cache, as loading it once does."""
+    """Put a dataset into the cache, as loading it once does."""
 
     class Made(datasets.ArrowBasedBuilder):
         def _info(self) -> Any:
@@ -123,7 +123,7 @@ def fill(cache: Path, name: str, subset: str = "default", version: str = "1", **
 def test_a_cached_dataset_is_read_by_its_name(cache: Path, tmp_path: Path) -> None:
     splits = {"train": frame(slice(0, 36)), "test": frame(slice(36, 48)), "unsupervised": frame(slice(48, N))}
     fill(cache, "someone/FarmPrices", **splits)
-    assert datasets.load_dataset("someone/FarmPrices")["train"].num_rows == 36  # what the package itself finds
+    assert datasets.load_dataset("someone/FarmPrices")["train"].num_rows == 36  # found by the package itself
     dataset = read("someone/FarmPrices", tmp_path / "data")
     assert sum(entry.test for entry in dataset.manifest.clients) == 12
     assert sum(entry.train + entry.validation for entry in dataset.manifest.clients) == 36

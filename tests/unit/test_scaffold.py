@@ -1,4 +1,4 @@
-"""SCAFFOLD against Algorithm 1 written out, FedAvg, and a fixed point that FedAvg lacks (Karimireddy et al., 2020)."""
+"""SCAFFOLD against plain PyTorch, FedAvg, and a fixed point that FedAvg lacks (Karimireddy et al., 2020)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_c_is_the_mean_of_the_counted_clients_control_variates(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_it_converges_to_the_optimum_with_unequal_local_steps(tmp_path: Path) -> None:
-    """The mean of the clients' means, which FedAvg misses, because clients with more steps pull further there."""
+    """Expect the mean of the clients' means, which FedAvg misses, because clients with more steps move it further."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]

@@ -1,4 +1,4 @@
-"""``dominant``, ``imbalanced`` and ``fixed``: what the papers say that each client has, and what cannot be had."""
+"""``dominant``, ``imbalanced`` and ``fixed``: the clients' data stated in the papers, and impossible settings."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_one_client_has_5000_images_and_nine_have_20(counts: tuple[list[int], li
     dealt = deal(counts, scheme)
     train = classes_of(dealt, "train", counts)
     assert sorted(train.sum(1).tolist()) == [20] * 9 + [5000]
-    # Its own mix in every split, and enough of it to be measured.
+    # The same mix in every split, and enough examples to measure it.
     for split in ("validation", "test"):
         of_split = classes_of(dealt, split, counts)
         assert np.all(of_split.sum(1) >= 200)
@@ -167,7 +167,7 @@ def test_sizes_are_met_exactly_or_rejected(
         assert found == expected
         return
     assert "data.partition.large_size" in refused
-    # Without a class in greater demand than others, nothing is refused that is there.
+    # If no class is in greater demand than others, all available examples can be used.
     assert chosen or sum(expected) > available or "whole examples" in refused
 
 
@@ -271,7 +271,7 @@ def test_fixed_counts_are_met_exactly_or_rejected(
 @pytest.mark.parametrize(
     ("counts", "clients", "train", "test", "words"),
     [
-        # papers/003 asks for more than MNIST has of its scarcest class, once validation is put aside.
+        # papers/003 needs more examples of MNIST's scarcest class than remain after validation.
         (
             MNIST, 10, 900, 300,
             ["6,750", "class 5", "6,313", "5 clients", 900, 150, 300, "validation_from: train", "62"],

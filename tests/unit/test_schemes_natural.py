@@ -1,4 +1,4 @@
-"""``natural``: every owner's examples are its own client's, divided without a leak."""
+"""``natural``: every client has exactly the examples of one owner, split without leaks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CLASSES = 4
 
 
 def pool(owners: list[int], seed: int) -> Pool:
-    """Examples of these owners, with labels at random."""
+    """Return examples of these owners, with random labels."""
     labels = np.random.default_rng(seed).integers(0, CLASSES, len(owners))
     return Pool(np.zeros((len(owners), 1), dtype=np.float32), labels, np.array(owners, dtype=np.int64))
 
 
 def official(train: list[int], test: list[int], names: int, *, divided: bool, overlap: int = 0) -> RawDataset:
-    """Examples whose owners are given."""
+    """Return examples with given owners."""
     owners = Owners(tuple(f"writer-{i}" for i in range(names)), divided, overlap)
     return RawDataset(pool(train, 1), pool(test, 2), owners)
 
@@ -40,7 +40,7 @@ def deal(
 
 
 def mixed(counts: list[int]) -> list[int]:
-    """Owners, so many examples of each, in a mixed order."""
+    """Return owners, with so many examples of each, in a mixed order."""
     return np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts)).tolist()
 
 
@@ -100,7 +100,7 @@ def test_every_client_has_only_examples_of_its_owner(
             assert train.max() < len(whole.train)
             assert test.min() >= len(whole.train)
         if whole.owners.overlap:
-            # Places among the owner's own examples, which are in time order.
+            # Positions among the owner's examples, which are in time order.
             mine = np.flatnonzero(whose == owner)
             last, *held = (np.searchsorted(mine, part) for part in (train, validation, test))
             assert held[0].min() - last.max() > whole.owners.overlap
@@ -137,7 +137,7 @@ def test_an_owner_without_a_test_set_is_split_by_class() -> None:
 
 
 def test_different_train_and_test_writers_are_joined() -> None:
-    # As QMNIST's: no writer is in both official sets.
+    # As in QMNIST: no writer is in both official sets.
     whole = official(mixed([50, 50]), (np.array(mixed([50, 50, 50])) + 2).tolist(), 5, divided=False)
     dealt = deal(whole, NaturalScheme(), unseen=0.4)
     assert dealt.owners == tuple(f"writer-{i}" for i in range(5))
@@ -156,7 +156,7 @@ def test_the_official_split_is_kept_unless_another_is_requested() -> None:
 
 
 def windows(text: NDArray[np.uint8], length: int, parts: list[int]) -> RawDataset:
-    """Windows of a text and the character after each; owners have consecutive parts of the text, 80 % of it train."""
+    """Return windows of a text and the next characters; owners have consecutive parts of the text, 80 % of it train."""
     views = sliding_window_view(text, length)
     places: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}
     whose: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}
@@ -177,7 +177,7 @@ def windows(text: NDArray[np.uint8], length: int, parts: list[int]) -> RawDatase
 @pytest.mark.parametrize("test_fraction", [None, 0.3])
 def test_held_out_text_shares_no_character_with_training_text(test_fraction: float | None) -> None:
     length = 8
-    text = np.arange(250, dtype=np.uint8)  # each character is its own place
+    text = np.arange(250, dtype=np.uint8)  # each character is its own position
     whole = windows(text, length, [140, 110])
     dealt = assign_examples(whole, 256, PartitionSettings(NaturalScheme(test_fraction=test_fraction), 1, 0.0, 0.2))
     inputs = np.concatenate([whole.train.inputs, whole.test.inputs])
@@ -257,7 +257,7 @@ def test_client_owners_are_drawn_at_random() -> None:
     ],
 )  # fmt: skip
 def test_ineligible_owners_are_counted(scheme: NaturalScheme, words: list[str]) -> None:
-    # The fourth has no test example; the last has nothing at all.
+    # The fourth has no test example; the last has no examples.
     whole = official(mixed([30, 30, 5, 30, 0]), mixed([10, 10, 5, 0, 0]), 5, divided=True)
     with pytest.raises(ExperimentError) as error:
         deal(whole, scheme)
@@ -292,7 +292,7 @@ def test_other_schemes_ignore_the_owners() -> None:
 
 @pytest.mark.parametrize(("overlap", "golden"), [(0, "24699140f2ebaa7a"), (3, "6d056e2dfcec0eb6")])
 def test_the_partition_of_a_seed_never_changes(overlap: int, golden: str) -> None:
-    """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions are no longer what would be dealt."""
+    """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions differ from new ones."""
     owners = np.arange(300) * 7 % 300 % 9
     labels = np.arange(300) * 11 % 300 % CLASSES
     part = [

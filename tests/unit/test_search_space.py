@@ -1,4 +1,4 @@
-"""Space of a search: its file, the values of a parameter, and refusals before anything runs."""
+"""Search space: its file, the values of a parameter, and errors before any run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings under which no secure sum can be: the key, what was found, and what to do; and runs that stop for them."""
+"""Settings that make secure sums impossible: the key, the value found, and the remedy; and runs that stop for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(tmp_path: Path, *overrides: str, algorithm: str = "{name: fedavg}") 
     }
     path = tmp_path / "bad.yaml"
     path.write_text(json.dumps(tree))
-    load_experiment(path)  # nothing else is wrong
+    load_experiment(path)  # otherwise valid
     with pytest.raises(ExperimentError) as error:
         load_experiment(path, [f"algorithm={algorithm}", *overrides])
     assert error.value.exit_code is ExitCode.EXPERIMENT
@@ -102,7 +102,7 @@ def test_a_range_too_small_for_all_clients_stops_the_run_and_names_the_key(tmp_p
 def test_the_aggregator_does_not_learn_the_size_of_a_rejected_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client's own log says it, the journal does not."""
+    """The client's own log has it, the journal does not."""
     with pytest.raises(QuorumError):
         secure_run(tmp_path, 1e-9).run()
     (said, *_) = (record.getMessage() for record in caplog.records if "magnitude" in record.getMessage())

@@ -1,4 +1,4 @@
-"""Secure sums: exact for every pattern of dropouts that the thresholds allow, refused for the others."""
+"""Secure sums: exact for every pattern of dropouts that the thresholds allow, rejected for the others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_pattern_of_dropouts_by_member(n: int, threshold: int) -> None:
 
 
 def hold_all(p: SessionParameters, patterns: Iterable[tuple[int, ...]]) -> None:
-    """Hold a session for every pattern: the last step that each member answers."""
+    """Run a session for every pattern: the last step that each member answers."""
     values, done = vectors(len(p.members), 3), 0
     for pattern in patterns:
         session = Session(p, values, dict(enumerate(pattern)))

@@ -19,7 +19,7 @@ from fedloom.security.secure_sum import OF_SEEDS, OF_SELF_MASK, SHARED_BYTES, Se
 from fedloom.security.signing import KeySigner, KeyVerifier, NoSigner, NoVerifier, RegisteredKey
 from fedloom.security.sum_keys import PUBLIC_BYTES
 
-# --- what an aggregator and members that collude with it learn ------------------------------------------------------
+# --- knowledge of an aggregator and colluding members ----------------------------------------------------------------
 
 
 def test_a_curious_aggregator_learns_only_the_sum_of_the_honest_survivors() -> None:
@@ -27,7 +27,7 @@ def test_a_curious_aggregator_learns_only_the_sum_of_the_honest_survivors() -> N
     honest = sorted(set(range(n)) - colluders - {5, 9, 26})
     first, second = vectors(n, 400), vectors(n, 400)
     second[honest] = vectors(len(honest), 400, seed=1)
-    second[honest[0]] += total(first, honest) - total(second, honest)  # another world with the same sum
+    second[honest[0]] += total(first, honest) - total(second, honest)  # other inputs with the same sum
     for values in (first, second):
         adversary = attack(Session(parameters(n, 20), values, last), colluders)
         ((members, learned),) = adversary.learns()
@@ -42,7 +42,7 @@ def test_a_curious_aggregator_learns_only_the_sum_of_the_honest_survivors() -> N
 
 @pytest.mark.parametrize(("colluding", "learned"), [(2, [5]), (3, [4]), (4, [1, 1, 1])])
 def test_t_colluding_members_of_a_complete_graph_know_all_masks(colluding: int, learned: list[int]) -> None:
-    """The adversary of these tests finds what the parameters do not exclude: here t is 4."""
+    """The adversary of these tests finds whatever the parameters do not exclude: here t is 4."""
     adversary = attack(Session(parameters(7, threshold=4), vectors(7)), range(colluding))
     assert sorted(len(members) for members, _ in adversary.learns()) == learned
     for members, value in adversary.learns():
@@ -72,7 +72,7 @@ def test_colluding_members_at_the_bound_can_split_the_sum() -> None:
 
 
 def split_by_survivors(ring: Sequence[int], *, confirmed: bool) -> Lies:
-    """Members 9 and 14 of the ring believe that they survive, and their neighbours that they do not.
+    """Members 9 and 14 of the ring get survivors that include them, and their neighbours others that do not.
 
     So the masks between them and the members 0 to 7 are known, and yet they reveal shares.
     """
@@ -103,7 +103,7 @@ def test_no_share_of_a_self_mask_without_a_receipt() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_an_inconsistent_aggregator_gets_one_sum(data: st.DataObject) -> None:
-    """Random lies, by arcs of the ring, so that many members believe them; 2t > k + 2c."""
+    """Random lies, by arcs of the ring, so that many members accept them; 2t > k + 2c."""
     n, k, t = data.draw(st.sampled_from([(12, 4, 3), (14, 6, 4), (14, 6, 5), (9, 8, 6), (8, 7, 4)]))
     p = parameters(n, k, t)
     session = Session(p, vectors(n, 2))
@@ -136,7 +136,7 @@ def test_a_member_never_reveals_both_secrets_of_another() -> None:
     assert adversary.learns() == []
 
 
-# --- what members refuse ---------------------------------------------------------------------------------------------
+# --- refusals of members ----------------------------------------------------------------------------------------------
 
 
 def test_a_step_answers_one_question() -> None:
@@ -233,7 +233,7 @@ def test_the_aggregator_cannot_substitute_its_keys_for_a_members() -> None:
 
 
 def test_a_member_unknown_to_others_is_left_out_of_the_sum() -> None:
-    """It drops out, since nobody shares anything with it; the others share no masks with it."""
+    """It drops out, since no member shares anything with it; the others share no masks with it."""
     n, stranger = 6, 2
     members, _ = signed_members(n, threshold=3)
     session = Session(parameters(n, threshold=3), vectors(n), {stranger: 1})

@@ -22,7 +22,7 @@ WHICH = st.integers(0, 13)
 class Dropouts(RuleBasedStateMachine):
     """One session: its members answer, repeat answers, and drop out, before and during every step.
 
-    An independent model of the thresholds says when a member must refuse, and when the session must be lost.
+    An independent model of the thresholds predicts when a member must refuse, and when the session must fail.
     """
 
     @initialize(shape=st.sampled_from(SHAPES), bits=st.sampled_from([32, 64]))
@@ -31,7 +31,7 @@ class Dropouts(RuleBasedStateMachine):
         self.session = Session(parameters(n, k, self.t, bits), vectors(n, 3, bits))
         self.aggregator, self.members = self.session.aggregator, self.session.members
         self.alive, self.step, self.over = set(range(n)), 0, False
-        self.asked: dict[int, Callable[[], Any]] = {}  # the last question that each member has answered
+        self.asked: dict[int, Callable[[], Any]] = {}  # the last request that each member has answered
 
     @rule(which=WHICH)
     def drop_out(self, which: int) -> None:
@@ -40,7 +40,7 @@ class Dropouts(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def ask_again(self, which: int) -> None:
-        """Ask a member for the same once more."""
+        """Repeat the last request to a member."""
         if which not in self.asked or which not in self.alive:
             return
         first, second = self.asked[which](), self.asked[which]()
@@ -49,7 +49,7 @@ class Dropouts(RuleBasedStateMachine):
 
     @rule()
     def go_on(self) -> None:
-        """Hold the next step with those that are left."""
+        """Run the next step with the remaining members."""
         if self.over:
             return
         hold = (self.advertise, self.share, self.mask, self.confirm, self.unmask)[self.step]
@@ -64,7 +64,7 @@ class Dropouts(RuleBasedStateMachine):
         self.step += 1
 
     def possible(self) -> bool:
-        """Return whether the step that was held could succeed, by counting."""
+        """Return True if the current step could succeed, by counting."""
         if self.step == 0:
             return len(self.alive) >= max(self.session.parameters.minimum, self.t + 1)
         if self.step < 3:
@@ -75,7 +75,7 @@ class Dropouts(RuleBasedStateMachine):
         return set(self.aggregator.neighbours(i).tolist())
 
     def ask(self, must: Callable[[int], bool], question: Callable[[int], Callable[[], Any]]) -> dict[int, Any]:
-        """Ask all that are left; those that must refuse drop out."""
+        """Ask all remaining members; those that must refuse drop out."""
         answers = {}
         for i in sorted(self.alive):
             ask = question(i)

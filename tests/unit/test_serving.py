@@ -1,4 +1,4 @@
-"""Models on request: over real sockets, the same bits as from a run's folder; and whatever clients do, it goes on."""
+"""Models on request: over real sockets, equal to those of a run's folder to the bit, and robust against any client."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "wga": {"name": "wga", "batch_size": 4, "steps_per_round": 1, "personalize_steps": 1},
 }
 
-for _other in available():  # the rest share their parts with these, and are for the second tier
+for _other in available():  # the others share their code with these, and are in the second tier
     METHODS.setdefault(_other, {"name": _other, **({} if _other == "pfedme" else {"local": {"steps": 1}})})
 METHODS["fedsa-lora"]["local_parameters"] = ["*bias"]
 FIRST_TIER = 10
 
 
 def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
-    """A newcomer's vowels."""
+    """Return a new client's vowels."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(n, 9, generator=random), torch.randint(11, (n,), generator=random)
 
@@ -152,7 +152,7 @@ def test_a_model_over_the_wire_equals_the_runs_to_the_bit(
     local = fedloom.personalize(str(run), x, labels, client="eve")
     assert same(model, local)
     assert torch.equal(model(x), local(x))
-    assert torch.equal(model(x), local(x.numpy()))  # as personalize takes it
+    assert torch.equal(model(x), local(x.numpy()))  # as in personalize
     assert torch.equal(model(x), local(x.tolist()))
     assert model.card == local.card
     assert model.card.round == int(method != "local")
@@ -177,7 +177,7 @@ def test_concurrent_clients_share_tiles_and_get_the_same_models_as_alone(run: Pa
 
 
 def test_more_conversations_than_streams_all_complete(run: Path) -> None:
-    """Repeat a call that was refused only for that, whichever of its frames was refused."""
+    """Repeat a call that was refused only for that reason, whichever of its frames was refused."""
     words = {kind.__name__: kind for kind in (DescriptorRequest, Descriptor, PersonalizedModel)}
 
     def speak(round: int, exchange: int, message: Any) -> Descriptor | None:
@@ -192,7 +192,7 @@ def test_more_conversations_than_streams_all_complete(run: Path) -> None:
                 await models.converse(about, "c", words, speak)
 
         try:
-            await models.converse(about, "c", words, speak)  # those that follow answer in their first frame
+            await models.converse(about, "c", words, speak)  # later ones answer in their first frame
             await asyncio.gather(*(some() for _ in range(250)))
             return (await models.describe(WAIT_S)).handed_out
         finally:
@@ -269,7 +269,7 @@ def test_a_newer_round_is_loaded_and_open_conversations_end_with_theirs(tmp_path
 
 
 class Raw:
-    """A client that says what it likes."""
+    """A client that can send anything."""
 
     size = 4  # 1 + 15 // 4, the vowels' clients
 
@@ -301,7 +301,7 @@ class Raw:
             self.send(frame)
 
     def read(self) -> tuple[wire.Header, str]:
-        """The header of the next message, which is one frame, and its class."""
+        """Return the header of the next message, which is one frame, and its class."""
         header, begin, *_ = parse_frame(wire.ModelFrame, next(self.call)).parts
         return header.header, begin.begin.envelope.message
 
@@ -313,13 +313,13 @@ class Raw:
 
 
 def answer_parts(v: torch.Tensor) -> list[wire.NewcomerPart]:
-    """The parts of a good answer: Begin, Chunk, End."""
+    """Return the parts of a valid answer: Begin, Chunk, End."""
     (frame,) = message_frames(Cutter(wire.NewcomerPart), encode(Descriptor(v)))
     return list(parse_frame(wire.NewcomerFrame, frame).parts)
 
 
 def poisoned(v: torch.Tensor) -> Iterator[list[wire.NewcomerPart]]:
-    """Answers that are sealed, and broken inside."""
+    """Return answers that are sealed, and invalid inside."""
 
     def changed(i: int, change: Any) -> list[wire.NewcomerPart]:
         parts = answer_parts(v)
@@ -394,7 +394,7 @@ def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, capl
             raw.send(b"\x0a\x03\x0a\x01a")
             code, details, _ = raw.refusal()
             assert (code, "install the same version" in details) == (invalid, True)
-        with Raw(at) as raw:  # announced and not sent; then gone
+        with Raw(at) as raw:  # announced and not sent; then disconnected
             raw.ask()
             raw.read()
             raw.send(seal_frame(serialize(answer_parts(v)[0])))
@@ -448,14 +448,14 @@ def test_a_client_with_unusable_values_does_not_affect_its_tile(run: Path) -> No
 
 
 def until_gone(address: str) -> None:
-    """Ask for models until a server takes no more."""
+    """Request models until a server stops accepting."""
     with contextlib.suppress(QuorumError):
         while True:
             fedloom.personalize(address, *examples(1), timeout_s=1)
 
 
 def until_waiting(address: str, count: int) -> None:
-    """Wait until so many clients wait for a tile; one that has gone leaves the queue when it is looked at."""
+    """Wait until so many clients wait for a tile; a disconnected one leaves the queue at the next check."""
 
     async def wait() -> None:
         models = Models(address)
@@ -479,7 +479,7 @@ def test_a_client_that_exceeds_the_time_limit_is_notified(run: Path) -> None:
 
 
 def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
-    """pFedHN's conversation has several exchanges, which clients of a tile hold compose."""
+    """pFedHN's conversation has several exchanges, which the clients of a tile take part in together."""
     on_vowels(tmp_path, METHODS["pfedhn"]).run()
     run, (x, y) = tmp_path / "run", examples(1)
     d = sum(tensor.numel() for tensor in fedloom.personalize(str(run), x, y).state_dict().values())
@@ -594,7 +594,7 @@ METHOD.name, METHOD.server = "known-only", server
 
 @pytest.fixture
 def known_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A method of another package that has models for the clients it was trained with, and for nobody else."""
+    """Return a third-party method with models only for the clients that it was trained with."""
     about = tmp_path / "site" / "known_only-0.1.dist-info"
     about.mkdir(parents=True)
     (tmp_path / "site" / "known_only.py").write_text(KNOWN_ONLY)
@@ -631,7 +631,7 @@ def test_unwanted_labels_are_rejected(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_reported_before_connecting(tmp_path: Path) -> None:
-    with pytest.raises(DataError):  # a QuorumError, where nobody listens
+    with pytest.raises(DataError):  # a QuorumError without a server
         fedloom.personalize("127.0.0.1:1", data=tmp_path / "nowhere", timeout_s=5)
 
 
@@ -654,7 +654,7 @@ def test_the_server_gets_a_private_descriptor_on_request(run: Path, tmp_path: Pa
         assert plain.card.privacy is None
         assert promised(private) == (pytest.approx(1.0), 1e-5, 0.5, 20)
         assert private.card.privacy.noise_multiplier == pytest.approx(3.7306, rel=1e-4)  # type: ignore[union-attr]
-        assert not same(private, again)  # nothing but the client's own system decides the noise
+        assert not same(private, again)  # the noise depends only on the client's own system
         off = fedloom.personalize(at, x, y, client="eve", epsilon=math.inf)
         assert same(off, plain)
         assert off.card == plain.card
@@ -680,7 +680,7 @@ def test_a_ledger_adds_up_requests_and_enforces_the_budget(run: Path, tmp_path: 
         before = file.read_bytes()
         lines = [json.loads(line) for line in before.splitlines()]
         assert [line["version"] for line in lines] == [2] * 4
-        assert (lines[0]["delta"], "epsilon" in lines[0]) == (1e-5, False)  # the ledger's own
+        assert (lines[0]["delta"], "epsilon" in lines[0]) == (1e-5, False)  # the ledger's delta
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         for where in (at, str(run)):
             with pytest.raises(ExperimentError, match=r"budget is 2, .*2\.1.*1e-05.*after 3 "):
@@ -755,7 +755,7 @@ def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: 
     found = DurableRounds(RunFolder(run))(None)
     assert found is not None
     assert not (tmp_path / "ledger").exists()
-    for _ in "ab":  # a connection that broke
+    for _ in "ab":  # a broken connection
         speaking.speak(1, 0, found.opening)
         assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2  # its δ, and the request
 
@@ -797,7 +797,7 @@ def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
     first, second = (speaking.speak(0, 0, openings[0]) for _ in "ab")
     assert isinstance(first, Descriptor)
     assert isinstance(second, Descriptor)
-    assert torch.equal(first.v, second.v)  # a conversation that broke: the same again tells no more
+    assert torch.equal(first.v, second.v)  # a broken conversation: repeating it reveals nothing more
     with pytest.raises(QuorumError, match="another round"):
         speaking.speak(2, 0, openings[1])
     with socket.socket() as chosen:
@@ -805,7 +805,7 @@ def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
         at = f"127.0.0.1:{chosen.getsockname()[1]}"
     with served(run, listen=at, checkpoint="0"):
         fedloom.personalize(at, x, y)
-    with served(run, listen=at, checkpoint="2"):  # what is remembered of round 0 is not answered first
+    with served(run, listen=at, checkpoint="2"):  # models cached from round 0 are not used
         assert fedloom.personalize(at, x, y, epsilon=1.0, clip=0.5).card.round == 2
 
 
@@ -863,7 +863,7 @@ def test_conflicting_options_are_rejected(run: Path) -> None:
         with pytest.raises(DataError, match="round 7"):
             fedloom.personalize(at, x, y, checkpoint=7)
     with pytest.raises(QuorumError, match="no model from"):
-        fedloom.personalize(at, x, y, timeout_s=0.3)  # nobody is there any more
+        fedloom.personalize(at, x, y, timeout_s=0.3)  # no server is left
 
 
 def test_only_authorized_clients_get_models_and_the_audit_log_names_them(run: Path, tmp_path: Path) -> None:
@@ -902,7 +902,7 @@ def test_an_aggregator_serves_models_of_its_last_durable_round(tmp_path: Path) -
         with pytest.raises(QuorumError, match="durable"):
             fedloom.personalize(at.address, x, y, timeout_s=0.2)
         loop.run()
-        until = time.monotonic() + WAIT_S  # it looks every second, and may serve round 0 yet
+        until = time.monotonic() + WAIT_S  # it checks every second, and may still serve round 0
         while (model := fedloom.personalize(at.address, x, y)).card.round != 1 and time.monotonic() < until:
             time.sleep(0.1)
     assert model.card.round == 1
@@ -970,7 +970,7 @@ def test_the_command_line_requests_and_saves_a_model(tmp_path: Path, run: Path, 
 
 @pytest.fixture
 def fedloom_packed(tmp_path: Path) -> Path:
-    """A packed client with some of the run's classes, in another order."""
+    """Pack a client with some of the run's classes, in another order."""
     x, _ = examples(4, 30)
     names = ["had", "hid"]
     lines = [",".join([*(f"f{i}" for i in range(9)), "label"])]

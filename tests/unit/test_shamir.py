@@ -1,4 +1,4 @@
-"""Secret sharing against known mathematics."""
+"""Secret sharing against known results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_known_polynomial() -> None:
 
 
 def test_fewer_shares_reveal_nothing() -> None:
-    """Any t - 1 shares fit every secret, and are uniform."""
+    """Any t - 1 shares are consistent with every secret, and uniform."""
     shares = split(element(42), 3, 5)
     for guess in (0, 42, PRIME - 1):
         # The polynomial of degree 2 through the guess at 0 and two shares exists: Lagrange at 3, 4, 5.

@@ -1,4 +1,4 @@
-"""A data root that two users share: the second one reads what is there, or is told what to do."""
+"""A data root shared by two users: the second one can read it, or gets an error with the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.errors import ExitCode, StorageError
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """A data root of the first user's, which others may read."""
+    """Return a data root of the first user, readable by others."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user takes root")
     with tempfile.TemporaryDirectory() as made:

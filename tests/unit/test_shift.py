@@ -1,4 +1,4 @@
-"""Clients whose labels are permuted, or whose images are turned."""
+"""Clients whose labels are permuted, or whose images are rotated."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_labels_are_permuted_and_assignments_unchanged(tmp_path: Path, groups: i
             counts = np.bincount([y for _, y in after], minlength=manifest.classes)
             assert entry.class_counts[split] == tuple(counts)
     assert len(used) == (groups or 6)
-    assert (tuple(range(manifest.classes)) in used) == (groups is not None)  # the first group's labels stay
+    assert (tuple(range(manifest.classes)) in used) == (groups is not None)  # the first group keeps its labels
 
 
 def test_groups_are_even_and_the_same_for_every_seed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The paired tests and intervals against scipy and made-up populations, and Holm's correction by hand."""
+"""The paired tests and intervals against scipy and artificial populations, and Holm's correction by hand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_holm_by_hand() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_holm_equals_the_closed_test_of_all_intersections(seed: int) -> None:
-    """Adjusted p of each: the largest, over the sets of hypotheses that hold it, of Bonferroni's p of the set."""
+    """Adjusted p of each: the largest Bonferroni p over the sets of hypotheses that contain it."""
     p = np.random.default_rng(seed).beta(0.3, 1, 7).tolist()
     sets = [s for size in range(1, 8) for s in itertools.combinations(range(7), size)]
     closed = [max(min(1.0, len(s) * min(p[j] for j in s)) for s in sets if i in s) for i in range(7)]
@@ -108,13 +108,13 @@ def test_the_bootstrap_of_one_seed_resamples_its_clients() -> None:
 
 
 def test_the_bootstrap_resamples_seeds_and_then_their_clients() -> None:
-    """Its spread is known: of s seed means drawn with replacement, and of the clients of each that is drawn."""
+    """The spread is known: of s seed means drawn with replacement, and of the clients of each drawn seed."""
     random = np.random.default_rng(2)
     seeds = [random.normal(mean, 2.0, n).tolist() for mean, n in ((0.0, 20), (1.0, 30), (3.0, 10), (1.5, 40))]
     means = np.array([np.mean(of_seed) for of_seed in seeds])
     within = np.mean([np.var(of_seed) / len(of_seed) for of_seed in seeds])
     spread = np.sqrt((means.var() + within) / len(seeds))
-    low, high = hierarchical_bootstrap(seeds, level=0.6826895)  # one standard deviation, of a normal one
+    low, high = hierarchical_bootstrap(seeds, level=0.6826895)  # one standard deviation of a normal distribution
     assert (high - low) / 2 == pytest.approx(spread, rel=5 / np.sqrt(RESAMPLES))
     assert (high + low) / 2 == pytest.approx(means.mean(), abs=0.1 * spread)
     assert hierarchical_bootstrap(seeds) == hierarchical_bootstrap(seeds)
@@ -125,7 +125,7 @@ def test_the_bootstrap_resamples_seeds_and_then_their_clients() -> None:
     [(3, 1.0, 0.5, 0.75), (3, 0.2, 8.0, 0.98), (10, 1.0, 0.5, 0.90)],
 )
 def test_coverage_of_the_intervals(seeds: int, of_seeds: float, of_clients: float, by_bootstrap: float) -> None:
-    """Trainings and clients drawn from a population whose mean is 0: as docs/evaluation.md says."""
+    """Draw trainings and clients from a population whose mean is 0, as described in docs/evaluation.md."""
     random, times, clients = np.random.default_rng(3), 250, 20
     student = bootstrap = pooled = 0
     for _ in range(times):
@@ -139,24 +139,24 @@ def test_coverage_of_the_intervals(seeds: int, of_seeds: float, of_clients: floa
     assert student / times == pytest.approx(0.95, abs=error)
     assert bootstrap / times == pytest.approx(by_bootstrap, abs=0.06)
     if of_seeds > of_clients:
-        assert pooled / times < 0.4  # a test over clients x seeds rejects most of what is nothing
+        assert pooled / times < 0.4  # a test over clients x seeds rejects most true null hypotheses
 
 
 @pytest.mark.slow
 def test_claims_about_a_reference_chosen_on_validation() -> None:
-    """Eight methods as good as each other, three seeds, whose luck validation shares: docs/evaluation.md."""
+    """Eight equally good methods, three seeds, and validation correlated with test: docs/evaluation.md."""
     random, times, k, seeds = np.random.default_rng(4), 800, 8, 3
     named = chosen = excluded = 0
     for _ in range(times):
         values = random.normal(0, 1, (k, seeds))
-        best = int(values.mean(1).argmax())  # by validation, at worst: it is as lucky as the test
+        best = int(values.mean(1).argmax())  # by validation, in the worst case: it is as lucky as the test
         for reference in (0, best):
             others = [i for i in range(k) if i != reference]
             p = holm([t_test((values[reference] - values[i]).tolist()) for i in others])
             told = [i for i, one in zip(others, p, strict=True) if one < 0.05]
             if reference == best:
                 chosen += bool(told)
-                excluded += 0 in told  # if row 0 is the best by next to nothing
+                excluded += 0 in told  # if row 0 is the best by a negligible difference
             if reference == 0:
                 named += bool(told)
     assert named / times < 0.05 + 3 * np.sqrt(0.05 * 0.95 / times)

@@ -1,4 +1,4 @@
-"""Signatures of keys: who can sign for which client."""
+"""Signatures of keys, and the clients that a key may sign for."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_certificate_that_has_expired_does_not_sign(tmp_path: Path) -> None:
     with refusing(RefusedError, "north"):
         CertificateVerifier(ca, now=lambda: made.ends + timedelta(minutes=1)).verify("north", b"keys", signature)
     with refusing(ExperimentError, "north"):
-        CertificateSigner(dataclasses.replace(pair, chain=pair.chain * 5))  # is too long
+        CertificateSigner(dataclasses.replace(pair, chain=pair.chain * 5))  # too long
 
 
 def test_an_empty_register_verifies_nobody() -> None:

@@ -1,4 +1,4 @@
-"""Clients that let deadlines pass: who is drawn before them, whom evaluations leave out, and for how long."""
+"""Clients that miss deadlines: order of draws, exclusion from evaluations, and its duration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERYONE = (*GHOSTS, *HONEST)
 
 @pytest.fixture
 def silence() -> Silence:
-    """Three members with a client each, and one with fifty."""
+    """Return three members with a client each, and one with fifty."""
     silence = Silence()
     for client in HONEST:
         silence.join([client], f"worker of {client}", f"owner of {client}")
@@ -83,7 +83,7 @@ def test_owners_of_lost_clients_come_last_in_the_next_attempt(
     assert silence.groups(EVERYONE, 3) == [EVERYONE]
     silence.leave(HONEST[:1])
     silence.join(HONEST[:1], "worker of h-1", "owner of h-1")
-    assert drawn_after(silence, 3, GHOSTS[:3]) == [set(HONEST[1:]), set(HONEST[:1])]  # who has answered is first
+    assert drawn_after(silence, 3, GHOSTS[:3]) == [set(HONEST[1:]), set(HONEST[:1])]  # answering clients first
 
 
 def drawn_after(silence: Silence, least: int, lost: Sequence[str]) -> list[set[str]]:
@@ -113,7 +113,7 @@ def test_a_refusing_client_is_drawn_only_if_there_are_too_few_others() -> None:
         silence.join([client], f"worker of {client}", f"owner of {client}")
     silence.join(GHOSTS, "ghosts", "mallory")
     silence.refuse(GHOSTS[:2], ())
-    assert silence.refusing == set(GHOSTS)  # nobody of that owner took part
+    assert silence.refusing == set(GHOSTS)  # no client of that owner took part
     silence.end(GHOSTS, (), 1.0)  # in an evaluation
     silence.sign(GHOSTS, "ghosts", "mallory")
     silence.leave(GHOSTS)
@@ -123,7 +123,7 @@ def test_a_refusing_client_is_drawn_only_if_there_are_too_few_others() -> None:
     clock.now += FIRST_REST_S
     assert silence.groups(EVERYONE, 3) == [EVERYONE]
     silence.refuse(GHOSTS[:1], HONEST)
-    clock.now += 1.5 * FIRST_REST_S  # it rests for twice as long now
+    clock.now += 1.5 * FIRST_REST_S  # it now rests for twice as long
     assert drawn(silence, 3) == set(HONEST)
     silence.take_part(GHOSTS[:1])
     assert silence.refusing == frozenset()
@@ -134,7 +134,7 @@ def test_a_refusing_client_rests_while_others_of_its_owner_take_part(silence: Si
     assert silence.refusing == set(GHOSTS[:2])
     silence.end((), HONEST[:1], 5.0)
     silence.refuse((*GHOSTS[:2], *HONEST[:1]), GHOSTS[2:3])
-    assert silence.refusing == set(GHOSTS[:2])  # the other is silent, until it gives a sign of life
+    assert silence.refusing == set(GHOSTS[:2])  # the other is silent, until it shows activity
 
 
 def test_an_evaluation_skips_silent_clients_and_later_new_ones(silence: Silence) -> None:
@@ -156,7 +156,7 @@ def test_in_a_closed_run_only_clients_that_were_asked_are_silent() -> None:
 
 
 def cohort_of(silence: Silence | None, **how: object) -> tuple[str, ...]:
-    """The cohort of five of round 7, as the loop draws it."""
+    """Return the cohort of five of round 7, as the loop draws it."""
     sizes = dict.fromkeys(EVERYONE, 1)
     rules = RoundConfig(3, 5, 1.0, 1, {}, None, lambda client, answer: None)  # type: ignore[arg-type]
     groups = None if silence is None else partial(silence.groups, least=1)
@@ -167,7 +167,7 @@ def cohort_of(silence: Silence | None, **how: object) -> tuple[str, ...]:
 def test_draws_are_unchanged_if_every_client_answers(silence: Silence) -> None:
     assert cohort_of(silence) == cohort_of(None)
     silence.end((), GHOSTS[:1], 5.0)
-    assert cohort_of(silence) == cohort_of(silence, size=3) == HONEST  # which leaves no room to others
+    assert cohort_of(silence) == cohort_of(silence, size=3) == HONEST  # leaves no room for others
     assert set(cohort_of(silence, size=2)) < set(HONEST)
     weights = torch.ones(len(EVERYONE), dtype=torch.float64)
     assert cohort_of(silence, weights=weights) == cohort_of(None, weights=weights)

@@ -16,7 +16,7 @@ CIFAR10, CIFAR100 = find_dataset("cifar10"), find_dataset("cifar100")
 
 
 def record(labels: Sequence[int], red: int, green: int, blue: int) -> bytes:
-    """One image of one colour, but for its second pixel, which is black."""
+    """Return one image of one colour, except for its second pixel, which is black."""
     planes = [bytes([value, 0]) + bytes([value]) * 1022 for value in (red, green, blue)]
     return bytes(labels) + b"".join(planes)
 

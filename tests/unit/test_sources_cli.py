@@ -1,4 +1,4 @@
-"""``fedloom data fetch`` and ``fedloom data list``: what they say, and how they fail."""
+"""``fedloom data fetch`` and ``fedloom data list``: output and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
-    """Run ``fedloom data``, with ``tmp_path/root`` for a data root; returns exit code, output and errors."""
+    """Run ``fedloom data`` with ``tmp_path/root`` as the data root; return exit code, output and errors."""
     logger = logging.getLogger("fedloom")
     level = logger.level
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "root"))
@@ -61,7 +61,7 @@ def test_leaf_files_of_the_user(fetch: Run, tmp_path: Path) -> None:
     code, out, _ = fetch("femnist", "--from", given)
     assert code == 0
     assert tells(out, 36, 4, "1 x 28 x 28", "62 classes", "4 owners")
-    assert fetch("femnist")[0] == 0  # what is there stays
+    assert fetch("femnist")[0] == 0  # existing files stay
 
 
 def test_leaf_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path) -> None:

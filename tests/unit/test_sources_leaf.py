@@ -24,7 +24,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def changed(name: str, change: Change) -> dict[str, bytes]:
-    """A small FEMNIST with one file changed."""
+    """Return a small FEMNIST with one file changed."""
     files = leaf_folders.femnist()
     document = json.loads(files[name])
     change(document)
@@ -101,7 +101,7 @@ def renamed(document: dict[str, Any]) -> None:
 )
 def test_errors_are_named_with_file_and_user(name: str, change: Change, words: list[str]) -> None:
     contents = changed(name, change)
-    if not words:  # a file without users is nothing wrong, as long as another of its part has some
+    if not words:  # a file without users is valid if another of its part has some
         assert len(FEMNIST.read(contents).test) == 2
         return
     with pytest.raises(DataError) as error:

@@ -12,7 +12,7 @@ TRAIN_WRITERS, TEST_WRITERS = [12, 3, 12, 700], [40, 5]
 
 
 def qmnist_labels(classes: list[int], writers: list[int], more: int = 0) -> bytes:
-    """QMNIST's label file of so many examples, and more rows after them."""
+    """Return QMNIST's label file of so many examples, with more rows after them."""
     rows = np.zeros((len(classes) + more, 8), dtype=">i4")
     rows[: len(classes), 0], rows[: len(classes), 2] = classes, writers
     return struct.pack(">BBBB2I", 0, 0, 0x0C, 2, *rows.shape) + rows.tobytes()

@@ -1,4 +1,4 @@
-"""Roles of plays, and the windows of what they say."""
+"""Roles of plays, and the windows of their speech."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAKESPEARE = datasets.find_dataset("shakespeare")
 
 def test_the_roles_of_macbeths_first_scenes() -> None:
     found = roles((FIXTURES / "macbeth_excerpt.txt").read_text())
-    # ALL is nobody's, LENNOX speaks once, LADY MACBETH is only in the cast; counted by hand in the file.
+    # ALL is no role, LENNOX speaks once, LADY MACBETH is only in the cast; counted by hand in the file.
     assert list(found) == ["FIRST WITCH", "SECOND WITCH", "THIRD WITCH", "DUNCAN", "MALCOLM", "SOLDIER", "ROSS"]
     assert found["FIRST WITCH"] == (
         "When shall we three meet again? In thunder, lightning, or in rain? Where the place? I come, Graymalkin!"
@@ -32,7 +32,7 @@ def test_names_in_capitals_without_a_full_stop() -> None:
     found = roles((FIXTURES / "midsummer_excerpt.txt").read_text())
     assert list(found) == ["THESEUS"]  # HIPPOLYTA speaks once
     assert found["THESEUS"].startswith("Now, fair Hippolyta, our nuptial hour Draws on apace;")
-    # The speech goes on after "[Exit PHILOSTRATE.]".
+    # The speech continues after "[Exit PHILOSTRATE.]".
     assert "for our pomp. -- Hippolyta, I woo'd thee with my sword," in found["THESEUS"]
 
 
@@ -108,7 +108,7 @@ def test_a_text_that_is_not_a_play_has_no_roles() -> None:
 
 @pytest.mark.parametrize("length", [80, 81, 100, 101, 202, 404, 1000])
 def test_every_window_lies_on_one_side_of_the_cut(length: int) -> None:
-    text = np.arange(length, dtype=np.int64)  # a position is its own character, so that a window says where it is
+    text = np.arange(length, dtype=np.int64)  # each position is its own character, so that windows show their position
     official = windows({"before": text[:90], "role": text, "after": text[:200]})
     assert official.owners == datasets.Owners(("before", "role", "after"), divided=True, overlap=80)
     cut = int(0.8 * length)

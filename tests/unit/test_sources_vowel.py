@@ -1,4 +1,4 @@
-"""Vowel, and the reader of the R file that it comes in."""
+"""Vowel, and the reader of its R file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOWEL = (FIXTURES / "Vowel.rda").read_bytes()
 def test_the_utterances_of_the_repository() -> None:
     columns = data_frame(VOWEL, "Vowel")
     assert list(columns) == [*(f"V{i}" for i in range(1, 11)), "Class"]
-    # The first line of vowel-context.data, without its second feature, 0.418, which mlbench leaves out.
+    # The first line of vowel-context.data, without its second feature, 0.418, which mlbench omits.
     first = [-3.639, -0.670, 1.779, -0.168, 1.627, -0.388, 0.529, -0.874, -0.814]
     assert [columns[f"V{i}"][0] for i in range(2, 11)] == pytest.approx(first)
     speakers = columns["V1"]
@@ -52,7 +52,7 @@ def test_class_names_match_the_file() -> None:
 
 
 def test_invalid_data_are_rejected() -> None:
-    """A closure in place of the first number: nothing of it is read."""
+    """Put a closure in place of the first number: nothing of it is read."""
     whole = bytearray(lzma.decompress(VOWEL))
     at = whole.index(struct.pack(">ii", 14, 990))  # the first column of numbers: R's type 14, 990 of them
     whole[at + 3] = 3

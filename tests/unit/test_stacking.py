@@ -1,4 +1,4 @@
-"""Clients that train together: their losses, and the rows of those that are not done."""
+"""Clients that train together: their losses, and the rows of unfinished clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Squared(MLP):
-    """Subclass with a forward of its own, which a stack must use."""
+    """Subclass with its own forward, which a stack must use."""
 
     def forward(self, parameters: Any, x: Any) -> Any:
         return super().forward(parameters, x) ** 2
@@ -43,7 +43,7 @@ class Squared(MLP):
     "model", [SMALL, LeNet(IMAGE, CLASSES), Squared(IMAGE, [6], CLASSES)], ids=["mlp", "lenet", "own"]
 )
 def test_clients_that_finish_first_do_not_affect_the_others(model: Any, name: str) -> None:
-    """One client is alone for its last steps, the epochs being of 21, 13, 6, 3 and 1 examples."""
+    """One client is alone for its last steps, as the epochs have 21, 13, 6, 3 and 1 examples."""
     s = LocalSGD.model_validate({"epochs": 2, "batch_size": 4, "lr": 0.05, **OPTIONS[name]})
     data, theta = clients(UNEVEN), starts(model, len(UNEVEN))
     together = train(model, group(data), theta, s)
@@ -79,7 +79,7 @@ def test_every_method_stacked_is_close_to_one_by_one_and_repeatable(name: str, t
 
 
 class Recorded(MLP):
-    """SMALL, which records for how many clients it is called together."""
+    """SMALL, which records the number of clients of each call."""
 
     def __init__(self) -> None:
         super().__init__(IMAGE, [5], CLASSES)
@@ -100,7 +100,7 @@ class Recorded(MLP):
     ids=["apfl", "per-fedavg", "per-fedavg with a Hessian"],
 )
 def test_methods_skip_finished_clients(method: Any, gradients: int, settings: dict[str, Any]) -> None:
-    """Every gradient of a step is of the clients that make it, and the result is that of each client alone."""
+    """Every gradient of a step is of the clients that make it, and the result equals that of each client alone."""
     s = method.settings.model_validate({"local": {"epochs": 2, "batch_size": 4, "lr": 0.05}, **settings})
     model, data, theta = Recorded(), clients(UNEVEN), starts(SMALL, len(UNEVEN))
     members = group(data)

@@ -1,4 +1,4 @@
-"""Client states: a client goes on from the last round that counted it, whatever happened to the rounds between."""
+"""Client states: a client continues from the last round that counted it, whatever happened to the rounds between."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Personal(Message):
 
 
 class Server(ServerAlgorithm):
-    """Writes down what each client says it remembers."""
+    """Server that records the rounds that each client reports."""
 
     def __init__(self, settings: Settings, problem: Any, generator: torch.Generator) -> None:
         super().__init__(settings, problem)
@@ -66,7 +66,7 @@ class Server(ServerAlgorithm):
 
 
 class Client(ClientAlgorithm):
-    """Remembers the rounds it was counted in."""
+    """Client that records the rounds it was counted in."""
 
     stateful = True
 
@@ -126,7 +126,7 @@ def test_a_round_that_lost_a_client_is_forgotten_even_if_it_was_stored(tmp_path:
 
 
 def test_a_client_lost_after_its_answer_was_stored_restarts_from_before(tmp_path: Path) -> None:
-    """Its state of round 2 lies there, but the journal does not count it in round 2."""
+    """Its state of round 2 exists, but the journal does not count it in round 2."""
     f = made(tmp_path, rounds=2)
     f.run()
     journal, attempts = f.loop.journal, f.loop.journal.attempts
@@ -151,7 +151,7 @@ def test_old_versions_are_removed_except_those_of_kept_checkpoints(tmp_path: Pat
 
 
 def test_versions_needed_by_a_checkpoint_are_kept_while_it_is_written(tmp_path: Path) -> None:
-    """Rounds go on meanwhile; killed afterwards, the run goes on from that checkpoint."""
+    """Rounds continue meanwhile; killed afterwards, the run resumes from that checkpoint."""
     f = made(tmp_path, rounds=5)
     f.loop._checkpoint()
     f.loop.checkpoints.wait()
@@ -221,12 +221,12 @@ def test_a_generation_is_later_than_those_in_the_journal_for_any_clock(tmp_path:
     f = made(tmp_path, rounds=0)
     attempts = [Attempt(t, 1, statistics={"client_steps": 0.0}, life=life) for t, life in ((1, 5), (2, 2**60))]
     f.loop.folder.rewrite("journal.jsonl", map(dataclasses.asdict, attempts))
-    for upto in (None, 1):  # what is not wanted was made by somebody, too
+    for upto in (None, 1):  # unselected versions exist, too
         assert Journal.read(f.loop.folder, upto).life == 2**60 + 1
 
 
 def test_an_aggregator_thought_dead_does_not_harm_its_successor(tmp_path: Path) -> None:
-    """It goes on with rounds that the successor holds, too; the successor's states stay what they are."""
+    """It continues with rounds that the successor also runs; the successor's states do not change."""
     old = made(tmp_path, rounds=6)
     for _ in range(2):
         old.loop._train_round()
@@ -248,13 +248,13 @@ def test_an_aggregator_thought_dead_does_not_harm_its_successor(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("version", "gone"),
     [
-        (Version(4, 1, 0, 0, 7), True),  # gone on from
+        (Version(4, 1, 0, 0, 7), True),  # resumed from
         (Version(5, 1, 0, 0, 7), False),  # the start
-        (Version(6, 1, 0, 0, 7), False),  # of an attempt under way
+        (Version(6, 1, 0, 0, 7), False),  # of the current attempt
         (Version(2, 1, 0, 0, 6), False),  # a checkpoint's
         (Version(2, 1, 0, 0, 7), True),
-        (Version(9, 1, 0, 0, 6), True),  # kept by an earlier life after its last checkpoint
-        (Version(1, 1, 0, 0, 8), False),  # a later life's
+        (Version(9, 1, 0, 0, 6), True),  # kept by an earlier incarnation after its last checkpoint
+        (Version(1, 1, 0, 0, 8), False),  # of a later incarnation
     ],
 )
 def test_superseded_states(version: Version, gone: bool) -> None:
@@ -293,7 +293,7 @@ def test_a_store_of_states(store: Store) -> None:
 def test_a_failing_store_is_not_a_failure_of_its_clients(
     tmp_path: Path, failure: type[FedloomError], method: str
 ) -> None:
-    """The run ends, resumable; it does not go on without those whose states are out of reach."""
+    """The run ends resumably; it does not continue without the clients whose states are unreachable."""
     states = Failing(tmp_path / "states", method, failure)
     f = made(tmp_path, rounds=3, states=states)
     with pytest.raises(failure, match="the bucket is gone"):
@@ -303,7 +303,7 @@ def test_a_failing_store_is_not_a_failure_of_its_clients(
 
 
 class Failing(FolderStore):
-    """Fails when a state of the first round is read, or one of the second is written."""
+    """Store that fails when a state of the first round is read, or one of the second is written."""
 
     def __init__(self, folder: Path, method: str, failure: type[FedloomError]) -> None:
         super().__init__(folder)
@@ -321,7 +321,7 @@ class Failing(FolderStore):
 
 
 def test_partially_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
-    """Also where no run's folder is: workers that were started by hand share one for states."""
+    """Also without a run's folder: manually started workers share one for states."""
     states, version = StoredStates(FolderStore(tmp_path)), Version(1, 1, 0, 0)
     states.save("a", version, {"x": torch.zeros(1)})
     for client in ("a", "b"):

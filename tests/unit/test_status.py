@@ -1,4 +1,4 @@
-"""``fedloom status`` and ``fedloom clients`` off a run's files, and how a snapshot is shown."""
+"""``fedloom status`` and ``fedloom clients`` from a run's files, and the display of a snapshot."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 1, "batch_size": 4,
 
 
 def run(folder: Path, *, made: int = 3, rounds: int | str = 3, lost: dict[int, int] | None = None) -> RunFolder:
-    """The files of a run of which some rounds are made, by the real loop."""
+    """Return the files of a partially completed run, by the real loop."""
     data = clients([4, 6, 8])
     held = federation(
         folder, FEDAVG, SETTINGS, setup(n=3), data, rounds=made, checkpoint_every_s=0, unseen=["c2"], lost=lost
@@ -92,7 +92,7 @@ def test_a_journal_is_read_incrementally_and_again_after_truncation(tmp_path: Pa
     folder = run(tmp_path / "run")
     lines = (tmp_path / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
     journal = tmp_path / "run" / "journal.jsonl"
-    journal.write_bytes(lines[0] + lines[1][:20])  # the second is being written
+    journal.write_bytes(lines[0] + lines[1][:20])  # the second is incomplete
     files = RunStatus(folder)
     assert files.activity().round == 1
     with journal.open("ab") as more:
@@ -214,7 +214,7 @@ def test_neither_command_imports_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-# ---- how it is shown
+# ---- display
 
 
 def activity(**changes: Any) -> Activity:

@@ -1,4 +1,4 @@
-"""Requests to stop a run: signals, and a run that nobody watches any more."""
+"""Requests to stop a run: signals, and a run without watchers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said() -> list[str]:
 
 
 def counted(stop_request: StopRequest) -> threading.Event:
-    """Set once the run is aborted."""
+    """Return the event that is set once the run is aborted."""
     aborted = threading.Event()
     stop_request.abort = aborted.set
     return aborted
@@ -97,7 +97,7 @@ def test_a_run_without_watchers_stops(said: list[str]) -> None:
     aborted = counted(stop_request)
     unwatched = 0.0
     with stop_request.when_unwatched(lambda: unwatched, 0.2):
-        assert not stop_request.event.wait(0.5)  # somebody does
+        assert not stop_request.event.wait(0.5)  # there is a watcher
         unwatched = 0.3
         assert stop_request.event.wait(30)
         assert aborted.wait(30)

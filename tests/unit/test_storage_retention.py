@@ -1,4 +1,4 @@
-"""Retention of runs in a store: which are removed, and that no removed run looks whole."""
+"""Retention of runs in a store: the removed runs, and that no removed run looks complete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY = 86_400.0
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Runs of 1 to 4 days ago; that of 2 days ago is not finished. And a partition."""
+    """Write runs of 1 to 4 days ago, the one of 2 days ago unfinished, and a partition."""
     store = open_store(tmp_path / "store")
     store.write("partitions/ff/partition.json", b"{}")
     for days in (1, 2, 3, 4):
@@ -55,7 +55,7 @@ def test_runs_as_stored(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keep", "older_than", "gone"),
     [
-        (1, None, ["run-3", "run-4"]),  # what is not finished may be running
+        (1, None, ["run-3", "run-4"]),  # an unfinished run may be running
         (0, None, ["run-1", "run-3", "run-4"]),
         (9, None, []),
         (None, 2.5, ["run-3", "run-4"]),
@@ -124,7 +124,7 @@ def test_unreferenced_partitions_are_removed(store: Store) -> None:
     for name, manifest in manifests.items():
         store.write(f"partitions/{name}/shards/a", b"x" * 10)
         store.write(f"partitions/{name}/partition.json", manifest)
-    store.write("partitions/half/shards/a", b"x")  # cut short while it was published
+    store.write("partitions/half/shards/a", b"x")  # interrupted during publication
     store.write("runs/ended/summary.json", b"{}")
     store.write("runs/ended/partition.json", manifests["ended"])
     store.write(f"runs/going/blobs/00000001-{hashlib.sha256(manifests['going']).hexdigest()}", manifests["going"])
@@ -140,5 +140,5 @@ def test_unreferenced_partitions_are_removed(store: Store) -> None:
     assert of([], older_than_s=4 * DAY) == ([], [])
     remove_folders(store, unused(store, stored_partitions(store), runs, later, older_than_s=0)[0])
     assert [partition.name for partition in stored_partitions(store)] == ["ended", "going"]
-    store.write("runs/begun/experiment.yaml", b"x")  # it has not said yet which it needs
+    store.write("runs/begun/experiment.yaml", b"x")  # its record does not name its partition yet
     assert of(stored_runs(store)) == ([], ["begun"])

@@ -28,7 +28,7 @@ def drawn(size: int = 11, seed: int = 0) -> Subspace:
 
 
 def dense(subspace: Subspace) -> Tensor:
-    """P ``[d, k]`` by its action on the unit vectors."""
+    """Return P ``[d, k]`` by its action on the unit vectors."""
     unit = torch.eye(subspace.size, dtype=torch.float64)
     return (subspace.expand(unit) - subspace.origin).T
 
@@ -54,7 +54,7 @@ def test_the_projection_is_the_transpose_and_the_derivative() -> None:
     torch.testing.assert_close(projected, change @ dense(subspace), rtol=0, atol=1e-13)
     (gradient,) = torch.autograd.grad((subspace.expand(v) * change[0]).sum(), [v])
     torch.testing.assert_close(gradient, projected[0], rtol=0, atol=1e-13)
-    assert torch.equal(subspace.project(change[1:2])[0], projected[1])  # whoever else is in the group
+    assert torch.equal(subspace.project(change[1:2])[0], projected[1])  # for any other clients in the batch
 
 
 def test_stacked_clients_expand_as_one_does() -> None:
@@ -65,7 +65,7 @@ def test_stacked_clients_expand_as_one_does() -> None:
 
 
 def test_over_draws_the_projection_is_unbiased_and_signs_are_fair() -> None:
-    """E[P Pᵀ] = (k/d) I, so that E‖Pᵀ g‖² = (k/d) ‖g‖²."""
+    """Check E[P Pᵀ] = (k/d) I, so that E‖Pᵀ g‖² = (k/d) ‖g‖²."""
     draws, k = 4000, 11
     ps = [dense(drawn(k, seed)) for seed in range(draws)]
     mean = sum(p @ p.T for p in ps) / draws
@@ -93,14 +93,14 @@ def test_a_seed_determines_the_subspace_in_every_process() -> None:
 
 
 def test_the_origin_is_the_models_own_initialization() -> None:
-    """Every entry lies within the bound of its layer's draw."""
+    """Every entry lies within the bound of its layer's initialization."""
     bounds = {"fc1": 1 / 4, "fc2": 1 / 7**0.5}
     for name, part in MODEL.layout.split(drawn().origin).items():
         assert 0.5 * bounds[name[:3]] < float(part.abs().max()) <= bounds[name[:3]]
 
 
 class Outputs(TorchDispatchMode):
-    """Count the numbers that all operations within read and return."""
+    """Counter of the numbers that all operations within read and return."""
 
     numbers = 0
 
@@ -111,7 +111,7 @@ class Outputs(TorchDispatchMode):
 
 
 def test_expansion_and_projection_take_linear_time() -> None:
-    """Both ways make a few copies of θ, where a dense P of this size would have 86 million entries."""
+    """Both make a few copies of θ, where a dense P of this size would have 86 million entries."""
     model = LeNet((1, 28, 28), 10)
     subspace = Subspace(model, 1000, 0)
     v, g = torch.randn(1000, requires_grad=True), torch.randn(model.layout.size)

@@ -1,4 +1,4 @@
-"""Parameters of secure sums: graphs, thresholds, and how many neighbours are enough."""
+"""Parameters of secure sums: graphs, thresholds, and sufficient numbers of neighbours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums of answers through the round loop: in the clear, and under secure aggregation, against plain averaging."""
+"""Sums of answers through the round loop: in plain, and under secure aggregation, against plain averaging."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_plain_and_masked_sums_equal_the_mean(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedbayes"])
 def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, tmp_path: Path) -> None:
-    """All but those of the worst clients, which no sum gives."""
+    """Except those of the worst clients, which no sum provides."""
     method, data = find_algorithm(name), clients((12, 7, 9, 16, 11, 8))
     problem = problem_of(MLP(IMAGE, (8,), 3), data)
     unseen = [c.id for c in data[:3]]
@@ -82,7 +82,7 @@ def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, t
 
 
 def test_more_members_than_32_bits_hold_are_rejected() -> None:
-    """Statistics of 32-bit sums take parts of 16 bits, whose sums over 2^16 members just fit."""
+    """Statistics of 32-bit sums use parts of 16 bits, whose sums over 2^16 members just fit."""
     method = find_algorithm("fedavg")
     summation = Summation(method.sums(method.settings()))
     (answer,) = summation.fields
@@ -95,7 +95,7 @@ def test_more_members_than_32_bits_hold_are_rejected() -> None:
 
 
 def compare(expected: Any, found: Any, key: str = "") -> None:
-    """Check numbers in nested mappings, and that what is known only of single clients is None."""
+    """Check numbers in nested mappings, and that values known only of single clients are None."""
     if isinstance(expected, dict):
         assert found is not None, key
         for name, value in expected.items():

@@ -52,7 +52,7 @@ class Second(Message):
 
 
 class Server(ServerAlgorithm):
-    """Two means in a round, the second of answers to the first."""
+    """Server with two means in a round, the second of answers to the first."""
 
     def __init__(self, settings: Settings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
@@ -74,7 +74,7 @@ class Server(ServerAlgorithm):
 
 
 class Client(ClientAlgorithm):
-    """Answers that differ by the number of examples."""
+    """Client whose answers differ by the number of examples."""
 
     @conversation
     def train(self, clients: ClientGroup, opening: Begin) -> Conversation:
@@ -91,7 +91,7 @@ class Client(ClientAlgorithm):
 
 
 class Twice(Algorithm):
-    """The method of these halves."""
+    """Algorithm of this server and this client."""
 
     name = "twice"
     settings, server, client = Settings, Server, Client

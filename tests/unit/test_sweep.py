@@ -1,4 +1,4 @@
-"""The points of a sweep: which runs, under which names, and what is refused before anything runs."""
+"""The points of a sweep: its runs, their names, and errors before any run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_labels_are_the_shortest_distinct_suffixes() -> None:
     names = [
         p.name for p in made(None, "data.partition.min_examples=10", "model.hidden=[8],[16]", "evaluation.every=7")
     ]
-    assert names[0].startswith("min_examples=10,hidden=_8_,every=7-")  # brackets make no good name: a hash tells apart
+    assert names[0].startswith("min_examples=10,hidden=_8_,every=7-")  # brackets are replaced, a hash distinguishes
     assert len(set(names)) == 2
     several = made(None, "algorithm.local.batch_size=4", "evaluation.batch_size=64")
     assert several[0].name == "local.batch_size=4,evaluation.batch_size=64"

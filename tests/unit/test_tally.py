@@ -50,8 +50,8 @@ def test_an_example_budget_considers_the_clients_asked() -> None:
     assert tally.epsilon == epsilon_of(large["large"], 1e-5)
     tally.add(small)
     assert tally.epsilon > 3
-    assert tally.may_release(large)  # what others have spent does not end it
-    assert not tally.may_release({EVERYONE: {SUM: 1}})  # this is about the small client, too
+    assert tally.may_release(large)  # releases of other clients do not end it
+    assert not tally.may_release({EVERYONE: {SUM: 1}})  # this also concerns the small client
 
 
 def test_a_budget_allows_nothing_after_an_uncounted_release() -> None:

@@ -1,4 +1,4 @@
-"""Targets that are not classes, and inputs beside pixels, features and tokens: from arrays to clients and models."""
+"""Targets that are not classes, and inputs beyond pixels, features and tokens: from arrays to clients and models."""
 
 from __future__ import annotations
 
@@ -476,7 +476,7 @@ def test_medmnist_files_have_images_volumes_and_labels(
     np.savez(tmp_path / "m.npz", **arrays)
     manifest = read("medmnist", tmp_path / "m.npz", tmp_path).manifest
     assert (manifest.kind, manifest.input_shape, manifest.task) == (kind, shape, task)
-    assert 16 <= sum(entry.test for entry in manifest.clients) <= 20  # of each class as many for both
+    assert 16 <= sum(entry.test for entry in manifest.clients) <= 20  # equally many of each class for both
     del arrays["val_labels"]
     np.savez(tmp_path / "n.npz", **arrays)
     with pytest.raises(DataError) as error:
@@ -639,7 +639,7 @@ def test_built_in_models_standardize_integers_and_reject_named_inputs() -> None:
 
 
 class _Fixed:
-    """Predictor whose predictions are given."""
+    """Predictor with given predictions."""
 
     def __init__(self, function: Callable[[Any], torch.Tensor]) -> None:
         self.function = function

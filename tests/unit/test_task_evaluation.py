@@ -1,4 +1,4 @@
-"""Evaluation of every task: what clients measure of their models, and the statistics that follow."""
+"""Evaluation of every task: the clients' metrics of their models, and their statistics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ sk = Lazy("sklearn.metrics")
 
 
 class Scaled(FlatModel):
-    """A model whose outputs are its inputs times a number: any outputs can be asked for."""
+    """Model whose outputs are its inputs times a number, so that any outputs can be produced."""
 
     has_features = False
 
@@ -256,7 +256,7 @@ absolute.higher_is_better = False  # type: ignore[attr-defined]
 
 
 class Correlation:
-    """Pearson correlation of all numbers: a metric that no mean over examples gives."""
+    """Pearson correlation of all numbers: a metric that is not a mean over examples."""
 
     percent = True
 

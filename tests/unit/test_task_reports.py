@@ -1,4 +1,4 @@
-"""Reports, comparisons and tables of tasks other than classification, against the numbers of made-up runs."""
+"""Reports, comparisons and tables of tasks other than classification, against made-up runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_report_has_every_metric(tmp_path: Path, task: str) -> None:
     mean, std, *others = (shown(metric, value) for value in wanted.values())
     assert results.headings[0] == f"test {metric.heading}"
     assert cells(results.blocks[0][1][0])[1:6] == ["24", f"{mean} ± {std}", *others]
-    assert len(results.blocks) == 1  # the last round is the best, and there is no masked reading
+    assert len(results.blocks) == 1  # the last round is the best, and there is no label mask
     rows = {cells(row)[0]: cells(row)[1:] for row in every.blocks[0][1]}
     assert list(rows) == [*map(metric_heading, METRICS_OF[task])]
     for name in METRICS_OF[task]:
@@ -139,7 +139,7 @@ def test_the_comparison_finds_the_better_method(tmp_path: Path, task: str) -> No
     assert metric.sign * gap > 0
     assert pair.p is not None
     assert pair.p < 0.05
-    assert found.references[found.rows[good].block].row == good  # by validation
+    assert found.references[found.rows[good].block].row == good  # on validation
     table = list(csv.DictReader(io.StringIO(rows_as_csv(found))))
     assert float(table[good][f"seen_{metric.name}"]) == pytest.approx(found.rows[good].mean("seen"))
     assert float(table[good]["seen_pooled"]) > 0
@@ -367,7 +367,7 @@ def test_the_report_of_segmentation_shows_input_truth_and_prediction(tmp_path: P
     with_examples(folder, "segmentation", clients, 3)
     part = examples(RunFolder(folder))
     (row,) = part.tables[0].blocks[0][1]
-    assert cells(row) == ["client-00", f"{100 / 3:.1f}", "class 1"]  # one of three pixels that have a class
+    assert cells(row) == ["client-00", f"{100 / 3:.1f}", "class 1"]  # one of three pixels with a class
     drawn = [axes.images[0].get_array().tolist() for axes in part.panels[0].svg.figure.axes]
     assert drawn == [clients[0][key] for key in ("image", "true", "predicted")]
     assert 'aria-label="Examples: examples"' in write_report(folder).read_text()

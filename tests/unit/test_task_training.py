@@ -19,7 +19,7 @@ from fedloom.tasks.base import PredictionTask
 
 
 class Shifted(FlatModel):
-    """Inputs, which look like outputs, times a number, plus another."""
+    """Model that returns its inputs, which look like outputs, times a number, plus another."""
 
     has_features = False
 

@@ -44,7 +44,7 @@ def targets(name: str, **more: Any) -> Targets:
 
 
 def batch(task: PredictionTask, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Outputs of a model and targets of n examples, as a data set of the task could have them."""
+    """Return outputs of a model and targets of n examples, as a dataset of the task could have them."""
     generator = torch.Generator().manual_seed(seed)
     shape = SHAPES[task.name]
     outputs = 2 * torch.randn(n, *task.output_shape(K, shape), generator=generator)
@@ -58,7 +58,7 @@ def batch(task: PredictionTask, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def measured(
     task: PredictionTask, outputs: Tensor, y: Tensor, *, pooled: bool = False, **more: Any
 ) -> dict[str, float]:
-    """The metrics of one client that follow from sums."""
+    """Return the metrics of one client from its sums."""
     plan = EvaluationPlan.of(targets(task.name, **more), task, task.optional)
     sums = torch.cat([part.of(task.predictions(outputs), y) for part in plan.sums])
     nothing = plan.nothing(1, 1)
@@ -155,7 +155,7 @@ def test_auroc_of_labels_equals_scikit_learn(n: int, seed: int, levels: int) -> 
 @pytest.mark.slow
 def test_multilabel_metrics_equal_scikit_learn_and_torchmetrics() -> None:
     outputs, y = batch(Multilabel(), 60)
-    y[:, 3] = 0  # a label that no example has
+    y[:, 3] = 0  # a label without examples
     outputs[:, 3] = -1
     found = measured(Multilabel(), outputs, y)
     predicted, true, some = (outputs > 0).int().numpy(), y.int().numpy(), [0, 1, 2]
@@ -195,9 +195,9 @@ def test_regression_metrics_are_in_original_units(std: tuple[float, ...]) -> Non
 @pytest.mark.slow
 def test_segmentation_metrics_equal_scikit_learn_and_torchmetrics() -> None:
     outputs, y = batch(Segmentation(), 8)
-    y[y == 3] = 0  # no pixel is of this class
+    y[y == 3] = 0  # no pixel of this class
     y[:, 0] = 255
-    outputs[:, 2] = -9.0  # no pixel is predicted to be of this class
+    outputs[:, 2] = -9.0  # no pixel is predicted as this class
     counted = y != 255
     true, predicted = y[counted], outputs.argmax(1)[counted]
     found = measured(Segmentation(), outputs, y)
@@ -366,5 +366,5 @@ def test_tokens_identical_to_the_inputs_are_shifted_by_one() -> None:
 def test_memory_does_not_grow_with_the_square_of_the_vocabulary() -> None:
     plan = EvaluationPlan.of(Targets("next_token", (128,), 30_000))
     assert sum(math.prod(shape) for shape in plan.shapes(2).values()) < 1000
-    assert EvaluationPlan.of_classes(10).size <= 2  # an evaluation of classes stays as small as it was
+    assert EvaluationPlan.of_classes(10).size <= 2  # evaluations of classes keep their small size
     assert Auroc(10, of_classes=True).size == 2 + 10 * 2 * BINS

@@ -1,4 +1,4 @@
-"""Files of tensors: no flipped bit is read as if nothing had happened, and the same content is the same bytes."""
+"""Files of tensors: any flipped bit is detected, and equal contents give equal bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSORS = {"theta": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(True), "
 
 
 def flipped(content: bytes, bit: int) -> bytes:
-    """The content with one bit changed."""
+    """Return the content with one bit changed."""
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
@@ -55,7 +55,7 @@ def test_a_truncated_file_is_rejected(kept: int) -> None:
 
 
 def made(folder: Path) -> Checkpoints:
-    """Checkpoints of rounds 3, 4 and 5; the best is 3."""
+    """Write checkpoints of rounds 3, 4 and 5; the best is 3."""
     checkpoints = Checkpoints(folder)
     folder.mkdir()
     for round in (3, 4, 5):
@@ -66,7 +66,7 @@ def made(folder: Path) -> Checkpoints:
 
 
 def test_a_damaged_checkpoint_is_named_with_the_others(tmp_path: Path) -> None:
-    """Whichever bit of it; nothing is taken in its place."""
+    """For any bit of it; no other file is used in its place."""
     checkpoints = made(tmp_path / "checkpoints")
     path = tmp_path / "checkpoints" / "round-000005.safetensors"
     whole = path.read_bytes()
@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_named_with_the_others(tmp_path: Path) -> None:
 
 
 def test_the_hint_for_a_damaged_checkpoint_works(tmp_path: Path) -> None:
-    """An earlier round needs the file gone for --resume; the first has nothing to go back to, nor has the only one."""
+    """Resuming from an earlier round requires removing the file; the first and the only one have no earlier round."""
     checkpoints = made(tmp_path / "checkpoints")
     first, second, third = sorted((tmp_path / "checkpoints").iterdir())
     whole = first.read_bytes()
@@ -117,6 +117,6 @@ def test_a_damaged_state_is_rejected(tmp_path: Path) -> None:
     path.write_bytes(whole)
     states.save("c1", version, {"q": torch.zeros(40)})
     assert states.load("c0", version) is not None
-    path.write_bytes((tmp_path / "c1" / path.name).read_bytes())  # another client's
+    path.write_bytes((tmp_path / "c1" / path.name).read_bytes())  # of another client
     with pytest.raises(DataError, match=r"\bc1\b"):
         states.load("c0", version)

@@ -154,7 +154,7 @@ def test_frames_with_a_text_column_train_a_transformer(folder: str, tmp_path: Pa
     }
     model = transformers.BertForSequenceClassification(config)
     run = fedloom.run(experiment, model=model, out=tmp_path / "run", report=False, progress=False)
-    assert run.summary["seen"]["accuracy_mean"] == 1  # two words tell the class
+    assert run.summary["seen"]["accuracy_mean"] == 1  # two words determine the class
     card = run.models("a").card
     assert card.specs["input_ids"].tokenizer == data.open().manifest.specs["input_ids"].tokenizer
     with refusing(ExperimentError, "length"):

@@ -1,4 +1,4 @@
-"""Collaboration theory against simulation of the algorithm's own updates, and against numerical optimization."""
+"""Collaboration theory against simulation of the algorithm's updates, and against numerical optimization."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_best_weights_of_the_other_two_methods_minimize_their_bounds() -> No
     for steps in (5, 500):
         best = min(GRID[1:], key=lambda beta: bc_bound(p, 0.7, beta, 0.1, steps, 1.0, p.bias))
         assert optimal_beta(p, steps) == pytest.approx(best, abs=1e-3)
-    assert optimal_beta(CollaborationConstants(7, 1.0, 0.0), 5) == 1  # nothing but the start of c to get rid of
+    assert optimal_beta(CollaborationConstants(7, 1.0, 0.0), 5) == 1  # only the initial error of c must decay
     assert optimal_beta(CollaborationConstants(7, 0.0, 1.0), 5) == 0  # c_0 = 0 is right
 
 
@@ -128,7 +128,7 @@ def test_the_best_weights_of_the_other_two_methods_minimize_their_bounds() -> No
 def test_bounds_are_close_to_the_values_of_a_quadratic(
     helpers: int, bias: float, eta: float, beta: float | None
 ) -> None:
-    """The table of docs/theory.md: the best α of the bound is nearly best, the speedup is at most twice the gain."""
+    """The table of docs/theory.md: the best α of the bound is nearly optimal, the speedup at most twice the gain."""
     p = CollaborationConstants(helpers, bias, 10.0)
     if beta is None:
         alpha, claimed = optimal_alpha(p, eta), speedup(helpers, relative_bias(p, eta))
@@ -152,7 +152,7 @@ def test_without_noise_no_helper_is_needed() -> None:
 
 
 def test_bias_correction_has_linear_speedup_if_beta_falls_with_n() -> None:
-    """At one η: the exact loss falls like 1/(N + 1) up to a constant, where a fixed β stops it."""
+    """At one η: the exact loss falls like 1/(N + 1) up to a constant, where a fixed β saturates."""
 
     def gain(helpers: int, beta: float) -> float:
         p, eta = CollaborationConstants(helpers, 0.0, 10.0), 0.05
@@ -173,7 +173,7 @@ def test_mean_estimation_equals_wga_with_harmonic_steps(helpers: int, bias: floa
     random = torch.Generator().manual_seed(0)
     drawn = 2 * torch.randn(samples, 2, 20_000, generator=random, dtype=torch.float64)
     own, average = drawn[:, 0], bias + drawn[:, 1] / math.sqrt(helpers)
-    x = torch.full((20_000,), 7.0, dtype=torch.float64)  # wherever it starts: the first step has size 1
+    x = torch.full((20_000,), 7.0, dtype=torch.float64)  # for any start: the first step has size 1
     for t in range(samples):
         x = x - figures.weighted_gradient(x - own[t], x - average[t], alpha) / (t + 1)
     torch.testing.assert_close(x, (1 - alpha) * own.mean(0) + alpha * average.mean(0))
@@ -185,7 +185,7 @@ def test_mean_estimation_equals_wga_with_harmonic_steps(helpers: int, bias: floa
 @pytest.mark.parametrize("alpha", [0.3, 1.0])
 @pytest.mark.parametrize("steps", [1, 10, 300])
 def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int, growth: float) -> None:
-    """L = μ = h, δ = 0; the gradient is h z."""
+    """Use L = μ = h, δ = 0; the gradient is h z."""
     h, eta, start = 0.8, 0.5, -2.0
     p = CollaborationConstants(5, 1.5, 2.0, h, h, growth=growth)
     excess = h * start**2 / 2
@@ -202,7 +202,7 @@ def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int, growth
 
 @pytest.mark.parametrize("growth", [0.0, 0.15])
 def test_the_bound_with_different_hessians_holds_in_simulation(growth: float) -> None:
-    """f_0 = x²/2, f_avg = (1 + δ) (x - m)²/2: B(x) = δx - (1 + δ) m."""
+    """Use f_0 = x²/2, f_avg = (1 + δ) (x - m)²/2: B(x) = δx - (1 + δ) m."""
     delta, m, alpha, beta, noise, helpers, steps = 0.5, 1.0, 0.8, 0.3, 1.0, 10, 400
     p = CollaborationConstants(helpers, 0.0, noise, dissimilarity=delta, growth=growth)
     eta = min(bc_step_size(p, alpha, beta), beta / 2)

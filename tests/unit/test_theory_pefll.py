@@ -1,4 +1,4 @@
-"""The terms of PeFLL's bound against torch.distributions, and its Monte Carlo against what is known exactly."""
+"""The terms of PeFLL's bound against torch.distributions, and its Monte Carlo estimate against exact values."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_terms_of_a_bound_match_its_networks() -> None:
 
     divergence = squared(dict(these.eta_h)) / 1.0 + squared(dict(these.eta_v)) / 4.0
     assert b.meta == pytest.approx(meta_term(divergence, 5, 0.1))
-    assert b.client == pytest.approx(client_term(0.0, 5, 6, 0.1), rel=1e-6)  # α_θ so wide that no model is far
+    assert b.client == pytest.approx(client_term(0.0, 5, 6, 0.1), rel=1e-6)  # α_θ is so wide that all models are close
     assert (b.clients, b.examples) == (5, 6)
-    assert b.empirical == pytest.approx(2 / 3, abs=0.25)  # it guesses
+    assert b.empirical == pytest.approx(2 / 3, abs=0.25)  # random guessing
 
 
 def test_wider_gaussians_cost_less() -> None:

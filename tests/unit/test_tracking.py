@@ -1,4 +1,4 @@
-"""Trackers: they hear every number, change none, and a run does not stop for them."""
+"""Trackers get every number, change none, and cannot stop a run."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_unknown_tracker_is_rejected_before_the_run(task: dict[str, Any], tmp
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
 def test_the_package_to_install_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, f"fedloom.trackers.{name}", raising=False)
     with pytest.raises(ExperimentError) as refused:
         find_trackers([name])

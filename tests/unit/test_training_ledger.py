@@ -106,7 +106,7 @@ def test_converting_to_replace_one_is_free_if_it_already_is() -> None:
 
 @pytest.mark.parametrize("unit", ["examples", "clients"])
 def test_the_total_of_training_and_descriptors_uses_the_accountant(unit: str) -> None:
-    """A Gaussian event of the package has the noise for adding one: replacing one moves it by twice as much."""
+    """A Gaussian event of the package has the noise for adding one: replacing one changes it by twice as much."""
     own = dp.pld.PLDAccountant(REPLACE)
     own.compose(dp.PoissonSampledDpEvent(0.032, dp.GaussianDpEvent(1.1)), 200)
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_epsilon_of_a_claim_without_its_mechanism_is_added() -> None:
     replaced = training(epsilon=1.5).model_copy(update={"neighbouring": "replace-one"})
     assert Spent((), (replaced,)).total(1e-6) == type(found)(1.5, 1e-5, is_basic=True)
     assert Spent().total(1e-5).epsilon == 0.0
-    assert Spent((), (training(epsilon=1e9),)).total(1e-5).delta > 1  # finite, and no guarantee
+    assert Spent((), (training(epsilon=1e9),)).total(1e-5).delta > 1  # finite, but no guarantee
 
 
 def test_meaningless_releases_are_rejected() -> None:

@@ -1,4 +1,4 @@
-"""Trials by ask and tell: those of Optuna alone, and the same after a kill at any point."""
+"""Trials by ask and tell: equal to those of Optuna alone, and after a kill at any point."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def plan(**settings: Any) -> SearchPlan:
 
 
 def value(trial: Trial, round: int) -> float:
-    """A score that an optimizer can climb: best at lr = 0.1 and 3 epochs, higher in later rounds."""
+    """Return a score for an optimizer to maximize: best at lr = 0.1 and 3 epochs, higher in later rounds."""
     lr, epochs = float(trial.texts["algorithm.local.lr"]), int(trial.texts["algorithm.local.epochs"])
     wide = {"[8]": 0.0, "[16]": 0.3, "[32]": 0.1}[trial.texts["model.hidden"]]
     return -((math.log10(lr) + 1) ** 2) - 0.1 * (epochs - 3) ** 2 + wide - 1.0 / round
 
 
 class Killed(Exception):
-    """The process is gone."""
+    """Exception that ends the process."""
 
 
 def search(trials: Trials, events: list[str], kill_at: int | None = None) -> None:
-    """Carry out a search; what happens goes into ``events``, and after ``kill_at`` of them the process dies."""
+    """Run a search and record its events; the process dies after ``kill_at`` of them."""
 
     def note(event: str) -> None:
         events.append(event)
@@ -132,7 +132,7 @@ def test_a_search_killed_at_any_point_resumes_unchanged(early: str | None, tmp_p
             search(opened(folder, asked), before, kill_at)
         if kill_at % 2:
             with (folder / LOG).open("a") as log:
-                log.write('{"event": "measured", "tri')  # a line cut short
+                log.write('{"event": "measured", "tri')  # a truncated line
         after = list[str]()
         again = opened(folder, asked)
         search(again, after)

@@ -151,7 +151,7 @@ def test_a_damaged_token_file(tokens: Path, content: str, found: str) -> None:
 
 
 def test_errors_about_a_damaged_token_file_reveal_none_of_it(tokens: Path) -> None:
-    """JSON's errors carry the whole document, which may be a token that somebody saved to the wrong file."""
+    """JSON's errors contain the whole document, which may be a token saved to the wrong file."""
     token = make_token()
     tokens.write_text(token.get_secret_value())
     with pytest.raises(ExperimentError) as error:
@@ -172,7 +172,7 @@ def test_invalid_tokens_are_rejected_without_being_shown(tmp_path: Path) -> None
     assert token.get_secret_value() not in repr(checked_token(token.get_secret_value(), "here"))
 
 
-# ---- the table of identities
+# ---- the identity file
 
 
 def test_the_identity_file(table: Path) -> None:
@@ -224,7 +224,7 @@ def test_patterns_match_as_in_a_shell(pattern: str, client: str) -> None:
 
 
 def test_a_pattern_with_many_stars_takes_linear_time() -> None:
-    """Each piece is there over and over, and the last one never."""
+    """Each part occurs many times, and the last one never."""
     whom = Identity("n", frozenset({Role.WORKER}), ("*a" * 60 + "*b", "*a?a*a?a*a?a*a?a*a?a*z"))
     started = time.perf_counter()
     assert whom.foreign(["a" * 128] * 200) == ["a" * 128] * 200
@@ -249,7 +249,7 @@ def test_the_client_limit_of_an_identity_applies_beyond_its_pattern(tmp_path: Pa
 
 @pytest.mark.skipif(not yaml.__with_libyaml__, reason="libyaml makes it fast")
 def test_an_identity_file_of_thousands_is_read_and_searched_fast(tmp_path: Path) -> None:
-    """Read with little more work than libyaml's own, and look up without a walk through the table."""
+    """Reading takes little longer than libyaml alone, and a lookup does not scan the file."""
     path = tmp_path / "identities.yaml"
     entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
     path.write_text("version: 1\nidentities:\n" + "".join(map(entry.format, range(2_000))))
@@ -311,7 +311,7 @@ def test_a_token_in_the_identity_file_is_rejected_without_being_shown(table: Pat
     assert tells(str(error.value), table, "token")
 
 
-# ---- who is let in
+# ---- authentication
 
 
 def test_each_role_has_the_documented_permissions() -> None:
@@ -342,7 +342,7 @@ def test_authentication_by_token_and_by_certificate(table: Path, tokens: Path) -
         PeerCredentials(certificate("URI:urn:fedloom:nobody")),
         PeerCredentials(certificate()),
         PeerCredentials(north, south),  # two identities
-        PeerCredentials(north, stranger),  # a token that is wrong is not overlooked
+        PeerCredentials(north, stranger),  # a wrong token is not ignored
         PeerCredentials(certificate("URI:urn:fedloom:north", days=-0.1)),
     ):
         with pytest.raises(Denied):

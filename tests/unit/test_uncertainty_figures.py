@@ -1,4 +1,4 @@
-"""The reliability diagram, and the pictures of clients whose models are distributions."""
+"""The reliability diagram, and the figures of clients whose models are distributions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_available_figures_are_drawn_with_equal_bytes() -> None:
 
 
 def told(before: dict[str, Any] | None, number: int, n: int = 8) -> dict[str, Any]:
-    """The document of made-up clients after a round; client 2 never answers, and the last two are unseen."""
+    """Return the document of made-up clients after a round; client 2 never answers, and the last two are unseen."""
     calibration, uncertainty = ensembles(n, 4, number / 10, torch.Generator().manual_seed(number))
     calibration[2], uncertainty[2] = 0, 0
     return client_document(
@@ -175,7 +175,7 @@ def test_a_resumed_run_keeps_the_same_figures(tiny_root: Path, tmp_path: Path) -
     assert done.exit_code == 0, (done.output, done.exception)
     assert (copy / "uncertainty.json").read_bytes() == (whole / "uncertainty.json").read_bytes()
 
-    tree["algorithm"] = {"name": "fedavg", "local": {"steps": 2, "lr": 0.1}}  # one network: nothing to disagree
+    tree["algorithm"] = {"name": "fedavg", "local": {"steps": 2, "lr": 0.1}}  # a single network has no disagreement
     file.write_text(yaml.safe_dump(tree))
     done = CliRunner().invoke(app, ["run", str(file), "--out", str(tmp_path / "plain")])
     assert done.exit_code == 0, (done.output, done.exception)

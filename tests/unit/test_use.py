@@ -1,4 +1,4 @@
-"""``fedloom evaluate`` and ``personalize``: what is missing or damaged is never left out silently."""
+"""``fedloom evaluate`` and ``personalize``: missing or damaged files are never skipped silently."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def others(tmp_path: Path) -> Path:
-    """Clients whom the run has never seen."""
+    """Return clients that the run has never seen."""
     scheme = MeansScheme.model_validate(MEANS)
     return partition_dataset("gaussian", PartitionSettings(scheme, 9, 0.0, 0.2), root=tmp_path / "data")
 

@@ -1,4 +1,4 @@
-"""Values that come in as a table, as arrays, or in memory: one rule for every entrance, with what is kept and told."""
+"""Values from tables, from arrays, or in memory: the same rules at every entry point."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ N = 60
 
 
 def table(label: Any, **columns: Any) -> pandas.DataFrame:
-    """A table of 60 rows with a measured column beside the given ones."""
+    """Write a table of 60 rows with a measured column beside the given ones."""
     random = np.random.default_rng(0)
     return pandas.DataFrame({"a": random.normal(size=N).round(3), **columns, "label": label})
 
@@ -98,7 +98,7 @@ ENTRANCES: tuple[Callable[[pandas.DataFrame, Path], Any], ...] = (of_csv, of_par
 
 
 def values(opened: Any, column: int) -> set[float]:
-    """The different values of a feature, over all clients and splits."""
+    """Return the distinct values of a feature, over all clients and splits."""
     shards = [opened.tensors(entry.id) for entry in opened.manifest.clients]
     return {float(v) for shard in shards for key in shard if key.endswith("_x") for v in shard[key][:, column]}
 
@@ -317,7 +317,7 @@ def test_numbered_columns_are_found_and_multilevel_names_are_rejected(tmp_path: 
     assert tells(str(error.value), "2 levels")
 
 
-# --- newcomers and packed clients -------------------------------------------------------------------------------------
+# --- new clients and packed clients -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_new_client_gives_labels_as_in_training(classes: tuple[str, ...], y: A
 def test_given_classes_name_label_positions_for_new_clients_too(tmp_path: Path) -> None:
     x, y = np.random.default_rng(0).normal(size=(N, 2)), np.arange(N) % 3
     clients = {"ann": (x[:30], y[:30]), "bob": (x[30:], y[30:])}
-    classes = ("10", "2", "30")  # as folders of these names are sorted
+    classes = ("10", "2", "30")  # folders of these names are sorted like this
     data = fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
     assert data.open().manifest.class_names == classes
     held = [data.open().tensors(who) for who in ("ann", "bob")]
@@ -389,7 +389,7 @@ def test_a_packed_client_and_a_run_name_classes_equally(tmp_path: Path) -> None:
     assert tells(str(error.value), "'0'", "10, 20, 30")
 
 
-# --- files that are read again, and files that would fill the memory -------------------------------------------------
+# --- files that are read again, and files that would fill the memory --------------------------------------------------
 
 
 def test_a_changed_source_behind_a_link_is_read_again(tmp_path: Path) -> None:
@@ -401,13 +401,13 @@ def test_a_changed_source_behind_a_link_is_read_again(tmp_path: Path) -> None:
     about = (tmp_path / "real" / "a.csv").stat()
     text = (tmp_path / "real" / "a.csv").read_text()
     (tmp_path / "real" / "a.csv").write_text(text.replace("0", "1", 1))
-    os.utime(tmp_path / "real" / "a.csv", ns=(about.st_atime_ns, about.st_mtime_ns))  # as copying with -p leaves it
+    os.utime(tmp_path / "real" / "a.csv", ns=(about.st_atime_ns, about.st_mtime_ns))  # as copying with -p does
     after, _ = _of_file("table", tmp_path / "t.csv")
     assert after.source_sha256 != before.source_sha256
 
 
 def npz(path: Path, header: dict[str, Any], content: int, claimed: int | None = None) -> Path:
-    """An npz file whose x has this header, and so many zero bytes; y is as it should be."""
+    """Return an npz file whose x has this header, and so many zero bytes; y is valid."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         with archive.open("x.npy", "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, header)
@@ -475,7 +475,7 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
 
 
 class Codes(nn.Module):
-    """Looks a feature up as a code, or the number of a bucket, in one of the ways that torch has."""
+    """Module that looks a feature up as a code, or the number of a bucket, in one of torch's ways."""
 
     def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor], way: str = "table") -> None:
         super().__init__()
@@ -568,7 +568,7 @@ def test_missing_labels_are_named_in_training_and_from_new_clients(tmp_path: Pat
 
 
 def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
-    """Columns of a table, the features that an experiment names, and a newcomer's labels."""
+    """Check columns of a table, the features that an experiment names, and a new client's labels."""
     composed, apart = "caf\u00e9", "cafe\u0301"
     frame = pandas.DataFrame({apart: np.arange(60.0), apart + "s": ["a", apart] * 30})
     own = Own(kind="features", input_shape=(1,), classes=("a", composed), features=(composed,))

@@ -1,4 +1,4 @@
-"""WGA and Bias Correction against their updates, written out (papers/004, Algorithms 1-3)."""
+"""WGA and Bias Correction against plain PyTorch (papers/004, Algorithms 1-3)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_gradient_is_that_of_the_mean_cross_entropy() -> None:
 
 @pytest.mark.usefixtures("each_task")
 def test_bias_correction_follows_algorithm_3(tmp_path: Path) -> None:
-    """g = (1-α) g_0 + α (g_avg - c_t) with c_t from before; then c_{t+1} = (1-β) c_t + β (g_avg - g_0)."""
+    """Expect g = (1-α) g_0 + α (g_avg - c_t) with the earlier c_t; then c_{t+1} = (1-β) c_t + β (g_avg - g_0)."""
     s, data, p = made(alpha=0.7, beta=0.3), clients(SIZES), problem()
     fed = run(tmp_path, s, data, rounds=3)
     theta = fed.state["theta"][0]
@@ -114,7 +114,7 @@ def test_bias_correction_without_learning_equals_wga_exactly(tmp_path: Path) -> 
 
 
 def test_an_exact_oracle_with_full_batches_equals_training_alone_for_any_alpha(tmp_path: Path) -> None:
-    """g_avg minus the true bias is ∇f_0 then."""
+    """Then g_avg minus the true bias is ∇f_0."""
     alone = run(tmp_path / "alone", made(rule="alone", batch_size=100), rounds=3)
     oracle = run(tmp_path / "oracle", made(rule="oracle", alpha=0.9, batch_size=100), rounds=3)
     noisy = run(tmp_path / "noisy", made(rule="oracle", alpha=0.9, batch_size=100, oracle_variance=1.0), rounds=3)
@@ -130,11 +130,11 @@ def test_one_of_many_users_trains_like_the_only_one(tmp_path: Path, settings: di
     all_ = run(tmp_path / "all", made(users="all", block=2, steps_per_round=2, **settings), rounds=3)
     one.run()
     all_.run()
-    if settings.get("weights") == "inverse_variance":  # estimated at more states, so only alike at the start
+    if settings.get("weights") == "inverse_variance":  # estimated at more states, so equal only at the start
         assert all_.state["variances"][:, 1].tolist() == one.state["variances"][:, 1].tolist() == [6.0] * 3
         whole = run(tmp_path / "whole", made(users="all", block=3, steps_per_round=2, **settings), rounds=3)
         whole.run()
-        for name in ("theta", "variances"):  # and whoever is in a later block is weighted as in an earlier one
+        for name in ("theta", "variances"):  # clients in a later block are weighted as in an earlier one
             torch.testing.assert_close(whole.state[name], all_.state[name], rtol=1e-9, atol=1e-12)
         return
     assert torch.equal(one.state["theta"][0], all_.state["theta"][0])
@@ -176,7 +176,7 @@ def test_another_user_zero_and_given_weights(tmp_path: Path) -> None:
     close(fed.state["theta"][0], theta - 0.05 * (0.5 * g[1] + 0.5 * (0.75 * g[0] + 0.25 * g[2])))
     for key, found in ({"user": "c9"}, "user"), ({"weights": {"nobody": 1.0}}, "weights"):
         with pytest.raises(ExperimentError, match=rf"^algorithm\.{found}: .*\bc0\b.*\bc2\b"):
-            WGA.client(made(**key), problem())  # what a run makes before it writes anything
+            WGA.client(made(**key), problem())  # called by a run before it writes anything
 
 
 def test_user_zero_is_in_every_cohort_and_the_rest_is_drawn(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_user_zero_is_in_every_cohort_and_the_rest_is_drawn(tmp_path: Path) -> N
 
 
 def test_helpers_with_opposite_gradients_get_no_weight(tmp_path: Path) -> None:
-    """A helper with user 0's data, and one with the labels turned round."""
+    """Use a helper with user 0's data, and one with reversed labels."""
     (c0,) = clients((8,))
     assert c0.train.y is not None
     same = dataclasses.replace(c0, id="c1")
@@ -270,11 +270,11 @@ def test_schedules() -> None:
     c, seen = torch.zeros(()), torch.tensor([3.0, 5.0, 1.0])
     for t, b in enumerate(seen):
         c = next_bias(c, torch.zeros(()), b, s.beta_at(t, 4))
-    close(c, seen.mean())  # with 1/(t + 1) the estimate is the mean of all that was observed
+    close(c, seen.mean())  # with 1/(t + 1) the estimate is the mean of all observations
 
 
 def test_a_harmonic_beta_counts_the_users_own_observations(tmp_path: Path) -> None:
-    """Cohorts of two of three: a user whose first update comes late must not keep a part of c_0 = 0."""
+    """Cohorts of two of three: a user whose first update is late must not keep a part of c_0 = 0."""
     s, data, p = made(users="all", alpha=0.0, beta="harmonic"), clients(SIZES), problem()
     fed = run(tmp_path, s, data, rounds=4, cohort=2)
     theta = fed.state["theta"].clone()
@@ -399,7 +399,7 @@ def test_every_client_of_a_lenet_is_user_zero(tmp_path: Path) -> None:
     assert evaluation.present.all()
 
 
-# --- a stack of clients against one at a time -------------------------------------------------------------------------
+# --- stacked clients against single ones ------------------------------------------------------------------------------
 
 STACKED: dict[str, dict[str, Any]] = {
     **{rule: {"rule": rule, "users": users} for rule, users in (("alone", "all"), ("wga", "one"), ("oracle", "all"))},
@@ -417,7 +417,7 @@ STACKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", STACKED)
 @pytest.mark.usefixtures("each_task")
 def test_stacked_clients_reply_as_single_ones(name: str) -> None:
-    """Two steps, a block of two states and then one, the gradients of all data in between; sizes unequal."""
+    """Two steps, a block of two states and then one, and gradients of all data in between, with unequal sizes."""
     s = made(**({"steps_per_round": 2} | STACKED[name]))
     p, data = problem(), clients((9, 2, 7))
     half, random = WGA.client(s, p), torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""Limits on strangers: budgets over time, log lines, file descriptors."""
+"""Limits for untrusted peers: token buckets, log lines, file descriptors."""
 
 from __future__ import annotations
 

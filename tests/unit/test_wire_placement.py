@@ -1,4 +1,4 @@
-"""Placement: everybody served once, equal shares, data where it is."""
+"""Placement of rows: each is placed once, in equal shares, on a worker with its data."""
 
 import hypothesis.strategies as st
 from hypothesis import given

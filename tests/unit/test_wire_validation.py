@@ -1,4 +1,4 @@
-"""Validation of replies, with reasons of one line."""
+"""Validation of replies, with one-line reasons."""
 
 import re
 

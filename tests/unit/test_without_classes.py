@@ -1,5 +1,4 @@
-"""Data without classes, from the draw to the summary: Gaussian examples, the quadratic model, losses in place of
-accuracies."""
+"""Data without classes, from the draw to the summary: Gaussian examples, the quadratic model, losses for accuracies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that a worker serves: all, those named, or one of N equal blocks."""
+"""Clients served by a worker: all, named ones, or one of N equal blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on the fixture of vowels, or on means: small ones, put together as `fedloom run` does."""
+"""Small runs on the vowel fixture, or on means, built as by `fedloom run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def loop(
     rounds: int = 1,
     own_steps: Sequence[int] | None = None,
 ) -> Loop:
-    """The loop of a run in ``folder/run``, as ``fedloom run`` puts it together."""
+    """Return the loop of a run in ``folder/run``, built as by ``fedloom run``."""
     tree = {
         "name": "small",
         "data": {"root": str(folder / "data"), **data},
@@ -45,7 +45,7 @@ def loop(
 
 
 def normalized() -> nn.Module:
-    """A network with a normalization layer, for methods that need one."""
+    """Return a network with a normalization layer, for methods that need one."""
     return nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 11))
 
 
