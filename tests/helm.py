@@ -28,8 +28,8 @@ DIGEST = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
 @functools.cache
 def helm() -> Path:
     """Return the binary: ``$FEDLOOM_TEST_HELM``, that of the cache, or one of the path; skip if there is none."""
-    if told := os.environ.get("FEDLOOM_TEST_HELM"):
-        return Path(told)
+    if reported := os.environ.get("FEDLOOM_TEST_HELM"):
+        return Path(reported)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fedloom" / "tools"
     binary = cache / f"helm-{DIGEST[:12]}"
     if not binary.exists():

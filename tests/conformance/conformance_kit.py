@@ -423,16 +423,16 @@ class Poisoned:
         return self._poison(clients, opening, self._half.open(clients, opening))
 
     def _poison(self, clients: ClientGroup, opening: Message, honest: Conversation) -> Conversation:
-        told, exchange = None, 0
+        reported, exchange = None, 0
         while True:
             try:
-                answer = honest.send(told)
+                answer = honest.send(reported)
             except StopIteration as end:
                 return end.value
             mine = type(opening) is self._opening and clients.clients[0].id == self._client
             if mine and exchange == self._exchange:
                 answer = type(answer)(**{name: with_nan(tensor) for name, tensor in answer.tensors().items()})
-            told = yield answer
+            reported = yield answer
             exchange += 1
 
 
@@ -447,14 +447,14 @@ class Huge:
         self._half = half
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
-        honest, told = self._half.open(clients, opening), None
+        honest, reported = self._half.open(clients, opening), None
         while True:
             try:
-                answer = honest.send(told)
+                answer = honest.send(reported)
             except StopIteration as end:
                 return end.value
             clients.lost.clear()  # clients that start from such a state diverge
-            told = yield type(answer)(**{name: huge(tensor) for name, tensor in answer.tensors().items()})
+            reported = yield type(answer)(**{name: huge(tensor) for name, tensor in answer.tensors().items()})
 
 
 def huge(tensor: Tensor) -> Tensor:

@@ -98,8 +98,8 @@ class Client(ClientAlgorithm):
             change = 0.1 * (drawn - theta) + 0.3 * remembered + pushed
             remembered = 0.5 * remembered + change
             clients.save_state(memory=remembered)
-            told: GoOn = yield Moved(change, steps)
-            pushed = told.push
+            reported: GoOn = yield Moved(change, steps)
+            pushed = reported.push
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: Show) -> Predictors:

@@ -148,8 +148,8 @@ def test_the_run_stops_with_its_last_round_durable_if_every_attempt_fails(tiny: 
     tiny.run("whole")
     tiny = tiny.changed(federation__checkpoint_every_s=1e9)
     loop = tiny.loop("failed", Faulty(tiny.transport("failed"), lambda call, row: training(call)))
-    said = r"client-\d+ was lost: injected; 0 of 3 clients answered.*round 2 failed 3 times"
-    with pytest.raises(QuorumError, match=said) as failure:
+    output = r"client-\d+ was lost: injected; 0 of 3 clients answered.*round 2 failed 3 times"
+    with pytest.raises(QuorumError, match=output) as failure:
         loop.run()
     assert failure.value.exit_code is ExitCode.QUORUM
     assert loop.checkpoints.rounds()[-1] == AT - 1

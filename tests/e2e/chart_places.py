@@ -93,11 +93,11 @@ class OnProcesses:
         self._place.ended(pod["metadata"]["name"])
         containers = [container["name"] for container in pod["spec"]["containers"]]
         core, name = self._place.core, pod["metadata"]["name"]
-        said = "".join(
+        output = "".join(
             core.read_namespaced_pod_log(name, self._place.namespace, container=container) for container in containers
         )
-        assert core.read_namespaced_pod(name, self._place.namespace).status.phase == "Succeeded", said
-        assert all(word in said for word in words), said
+        assert core.read_namespaced_pod(name, self._place.namespace).status.phase == "Succeeded", output
+        assert all(word in output for word in words), output
         core.delete_namespaced_pod(name, self._place.namespace)  # its hook-delete-policy
         until(lambda: name not in self._pods(), f"{name} is gone", self._place.patience_s)
 

@@ -76,6 +76,6 @@ def case(place: Place, fashion_mnist_root: Path, tmp_path_factory: pytest.TempPa
     partition, reference = f"{place.storage}/partitions/{fingerprint}", f"{place.storage}/reference"
     command = ["fedloom", "run", f"{place.storage}/reference.yaml", "--partition", partition]
     pod = place.start("reference", [*command, "--out", "/work/run", "--workers", "0", "--publish", reference], {})
-    code, said = place.ended(pod)
-    assert code == 0, said
+    code, output = place.ended(pod)
+    assert code == 0, output
     return Case(text, fingerprint, place.fetch("reference", folder / "reference"))

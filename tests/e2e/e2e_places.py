@@ -160,12 +160,12 @@ class Place:
         """Start a pod that launches a federation, with a token in its environment, and return its name."""
         cluster = {"image": self.image, "storage_secret": self.secret, "s3_endpoint": self.s3_endpoint}
         cluster |= {"orphan_after_s": 120, "namespace": self.namespace, **settings}
-        told = {
+        reported = {
             "RUN_ID": self.run_id(run_id), "EXPERIMENT": experiment, "STORAGE": self.storage,
             "FINGERPRINT": fingerprint, "CLUSTER": json.dumps(cluster),
         }  # fmt: skip
-        told |= {"FEDLOOM_TOKEN": token} if token else {}
-        return self.start(f"{run_id}-{attempt}", ["python", "-u", "-c", SCRIPT], {**self.launcher, **told})
+        reported |= {"FEDLOOM_TOKEN": token} if token else {}
+        return self.start(f"{run_id}-{attempt}", ["python", "-u", "-c", SCRIPT], {**self.launcher, **reported})
 
     def run_id(self, name: str) -> str:
         """Return a run id that no other test session uses."""

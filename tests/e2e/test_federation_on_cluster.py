@@ -40,9 +40,9 @@ def assert_equals_reference(run: Path, case: Case) -> None:
 
 def finished(place: Place, launcher: str, run_id: str, folder: Path) -> tuple[Path, str]:
     """Wait for a launcher to succeed; return the folder of the run and the output."""
-    code, said = place.ended(launcher)
-    assert code == 0, said
-    return place.fetch(f"launched/{place.run_id(run_id)}", folder / "run"), said
+    code, output = place.ended(launcher)
+    assert code == 0, output
+    return place.fetch(f"launched/{place.run_id(run_id)}", folder / "run"), output
 
 
 def under_way(place: Place, run_id: str, case: Case, component: str) -> set[str]:
@@ -61,17 +61,17 @@ def test_pods_give_the_results_of_one_process(place: Place, case: Case, tmp_path
     token = make_token().get_secret_value()
     shared = place.secret_with("token", token=token)
     launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, token_secret=shared)
-    run, said = finished(place, launcher, "whole", tmp_path)
+    run, output = finished(place, launcher, "whole", tmp_path)
     assert_equals_reference(run, case)
     place.assert_all_gone("whole")
     for name in ("summary.json", "clients.csv", "journal.jsonl", "partition.json", "report.html"):
         assert (run / name).stat().st_size, name
     assert any(path.name.endswith(".log") for path in (run / "logs").iterdir())
     assert json.loads((run / "summary.json").read_text())["communication"]["wire_down"] > 0  # there was a federation
-    assert f"after round {case.rounds}: " in said  # the launcher received the evaluation
+    assert f"after round {case.rounds}: " in output  # the launcher received the evaluation
     joins = [json.loads(line) for line in (run / "logs" / "audit.jsonl").read_text().splitlines()]
     assert {line["identity"] for line in joins if line["event"] == "join"} == {"shared-token"}
-    assert token not in said + "".join(path.read_text() for path in (run / "logs").iterdir())
+    assert token not in output + "".join(path.read_text() for path in (run / "logs").iterdir())
 
 
 def test_replaced_client_pods_find_the_states_of_their_clients(place: Place, case: Case, tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_launcher_adopts_the_federation_of_a_killed_one(place: Place, case: Ca
     before = names(place, "launcher", "aggregator") | names(place, "launcher", "worker")
     place.crash(first)
     second = place.launch("launcher", case.experiment, case.fingerprint, attempt=2)
-    run, said = finished(place, second, "launcher", tmp_path)
-    assert "adopted Job" in said
-    assert "created Job" not in said
+    run, output = finished(place, second, "launcher", tmp_path)
+    assert "adopted Job" in output
+    assert "created Job" not in output
     assert {path.stem for path in (run / "logs").glob("fl-*.log")} <= before  # no pod was restarted
     assert_equals_reference(run, case)
     place.assert_all_gone("launcher")
@@ -132,8 +132,8 @@ def test_a_federation_that_cannot_run_is_reported_and_removed(
     tree = yaml.safe_load(case.experiment)
     text = yaml.safe_dump({**tree, "runtime": {**tree["runtime"], "device": device}})
     launcher = place.launch(run_id, text, case.fingerprint, **settings)
-    code, said = place.ended(launcher)
-    assert code not in (0, 1), said
-    message = said[said.index("error: ") :]
-    assert all(word in message for word in words), said
+    code, output = place.ended(launcher)
+    assert code not in (0, 1), output
+    message = output[output.index("error: ") :]
+    assert all(word in message for word in words), output
     place.assert_all_gone(run_id)

@@ -324,7 +324,7 @@ class Container:
         try:
             command, environment, folder = self._prepare()
         except Waiting as waiting:
-            before, told = self._waiting[0], waiting.message == self._told
+            before, reported = self._waiting[0], waiting.message == self._told
             self._waiting = (waiting.reason, "" if waiting.event else waiting.message)
             self._told = waiting.message
             if waiting.reason == "ErrImagePull" and before in ("ErrImagePull", "ImagePullBackOff"):
@@ -333,7 +333,7 @@ class Container:
                     f'Back-off pulling image "{self.spec["image"]}": {waiting.message}',
                 )
                 emit(store, pod, "Normal", "BackOff", f'Back-off pulling image "{self.spec["image"]}"')
-            elif not told:
+            elif not reported:
                 emit(store, pod, "Warning", waiting.event or "Failed", waiting.message)
             return
         program = shutil.which(command[0], path=environment["PATH"])

@@ -48,8 +48,8 @@ class Quotas:
             over = [k for k, v in asked.items() if quota.used.get(k, 0.0) + v > quantity(quota.hard[k])]
             if over:
                 limits = {kind: quantity(quota.hard[kind]) for kind in over}
-                told = [",".join(f"{kind}={of[kind]:g}" for kind in over) for of in (asked, quota.used, limits)]
-                words = "exceeded quota: {}, requested: {}, used: {}, limited: {}".format(quota.name, *told)
+                reported = [",".join(f"{kind}={of[kind]:g}" for kind in over) for of in (asked, quota.used, limits)]
+                words = "exceeded quota: {}, requested: {}, used: {}, limited: {}".format(quota.name, *reported)
                 raise ApiError(403, "Forbidden", forbidden + words)
             for kind, amount in asked.items():
                 quota.used[kind] = quota.used.get(kind, 0.0) + amount

@@ -282,13 +282,13 @@ class Api:
             return text
 
         def follow() -> Iterator[bytes]:
-            said = container.said()
+            output = container.said()
             yield text.encode()
             while True:
                 ended = not container.running
                 more = container.said()
-                yield more[len(said) :].encode()
-                said = more
+                yield more[len(output) :].encode()
+                output = more
                 if ended or self.kubelet.stopping.is_set():
                     return
                 time.sleep(POLL_S)

@@ -83,9 +83,9 @@ def main() -> None:
                 fault, seed = running.pop(done)
                 outcome, seconds = done.get()
                 tallies[fault].add(seed, seconds, outcome)
-                said = f"{outcome.times} times" if isinstance(outcome, Tried) else f"NOT KEPT: {outcome:.300}"
+                output = f"{outcome.times} times" if isinstance(outcome, Tried) else f"NOT KEPT: {outcome:.300}"
                 at = time.monotonic() - started
-                print(f"{at:7.1f} s  {fault.name}, seed {seed}: {said}, {seconds:.1f} s", flush=True)
+                print(f"{at:7.1f} s  {fault.name}, seed {seed}: {output}, {seconds:.1f} s", flush=True)
                 write(given.out, summary(tallies, command, at / 60))
     print(f"\n{(given.out / 'table.md').read_text()}")
     if given.keep:

@@ -50,9 +50,9 @@ def test_the_guarantee_holds_under_faults(place: Place, fault: Fault) -> None:
 def test_a_violated_guarantee_is_reported_with_its_seed() -> None:
     tally = Tally()
     tally.add(7, 1.0, "two bits differ")
-    said = markdown(summary({FAULTS[0]: tally}, "make faults", 1.0))
-    assert f"KINDS={FAULTS[0].name} SEED=7" in said
-    assert "two bits differ" in said
+    output = markdown(summary({FAULTS[0]: tally}, "make faults", 1.0))
+    assert f"KINDS={FAULTS[0].name} SEED=7" in output
+    assert "two bits differ" in output
 
 
 # --- codes and words --------------------------------------------------------------------------------------------------

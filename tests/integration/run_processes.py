@@ -67,9 +67,9 @@ def fedloom(*arguments: object, code: int = 0, before: str = "", environment: Ma
         command = ["bash", "-c", f'{before}; exec "$@"', "bash", *command]
     given = {**ENVIRONMENT, **(environment or {})}
     done = run(command, env=given, capture_output=True, text=True, timeout=WAIT_S)
-    said = done.stdout + done.stderr
-    assert done.returncode == code, said
-    return said
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    return output
 
 
 @contextmanager
@@ -101,9 +101,9 @@ def started(*arguments: object, environment: Mapping[str, str] | None = None) ->
 
 def ended(process: subprocess.Popen[str], code: int) -> str:
     """Wait for a command to end and return its output."""
-    said, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == code, said
-    return said
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == code, output
+    return output
 
 
 def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:

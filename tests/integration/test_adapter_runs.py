@@ -80,17 +80,17 @@ def at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
 
 def test_workers_and_a_kill_do_not_change_results(tmp_path: Path) -> None:
     path, whole = experiment(tmp_path, rounds=3), tmp_path / "whole"
-    code, said = at(0, whole, "run", path, "--no-report")
-    assert code == 0, said
-    counted = re.search(r"changes: (\d+)", said)
+    code, output = at(0, whole, "run", path, "--no-report")
+    assert code == 0, output
+    counted = re.search(r"changes: (\d+)", output)
     assert counted is not None
-    code, said = at(0, tmp_path / "two", "run", path, "--no-report", "--workers", 2)
-    assert code == 0, said
+    code, output = at(0, tmp_path / "two", "run", path, "--no-report", "--workers", 2)
+    assert code == 0, output
     killed = tmp_path / "killed"
-    code, said = at(int(counted[1]) // 2, killed, "run", path, "--no-report")
-    assert code == -signal.SIGKILL, said
-    code, said = at(0, killed, "run", path, "--no-report", "--resume")
-    assert code == 0, said
+    code, output = at(int(counted[1]) // 2, killed, "run", path, "--no-report")
+    assert code == -signal.SIGKILL, output
+    code, output = at(0, killed, "run", path, "--no-report", "--resume")
+    assert code == 0, output
     for out in (tmp_path / "two", killed):
         assert final(out) == final(whole)
         assert scores(out) == scores(whole)

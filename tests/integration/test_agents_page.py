@@ -80,8 +80,8 @@ def test_the_recipes_train(place: Path) -> None:
         run(place, *fedloom, *command)
     for out, model in (("named", "tiny"), ("factory", "module")):
         summary = json.loads((place / out / "summary.json").read_text())
-        told = (summary["algorithm"], summary["dataset"], summary["task"], summary["model"].split(",")[0])
-        assert told == ("fedmedian", "readings", "focal", model)
+        reported = (summary["algorithm"], summary["dataset"], summary["task"], summary["model"].split(",")[0])
+        assert reported == ("fedmedian", "readings", "focal", model)
         assert (summary["seen"]["clients"], summary["unseen"]["clients"]) == (6, 2)
         assert summary["seen"]["accuracy_mean"] > 0.75
 

@@ -538,7 +538,7 @@ def test_objects_created_by_a_concurrent_launcher_are_adopted(world: World, reso
 
 
 @pytest.mark.parametrize(
-    ("verb", "code", "said"),
+    ("verb", "code", "output"),
     [
         ("create", 403, 'jobs.batch "x" is forbidden: exceeded quota: few, requested: count/jobs.batch=1, used: 4'),
         ("create", 403, 'admission webhook "policy.example" denied the request: no label team'),
@@ -547,12 +547,12 @@ def test_objects_created_by_a_concurrent_launcher_are_adopted(world: World, reso
     ],
 )
 def test_a_launcher_removes_only_objects_that_it_created_or_adopted(
-    world: World, verb: str, code: int, said: str
+    world: World, verb: str, code: int, output: str
 ) -> None:
     world.launcher().ensure()
     before = [job["metadata"]["uid"] for job in world.cluster.objects("jobs")]
     world.cluster.fail("get", "jobs", 404, "NotFound", "not found")  # as if it did not exist a moment ago
-    world.cluster.fail(verb, "jobs", code, "Forbidden", said, times=9)
+    world.cluster.fail(verb, "jobs", code, "Forbidden", output, times=9)
     if verb == "create":
         world.cluster.fail("get", "jobs", 404, "NotFound", "not found")
     late = world.launcher()
@@ -621,7 +621,7 @@ def test_requests_to_an_absent_api_time_out(world: World, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("content", "kind", "said"),
+    ("content", "kind", "output"),
     [
         (None, RefusedError, "no Kubernetes cluster"),
         ("{", ExperimentError, "kubeconfig"),
@@ -629,13 +629,13 @@ def test_requests_to_an_absent_api_time_out(world: World, monkeypatch: pytest.Mo
     ],
 )
 def test_a_missing_kubeconfig_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, kind: type[FedloomError], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, kind: type[FedloomError], output: str
 ) -> None:
     path = tmp_path / "config"
     if content is not None:
         path.write_text(content)
     monkeypatch.setenv("KUBECONFIG", str(path))
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=output):
         Api()
 
 

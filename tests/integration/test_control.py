@@ -46,9 +46,9 @@ def test_status_lists_connected_and_absent_clients() -> None:
     until(lambda: aggregator.activity().awaited == 2)  # anna has answered; bo is working, carla waits for her turn
     now = aggregator.activity()
     assert [(each.client, each.worker) for each in now.awaiting] == [("bo", "w1"), ("carla", "w1")]
-    (told,) = now.workers
-    assert (told.name, told.identity, told.clients) == ("w1", None, 3)
-    assert told.since <= now.time
+    (reported,) = now.workers
+    assert (reported.name, reported.identity, reported.clients) == ("w1", None, 3)
+    assert reported.since <= now.time
     assert now.totals.bytes_down > 0
     go_on.set()
     asking.join(30)
@@ -99,18 +99,23 @@ def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) ->
     worker = Worker(controlled.address, "w1", CLIENTS)
     controlled.aggregator.wait_for(CLIENTS, 10)
     with dialled(controlled.address) as asked:
-        told = asked.status()
+        reported = asked.status()
     now = controlled.aggregator.activity()
-    assert replace(told, time=0, totals=replace(told.totals, phases={})) == replace(
+    assert replace(reported, time=0, totals=replace(reported.totals, phases={})) == replace(
         now,
         time=0,
         totals=replace(now.totals, phases={}),
-        workers=told.workers,  # last-seen times differ by moments
+        workers=reported.workers,  # last-seen times differ by moments
     )
-    assert (told.phase, told.doing, told.rounds, told.message) == ("training", 3, 7, "two members are slow")
-    assert told.measured == LastEvaluation(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5, mean=0.25)})
-    assert (told.clients.roster, told.clients.observing, told.clients.connected) == (3, 1, 3)
-    assert [(each.name, each.clients) for each in told.workers] == [("w1", 3)]
+    assert (reported.phase, reported.doing, reported.rounds, reported.message) == (
+        "training",
+        3,
+        7,
+        "two members are slow",
+    )
+    assert reported.measured == LastEvaluation(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5, mean=0.25)})
+    assert (reported.clients.roster, reported.clients.observing, reported.clients.connected) == (3, 1, 3)
+    assert [(each.name, each.clients) for each in reported.workers] == [("w1", 3)]
     worker.leave()
 
 

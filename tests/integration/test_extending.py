@@ -200,10 +200,10 @@ def test_a_package_that_cannot_be_imported_is_reported(environment: dict[str, st
     (tmp_path / "any.yaml").write_text(EXPERIMENT)
     refused = fedloom(environment, "run", tmp_path / "any.yaml")
     assert refused.returncode == 2
-    said = refused.stderr
+    output = refused.stderr
     assert tells(
-        said, "fedloom.models: wrong = fedloom_extras.fedsgd:FEDSGD (package fedloom-extras)", "FedSGD", "ModelChoice"
-    ), said
+        output, "fedloom.models: wrong = fedloom_extras.fedsgd:FEDSGD (package fedloom-extras)", "FedSGD", "ModelChoice"
+    ), output
 
 
 @pytest.mark.slow

@@ -336,8 +336,8 @@ def test_a_wrong_manifest_is_rejected(cluster: Cluster, change: dict[str, Any], 
     def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
 
-    said = refused(422, lambda: cluster.batch.create_namespaced_job(NS, merged(manifest("job", "true"), change)))
-    assert message in said
+    output = refused(422, lambda: cluster.batch.create_namespaced_job(NS, merged(manifest("job", "true"), change)))
+    assert message in output
     assert not cluster.fake.objects("jobs")
 
 
@@ -351,9 +351,9 @@ def test_requests_that_are_rejected(cluster: Cluster, tmp_path: Path) -> None:
     rules = [{"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]}]
     launcher = Cluster(cluster.fake, cluster.fake.kubeconfig_for(rules))
     assert launcher.status("job")
-    said = refused(403, lambda: launcher.job("more", "true"))
-    assert f"system:serviceaccount:{NS}:launcher" in said
-    assert 'cannot create resource \\"jobs\\"' in said
+    output = refused(403, lambda: launcher.job("more", "true"))
+    assert f"system:serviceaccount:{NS}:launcher" in output
+    assert 'cannot create resource \\"jobs\\"' in output
     for verb, allowed in (("list", True), ("create", False)):
         attributes = {"namespace": NS, "verb": verb, "group": "batch", "resource": "jobs"}
         review = {"spec": {"resourceAttributes": attributes}}
@@ -370,8 +370,8 @@ def test_quotas_are_checked_before_names_and_charged_for_rejected_requests(clust
     cluster.job("a", SLEEP, **limits)
     assert "already exists" in refused(409, lambda: cluster.job("a", SLEEP, **limits))
     cluster.job("b", SLEEP, **limits)
-    said = refused(403, lambda: cluster.job("a", SLEEP, **limits))  # not 409; and the earlier 409 was charged, too
-    assert "exceeded quota: few, requested: count/jobs.batch=1, used: count/jobs.batch=3" in said
+    output = refused(403, lambda: cluster.job("a", SLEEP, **limits))  # not 409; and the earlier 409 was charged, too
+    assert "exceeded quota: few, requested: count/jobs.batch=1, used: count/jobs.batch=3" in output
     cluster.running("a")
     cluster.running("b")
     cluster.batch.delete_namespaced_job("b", NS, propagation_policy="Foreground")

@@ -149,11 +149,11 @@ def test_a_pipe_in_place_of_a_file_is_not_read(
 def test_downloading_with_progress(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    told: list[FetchProgress] = []
-    datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path, on_progress=told.append)
+    reported: list[FetchProgress] = []
+    datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path, on_progress=reported.append)
     assert stored(tmp_path) == tiny_files
     assert leftovers(tmp_path) == []
-    last = [p for p in told if p.doing == "downloading train-images-idx3-ubyte.gz"][-1]
+    last = [p for p in reported if p.doing == "downloading train-images-idx3-ubyte.gz"][-1]
     assert last.done == last.total == len(server.files["/train-images-idx3-ubyte.gz"])
 
 
@@ -169,12 +169,12 @@ def test_fetchers_are_tried_in_order_until_one_works(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     wrong = put(tmp_path / "wrong", tiny_files | {"t10k-labels-idx1-ubyte": b"something else"})
-    told: list[FetchProgress] = []
+    reported: list[FetchProgress] = []
     source = tiny_source(str(tmp_path / "nowhere"), str(wrong), at(server.base), at("http://127.0.0.1:1"))
-    datasets.fetch_dataset(source, tmp_path / "root", on_progress=told.append)
+    datasets.fetch_dataset(source, tmp_path / "root", on_progress=reported.append)
     assert stored(tmp_path / "root") == tiny_files
     titles = [locations.location_title(location) for location in source.locations]
-    assert [p.doing for p in told if p.doing in titles] == titles[:3]
+    assert [p.doing for p in reported if p.doing in titles] == titles[:3]
 
 
 def test_a_first_fetch_logs_the_source_and_no_failed_attempts(
@@ -395,11 +395,11 @@ def test_a_debian_package_is_extracted_with_fresh_package_lists_if_needed(
         """,
     )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    told: list[FetchProgress] = []
+    reported: list[FetchProgress] = []
     source = tiny_source("debian:dataset-tiny#./usr/share/tiny/{name}.gz")
-    datasets.fetch_dataset(source, tmp_path / "root", on_progress=told.append)
+    datasets.fetch_dataset(source, tmp_path / "root", on_progress=reported.append)
     assert stored(tmp_path / "root") == tiny_files
-    assert "downloading package lists" in [p.doing for p in told]
+    assert "downloading package lists" in [p.doing for p in reported]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])

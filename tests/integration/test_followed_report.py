@@ -38,9 +38,9 @@ def test_following_a_run_that_is_killed(fresh_root: Path, tmp_path: Path) -> Non
             assert "Learning curves" in page(run)
             assert "<h2>Clients</h2>" not in page(run)  # added at the end
             os.kill(training.pid, signal.SIGKILL)
-            said = ended(following, 0)
+            output = ended(following, 0)
         training.wait(WAIT_S)
-    assert "not finished" in said
+    assert "not finished" in output
     assert 'http-equiv="refresh"' not in page(run)
     assert "stopped or killed after" in page(run)
     assert not list(run.glob(".report*"))

@@ -58,8 +58,8 @@ def probe(address: str, service: str = "") -> float:
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # and an empty settings frame
 
 
-@pytest.mark.parametrize("said", [b"", b"PRI * HT", PREFACE], ids=["nothing", "half a greeting", "a greeting"])
-def test_idle_connections_do_not_block_a_probe(said: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", b"PRI * HT", PREFACE], ids=["nothing", "half a greeting", "a greeting"])
+def test_idle_connections_do_not_block_a_probe(sent: bytes) -> None:
     address = f"127.0.0.1:{free_port()}"
     aggregator = make_aggregator(health=address)
     aggregator.start("127.0.0.1:0")
@@ -67,7 +67,7 @@ def test_idle_connections_do_not_block_a_probe(said: bytes) -> None:
     try:
         for _ in range(100):
             idle.append(socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=5))
-            idle[-1].sendall(said)
+            idle[-1].sendall(sent)
         assert probe(address) < 3
         assert probe(address, SERVICE) < 3
     finally:

@@ -47,13 +47,13 @@ def answers(command: str) -> bool:
 def inspected(image: str, *, docker: bool) -> dict[str, Any]:
     """Return user, entry point, labels and size of an image."""
     line = ["docker", "image", "inspect", image] if docker else ["buildah", "inspect", "--type", "image", image]
-    said = json.loads(subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout)
+    output = json.loads(subprocess.run(line, check=True, capture_output=True, text=True, timeout=60).stdout)
     if docker:
-        return {**said[0]["Config"], "Size": said[0]["Size"]}
+        return {**output[0]["Config"], "Size": output[0]["Size"]}
     listed = ["buildah", "images", "--json", image]
     size = json.loads(subprocess.run(listed, check=True, capture_output=True, text=True, timeout=60).stdout)[0]["size"]
     number, unit = size.split()
-    return {**said["OCIv1"]["config"], "Size": float(number) * {"MB": 1e6, "GB": 1e9}[unit]}
+    return {**output["OCIv1"]["config"], "Size": float(number) * {"MB": 1e6, "GB": 1e9}[unit]}
 
 
 RUN_AND_LOOK = """
@@ -125,8 +125,8 @@ def test_make_images_builds_an_image(target: str, tmp_path: Path, fresh_root: Pa
     assert found["Labels"]["org.opencontainers.image.revision"] == "test"
     assert found["Size"] < MOST_BYTES[target]
 
-    told = experiment(tmp_path, Path("/root-of-data"), federation={"rounds": 2, "checkpoint_every_s": 0})
-    told.chmod(0o644)
+    reported = experiment(tmp_path, Path("/root-of-data"), federation={"rounds": 2, "checkpoint_every_s": 0})
+    reported.chmod(0o644)
     tmp_path.chmod(0o777)
     for folder in tmp_path.parents:  # the container has another user, and pytest's folders are private
         if folder.is_relative_to("/tmp") and folder != Path("/tmp"):

@@ -79,8 +79,8 @@ class Engine:
     @contextlib.contextmanager
     def started(self, image: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Iterator[str]:
         """Run a container for the duration of the block; yield its id, and remove it."""
-        told = [f"--env={name}={value}" for name, value in (environment or {}).items()]
-        given = ("run", "--detach", "--pull", "never", "--network", "host", *LIKE_A_POD, *told, image, *arguments)
+        reported = [f"--env={name}={value}" for name, value in (environment or {}).items()]
+        given = ("run", "--detach", "--pull", "never", "--network", "host", *LIKE_A_POD, *reported, image, *arguments)
         container = self(*given).strip()
         try:
             yield container
@@ -94,9 +94,9 @@ class Engine:
     def ended(self, container: str, code: int = 0) -> str:
         """Wait for a container to end and return its output."""
         found = int(self("wait", container).split()[-1])
-        said = self.log(container)
-        assert found == code, f"exit code {found}\n{said[-4000:]}"
-        return said
+        output = self.log(container)
+        assert found == code, f"exit code {found}\n{output[-4000:]}"
+        return output
 
 
 def first_that_answers() -> tuple[str, ...] | None:
@@ -125,8 +125,8 @@ def index_of(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    told = os.environ.get("FEDLOOM_TEST_IMAGES_ENGINE")
-    command = tuple(shlex.split(told)) if told else first_that_answers()
+    reported = os.environ.get("FEDLOOM_TEST_IMAGES_ENGINE")
+    command = tuple(shlex.split(reported)) if reported else first_that_answers()
     if command is None:
         pytest.skip("neither docker nor podman answers here; another command: FEDLOOM_TEST_IMAGES_ENGINE")
     return Engine(command)
@@ -209,15 +209,15 @@ def test_images_match_the_dockerfile(engine: Engine, images: dict[str, str], tar
     assert labels["title"] == f"FedLoom {target}"
     assert (labels["version"], labels["revision"]) == (fedloom.__version__, "test")
     word = ["fedloom"] if target == "components" else []
-    said = engine("run", "--rm", "--pull", "never", *LIKE_A_POD, images[target], *word, "--version")
-    assert said == f"fedloom {fedloom.__version__}\n"
+    output = engine("run", "--rm", "--pull", "never", *LIKE_A_POD, images[target], *word, "--version")
+    assert output == f"fedloom {fedloom.__version__}\n"
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_images_have_their_packages_and_no_build_tools(engine: Engine, images: dict[str, str], target: str) -> None:
     """Images contain bytecode, since none can be written, but no installer, sources or packages of other images."""
-    said = engine("run", "--rm", "--pull", "never", *LIKE_A_POD, "--entrypoint", "python", images[target], "-c", LOOK)
-    found = json.loads(said)
+    output = engine("run", "--rm", "--pull", "never", *LIKE_A_POD, "--entrypoint", "python", images[target], "-c", LOOK)
+    found = json.loads(output)
     packages = {"worker": ["minio"], "aggregator": ["minio", "matplotlib"]}
     assert found["packages"] == packages.get(target, ["minio", "matplotlib", "kubernetes", "kfp"])
     assert (found["user"], found["home"], found["opt"], found["not compiled"]) == (USER, "/work", ["venv"], [])
@@ -227,10 +227,10 @@ def test_images_have_their_packages_and_no_build_tools(engine: Engine, images: d
 def test_a_federation_in_containers(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
     """An aggregator that is stopped and restarted, and two workers: the results of one process, to the bit."""
     alone, pods = place.run("alone"), place.run("pods")
-    told = {"environment": place.environment}
+    reported = {"environment": place.environment}
     common = ("--partition", place.partition, "--out", "/work/run", "--publish")
     command = ("run", place.experiment, *common, alone.url)
-    with engine.started(images["aggregator"], *command, **told) as one_process:
+    with engine.started(images["aggregator"], *command, **reported) as one_process:
         engine.ended(one_process)
 
     at = ("--listen", f"127.0.0.1:{port}", "--resume")
@@ -238,19 +238,19 @@ def test_a_federation_in_containers(engine: Engine, images: dict[str, str], plac
     worker = ("worker", "--aggregator", f"127.0.0.1:{port}", "--partition", place.partition, "--reconnect", "300")
     worker = (*worker, "--states", f"{pods.url}/states", "--name")
     with (
-        engine.started(images["worker"], *worker, "worker-0", **told) as first,
-        engine.started(images["components"], "fedloom", *worker, "worker-1", **told) as second,
+        engine.started(images["worker"], *worker, "worker-0", **reported) as first,
+        engine.started(images["components"], "fedloom", *worker, "worker-1", **reported) as second,
     ):
-        with engine.started(*aggregator, **told) as container:
+        with engine.started(*aggregator, **reported) as container:
             until(lambda: len([*pods.entries("published/")]) >= 2, "round 1, published", RUN_S)
             engine("stop", "--time", "120", container)
-            said = engine.ended(container, 130)
-        assert "summary.json" not in {entry.name for entry in pods.entries()}, said
-        with engine.started(*aggregator, **told) as container:
-            said = engine.ended(container)
+            output = engine.ended(container, 130)
+        assert "summary.json" not in {entry.name for entry in pods.entries()}, output
+        with engine.started(*aggregator, **reported) as container:
+            output = engine.ended(container)
         for each in (first, second):
             engine.ended(each)
-    assert "resuming after round" in said
+    assert "resuming after round" in output
     last = "checkpoints/round-000006.safetensors"
     assert pods.read(last) == alone.read(last)
     summaries = [json.loads(store.read("summary.json")) for store in (pods, alone)]

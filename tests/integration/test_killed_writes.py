@@ -32,19 +32,19 @@ def killed_at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
 def test_a_run_killed_at_a_write_can_be_resumed(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root, **SECTIONS)
     whole = tmp_path / "whole"
-    code, said = killed_at(0, whole, "run", path)
-    counted = re.search(r"changes: (\d+)", said)
-    assert code == 0 and counted is not None, said  # noqa: PT018
+    code, output = killed_at(0, whole, "run", path)
+    counted = re.search(r"changes: (\d+)", output)
+    assert code == 0 and counted is not None, output  # noqa: PT018
     changes = int(counted[1])
     assert changes > 40
     begun = 9  # before that it is not a run that can be resumed
     for k in (*range(1, begun, 3), *range(begun, changes + 1, changes // 4)):
         out = tmp_path / f"killed-{k}"
-        code, said = killed_at(k, out, "run", path)
-        assert code == -signal.SIGKILL, said
+        code, output = killed_at(k, out, "run", path)
+        assert code == -signal.SIGKILL, output
         resume = ("--resume",) if (out / "experiment.yaml").exists() else ()
-        code, said = killed_at(0, out, "run", path, *resume)
-        assert code == 0, said
+        code, output = killed_at(0, out, "run", path, *resume)
+        assert code == 0, output
         assert final(out) == final(whole), k
         assert scores(out) == scores(whole), k
         assert not list(out.rglob("*.partial")), k

@@ -30,8 +30,8 @@ def aggregator() -> Iterator[Any]:
     address = aggregator.start("127.0.0.1:0")
     joined: list[Hostile] = []
 
-    def member(name: str, clients: tuple[str, ...], told: list[dict[str, Any]]) -> tuple[Hostile, Any]:
-        announced = [wire.Announced(**one) for one in told]
+    def member(name: str, clients: tuple[str, ...], reported: list[dict[str, Any]]) -> tuple[Hostile, Any]:
+        announced = [wire.Announced(**one) for one in reported]
         joined.append(Hostile(address, name, clients, announced=announced))
         return joined[-1], joined[-1].join()
 
@@ -64,9 +64,9 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_member_with_false_claims_about_its_clients_cannot_join(aggregator: Any, lie: str) -> None:
-    clients, told, fact = LIES[lie]
+    clients, reported, fact = LIES[lie]
     before = [worker.name for worker in aggregator.workers()]
-    _, part = aggregator.member("liar", clients, told)
+    _, part = aggregator.member("liar", clients, reported)
     taken = "another" in lie
     assert part.refused.code == (wire.REFUSAL_CODE_CLIENT_TAKEN if taken else wire.REFUSAL_CODE_CLIENTS)
     assert tells(part.refused.reason, fact)
@@ -98,8 +98,8 @@ def test_impossible_sums_are_excluded_from_the_normalization(aggregator: Any, li
     until(lambda: len(aggregator.workers()) == 3)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(measured_normalization, aggregator, OWN, {"bo": 10, "mallory": 10}, 20.0)
-        for peer, said in ((honest, (40, 20 * 255.0, 20 * 255.0**2)), (liar, lie)):
-            peer.send(peer.transfer(peer.request(), moments(*said)))
+        for peer, output in ((honest, (40, 20 * 255.0, 20 * 255.0**2)), (liar, lie)):
+            peer.send(peer.transfer(peer.request(), moments(*output)))
         normalization = found.result(30)
     assert (normalization.mean, normalization.std) == ((0.5,), (0.5,))
 

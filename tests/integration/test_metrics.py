@@ -142,14 +142,14 @@ def test_metrics_are_served_while_the_aggregator_runs() -> None:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
     url = f"http://127.0.0.1:{port}/metrics"
-    told = lambda: federation_families(aggregator.activity())  # noqa: E731
-    with metrics_served(f"127.0.0.1:{port}", told):
+    reported = lambda: federation_families(aggregator.activity())  # noqa: E731
+    with metrics_served(f"127.0.0.1:{port}", reported):
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()
         assert 'fedloom_phase{phase="waiting"} 1.0' in text
         assert "process_resident_memory_bytes" in text
         assert "process_start_time_seconds" in text  # an alert counts its changes
-        with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", told):
+        with pytest.raises(ExperimentError), metrics_served(f"127.0.0.1:{port}", reported):
             pass
         aggregator.stop()
         with pytest.raises(urllib.error.HTTPError) as failed:
@@ -210,13 +210,13 @@ def test_idle_connections_block_neither_descriptors_nor_a_scrape(tmp_path: Path)
         assert process.stdout.readline() == "full\n"
         for _ in range(40):
             idle.append(socket.create_connection(("127.0.0.1", port), timeout=10))
-        said, _ = process.communicate("\n", timeout=120)
+        output, _ = process.communicate("\n", timeout=120)
     finally:
         process.kill()
         process.wait()
         for each in idle:
             each.close()
-    assert (process.returncode, said) == (0, "200\n")
+    assert (process.returncode, output) == (0, "200\n")
 
 
 def test_a_slow_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,11 +49,11 @@ class Watcher:
 
     def until(self, **values: object) -> list[Activity]:
         """Return the statuses that a watcher receives, up to one with these values."""
-        told = []
+        reported = []
         while True:
-            told.append(self.told.get(timeout=10))
-            if all(getattr(told[-1], name) == value for name, value in values.items()):
-                return told
+            reported.append(self.told.get(timeout=10))
+            if all(getattr(reported[-1], name) == value for name, value in values.items()):
+                return reported
 
     def ended(self) -> BaseException | None:
         self.thread.join(10)
@@ -98,9 +98,9 @@ def test_a_watcher_follows_a_run_from_its_workers_to_its_end(notices: ProgressPu
     )  # fmt: skip
     assert (waiting.clients.roster, waiting.clients.absent, waiting.measured) == (3, 3, None)
     worker = Worker(address, "w1", ("anna", "bo"))
-    while not (told := watcher.told.get(timeout=10)).workers:
+    while not (reported := watcher.told.get(timeout=10)).workers:
         pass
-    assert ([each.name for each in told.workers], told.clients.absent) == (["w1"], 1)
+    assert ([each.name for each in reported.workers], reported.clients.absent) == (["w1"], 1)
     notices.tell("evaluating")
     notices.evaluating(0, 2, 3)
     watcher.until(phase="evaluating", message="2 of 3 clients measured")
@@ -132,9 +132,9 @@ def test_quick_rounds_are_merged_and_no_evaluation_is_left_out(notices: Progress
             notices.monitor.evaluated(line(round))
             notices.evaluated(line(round))
     notices.tell("finished")
-    told = watcher.until(phase="finished")
-    assert [*dict.fromkeys(now.measured.round for now in told if now.measured)] == [500, 1000, 1500, 2000]
-    assert len(told) < 100
+    reported = watcher.until(phase="finished")
+    assert [*dict.fromkeys(now.measured.round for now in reported if now.measured)] == [500, 1000, 1500, 2000]
+    assert len(reported) < 100
     assert watcher.ended() is None
 
 
@@ -143,8 +143,8 @@ def test_a_late_watcher_gets_the_newest_evaluation_and_the_end(notices: Progress
         notices.monitor.evaluated(line(round))
         notices.evaluated(line(round))
     notices.tell("failed", "the disk is full")
-    (told,) = follow(address, connect_s=10)
-    assert (told.phase, told.message, told.measured) == ("failed", "the disk is full", measured(2))
+    (reported,) = follow(address, connect_s=10)
+    assert (reported.phase, reported.message, reported.measured) == ("failed", "the disk is full", measured(2))
 
 
 def test_watching_a_broken_stream_ends_as_abandoned(notices: ProgressPublisher, address: str) -> None:
@@ -180,10 +180,10 @@ def test_watching_can_be_refused() -> None:
 
 
 def test_text_from_the_aggregator_cannot_control_the_terminal() -> None:
-    told = from_wire(wire.Activity(run="a\x1b[2J", message="one\ntwo\x07", phase=wire.PHASE_TRAINING))
-    assert told.run.isprintable()
-    assert told.message.replace("\n", "").isprintable()
-    assert told.message.count("\n") == 1
+    reported = from_wire(wire.Activity(run="a\x1b[2J", message="one\ntwo\x07", phase=wire.PHASE_TRAINING))
+    assert reported.run.isprintable()
+    assert reported.message.replace("\n", "").isprintable()
+    assert reported.message.count("\n") == 1
 
 
 def test_watchers_and_the_time_without_them_are_tracked(notices: ProgressPublisher, address: str) -> None:
@@ -214,7 +214,7 @@ def test_the_end_waits_for_watchers_for_a_limited_time(notices: ProgressPublishe
         notices.read_within(0.1)  # watched, and the run continues
         notices.tell("finished")
         notices.read_within(60)
-        phases = [wire.WatchResponse.FromString(told).activity.phase for told in call]
+        phases = [wire.WatchResponse.FromString(reported).activity.phase for reported in call]
         assert phases == [wire.PHASE_FINISHED]
     assert time.monotonic() - started < 30
 

@@ -207,15 +207,15 @@ def test_a_replay_with_other_settings_evaluates_as_the_run_did(tmp_path: Path, *
 def test_a_run_below_min_clients_waits_until_it_is_stopped(federation: Federation) -> None:
     aggregator = federation.aggregator()
     assert aggregator.stdout is not None
-    said = next(line for line in aggregator.stdout if "federation.min_clients" in line)
-    assert tells(said, "waiting", "0 clients", "federation.min_clients", 2)
+    output = next(line for line in aggregator.stdout if "federation.min_clients" in line)
+    assert tells(output, "waiting", "0 clients", "federation.min_clients", 2)
     alone = federation.worker(0, name="alone", observes=(1, 2))  # observers do not count
     log = federation.run / "logs" / "aggregator.jsonl"
     until(lambda: log.exists() and "worker alone" in log.read_text(), "the worker joins")
     aggregator.send_signal(signal.SIGTERM)
-    said = aggregator.stdout.read()
-    assert aggregator.wait(WAIT_S) == 130, said
-    assert "Traceback" not in said
+    output = aggregator.stdout.read()
+    assert aggregator.wait(WAIT_S) == 130, output
+    assert "Traceback" not in output
     assert federation.lines() == []
     kill(alone)
 
@@ -228,22 +228,22 @@ def test_a_rejected_member_gets_the_reason_and_the_others_continue(
     federation.worker(0, 1, name="first")
     until(lambda: federation.lines(), "the federation begins")
     at = ("worker", "--aggregator", federation.address)
-    said = fedloom(*at, "--data", members / "s1", "--name", "second", code=4)
-    assert tells(said, "speaker-1", "another worker")
+    output = fedloom(*at, "--data", members / "s1", "--name", "second", code=4)
+    assert tells(output, "speaker-1", "another worker")
     np.savez(tmp_path / "other.npz", x=np.eye(9, dtype=np.float32), y=np.arange(9) % 2)
     other = Own(kind="features", input_shape=(9,), classes=("a", "b"))
     pack(tmp_path / "other.npz", tmp_path / "other", PackSettings("other", Request(other)))
-    said = fedloom(*at, "--data", tmp_path / "other", "--name", "third", code=3)
-    assert tells(said, "other", "classes", "a, b", "data.own", "hid")
+    output = fedloom(*at, "--data", tmp_path / "other", "--name", "third", code=3)
+    assert tells(output, "other", "classes", "a, b", "data.own", "hid")
     wide = Own(kind="features", input_shape=(10,), classes=CLASS_NAMES)
     np.savez(tmp_path / "wide.npz", x=np.eye(22, 10, dtype=np.float32), y=np.arange(22) % 11)
     pack(tmp_path / "wide.npz", tmp_path / "wide", PackSettings("wide", Request(wide)))
-    said = fedloom(*at, "--data", tmp_path / "wide", "--name", "fourth", code=3)
-    assert tells(said, "wide", "input_shape", "[10]", "data.own", "[9]")
+    output = fedloom(*at, "--data", tmp_path / "wide", "--name", "fourth", code=3)
+    assert tells(output, "wide", "input_shape", "[10]", "data.own", "[9]")
     np.savez(tmp_path / "bare.npz", x=np.random.default_rng(1).normal(size=(40, 9)))
     pack(tmp_path / "bare.npz", tmp_path / "bare", PackSettings("bare", Request(OWN, labelled=False)))
-    said = fedloom(*at, "--data", tmp_path / "bare", "--name", "fifth", code=3)
-    assert tells(said, "bare", "no labels", "--observe")
+    output = fedloom(*at, "--data", tmp_path / "bare", "--name", "fifth", code=3)
+    assert tells(output, "bare", "no labels", "--observe")
     federation.more_rounds()
     assert set(federation.told("joined")) <= {"speaker-0", "speaker-1", "other", "wide", "bare"}
 
@@ -391,12 +391,12 @@ def test_changes_not_allowed_on_resume_are_rejected(federation: Federation) -> N
         ("data.own.classes=[a, b]", ("data", "hid", "'a'")),
         ("seed=2", ("seed", 1, 2)),
     ):
-        said = fedloom(*at, "--set", change, "--set", "federation.rounds=3", code=2)
-        assert tells(said, "--resume", *facts), said
-    said = fedloom(
+        output = fedloom(*at, "--set", change, "--set", "federation.rounds=3", code=2)
+        assert tells(output, "--resume", *facts), output
+    output = fedloom(
         "run", federation.experiment, "--replay", federation.run, "--out", federation.run.parent / "x", code=2
     )
-    assert tells(said, "data.own", "--data")
+    assert tells(output, "data.own", "--data")
 
 
 def two_members_end_the_run(federation: Federation, aggregator: Any, crowd: Silent) -> None:

@@ -142,8 +142,8 @@ def test_members_train_and_new_clients_get_predictions_in_own_units(
     mine, other = (load_file(path)["theta"] for path in ends)  # a replay also measures the last round
     assert torch.equal(mine, other)
     named = [word for i in range(3) for word in ("--data", tmp_path / f"s{i}")]
-    told = fedloom("evaluate", run, *named, "--out", tmp_path / "evaluated.json", environment=factories)
-    assert told
+    reported = fedloom("evaluate", run, *named, "--out", tmp_path / "evaluated.json", environment=factories)
+    assert reported
     groups = json.loads((tmp_path / "evaluated.json").read_text())
     headline = {"regression": "rmse", "multilabel": "auroc"}[targets.task]
     assert groups["seen"]["metrics"][headline]["mean"] is not None

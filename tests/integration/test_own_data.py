@@ -72,9 +72,9 @@ def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
         source = tmp_path / f"speaker-{speaker}.csv"
         source.write_text("\n".join([",".join(["vowel", *FEATURES]), *lines]))
         out = tmp_path / "packed" / f"s{speaker}"
-        code, said, _ = fedloom("data", "pack", source, "--out", out, "--experiment", experiment, "--label", "vowel")
+        code, output, _ = fedloom("data", "pack", source, "--out", out, "--experiment", experiment, "--label", "vowel")
         assert code == 0
-        assert tells(said, f"speaker-{speaker}", 44, 9, 13, "9 features", "11 classes", out)
+        assert tells(output, f"speaker-{speaker}", 44, 9, 13, "9 features", "11 classes", out)
     return tmp_path / "packed"
 
 
@@ -156,13 +156,13 @@ def test_noise_with_workers_is_secret_and_a_replay_is_rejected(packed: Path, exp
         noise.append(summary["training_privacy"]["noise"])
     assert noise == ["seed", "secret", "secret"]
     assert len({final(tmp_path / out) for out in "abc"}) == 3
-    told = Notices()
+    reported = Notices()
     for out, repeated in (("d", "a"), ("e", "b")):
         again = dataclasses.replace(options(packed, tmp_path / out, trains=tuple(cohort)), replay=tmp_path / repeated)
-        run_experiment(e, again, told)
+        run_experiment(e, again, reported)
     assert final(tmp_path / "d") == final(tmp_path / "a")
     assert final(tmp_path / "e") != final(tmp_path / "b")
-    assert sum(mentions(text, "replay", "noise", "secret") for text in told.texts) == 1
+    assert sum(mentions(text, "replay", "noise", "secret") for text in reported.texts) == 1
 
 
 @pytest.mark.slow
@@ -221,11 +221,11 @@ def test_a_ledger_counts_the_training_of_its_owner(
 ) -> None:
     keys = (private, GIVEN, "runtime.workers=1", "algorithm.weighting=uniform")
     summary = run_experiment(of(experiment, *keys), options(packed, tmp_path / "a", range(5), ())).summary
-    told = summary["training_privacy"]
-    assert told["noise"] == "secret"
+    reported = summary["training_privacy"]
+    assert reported["noise"] == "secret"
     if private == OF_CLIENTS:
         counts = {sampled("poisson", 5, 2, 4.0): 4}
-        assert sum(each["times"] for each in told["releases"]) == 4
+        assert sum(each["times"] for each in reported["releases"]) == 4
     else:
         lines = [json.loads(line) for line in (tmp_path / "a" / "releases.jsonl").read_text().splitlines()]
         own = [each for line in lines for each in line.get("releases", ()) if "speaker-1" in each["units"]]
@@ -235,8 +235,8 @@ def test_a_ledger_counts_the_training_of_its_owner(
     assert code == 0
     assert found["epsilon"] == pytest.approx(epsilon_of(counts, 1e-4, replacing=True))
     assert (found["delta"], found["basic"], len(found["trainings"])) == (1e-4, False, 1)
-    code, again, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a" / "summary.json", "--json")
-    assert (code, json.loads(again), bool(said)) == (0, found, True)  # counted once, by its summary
+    code, again, output = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a" / "summary.json", "--json")
+    assert (code, json.loads(again), bool(output)) == (0, found, True)  # counted once, by its summary
     code, out, _ = fedloom("ledger", tmp_path / "l", "--budget", 100)
     assert (code, mentions(out, "vowels", rounded_up(found["epsilon"]))) == (0, True)
     cost = python.privacy_cost(of(experiment, *keys), clients=5, examples=44, ledger=tmp_path / "l")
@@ -266,12 +266,12 @@ def test_a_ledger_completes_a_claim_and_rejects_unprotected_training(
     run_experiment(of(experiment, *keys), options(packed, tmp_path / "a", range(5), ()))  # in process
     run_experiment(of(experiment), options(packed, tmp_path / "b", range(5), ()))
     for where, fact in (("a", "seed"), ("b", "training_privacy"), ("nowhere", "nowhere")):
-        code, _, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / where)
-        assert (code, fact in said) == (3 if where == "nowhere" else 2, True)
+        code, _, output = fedloom("ledger", tmp_path / "l", "--training", tmp_path / where)
+        assert (code, fact in output) == (3 if where == "nowhere" else 2, True)
     assert not (tmp_path / "l").exists()
     run_experiment(of(experiment, *keys, "runtime.workers=1"), options(packed, tmp_path / "c", range(5), ()))
-    code, _, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "c", "--client", "speaker-9")
-    assert (code, mentions(said, "speaker-9", "speaker-1")) == (2, True)
+    code, _, output = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "c", "--client", "speaker-9")
+    assert (code, mentions(output, "speaker-9", "speaker-1")) == (2, True)
     folder = RunFolder(tmp_path / "c")
     summary = {key: value for key, value in folder.json("summary.json").items() if key != "digest"}
     assert len(summary["training_privacy"].pop("releases")) == 1  # all have 44 examples and made equally many steps
@@ -282,8 +282,8 @@ def test_a_ledger_completes_a_claim_and_rejects_unprotected_training(
     assert json.loads(out)["epsilon"] == pytest.approx(2 * epsilon)  # removed, then added
     summary["training_privacy"]["unit"] = "hospitals"
     folder.write_json("summary.json", summary)
-    code, _, said = fedloom("ledger", tmp_path / "l", "--training", folder.path)
-    assert (code, mentions(said, "summary.json", "unit")) == (3, True)
+    code, _, output = fedloom("ledger", tmp_path / "l", "--training", folder.path)
+    assert (code, mentions(output, "summary.json", "unit")) == (3, True)
 
 
 @pytest.mark.slow
@@ -347,20 +347,22 @@ def test_a_given_normalization_is_used(packed: Path, experiment: Path, tmp_path:
 
 
 def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path, fedloom: Run) -> None:
-    code, said, _ = fedloom("worker", "--data", packed / "s0", "--observe", packed / "s1", "--dry-run")
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--observe", packed / "s1", "--dry-run")
     assert code == 0
-    assert tells(said, '"id": "speaker-0"', '"train": 44', '"labelled": true', '"observer": true', "InputMoments.sum")
-    assert said.count('"class_counts": []') == 2
+    assert tells(output, '"id": "speaker-0"', '"train": 44', '"labelled": true', '"observer": true', "InputMoments.sum")
+    assert output.count('"class_counts": []') == 2
     for facts in (("fedavg", "Update.delta_theta"), ("pefll", "Descriptor.v"), ("pfedbayes", "Gaussian"), ("Metrics",)):
-        assert tells(said, *facts)
+        assert tells(output, *facts)
     assert "InputMoments" not in fedloom("worker", "--observe", packed / "s1", "--dry-run")[1]
-    code, said, _ = fedloom(
+    code, output, _ = fedloom(
         "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--class-counts"
     )
     assert code == 0
-    assert tells(said, '"class_counts": [4', "Update.delta_theta", "model_update", "[137]", 137, "Update.loss", "loss")
-    assert "pefll" not in said
-    assert "in sums only" not in said
+    assert tells(
+        output, '"class_counts": [4', "Update.delta_theta", "model_update", "[137]", 137, "Update.loss", "loss"
+    )
+    assert "pefll" not in output
+    assert "in sums only" not in output
 
 
 @pytest.mark.parametrize(("name", "plain"), [("fedavg", []), ("comfedl", ["LossAtSharedModel.loss"])])
@@ -372,12 +374,12 @@ def test_dry_run_marks_values_that_are_only_summed(
     if name != "fedavg":
         text = text.replace("name: fedavg, local: {steps: 3, lr: 0.1}, personalize_steps: 2", f"name: {name}")
     experiment.write_text(text)
-    code, said, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
     assert code == 0
-    rows = [line.rstrip() for line in said.splitlines() if line.rstrip().endswith(("as it is", "in sums only"))]
+    rows = [line.rstrip() for line in output.splitlines() if line.rstrip().endswith(("as it is", "in sums only"))]
     assert [line.split()[0] for line in rows if line.endswith("as it is")] == plain
-    assert tells(said, "MomentDigits.squares", "delta_theta", "SummedMetrics.moments", "masks")
-    assert "InputMoments" not in said
+    assert tells(output, "MomentDigits.squares", "delta_theta", "SummedMetrics.moments", "masks")
+    assert "InputMoments" not in output
 
 
 @pytest.mark.parametrize(
@@ -393,10 +395,10 @@ def test_dry_run_marks_values_with_noise(
     given = f"    normalization: {{mean: {[0.0] * 9}, std: {[1.0] * 9}}}\nmodel"
     text = experiment.read_text().replace("model", given, 1).replace("checkpoint_every_s: 0", private)
     experiment.write_text(text.replace("name: fedavg", "name: fedavg, weighting: uniform"))
-    code, said, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
+    code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
     assert code == 0
-    assert tells(said, "Update.loss", *facts)
-    assert "InputMoments" not in said
+    assert tells(output, "Update.loss", *facts)
+    assert "InputMoments" not in output
 
 
 def test_unusable_folders_are_rejected(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
@@ -426,13 +428,13 @@ def test_unusable_folders_are_rejected(packed: Path, experiment: Path, tmp_path:
         (("data", "pack", "x.csv", "--out", "y"), 3, ("x.csv", "does not exist")),
         (("run", experiment, "--data", tmp_path), 3, ("client.json",)),
     ):
-        found, _, said = fedloom(*command)
-        assert (found, tells(said, *facts)) == (code, True), said
+        found, _, output = fedloom(*command)
+        assert (found, tells(output, *facts)) == (code, True), output
     other = EXPERIMENT.replace("[hid, hId,", "[hId, hid,")
     (tmp_path / "other.yaml").write_text(other)
-    found, _, said = fedloom("run", tmp_path / "other.yaml", *data, "--out", tmp_path / "run")
+    found, _, output = fedloom("run", tmp_path / "other.yaml", *data, "--out", tmp_path / "run")
     assert found == 3
-    assert tells(said, "s0", "classes", "hid, hId", "data.own", "hId, hid", "fedloom data pack")
+    assert tells(output, "s0", "classes", "hid, hId", "data.own", "hId, hid", "fedloom data pack")
     assert not (tmp_path / "run").exists()
 
 
@@ -447,8 +449,8 @@ def test_a_client_with_reordered_columns_gets_no_model(
         assert fedloom("data", "pack", swapped, "--out", tmp_path / name, "--label", "vowel", *more)[0] == 0
     run_experiment(of(experiment), options(packed, tmp_path / "run"))
     asked = ("personalize", tmp_path / "run", "--out", tmp_path / "m.safetensors", "--data")
-    found, _, said = fedloom(*asked, tmp_path / "swapped")
-    assert (found, tells(said, "swapped", "features", "V3, V2, V4", "data.own.features", "V2, V3, V4")) == (3, True)
+    found, _, output = fedloom(*asked, tmp_path / "swapped")
+    assert (found, tells(output, "swapped", "features", "V3, V2, V4", "data.own.features", "V2, V3, V4")) == (3, True)
     assert fedloom(*asked, tmp_path / "ordered")[0] == 0
 
 

@@ -37,16 +37,16 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
                 for port, free in ports.items():
                     text = text.replace(port, free)
                 shell.run(text)
-    said = capsys.readouterr().out
-    print(said, names["table"][["label", "seen_accuracy", "unseen_accuracy"]])
+    output = capsys.readouterr().out
+    print(output, names["table"][["label", "seen_accuracy", "unseen_accuracy"]])
     fedbn, fedavg = names["fedbn"].summary, names["tuned"].summary
     assert fedbn["seen"] == names["again"].summary["seen"]
-    assert "True" in said.splitlines()
+    assert "True" in output.splitlines()
     # One model does not fit cameras with different views; a model for each does.
     assert fedavg["global"]["seen"]["accuracy_mean"] + 0.1 < fedbn["seen"]["accuracy_mean"]
     assert fedbn["unseen"]["clients"] == 3
-    assert float(re.findall(r"newcomer: (\d+)%", said)[0]) > 40
-    shared, own = (float(error) for error in re.findall(r"RMSE (\d+)", said))
+    assert float(re.findall(r"newcomer: (\d+)%", output)[0]) > 40
+    shared, own = (float(error) for error in re.findall(r"RMSE (\d+)", output))
     assert own < shared / 2
     photos = names["Photos"](3, count=130)
     probabilities = torch.export.load(tmp_path / "site-3.pt2").module()(photos.images)

@@ -85,16 +85,21 @@ def test_no_folder_is_created_if_the_accountant_is_missing(tmp_path: Path, monke
 
 def test_the_claim_covers_the_released_sums(whole: Path) -> None:
     summary = summary_of(whole)
-    told = summary["training_privacy"]
-    assert told["epsilon"] == pytest.approx(epsilon_of({DRAWN: 6}, 1e-3))
-    assert (told["sums"], told["sampling"], told["noise"], told["unit"]) == (6, ["poisson"], "seed", "clients")
-    assert told["to_aggregator"]["epsilon"] is None
-    assert told["covers"] == ["Update.delta_theta"]
-    assert {"Update.steps", "Update.loss"} <= set(told["does_not_cover"])
+    reported = summary["training_privacy"]
+    assert reported["epsilon"] == pytest.approx(epsilon_of({DRAWN: 6}, 1e-3))
+    assert (reported["sums"], reported["sampling"], reported["noise"], reported["unit"]) == (
+        6,
+        ["poisson"],
+        "seed",
+        "clients",
+    )
+    assert reported["to_aggregator"]["epsilon"] is None
+    assert reported["covers"] == ["Update.delta_theta"]
+    assert {"Update.steps", "Update.loss"} <= set(reported["does_not_cover"])
     assert summary["ended_by"] == "rounds"
     spent = [(line["round"], line["privacy"]["sums"]) for line in metrics_of(whole)]
     assert spent == [(0, 0), (4, 4), (6, 6)]
-    assert metrics_of(whole)[-1]["privacy"]["epsilon"] == told["epsilon"]
+    assert metrics_of(whole)[-1]["privacy"]["epsilon"] == reported["epsilon"]
     assert RunStatus(RunFolder(whole)).activity().privacy is not None
 
 
@@ -106,9 +111,9 @@ def test_a_run_without_privacy_reports_no_privacy(tmp_path: Path) -> None:
 
 
 def test_full_participation_is_not_amplified(tmp_path: Path) -> None:
-    told = summary_of(trained(tmp_path, clients_per_round=12))["training_privacy"]
-    assert told["sampling"] == ["all"]
-    assert told["epsilon"] == pytest.approx(gaussian_epsilon(3.0, 1e-3, 6), rel=1e-6)
+    reported = summary_of(trained(tmp_path, clients_per_round=12))["training_privacy"]
+    assert reported["sampling"] == ["all"]
+    assert reported["epsilon"] == pytest.approx(gaussian_epsilon(3.0, 1e-3, 6), rel=1e-6)
 
 
 def test_the_budget_ends_a_run_and_a_larger_one_resumes_it(tmp_path: Path) -> None:
@@ -155,16 +160,16 @@ def test_noise_is_calibrated_to_an_epsilon_and_kept_on_resume(tmp_path: Path) ->
 
 
 def test_models_and_pages_show_the_claim(whole: Path, tmp_path: Path) -> None:
-    told = summary_of(whole)["training_privacy"]
+    reported = summary_of(whole)["training_privacy"]
     save_models(whole, tmp_path / "models", clients="client-0000")
     (model,) = (tmp_path / "models").glob("*.safetensors")
     with safetensors.safe_open(model, "pt") as file:
         card = json.loads(file.metadata()["fedloom"])
     assert card["training_privacy"] == {
-        name: told[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise")
+        name: reported[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise")
     }
-    assert mentions(model.with_suffix(".md").read_text(), rounded_up(told["epsilon"]), "0.001")
-    assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", rounded_up(told["epsilon"]))
+    assert mentions(model.with_suffix(".md").read_text(), rounded_up(reported["epsilon"]), "0.001")
+    assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", rounded_up(reported["epsilon"]))
 
 
 def test_the_planned_privacy_loss_equals_the_runs(whole: Path, tmp_path: Path) -> None:
@@ -191,12 +196,12 @@ def visits(run: Path) -> Counter[str]:
 
 def test_the_claim_covers_the_client_with_most_steps(tmp_path: Path) -> None:
     run = trained(tmp_path, privacy=OF_EXAMPLES, rounds=12)
-    told = summary_of(run)["training_privacy"]
+    reported = summary_of(run)["training_privacy"]
     most = max(visits(run).values())
-    assert (told["unit"], told["sums"], told["sampling"]) == ("examples", 2 * most, ["poisson"])
-    assert told["epsilon"] == pytest.approx(epsilon_of({STEP: 2 * most}, 1e-3))
-    assert told["to_aggregator"] == told["to_readers"]
-    assert "Update.loss" not in told["does_not_cover"]  # it is not sent
+    assert (reported["unit"], reported["sums"], reported["sampling"]) == ("examples", 2 * most, ["poisson"])
+    assert reported["epsilon"] == pytest.approx(epsilon_of({STEP: 2 * most}, 1e-3))
+    assert reported["to_aggregator"] == reported["to_readers"]
+    assert "Update.loss" not in reported["does_not_cover"]  # it is not sent
 
 
 @pytest.mark.slow

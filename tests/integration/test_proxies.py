@@ -92,8 +92,8 @@ def test_exchanging_several_megabytes_in_both_directions(way, section: str, chan
         right(there.aggregator.exchange(calls[i]), *calls[: i + 1])
     assert worker.session.computed == 6
     assert there.aggregator.traffic.up > 6 * 1_200_000
-    told = follow(there.proxy.address, connect_s=10, credentials=there.credentials)
-    assert len(next(told).workers) == 1
+    reported = follow(there.proxy.address, connect_s=10, credentials=there.credentials)
+    assert len(next(reported).workers) == 1
     there.aggregator.stop(finished=True)
     worker.thread.join(20)
     assert worker.over is True

@@ -21,14 +21,14 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     with contextlib.chdir(tmp_path):
         for cell in cells:
             exec(compile(cell, str(PAGE), "exec"), names)
-    said = capsys.readouterr().out
-    assert "9 clinics train, 3 appear afterwards" in said
-    assert "did you mean clients_per_round?" in said
-    assert "20 -> 25 rounds" in said
+    output = capsys.readouterr().out
+    assert "9 clinics train, 3 appear afterwards" in output
+    assert "did you mean clients_per_round?" in output
+    assert "20 -> 25 rounds" in output
     assert (tmp_path / "curve.png").exists()
     assert (tmp_path / "clinic-1.safetensors").exists()
     assert len(names["comparison"].table) >= 3
     # A shared model, or a few local steps, helps where every client differs.
     assert names["run"].summary["seen"]["accuracy_mean"] > names["run"].summary["global"]["seen"]["accuracy_mean"]
-    for told in ("clinic 1: ", "a new clinic: "):
-        assert float(said.partition(told)[2].split()[0]) > 0.6
+    for reported in ("clinic 1: ", "a new clinic: "):
+        assert float(output.partition(reported)[2].split()[0]) > 0.6

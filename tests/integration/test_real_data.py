@@ -197,10 +197,10 @@ def test_concurrent_partitioning_creates_one_partition_without_torch(root: Path)
         subprocess.Popen([sys.executable, "-c", PARTITION, str(root)], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=60)[0] for process in processes]
+    output = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
-    assert said[0] == said[1]
-    folder = Path(said[0].strip())
+    assert output[0] == output[1]
+    folder = Path(output[0].strip())
     assert len(list((folder / "shards").iterdir())) == 20
     assert sorted(path.name for path in folder.parent.iterdir()) == [f".{folder.name}.lock", folder.name]
 

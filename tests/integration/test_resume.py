@@ -63,8 +63,8 @@ def back_to(copy: Path, round: int) -> None:
 
 def test_an_existing_run_is_kept_without_resume(small_run: tuple[Path, Path], copy: Path) -> None:
     before = files(copy)
-    said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy)
-    assert "resume=True" in said
+    output = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy)
+    assert "resume=True" in output
     assert files(copy) == before
 
 
@@ -72,18 +72,18 @@ def test_a_folder_that_is_not_a_run_is_kept(small_run: tuple[Path, Path], tmp_pa
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     for resume in (False, True):
-        said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=tmp_path / "mine", resume=resume)
-        assert "neither empty nor a run" in said
+        output = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=tmp_path / "mine", resume=resume)
+        assert "neither empty nor a run" in output
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
 
 
 def test_changed_settings_are_named_and_rejected(small_run: tuple[Path, Path], copy: Path) -> None:
     before = files(copy)
     overrides = ["seed=6", "algorithm.local={epochs: 3, batch_size: 16, lr: 0.02}", "federation.min_replies=2"]
-    said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], set_=overrides, out=copy, resume=True)
-    assert tells(said, "seed", 6, 5)
-    assert tells(said, "algorithm.local.epochs", 3, 2)
-    assert tells(said, "federation.min_replies", 2, 1)
+    output = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], set_=overrides, out=copy, resume=True)
+    assert tells(output, "seed", 6, 5)
+    assert tells(output, "algorithm.local.epochs", 3, 2)
+    assert tells(output, "federation.min_replies", 2, 1)
     assert files(copy) == before
 
 
@@ -92,15 +92,15 @@ def test_another_partition_is_rejected(small_run: tuple[Path, Path], copy: Path)
     document["clients"][0]["sha256"] = "0" * 64
     del document["digest"]
     RunFolder(copy).write("partition.json", digests.with_compact_digest(json.dumps(document)))
-    said = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
-    assert "started with partition" in said
+    output = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
+    assert "started with partition" in output
 
 
 def test_only_one_process_works_on_a_run(small_run: tuple[Path, Path], copy: Path) -> None:
     before = files(copy)
     with RunFolder(copy).held():
-        said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy, resume=True)
-    assert str(copy) in said
+        output = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy, resume=True)
+    assert str(copy) in output
     assert files(copy) == before
 
 
@@ -108,7 +108,7 @@ def test_only_one_process_works_on_a_run(small_run: tuple[Path, Path], copy: Pat
 
 
 @pytest.mark.parametrize(
-    ("spoil", "rounds", "said"),
+    ("spoil", "rounds", "output"),
     [
         (lambda line: line, 9, "no round 9 (it ends with round 4)"),
         (lambda line: {**line, "conversations": 3}, 4, "not a journal of this version"),
@@ -121,13 +121,13 @@ def test_journals_that_cannot_be_replayed_are_rejected_at_once(
     tmp_path: Path,
     spoil: Callable[[dict[str, Any]], dict[str, Any]],
     rounds: int,
-    said: str,
+    output: str,
 ) -> None:
     folder = RunFolder(copy)
     folder.rewrite("journal.jsonl", [spoil(line) for line in folder.lines("journal.jsonl")])
     out = tmp_path / "again"
     overrides = [f"federation.rounds={rounds}"]
-    assert said in refused(DataError, ExitCode.DATA, small_run[0], set_=overrides, replay=copy, out=out)
+    assert output in refused(DataError, ExitCode.DATA, small_run[0], set_=overrides, replay=copy, out=out)
     assert not out.exists()
 
 
@@ -157,8 +157,8 @@ def test_a_damaged_checkpoint(small_run: tuple[Path, Path], copy: Path) -> None:
         last.write_bytes(damaged)
         with pytest.raises(DataError, match="not a checkpoint"):
             Checkpoints(copy / "checkpoints").load("last")
-    said = fedloom("run", small_run[0], "--out", copy, "--resume", code=3)
-    assert tells(said, last, "not a checkpoint", "--checkpoint", 3, "--resume")
+    output = fedloom("run", small_run[0], "--out", copy, "--resume", code=3)
+    assert tells(output, last, "not a checkpoint", "--checkpoint", 3, "--resume")
     last.unlink()
     fedloom("run", small_run[0], "--out", copy, "--resume")
     assert final(copy) == final(small_run[1])
@@ -171,8 +171,8 @@ def test_a_checkpoint_that_cannot_be_written(small_run: tuple[Path, Path], copy:
     back_to(copy, 3)
     durable = final(copy)
     blocks = len(durable) // 1024 // 2
-    said = fedloom("run", small_run[0], "--out", copy, "--resume", code=6, before=f"ulimit -f {blocks}")
-    assert tells(said, "round-000004.safetensors", "file too large", "--resume")
+    output = fedloom("run", small_run[0], "--out", copy, "--resume", code=6, before=f"ulimit -f {blocks}")
+    assert tells(output, "round-000004.safetensors", "file too large", "--resume")
     assert sorted(path.name for path in (copy / "checkpoints").iterdir())[-1] == "round-000003.safetensors"
     assert final(copy) == durable
     fedloom("run", small_run[0], "--out", copy, "--resume")
@@ -185,8 +185,8 @@ def test_a_checkpoint_that_cannot_be_written(small_run: tuple[Path, Path], copy:
 
 def test_a_missing_data_set(tmp_path: Path) -> None:
     path = experiment(tmp_path, tmp_path / "nowhere")
-    said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
-    assert "fedloom data fetch fashion-mnist" in said
+    output = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
+    assert "fedloom data fetch fashion-mnist" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -200,9 +200,9 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     for _ in range(2):  # damage is reported every time, and fixed by the suggested command
-        said = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
-        assert str(shard) in said
-        assert "fedloom partition EXPERIMENT" in said
+        output = refused(DataError, ExitCode.DATA, path, out=tmp_path / "run")
+        assert str(shard) in output
+        assert "fedloom partition EXPERIMENT" in output
         assert not (tmp_path / "run").exists()
     partition(path)
     assert shard.read_bytes() == whole
@@ -213,16 +213,16 @@ def test_restarting_a_finished_run_reports_its_durable_round(copy: Path) -> None
     """Otherwise the alert for pods that serve models would never fire: docs/chart.md."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    told = []
+    reported = []
 
     class Asks(RunObserver):
         def notice(self, message: str) -> None:
             if tells(message, "finished", "round", e.federation.rounds):
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-                    told.append(answer.read().decode())
+                    reported.append(answer.read().decode())
 
     e = load_experiment(copy / "experiment.yaml")
     at = {"listen": "127.0.0.1:0", "metrics": f"127.0.0.1:{port}", "finished_grace_s": 0.1}
     run_experiment(e, RunOptions(copy, resume=True, report=False, **at), Asks())
-    assert f"fedloom_durable_round {e.federation.rounds}.0" in told[0]
-    assert f"fedloom_measured_round {e.federation.rounds}.0" in told[0]
+    assert f"fedloom_durable_round {e.federation.rounds}.0" in reported[0]
+    assert f"fedloom_measured_round {e.federation.rounds}.0" in reported[0]

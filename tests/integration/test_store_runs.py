@@ -74,8 +74,10 @@ def made(s3_server: S3Server, tmp: Path, root: Path, **sections: Any) -> Place:
     store.upload("experiments/small.yaml", path)
     manifest = Manifest.from_json((tmp / "run" / "partition.json").read_text())
     partition = f"{url}/partitions/{manifest.fingerprint}"
-    said = fedloom("partition", f"{url}/experiments/small.yaml", "--out", partition, environment=s3_server.environment)
-    assert f"18 seen and 2 unseen clients in {partition}" in said
+    output = fedloom(
+        "partition", f"{url}/experiments/small.yaml", "--out", partition, environment=s3_server.environment
+    )
+    assert f"18 seen and 2 unseen clients in {partition}" in output
     return Place(
         url,
         partition,
@@ -120,15 +122,15 @@ def fetched(home: Path) -> set[str]:
 @contextlib.contextmanager
 def watched(port: int) -> Iterator[list[Activity]]:
     """Follow a run in a thread; yield the received statuses."""
-    told: list[Activity] = []
+    reported: list[Activity] = []
 
     def look() -> None:
         for progress in follow(f"127.0.0.1:{port}", connect_s=120):
-            told.append(progress)
+            reported.append(progress)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    yield told
+    yield reported
     thread.join(60)
     assert not thread.is_alive()
 
@@ -142,7 +144,7 @@ def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any
         started(*stateful.aggregator("whole", run, port), "--report", environment=elsewhere("a")) as aggregator,
         started(*stateful.worker("whole", "w0", port, "--clients", "0/2"), environment=w0) as first,
         started(*stateful.worker("whole", "w1", port, "--clients", "1/2"), environment=w1) as second,
-        watched(port) as told,
+        watched(port) as reported,
     ):
         until(lambda: rounds(run) >= 1, "the first round")
         assert fetched(tmp_path / "w0") == set(ids[:10])
@@ -154,8 +156,8 @@ def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any
     assert scores(run) == scores(stateful.undisturbed)
     assert losses(run) == []
     # Statuses during the run.
-    assert (told[-1].phase, told[-1].round, told[-1].rounds) == ("finished", 6, 6)
-    assert told[-1].measured == LastEvaluation.of([*RunFolder(run).lines("metrics.jsonl")][-1])
+    assert (reported[-1].phase, reported[-1].round, reported[-1].rounds) == ("finished", 6, 6)
+    assert reported[-1].measured == LastEvaluation.of([*RunFolder(run).lines("metrics.jsonl")][-1])
     # The published files equal those of the run's folder.
     store = stateful.store("runs/whole")
     for name in ("summary.json", "report.html", "clients.csv", "metrics.jsonl", "checkpoints/round-000006.safetensors"):
@@ -190,10 +192,10 @@ def test_a_killed_aggregator_and_worker_are_restarted_elsewhere(
             started(*stateful.aggregator("killed", again, port), environment=elsewhere("b")) as aggregator,
             started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1-again")) as second,
         ):
-            said = ended(aggregator, 0)
+            output = ended(aggregator, 0)
             ended(second, 0)
         ended(first, 0)
-    assert "resuming after round" in said
+    assert "resuming after round" in output
     assert lost >= 2
     assert final(again) == final(stateful.undisturbed)
     assert scores(again) == scores(stateful.undisturbed)
@@ -223,8 +225,8 @@ def test_a_second_aggregator_takes_over_and_the_first_stops(
         summary = store.read("summary.json")
         zombie.send_signal(signal.SIGCONT)
         with started(*stateful.worker("fenced", "w1", port), environment=elsewhere("w1")):
-            said = ended(zombie, 6)
-    assert "another aggregator" in said
+            output = ended(zombie, 6)
+    assert "another aggregator" in output
     assert store.read("summary.json") == summary
     assert scores(tmp_path / "b" / "run") == scores(stateful.undisturbed)
 
@@ -233,8 +235,8 @@ def test_a_second_aggregator_takes_over_and_the_first_stops(
 def test_a_run_without_watchers_ends(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
     run = tmp_path / "a" / "run"
     order = stateful.aggregator("orphan", run, port)
-    said = fedloom(*order, "--orphan-after", 1, code=8, environment=elsewhere("a"))
-    assert tells(said, "1 s", "--orphan-after")
+    output = fedloom(*order, "--orphan-after", 1, code=8, environment=elsewhere("a"))
+    assert tells(output, "1 s", "--orphan-after")
     # Watched, it continues; when the watcher leaves, it ends with its last round durable.
     with (
         started(*order, "--orphan-after", 8, environment=elsewhere("b")) as aggregator,
@@ -269,8 +271,8 @@ def test_a_late_worker_continues_after_a_terminated_one(
     ):
         until(lambda: rounds(run) >= 1, "the first round")
         worker.send_signal(signal.SIGTERM)
-        said = ended(worker, 130)  # not 0: its work is incomplete
-        assert "before the end of the run" in said
+        output = ended(worker, 130)  # not 0: its work is incomplete
+        assert "before the end of the run" in output
         with started(*stateful.worker("drained", "late", port), environment=elsewhere("late")) as late:
             ended(aggregator, 0)
             ended(late, 0)
@@ -287,20 +289,25 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
     common = ("--set", f"storage={stateful.url}", "--partition", stateful.partition)
     short = ("run", stateful.experiment, *common, "--set", "federation.rounds=2")
     fedloom(*short, "--workers", 0, "--out", tmp_path / "a" / "small", environment=elsewhere("a"))
-    said = fedloom(*short, "--workers", 0, "--out", tmp_path / "b" / "small", code=2, environment=elsewhere("b"))
-    assert tells(said, f"{stateful.url}/runs/small", "--resume", "--publish")
+    output = fedloom(*short, "--workers", 0, "--out", tmp_path / "b" / "small", code=2, environment=elsewhere("b"))
+    assert tells(output, f"{stateful.url}/runs/small", "--resume", "--publish")
     assert not (tmp_path / "b" / "small").exists()
     shutil.rmtree(tmp_path / "a")
     place, there = f"{stateful.url}/runs/small", elsewhere("d")
-    told = json.loads(fedloom("status", place, "--json", environment=there))
-    assert (told["phase"], told["round"], told["rounds"], told["durable_round"]) == ("finished", 2, 2, 2)
+    reported = json.loads(fedloom("status", place, "--json", environment=there))
+    assert (reported["phase"], reported["round"], reported["rounds"], reported["durable_round"]) == (
+        "finished",
+        2,
+        2,
+        2,
+    )
     listed = json.loads(fedloom("clients", place, "--json", environment=there))
-    assert len(listed) == told["clients"]["roster"]
+    assert len(listed) == reported["clients"]["roster"]
     fedloom("status", f"{stateful.url}/runs/absent", environment=there, code=3)
     out = tmp_path / "c" / "small"
     order = ("run", stateful.experiment, *common, "--workers", 2, "--resume", "--out", out)
-    said = fedloom(*order, environment=elsewhere("c"))
-    assert "resuming after round 2" in said
+    output = fedloom(*order, environment=elsewhere("c"))
+    assert "resuming after round 2" in output
     assert final(out) == final(stateful.undisturbed)
     assert scores(out) | {"best": None} == scores(stateful.undisturbed) | {"best": None}
     assert losses(out) == []
@@ -340,7 +347,7 @@ def test_models_of_a_published_run_equal_those_of_its_folder(
 def test_a_partition_of_another_experiment_is_rejected(stateful: Place, tmp_path: Path, monkeypatch: Any) -> None:
     for name, value in stateful.environment.items():
         monkeypatch.setenv(name, value)
-    for change, said in (
+    for change, output in (
         ("seed=9", "seed: the partition has 5, the experiment 9"),
         ("data.held_out_fraction=0.2", "data.held_out_fraction: the partition has 0.1, the experiment 0.2"),
         (
@@ -351,7 +358,7 @@ def test_a_partition_of_another_experiment_is_rejected(stateful: Place, tmp_path
     ):
         with pytest.raises(ExperimentError) as refused:
             command(stateful.experiment, set_=[change], partition=stateful.partition, out=tmp_path / "run")
-        assert said in str(refused.value)
+        assert output in str(refused.value)
         assert "fedloom partition" in str(refused.value)
     assert not (tmp_path / "run").exists()
 
@@ -361,8 +368,8 @@ def test_invalid_places_are_rejected(stateful: Place, tmp_path: Path, monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(ExperimentError, match=r"publish must be a store.*here"):
         command(stateful.experiment, partition=stateful.partition, publish="here", out=tmp_path / "run")
-    said = fedloom("worker", "--aggregator", "127.0.0.1:1", "--partition", stateful.partition, "--clients", "2/2",
+    output = fedloom("worker", "--aggregator", "127.0.0.1:1", "--partition", stateful.partition, "--clients", "2/2",
                    code=2, environment=stateful.environment)  # fmt: skip
-    assert tells(said, "--clients", "I/N", "2/2")
+    assert tells(output, "--clients", "I/N", "2/2")
     assert not (tmp_path / "run").exists()
     assert not any(tmp_path.iterdir())

@@ -99,8 +99,8 @@ def test_a_failing_tracker_in_a_parallel_run_is_reported(
     done = sweep(root, tmp_path / "sweep", "--seeds", "1,2", "--parallel", "2", "--track", "broken", "--no-report")
     assert done.returncode == 0, done.stderr
     for seed in (1, 2):
-        (said,) = [line for line in done.stderr.splitlines() if f"seed={seed}: tracking" in line]
-        assert tells(said, "broken", "RuntimeError", "nobody at home")
+        (output,) = [line for line in done.stderr.splitlines() if f"seed={seed}: tracking" in line]
+        assert tells(output, "broken", "RuntimeError", "nobody at home")
 
 
 class Counts(SweepObserver):

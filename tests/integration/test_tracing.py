@@ -42,10 +42,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
         for resource in request.resource_spans:
-            told = {each.key: each.value.string_value for each in resource.resource.attributes}
+            reported = {each.key: each.value.string_value for each in resource.resource.attributes}
             for span in (span for scope in resource.scope_spans for span in scope.spans):
                 about = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
-                seen = Seen(told["service.name"], span.name, span.trace_id, span.span_id, span.parent_span_id, about)
+                seen = Seen(
+                    reported["service.name"], span.name, span.trace_id, span.span_id, span.parent_span_id, about
+                )
                 self.spans.append(seen)
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -66,12 +68,12 @@ def test_client_spans_are_children_of_their_rounds_exchange(
     collector: Collector, tmp_path: Path, fresh_root: Path
 ) -> None:
     """Results equal those of a run without tracing, also when the collector is absent."""
-    told = experiment(
+    reported = experiment(
         tmp_path, fresh_root, federation={"rounds": 2, "clients_per_round": CLIENTS, "checkpoint_every_s": 0}
     )
 
     def ran(name: str, *options: str, **environment: str) -> Path:
-        fedloom(*options, "run", told, "--workers", 2, "--out", tmp_path / name, environment=environment)
+        fedloom(*options, "run", reported, "--workers", 2, "--out", tmp_path / name, environment=environment)
         return tmp_path / name
 
     plain = ran("plain")
@@ -111,5 +113,5 @@ def test_disabled_tracing_imports_nothing_and_logs_nothing() -> None:
 
 
 def test_another_trace_protocol_is_rejected(tmp_path: Path) -> None:
-    said = fedloom("--tracing", "run", tmp_path, code=2, environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
-    assert tells(said, "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf")
+    output = fedloom("--tracing", "run", tmp_path, code=2, environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
+    assert tells(output, "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf")

@@ -368,11 +368,11 @@ def test_clients_of_a_replaced_worker_are_charged_before_they_are_asked_again(ag
     """The noise of a private answer is a secret of the worker's process: another worker gives another answer."""
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
-    told = []
+    reported = []
     counted = threading.Event()
 
     def tell(clients):
-        told.extend(clients)
+        reported.extend(clients)
         counted.set()
 
     def before(client, exchange):
@@ -386,11 +386,11 @@ def test_clients_of_a_replaced_worker_are_charged_before_they_are_asked_again(ag
     check(aggregator.exchange(call), call)
     until_joined.join()
     assert counted.is_set()
-    assert set(told) <= set(CLIENTS)
-    assert len(told) == len(set(told))
+    assert set(reported) <= set(CLIENTS)
+    assert len(reported) == len(set(reported))
     # A conversation that moves to another worker is replayed there, and earlier answers are not requested again.
     aggregator.exchange(step_call(CLIENTS, 1))
-    assert len(told) == len(set(told))
+    assert len(reported) == len(set(reported))
 
 
 def test_a_client_that_cannot_be_charged_is_not_asked_again(aggregator, worker):
@@ -507,8 +507,8 @@ def test_an_exchange_waits_for_a_worker_to_connect(aggregator, worker, backgroun
 
 
 def test_clients_without_a_worker_are_reported_with_their_deadline(worker, aggregator, background):
-    said: list[str] = []
-    ours = make_aggregator(say=said.append)
+    output: list[str] = []
+    ours = make_aggregator(say=output.append)
     address = ours.start("127.0.0.1:0")
     served = worker(address=address)
     ours.wait_for(set(CLIENTS), 30)
@@ -522,16 +522,16 @@ def test_clients_without_a_worker_are_reported_with_their_deadline(worker, aggre
     call = start_call(CLIENTS, d=10, deadline_s=15)
     answers = background(ours.exchange, call)
     assert busy.wait(10)
-    assert not said, "nothing while all is well"
+    assert not output, "nothing while all is well"
     served.stop.set()
     release.set()
-    until(lambda: said)
-    assert "w1" in said[0], "who left"
-    assert "of 5 clients" in said[0]
-    assert "deadline_s" in said[0]
+    until(lambda: output)
+    assert "w1" in output[0], "who left"
+    assert "of 5 clients" in output[0]
+    assert "deadline_s" in output[0]
     worker("w2", address=address)
     check(answers.result(10), call)
-    assert len(said) == 2, said
+    assert len(output) == 2, output
     ours.stop()
 
 
@@ -540,10 +540,10 @@ def test_an_unreachable_aggregator_is_logged_once_and_then_rarely(worker, caplog
     with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
         alone = worker(address="127.0.0.1:1", reconnect_s=1.5)
         alone.thread.join(10)
-    told = [record.getMessage() for record in caplog.records if "127.0.0.1:1" in record.getMessage()]
-    assert 2 <= len(told) <= 3, told
-    assert "still trying" in told[1]
-    for text in (*told, str(alone.error)):
+    reported = [record.getMessage() for record in caplog.records if "127.0.0.1:1" in record.getMessage()]
+    assert 2 <= len(reported) <= 3, reported
+    assert "still trying" in reported[1]
+    for text in (*reported, str(alone.error)):
         assert not re.search("UNAVAILABLE|ipv4:|last error", text), text
 
 
@@ -605,17 +605,17 @@ def test_an_invalid_port_is_reported():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"algorithms": {"toy": 2}}, ["toy", "2", "1"]),
         ({"algorithms": {}}, ["toy"]),
     ],
 )
-def test_a_client_of_another_version_is_rejected(aggregator, worker, change, said):
+def test_a_client_of_another_version_is_rejected(aggregator, worker, change, output):
     refused = worker(**change)
     refused.thread.join(30)
     assert isinstance(refused.error, RefusedError)
-    assert tells(str(refused.error), "algorithm", *said)
+    assert tells(str(refused.error), "algorithm", *output)
     assert aggregator.refusals.counts == {Refusal.HELLO: 1}
 
 
@@ -698,8 +698,8 @@ def test_a_lost_stream_is_reported_as_lost_and_not_as_a_failed_connection(aggreg
         aggregator.wait_for(set(CLIENTS), 30)
         aggregator.stop()
         alone.thread.join(20)
-    told = [record.getMessage() for record in caplog.records if aggregator.address in record.getMessage()]
-    assert [line.split(" at ")[0] for line in told[:2]] == ["joined run run-1", "lost the aggregator"]
+    reported = [record.getMessage() for record in caplog.records if aggregator.address in record.getMessage()]
+    assert [line.split(" at ")[0] for line in reported[:2]] == ["joined run run-1", "lost the aggregator"]
 
 
 def test_a_stopped_aggregator_ends_its_workers(worker):
@@ -783,15 +783,15 @@ def test_a_worker_reconnects_after_the_aggregator_changes(aggregator) -> None:
     last = ""
     with ThreadPoolExecutor(len(peers)) as threads:
         try:
-            told = [threads.submit(peer.join) for peer in peers]
+            reported = [threads.submit(peer.join) for peer in peers]
             everyone = False
             while not everyone:
-                everyone = all(each.done() for each in told)
+                everyone = all(each.done() for each in reported)
                 last = f"a{time.monotonic_ns()}"
                 aggregator.start_new_session(last, "new")
             stale = [
                 threads.submit(peer.status)
-                for peer, first in zip(peers, told, strict=True)
+                for peer, first in zip(peers, reported, strict=True)
                 if first.result().welcome.incarnation != last
             ]
             assert stale

@@ -502,14 +502,14 @@ def test_a_row_can_only_be_given_up_by_its_worker(aggregator, honest, hostile, b
 
 
 def test_names_and_reasons_of_workers_are_printable(aggregator, honest, background):
-    said = "\x1b[2J\u202e\u2028" * 1000
-    hostile = Hostile(aggregator.address, device=said)
+    output = "\x1b[2J\u202e\u2028" * 1000
+    hostile = Hostile(aggregator.address, device=output)
     hostile.join()
     aggregator.wait_for(set(COHORT), 30)
     (device,) = [worker.device for worker in aggregator.workers() if worker.name == "hostile"]
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=5))
     request = hostile.request()
-    lost = wire.RowLost(conversation=request.conversation, exchange=0, row=1, reason=said)
+    lost = wire.RowLost(conversation=request.conversation, exchange=0, row=1, reason=output)
     hostile.part(wire.WorkerPart(row_lost=lost))
     reason = answers.result(10)[1].reason
     assert device.isprintable()
@@ -614,14 +614,14 @@ def test_idle_connections_leave_file_descriptors_free(tmp_path):
         address = process.stdout.readline().split()[1]
         host, port = address.split(":")
         idle = [socket.create_connection((host, int(port))) for _ in range(600)]
-        said, _ = process.communicate("\n", timeout=60)
+        output, _ = process.communicate("\n", timeout=60)
         for each in idle:
             each.close()
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 0, said
-    assert "144 connections are open" in said
+    assert process.returncode == 0, output
+    assert "144 connections are open" in output
 
 
 WATCH_HEALTH = "/grpc.health.v1.Health/Watch"
@@ -646,8 +646,8 @@ def test_health_accepts_only_service_names(aggregator, call):
             answers = channel.unary_stream(call)(asked_for(name), timeout=10)
             list(anything_of(answers))
             assert answers.code() is code
-        said = list(anything_of(channel.unary_stream(WATCH_HEALTH)(asked_for("nobody's"), timeout=10)))
-        assert said == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
+        output = list(anything_of(channel.unary_stream(WATCH_HEALTH)(asked_for("nobody's"), timeout=10)))
+        assert output == [health_pb2.HealthCheckResponse.SERVICE_UNKNOWN]
 
 
 def anything_of(answers):

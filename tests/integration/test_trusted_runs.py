@@ -65,8 +65,8 @@ def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnis
         watched = follow(address, connect_s=120, credentials=Credentials(eye))
         assert next(watched).workers == ()
         stranger = {**mine, "FEDLOOM_TOKEN": make_token().get_secret_value()}
-        said = fedloom(*dials, environment=stranger, code=ExitCode.REFUSED)
-        assert tells(said, "error:", address, "not known")
+        output = fedloom(*dials, environment=stranger, code=ExitCode.REFUSED)
+        assert tells(output, "error:", address, "not known")
         fedloom(*dials, "--credentials", north)
         states = [progress.phase for progress in watched]
         assert states[-1] == "finished"
@@ -82,7 +82,7 @@ def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnis
     for token in (*secrets.values(), stranger["FEDLOOM_TOKEN"]):
         text = token if isinstance(token, str) else token.get_secret_value()
         assert text.split("_", 2)[2].encode() not in kept  # the secret itself may have underscores
-        assert text not in said
+        assert text not in output
 
 
 def test_workers_of_a_run_authenticate_with_its_own_secret_token(tmp_path: Path, fashion_mnist_root: Path) -> None:
@@ -98,8 +98,8 @@ def test_workers_of_a_run_authenticate_with_its_own_secret_token(tmp_path: Path,
         journal = tmp_path / "run" / "journal.jsonl"
         until(lambda: journal.exists() and journal.read_text().count("\n") > 2, "rounds")
         partition = words[words.index(b"--partition") + 1].decode()
-        said = fedloom("worker", "--aggregator", address, "--partition", partition, code=ExitCode.REFUSED)
-        assert tells(said, "error:", address, "certificate", "token")
+        output = fedloom("worker", "--aggregator", address, "--partition", partition, code=ExitCode.REFUSED)
+        assert tells(output, "error:", address, "certificate", "token")
         assert not any(b"fedloom_" in word for word in words)
 
 
@@ -135,10 +135,10 @@ def test_errors_are_reported_before_anything_is_read_or_created(
 ) -> None:
     token = make_token().get_secret_value()
     given = {name: value.format(t=token) for name, value in environment.items()}
-    said = fedloom(*(word.format(e=tmp_path / "absent.yaml") for word in arguments), environment=given, code=code)
-    assert tells(said, "error:", *facts)
-    assert token not in said
-    assert "secret" not in said
+    output = fedloom(*(word.format(e=tmp_path / "absent.yaml") for word in arguments), environment=given, code=code)
+    assert tells(output, "error:", *facts)
+    assert token not in output
+    assert "secret" not in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,5 +168,5 @@ def test_a_revoked_member_is_disconnected_and_the_run_waits_for_another(
             until(lambda: rounds(run) > before + 2, "more rounds")
     assert not (run / "logs" / "audit.jsonl").exists()
     events = [json.loads(line) for line in audit.read_text().splitlines()]
-    told = [(event["event"], event.get("identity")) for event in events if event["event"] in ("join", "revoked")]
-    assert told == [("join", "first"), ("revoked", "first"), ("join", "second")]
+    reported = [(event["event"], event.get("identity")) for event in events if event["event"] in ("join", "revoked")]
+    assert reported == [("join", "first"), ("revoked", "first"), ("join", "second")]

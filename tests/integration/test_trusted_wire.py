@@ -418,8 +418,8 @@ def test_an_unreadable_request_from_a_known_identity(
             with pytest.raises(grpc.RpcError) as refused:
                 next(channel.stream_stream(f"/{control.CONTROL}/{call}")(iter(sent), metadata=metadata, timeout=10))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, call
-    told = federation.events("refused")[before:]
-    assert [(line["kind"], line["identity"]) for line in told] == len(CONTROLLED) * [("request", "admin")]
+    reported = federation.events("refused")[before:]
+    assert [(line["kind"], line["identity"]) for line in reported] == len(CONTROLLED) * [("request", "admin")]
     assert not [record for record in caplog.records if record.exc_info]
 
 
@@ -614,8 +614,8 @@ def test_a_launcher_resumes_watching_once_its_token_is_valid_again(
     monkeypatch.setenv(FILES["ca"], str(federation.ca / "ca.crt"))
     monkeypatch.setenv(FILES["token_file"], str(federation.folder / "x.token"))
     add_token(federation.folder / "others.json", "y")
-    said: list[str] = []
-    launcher = ProgressClient(federation.address, said.append)
+    output: list[str] = []
+    launcher = ProgressClient(federation.address, output.append)
     with launcher.following():
         until(lambda: launcher.latest is not None)
         replace(federation.tokens, (federation.folder / "others.json").read_text())
@@ -624,7 +624,9 @@ def test_a_launcher_resumes_watching_once_its_token_is_valid_again(
         replace(federation.tokens, known)
         until(lambda: launcher.latest is not None)
     id = token_id(SecretStr((federation.folder / "x.token").read_text()))
-    assert len([line for line in said if id in line]) == 2, said  # when it was disconnected, and when it reconnected
+    assert len([line for line in output if id in line]) == 2, (
+        output
+    )  # when it was disconnected, and when it reconnected
 
 
 def test_a_revoked_member_is_disconnected_even_after_another_rejection(
@@ -670,18 +672,18 @@ def test_expiry_of_the_servers_certificate_is_announced_once(
         until(lambda: len(looked) > least)
 
     made = make_certificate("server", federation.folder, federation.ca, hosts=["127.0.0.1"], days=2, replace=True)
-    said: list[str] = []
-    federation.start(say=said.append)
+    output: list[str] = []
+    federation.start(say=output.append)
     looks()
-    assert said == []
+    assert output == []
     monkeypatch.setattr(gate, "datetime", type("later", (), {"now": lambda zone: made.ends - timedelta(hours=1)}))
-    until(lambda: said)
+    until(lambda: output)
     looks()
-    assert len(said) == 1
-    assert tells(said[0], "certificate", f"{made.ends:%Y-%m-%d %H:%M:%S}")
+    assert len(output) == 1
+    assert tells(output[0], "certificate", f"{made.ends:%Y-%m-%d %H:%M:%S}")
     make_certificate("server", federation.folder, federation.ca, hosts=["127.0.0.1"], days=30, replace=True)
     looks()
-    assert len(said) == 1
+    assert len(output) == 1
 
 
 def test_a_damaged_identity_file_disconnects_nobody(federation: Federation, caplog: pytest.LogCaptureFixture) -> None:
@@ -987,13 +989,13 @@ def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.Lo
     secrets = [path.read_text().strip() for path in federation.folder.glob("*.token")]
     secrets += [secret.split("_", 2)[2] for secret in secrets]  # the secret part may contain a _, too
     secrets += [line for path in federation.folder.rglob("*.key") for line in path.read_text().splitlines()[1:-1]]
-    told = [record.getMessage() for record in caplog.records] + [repr(record.__dict__) for record in caplog.records]
-    told += [str(error) + repr(error) + repr(error.__cause__) for error in errors]
-    told += [federation.audit.read_text(), federation.tokens.read_text(), repr(right.current), repr(right._options)]
+    reported = [record.getMessage() for record in caplog.records] + [repr(record.__dict__) for record in caplog.records]
+    reported += [str(error) + repr(error) + repr(error.__cause__) for error in errors]
+    reported += [federation.audit.read_text(), federation.tokens.read_text(), repr(right.current), repr(right._options)]
     assert len(secrets) > 6
     assert len(federation.events()) >= 4
     for secret in secrets:
-        assert not any(secret in text for text in told)
+        assert not any(secret in text for text in reported)
 
 
 def test_a_hostile_peer_with_an_identity_can_only_answer_for_its_own_clients(federation: Federation) -> None:
@@ -1031,14 +1033,14 @@ def test_a_hostile_peer_with_an_identity_can_only_answer_for_its_own_clients(fed
 
 
 def announcing(federation: Federation, name: str, clients: list[str], token: str) -> Hostile:
-    told = wire.Announced(train=10, validation=2, test=3, labelled=True)
+    reported = wire.Announced(train=10, validation=2, test=3, labelled=True)
     return Hostile(
         federation.address,
         name,
         clients,
         metadata=((gate.TOKEN, f"Bearer {token}"),),
         credentials=grpc.ssl_channel_credentials((federation.ca / "ca.crt").read_bytes()),
-        announced=[told] * len(clients),
+        announced=[reported] * len(clients),
     )
 
 

@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pyte
 
 def partition(path: Path) -> Path:
     """Create the partition of an experiment, and return its folder."""
-    said = fedloom("partition", path)
-    return next(Path(word) for word in said.split() if (Path(word) / "partition.json").is_file())
+    output = fedloom("partition", path)
+    return next(Path(word) for word in output.split() if (Path(word) / "partition.json").is_file())
 
 
 def test_a_rejected_worker_reports_the_reason_while_its_parent_runs(fresh_root: Path, tmp_path: Path) -> None:
@@ -40,11 +40,11 @@ def test_a_rejected_worker_reports_the_reason_while_its_parent_runs(fresh_root: 
         )
         assert process.stdin is not None
         code = process.wait(WAIT_S)  # our end of the pipe is open
-        _, said = process.communicate()
+        _, output = process.communicate()
     finally:
         aggregator.stop()
-    assert code == 4, said
-    assert "toy" in said
+    assert code == 4, output
+    assert "toy" in output
 
 
 @pytest.mark.exhaustive
@@ -67,10 +67,10 @@ def test_a_worker_that_fails_permanently_ends_the_run_with_its_exit_code(
         victim = worker(process, "worker-1")
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
-        _, said = process.communicate(timeout=WAIT_S)
+        _, output = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
-    assert process.returncode == 3, said
-    assert tells(said, "worker-1", "partition", "the aggregator's", "fedloom partition EXPERIMENT"), said
+    assert process.returncode == 3, output
+    assert tells(output, "worker-1", "partition", "the aggregator's", "fedloom partition EXPERIMENT"), output
     log = (run / "logs" / "aggregator.jsonl").read_text()
     assert re.findall(r"worker-1 \(pid \d+\) ended with code (-?\d+)", log) == ["-9", "3"]

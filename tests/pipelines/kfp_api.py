@@ -410,8 +410,8 @@ class Handler(BaseHTTPRequestHandler):
                 self._close()
                 return
             if fault.status is not None:
-                told = {"code": 13, "message": f"status {fault.status}, as the test wants it"}
-                self._send(fault.status, told, location=fault.location)
+                reported = {"code": 13, "message": f"status {fault.status}, as the test wants it"}
+                self._send(fault.status, reported, location=fault.location)
                 return
         with self.api.lock:
             known = self._knows_token(request)

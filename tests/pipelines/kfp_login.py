@@ -35,14 +35,14 @@ EMPTY_IDENTITY = (
 
 def jwt(number: int = 0, *, lasts_s: float = 3600.0, **claims: Any) -> str:
     """Return a token as ``kubectl create token`` prints it, with a signature that is never checked."""
-    told = {
+    reported = {
         "aud": ["pipelines.kubeflow.org"],
         "exp": int(time.time() + lasts_s),
         "sub": "system:serviceaccount:team-a:default-editor",
         "jti": number,
         **claims,
     }
-    parts = [json.dumps(part).encode() for part in ({"alg": "RS256"}, told)]
+    parts = [json.dumps(part).encode() for part in ({"alg": "RS256"}, reported)]
     return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (*parts, b"signature"))
 
 

@@ -105,8 +105,10 @@ class StandIn:
         """Answer one request."""
         body = http.rfile.read(int(http.headers.get("Content-Length") or 0))
         with self._lock:
-            status, said = self._said(http, verb, body)
-        content, kind = (said.encode(), "text/plain") if isinstance(said, str) else (json.dumps(said).encode(), "json")
+            status, output = self._said(http, verb, body)
+        content, kind = (
+            (output.encode(), "text/plain") if isinstance(output, str) else (json.dumps(output).encode(), "json")
+        )
         http.send_response(status)
         if status == 302:
             http.send_header("Location", f"{self.url}/dex/auth")
@@ -133,10 +135,10 @@ class StandIn:
         query = {key: values[0] for key, values in parse_qs(where.query).items()}
         if unknown := set(query) - {_component("parameters", one)["name"] for one in parameters}:
             raise AssertionError(f"{http.path}: parameters not in the schema: {unknown}")
-        status, said = self._created(operation, body, ids) if verb == "post" else self._got(operation, query, ids)
+        status, output = self._created(operation, body, ids) if verb == "post" else self._got(operation, query, ids)
         answers = _component("responses", operation["responses"][str(status)])
-        jsonschema.validate(said, _json_schema(answers))
-        return status, said
+        jsonschema.validate(output, _json_schema(answers))
+        return status, output
 
     def _created(self, operation: Object, body: bytes, ids: Mapping[str, str]) -> tuple[int, Object]:
         schema = _json_schema(operation["requestBody"])

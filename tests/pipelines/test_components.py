@@ -111,9 +111,9 @@ def test_plan_lists_every_error_and_exits_with_its_code(capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as ended:
         body("plan")("name: x\nsed: 1\ndata: {dataset: nothing}\n", [])
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: the experiment")
-    assert all(f"  {key}" in said or f", {key}: " in said for key in ("sed", "data.dataset", "model")), said
+    output = capsys.readouterr().err
+    assert output.startswith("error: the experiment")
+    assert all(f"  {key}" in output or f", {key}: " in output for key in ("sed", "data.dataset", "model")), output
 
 
 def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:

@@ -206,9 +206,9 @@ def test_a_request_without_a_login_explains_how_to_log_in(
     api: KubeflowApi, submit: Callable[..., Result], gateway: Gateway | None
 ) -> None:
     api.gateway, api.token = gateway, "known"
-    said = failed(submit(), RefusedError)
-    assert tells(said, "token_command", "kubectl create token", PROFILE, "--audience=pipelines.kubeflow.org")
-    assert tells(said, "cookie", "oauth2_proxy_kubeflow")
+    output = failed(submit(), RefusedError)
+    assert tells(output, "token_command", "kubectl create token", PROFILE, "--audience=pipelines.kubeflow.org")
+    assert tells(output, "cookie", "oauth2_proxy_kubeflow")
     assert api.counts() == (0, 0, 0, 0)
 
 
@@ -218,10 +218,10 @@ def test_a_rejected_token_is_described_without_its_text(
 ) -> None:
     ended = jwt(lasts_s=-60.0, aud=["https://kubernetes.default.svc"])
     api.gateway, api.tokens = gateway, {jwt(): 10}
-    said = failed(submit(token=ended), RefusedError)
-    assert tells(said, "system:serviceaccount:team-a:default-editor", "https://kubernetes.default.svc", "expired at")
-    assert tells(said, "kubectl create token")
-    assert not any(part in said for part in ended.split("."))
+    output = failed(submit(token=ended), RefusedError)
+    assert tells(output, "system:serviceaccount:team-a:default-editor", "https://kubernetes.default.svc", "expired at")
+    assert tells(output, "kubectl create token")
+    assert not any(part in output for part in ended.split("."))
 
 
 def test_a_token_command_is_rerun_only_once(
@@ -245,9 +245,9 @@ def test_a_session_behind_oauth2_proxy(api: KubeflowApi, submit: Callable[..., R
     assert result.exit_code == 0, result.output
     assert f"{api.host}/#/runs/details/" in result.output  # the interface is also behind the gateway
     assert api.gateway.session not in result.output
-    said = failed(submit(cookie="oauth2_proxy_kubeflow=of-yesterday"), RefusedError)
-    assert tells(said, "cookie", "oauth2_proxy_kubeflow")
-    assert "of-yesterday" not in said
+    output = failed(submit(cookie="oauth2_proxy_kubeflow=of-yesterday"), RefusedError)
+    assert tells(output, "cookie", "oauth2_proxy_kubeflow")
+    assert "of-yesterday" not in output
 
 
 @pytest.mark.parametrize("redirects", [False, True])
@@ -282,8 +282,8 @@ def test_a_moved_installation_is_reported(api: KubeflowApi, submit: Callable[...
 
 
 def test_missing_rights_are_named(api: KubeflowApi, submit: Callable[..., Result]) -> None:
-    said = failed(submit(namespace="team-b"), RefusedError)
-    assert tells(said, "system:serviceaccount:team-a:default-editor", "list pipelines", "team-b", "kubeflow-edit")
+    output = failed(submit(namespace="team-b"), RefusedError)
+    assert tells(output, "system:serviceaccount:team-a:default-editor", "list pipelines", "team-b", "kubeflow-edit")
 
 
 def test_a_run_of_another_profile(api: KubeflowApi, submit: Callable[..., Result], tmp_path: Path) -> None:
@@ -320,9 +320,9 @@ def test_invalid_logins(
     kind: type[FedloomError],
     facts: tuple[str, ...],
 ) -> None:
-    said = failed(submit(**settings), kind)
-    assert tells(said, *facts)
-    assert "secret-without-a-name" not in said
+    output = failed(submit(**settings), kind)
+    assert tells(output, *facts)
+    assert "secret-without-a-name" not in output
     assert api.asked == []
 
 

@@ -76,9 +76,9 @@ def schedules(api: KubeflowApi, command: str, *arguments: str) -> Result:
 
 
 def test_a_schedule_has_the_requested_parameters(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
-    said = done(pipeline("submit", *NIGHTLY, "--set", "seed=7", "--max-concurrency", "2", "--checkpoint", "best"))
+    output = done(pipeline("submit", *NIGHTLY, "--set", "seed=7", "--max-concurrency", "2", "--checkpoint", "best"))
     (one,) = api.recurring.values()
-    assert tells(said, one["recurring_run_id"], "cron 0 0 2 * * *", f"{api.host}/#/recurringrun/details/")
+    assert tells(output, one["recurring_run_id"], "cron 0 0 2 * * *", f"{api.host}/#/recurringrun/details/")
     fields = kfp_recurring.parsed(one["trigger"]["cron_schedule"]["cron"])
     assert fields == {"second": "0", "minute": "0", "hour": "2", "day": "*", "month": "*", "weekday": "*"}
     assert (one["display_name"], one["max_concurrency"], one["no_catchup"]) == ("small", "2", True)
@@ -312,9 +312,9 @@ def test_the_newest_versions_and_all_in_use_are_kept(api: KubeflowApi, pipeline:
     assert names(api) == [first, second, "0.1.0-by-hand", fourth]
     next(iter(api.runs.values()))["state"] = "FAILED"
     done(schedules(api, "delete", schedule))
-    said = done(pipeline("submit", "--label", "version=4", "--keep-versions", "1"))
+    output = done(pipeline("submit", "--label", "version=4", "--keep-versions", "1"))
     assert names(api) == ["0.1.0-by-hand", fourth]
-    assert tells(said, second, first)
+    assert tells(output, second, first)
 
 
 def test_the_version_of_a_run_just_started_is_in_use(api: KubeflowApi, pipeline: Callable[..., Result]) -> None:
@@ -337,8 +337,8 @@ def test_old_versions_that_cannot_be_removed_do_not_hide_the_run(
 ) -> None:
     submitted(api, pipeline, "1")
     api.faults = [Fault("DELETE /pipelines/.*/versions/.*", status=403)]
-    said = done(pipeline("submit", "--label", "version=2", "--keep-versions", "1"))
-    assert tells(said, next(reversed(api.runs)), "old versions were not removed", "403")
+    output = done(pipeline("submit", "--label", "version=2", "--keep-versions", "1"))
+    assert tells(output, next(reversed(api.runs)), "old versions were not removed", "403")
     assert len(api.versions) == 2
 
 

@@ -169,17 +169,17 @@ def test_several_users_with_a_namespace_each(fedloom: Callable[..., Result], des
         assert of(namespace="team-a").exit_code == 0
         assert next(iter(api.experiments.values()))["namespace"] == "team-a"
         assert tells(failed(of(), ExperimentError), "namespace", "kubeflow")
-        said = failed(of(namespace="team-b"), RefusedError)
-        assert "namespace team-b: not allowed to look for the pipeline" in said
-        assert "is not authorized" in said
+        message = failed(of(namespace="team-b"), RefusedError)
+        assert "namespace team-b: not allowed to look for the pipeline" in message
+        assert "is not authorized" in message
         assert len(api.runs) == 1
 
 
 def test_a_single_user_has_no_namespace(
     api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
 ) -> None:
-    said = failed(fedloom("--kubeflow", described(host=api.host, namespace="team-a")), ExperimentError)
-    assert tells(said, "namespace", "team-a")
+    message = failed(fedloom("--kubeflow", described(host=api.host, namespace="team-a")), ExperimentError)
+    assert tells(message, "namespace", "team-a")
     assert api.counts() == (0, 0, 0, 0)
 
 
@@ -190,9 +190,9 @@ def test_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with serving(KubeflowApi(token="of today")) as api:
-        said = failed(fedloom("--kubeflow", described(host=api.host, token="of yesterday")), RefusedError)
-        assert "the token is not accepted" in said
-        assert "of yesterday" not in said
+        message = failed(fedloom("--kubeflow", described(host=api.host, token="of yesterday")), RefusedError)
+        assert "the token is not accepted" in message
+        assert "of yesterday" not in message
         assert "not accepted" in failed(fedloom("--kubeflow", api.host), RefusedError)
         (tmp_path / "token").write_text("of today\n")
         assert fedloom("--kubeflow", described(host=api.host, token=f"@{tmp_path / 'token'}")).exit_code == 0
@@ -227,8 +227,8 @@ def test_servers_that_are_not_kubeflow(api: KubeflowApi, fedloom: Callable[..., 
     assert tells(failed(fedloom(), ExperimentError), "--kubeflow", "in-cluster")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        said = failed(fedloom("--kubeflow", f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
-    assert "cannot be reached" in said
+        message = failed(fedloom("--kubeflow", f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
+    assert "cannot be reached" in message
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_invalid_runs_are_rejected_before_anything_is_uploaded(
 
 def test_invalid_cluster_settings(api: KubeflowApi, fedloom: Callable[..., Result], files: tuple[Path, Path]) -> None:
     files[1].write_text("image: fedloom/worker:latest\nworker: 3\n")
-    said = failed(fedloom("--kubeflow", api.host), ExperimentError)
-    assert str(files[1]) in said
-    assert "fedloom/worker:latest" in said
+    message = failed(fedloom("--kubeflow", api.host), ExperimentError)
+    assert str(files[1]) in message
+    assert "fedloom/worker:latest" in message
     files[1].write_text("image: [")
     assert "not YAML" in failed(fedloom("--kubeflow", api.host), ExperimentError)
     assert api.asked == []
@@ -355,12 +355,12 @@ def test_an_interrupted_submission_leaves_nothing_behind(
         if request_ != "POST /runs":
             until(lambda: request_ in api.asked, request_)
             process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=WAIT_S)
+        message, _ = process.communicate(timeout=WAIT_S)
     finally:
         if request_ == "POST /runs":
             kfp_api.ROUTES = before
-    assert process.returncode in (6, 130), said  # 6: the lost answer was noticed before the signal
-    assert api.counts() == (0, 0, 0, 0), said
+    assert process.returncode in (6, 130), message  # 6: the lost answer was noticed before the signal
+    assert api.counts() == (0, 0, 0, 0), message
 
 
 def test_waiting_reports_progress(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
@@ -388,7 +388,7 @@ def recorded(error: FedloomError) -> str:
 
 
 @pytest.mark.parametrize(
-    ("printed", "kind", "said"),
+    ("printed", "kind", "message"),
     [
         (recorded(ExperimentError("plan: no such key", key="federation.rounds")), ExperimentError, "no such key"),
         (f"noise\n{recorded(RefusedError('federate: no', hint='ask'))}\nI0101", RefusedError, "federate: no\n  ask"),
@@ -401,13 +401,13 @@ def recorded(error: FedloomError) -> str:
     ],
 )
 def test_the_exit_code_gives_the_outcome(
-    api: KubeflowApi, fedloom: Callable[..., Result], printed: str, kind: type[FedloomError], said: str
+    api: KubeflowApi, fedloom: Callable[..., Result], printed: str, kind: type[FedloomError], message: str
 ) -> None:
     """Kubeflow reports no error of a task: the record is in the output of the task."""
     api.script = [("RUNNING", []), ("FAILED", [("plan", "SUCCEEDED", ""), ("federate", "FAILED", printed)])]
     found = failed(fedloom("--kubeflow", api.host, "--wait"), kind)
     assert next(iter(api.runs)) in found
-    assert said in found
+    assert message in found
     assert "federate" in found or "plan" in found
 
 
@@ -488,8 +488,8 @@ def test_the_workflow_explains_why_pods_did_not_start_or_were_not_created(
             ("POST", "/runs", started) if route[:2] == ("POST", "/runs") else route for route in kfp_api.ROUTES
         ])  # fmt: skip
         result = fedloom("--kubeflow", api.host, "--wait")
-        said = failed(result, QuorumError)
-        for text in (result.output, said):
+        message = failed(result, QuorumError)
+        for text in (result.output, message):
             assert tells(text, "plan-driver(0): ImagePullBackOff: no", account, "OOMKilled (exit code 137)")
             assert not tells(text, "of its attempt")
         assert "fetch" not in result.output
@@ -531,12 +531,12 @@ def test_ctrl_c_during_the_wait(api: KubeflowApi, files: tuple[Path, Path], term
     process = started(api, files, "--wait", *(["--terminate-on-interrupt"] if terminate else []))
     assert looked.wait(WAIT_S)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, said
+    message, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130, message
     (run,) = api.runs.values()
     assert run["state"] == ("CANCELING" if terminate else "RUNNING")
-    assert ("stopped the run: " if terminate else "the run continues: ") in said
-    assert terminate or f"fedloom pipeline stop {run['run_id']}" in said
+    assert ("stopped the run: " if terminate else "the run continues: ") in message
+    assert terminate or f"fedloom pipeline stop {run['run_id']}" in message
 
 
 def test_waiting_for_and_stopping_a_run_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:

@@ -39,8 +39,8 @@ def summary(run: Path) -> dict[str, Any]:
 
 def metadata(out: Path, task: str, artifact: str) -> dict[str, Any]:
     """Return the metadata that Kubeflow stores beside an artifact's files."""
-    told = json.loads((out / task / "executor_output.json").read_text())["artifacts"]
-    return dict(told[artifact]["artifacts"][0]["metadata"])
+    reported = json.loads((out / task / "executor_output.json").read_text())["artifacts"]
+    return dict(reported[artifact]["artifacts"][0]["metadata"])
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def test_new_clients_get_their_models_from_a_server(small_run: tuple[Path, Path]
         other = shutil.copytree(run, tmp_path / "other")
         tree = yaml.safe_load((other / "experiment.yaml").read_text())
         (other / "experiment.yaml").write_text(yaml.safe_dump({**tree, "name": "another"}))
-        said = fedloom(*asked[:-1], other, "--serve", at, "--out", tmp_path / "refused", code=3)
-        assert tells(said, at, "small", "another")
+        output = fedloom(*asked[:-1], other, "--serve", at, "--out", tmp_path / "refused", code=3)
+        assert tells(output, at, "small", "another")
         process.terminate()
     fedloom("partition", path, *common, "--out", tmp_path / "fresh")
     fedloom("evaluate", run, "--partition", tmp_path / "fresh", "--out", tmp_path / "bare.json")
@@ -187,8 +187,8 @@ def test_a_task_whose_pod_was_killed_resumes_from_its_store(
 def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     out, sweep = tmp_path / "out", tmp_path / "sweep"
     methods = ("--method", "", "--method", FEDAVG)
-    said = fedloom("pipeline", "local", "compare_methods", small_run[0], *methods, "--seeds", "1-2", "--out", out)
-    assert "FedAvg + fine-tuning" in said
+    output = fedloom("pipeline", "local", "compare_methods", small_run[0], *methods, "--seeds", "1-2", "--out", out)
+    assert "FedAvg + fine-tuning" in output
     pefll = "algorithm=" + json.dumps(yaml.safe_load(small_run[0].read_text())["algorithm"])
     grid = f"{pefll},{FEDAVG.removeprefix('algorithm=')}"
     fedloom("run", small_run[0], "--seeds", "1-2", "--grid", grid, "--out", sweep)
@@ -212,20 +212,20 @@ def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> No
 def test_errors_are_reported_before_any_work(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
-    said = fedloom(*arguments, "--set", "federation.rouns=3", "--set", "data.partition.clients=0", code=2)
-    assert "federation.rouns" in said
-    assert "data.partition.clients" in said
-    assert "Traceback" not in said
-    assert "Executing task 'fetch'" not in said
+    output = fedloom(*arguments, "--set", "federation.rouns=3", "--set", "data.partition.clients=0", code=2)
+    assert "federation.rouns" in output
+    assert "data.partition.clients" in output
+    assert "Traceback" not in output
+    assert "Executing task 'fetch'" not in output
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_federation_that_fails_gives_its_own_exit_code(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
-    said = fedloom(*arguments, "--set", "algorithm.local.lr=1.0e+30", code=5)
-    assert "error: federate: " in said
-    assert "Traceback" not in said
+    output = fedloom(*arguments, "--set", "algorithm.local.lr=1.0e+30", code=5)
+    assert "error: federate: " in output
+    assert "Traceback" not in output
     assert (out / "pipeline.log").is_file()
     assert (out / "run" / "journal.jsonl").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -233,10 +233,10 @@ def test_a_federation_that_fails_gives_its_own_exit_code(small_run: tuple[Path, 
 
 def test_an_existing_folder(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    said = fedloom("pipeline", "local", "unseen-clients", small_run[0], "--model", "x", "--out", tmp_path, code=2)
-    assert tells(said, "--out", tmp_path)
-    said = fedloom("pipeline", "local", "nothing", small_run[0], "--out", tmp_path / "out", code=2)
-    assert "personalized_federation, compare_methods, unseen_clients" in said
+    output = fedloom("pipeline", "local", "unseen-clients", small_run[0], "--model", "x", "--out", tmp_path, code=2)
+    assert tells(output, "--out", tmp_path)
+    output = fedloom("pipeline", "local", "nothing", small_run[0], "--out", tmp_path / "out", code=2)
+    assert "personalized_federation, compare_methods, unseen_clients" in output
 
 
 def descendants(pid: int) -> set[int]:

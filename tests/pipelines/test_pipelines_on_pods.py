@@ -45,11 +45,11 @@ def cluster(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def run(name: str, out: Path, path: Path, storage: str, cluster: dict[str, Any], **more: Any) -> list[str]:
-    said: list[str] = []
+    output: list[str] = []
     overrides = [f"storage={storage}", "runtime.workers=1"]
     arguments = {"experiment": path.read_text(), "overrides": overrides, "cluster": json.dumps(cluster), **more}
-    local.run_pipeline(name, arguments, out, say=said.append, everything=False)
-    return said
+    local.run_pipeline(name, arguments, out, say=output.append, everything=False)
+    return output
 
 
 def numbers(run: Path) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def test_the_pipeline_with_pods_gives_the_results_of_one_process(
     path = experiment(tmp_path / "experiment", fresh_root, algorithm=STATEFUL, federation=FEDERATION)
     settings = {"image": "fedloom:1", "workers": 2, "worker": {"requests": {"cpu": "100m", "memory": "100Mi"}}}
     storage = f"s3://{s3_server.new_bucket()}/fedloom"
-    said = run("personalized_federation", tmp_path / "out", path, storage, settings)
-    assert any("2 workers" in line for line in said), said
-    assert any("after round 2" in line for line in said), said
+    output = run("personalized_federation", tmp_path / "out", path, storage, settings)
+    assert any("2 workers" in line for line in output), output
+    assert any("after round 2" in line for line in output), output
     fedloom("run", path, "--out", tmp_path / "bare")
     assert numbers(tmp_path / "out" / "run") == numbers(tmp_path / "bare")
     measured = json.loads((tmp_path / "out" / "evaluate" / "metrics").read_text())

@@ -87,19 +87,19 @@ def test_a_version_has_the_results_and_the_origin_of_the_run(run: Path, registry
     summary = json.loads((run / "summary.json").read_text())
     version, (artifact,) = registry.objects["model_versions"][0], registry.objects["artifacts"]
     assert (found.created, found.model, found.version) == (True, "reg_1", version["name"])
-    told = plain(version["customProperties"])
+    reported = plain(version["customProperties"])
     claim = summary["training_privacy"]
-    assert told["epsilon"] == claim["epsilon"]
-    assert (told["delta"], told["privacy_protects"]) == (claim["delta"], claim["unit"])
-    assert told["test_seen_accuracy_mean"] == summary["seen"]["accuracy_mean"]
-    assert told["test_global_log_loss_pooled"] == summary["global"]["metrics"]["log_loss"]["pooled"]
+    assert reported["epsilon"] == claim["epsilon"]
+    assert (reported["delta"], reported["privacy_protects"]) == (claim["delta"], claim["unit"])
+    assert reported["test_seen_accuracy_mean"] == summary["seen"]["accuracy_mean"]
+    assert reported["test_global_log_loss_pooled"] == summary["global"]["metrics"]["log_loss"]["pooled"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert told["validation_accuracy"] == lines[-1]["validation_pooled"]
-    assert told["experiment_sha256"] == hashlib.sha256((run / "experiment.yaml").read_bytes()).hexdigest()
+    assert reported["validation_accuracy"] == lines[-1]["validation_pooled"]
+    assert reported["experiment_sha256"] == hashlib.sha256((run / "experiment.yaml").read_bytes()).hexdigest()
     facts = {"algorithm": "fedavg", "dataset": "arrays", "round": 2, "seed": summary["seed"], "pipeline_run_id": "7d1f"}
-    assert facts.items() <= told.items()
-    assert told["fedloom_version"] == fedloom.__version__
-    assert told["checkpoint_digest"] == found_digest(run, 2) == digest_of(artifact)
+    assert facts.items() <= reported.items()
+    assert reported["fedloom_version"] == fedloom.__version__
+    assert reported["checkpoint_digest"] == found_digest(run, 2) == digest_of(artifact)
     assert (artifact["uri"], artifact["modelFormatName"]) == (URI, "fedloom")
     source = {key: artifact[f"modelSource{key}"] for key in ("Kind", "Class", "Group", "Id", "Name")}
     assert source == {

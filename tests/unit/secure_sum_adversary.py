@@ -153,12 +153,12 @@ def attack(
     adversary = Adversary(session, frozenset(colluders))
     members, aggregator = session.members, session.aggregator
     keys, signatures = session.advertise()
-    told = lies if isinstance(lies, Lies) else lies(aggregator._graph._ring.tolist())
+    reported = lies if isinstance(lies, Lies) else lies(aggregator._graph._ring.tolist())
     for i in session.rows(1):
         adversary.shared[i] = members[i].share(keys, signatures)
     shares, present = aggregator.forward_shares(session.gather(1, adversary.shared), session.answering(1))
     for i in session.rows(2):
-        hidden = np.isin(aggregator.neighbours(i), list(told.absent.get(i, ())))
+        hidden = np.isin(aggregator.neighbours(i), list(reported.absent.get(i, ())))
         with suppress(RefusedError):
             adversary.masked[i] = members[i].mask(session.values[i], shares[i], present[i] & ~hidden)
             aggregator.add(i, adversary.masked[i])
@@ -167,8 +167,8 @@ def attack(
         receipts = aggregator._forward(aggregator._receipts, survivors)
     views = {i: survivors.copy() for i in adversary.masked}
     for i, view in views.items():
-        view[list(told.alive.get(i, ()))] = True
-        view[list(told.dropped.get(i, ()))] = False
+        view[list(reported.alive.get(i, ()))] = True
+        view[list(reported.dropped.get(i, ()))] = False
     answers = {}
     for i in sorted(set(views) & set(session.rows(3))):
         with suppress(RefusedError):
@@ -177,7 +177,7 @@ def attack(
         return adversary
     confirmations = aggregator.forward_confirmations(session.gather(3, answers), survivors)
     for i in sorted(set(answers) & set(session.rows(4))):
-        if told.without_confirmations:
+        if reported.without_confirmations:
             confirmations[i] = _confirmations(members[i])
         with suppress(RefusedError):
             adversary.revealed[i] = members[i].unmask(confirmations[i])

@@ -63,9 +63,9 @@ class Session:
 
     def advertise(self) -> tuple[Bytes, Bytes]:
         """Run step 0; return keys and signatures as all members see them."""
-        said = {i: self.members[i].advertise() for i in self.rows(0)}
-        signatures = self.gather(0, {i: signature for i, (_, signature) in said.items()})
-        keys = self.aggregator.roster(self.gather(0, {i: key for i, (key, _) in said.items()}), self.answering(0))
+        output = {i: self.members[i].advertise() for i in self.rows(0)}
+        signatures = self.gather(0, {i: signature for i, (_, signature) in output.items()})
+        keys = self.aggregator.roster(self.gather(0, {i: key for i, (key, _) in output.items()}), self.answering(0))
         return keys, signatures
 
     def share(self, keys: Bytes, signatures: Bytes) -> tuple[Bytes, Flags]:

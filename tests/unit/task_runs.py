@@ -87,7 +87,7 @@ def write_task_run(
     headline = METRICS[METRICS_OF[task][0]]
     rounds = rounds or {0: 0.1, 10: 0.5, 20: 0.6, 30: quality}
     seen, new = range(n - unseen), range(n - unseen, n)
-    told = {"task": task, "headline": headline._asdict()}
+    reported = {"task": task, "headline": headline._asdict()}
 
     def groups(level: float) -> dict[str, Any]:
         overall = group(task, range(n), level - 0.1)
@@ -98,7 +98,7 @@ def write_task_run(
         {
             "round": number,
             **groups(level),
-            **told,
+            **reported,
             "uncertainty": {"seen": None, "unseen": None, "global": None},
             "validation_pooled": made_up(headline.name, 0, level),
             "validation_loss": None,
@@ -116,7 +116,7 @@ def write_task_run(
         "titles": {"personal": method.capitalize(), "global": f"{method.capitalize()} (global)"},
         "dataset": "made-up",
         "model": "module",
-        **told,
+        **reported,
         "metrics": {name: METRICS[name]._asdict() for name in METRICS_OF[task]},
         "seed": seed,
         "rounds": max(rounds),

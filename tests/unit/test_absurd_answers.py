@@ -41,13 +41,13 @@ def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
         honestly = half.open
 
         def tell(group: ClientGroup, opening: Message) -> Conversation:
-            honest, told = honestly(group, opening), None
+            honest, reported = honestly(group, opening), None
             while True:
                 try:
-                    answer = honest.send(told)
+                    answer = honest.send(reported)
                 except StopIteration as end:
                     return end.value
-                told = yield lie(answer) if group.clients[0].id in (who or (LIAR,)) else answer
+                reported = yield lie(answer) if group.clients[0].id in (who or (LIAR,)) else answer
 
         half.open = tell  # type: ignore[method-assign]
         return half
@@ -89,13 +89,13 @@ LIES: dict[str, tuple[Lie, str]] = {
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_client_with_invalid_replies_is_lost_and_the_run_continues(tmp_path: Path, name: str) -> None:
-    lie, said = LIES[name]
+    lie, output = LIES[name]
     f = fedavg(tmp_path / "a", lie, rounds=3)
     f.run()
     for attempt in f.loop.journal.attempts:
         (loss,) = attempt.conversations[0].lost
         assert (loss.client, loss.exchange) == (LIAR, 0)
-        assert said in loss.reason
+        assert output in loss.reason
         assert sum(attempt.refused.values()) == 1
     lines = (tmp_path / "a" / "journal.jsonl").read_text().splitlines()
     assert all(json.loads(line, parse_constant=pytest.fail) for line in lines)
@@ -110,12 +110,12 @@ def test_a_client_with_invalid_replies_is_lost_and_the_run_continues(tmp_path: P
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_majority_of_invalid_replies_changes_nothing(tmp_path: Path, name: str) -> None:
-    lie, said = LIES[name]
+    lie, output = LIES[name]
     f = fedavg(tmp_path, lie, "c0", "c1", rounds=2)
     f.run()
     for attempt in f.loop.journal.attempts:
         assert [loss.client for loss in attempt.conversations[0].lost] == ["c0", "c1"]
-        assert all(said in loss.reason for loss in attempt.conversations[0].lost)
+        assert all(output in loss.reason for loss in attempt.conversations[0].lost)
 
 
 def test_a_message_of_another_exchange_is_rejected(tmp_path: Path) -> None:

@@ -329,8 +329,8 @@ def test_saving_an_adapter_over_another_removes_its_files(tmp_path: Path) -> Non
 
 def test_the_command_line_saves_adapters(tmp_path: Path) -> None:
     run, out = ran("bert", FEDAVG, tmp_path), tmp_path / "adapters"
-    said = CliRunner().invoke(app, ["personalize", str(run.folder), "--out", str(out), "--format", "peft"])
-    assert said.exit_code == 0, said.output
+    output = CliRunner().invoke(app, ["personalize", str(run.folder), "--out", str(out), "--format", "peft"])
+    assert output.exit_code == 0, output.output
     models = run.models()
     assert {folder.name for folder in out.iterdir()} == {f"{client}.peft" for client in models}
     for client, personal in models.items():

@@ -157,11 +157,11 @@ def test_a_batch_of_clients_replies_as_single_clients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patterns", "told"),
+    ("patterns", "reported"),
     [(("*lora_B*",), ("lora_B", "peft")), (("*bias", "*head*"), ("*head*",)), (("*",), ("shared",))],
 )
-def test_patterns_without_kept_or_shared_parameters_are_rejected(patterns: tuple[str, ...], told: Any) -> None:
+def test_patterns_without_kept_or_shared_parameters_are_rejected(patterns: tuple[str, ...], reported: Any) -> None:
     m = MLP(IMAGE, [5], CLASSES)
-    with refusing(ExperimentError, m.layout.entries[0][0], *told) as error:
+    with refusing(ExperimentError, m.layout.entries[0][0], *reported) as error:
         FEDSA_LORA.check_model(FEDSA_LORA.settings(local_parameters=patterns), m)
     assert error.value.key == "algorithm.local_parameters"

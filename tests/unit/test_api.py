@@ -80,8 +80,8 @@ def test_progress_reports_clients_without_an_answer(capsys: pytest.CaptureFixtur
     assert "without an answer" not in capsys.readouterr().err
     unmeasured = line | {"validation_pooled": None, "validation_loss": None}
     Watch(choosing=True).evaluated(unmeasured | {"seen": None})
-    assert tells(said := capsys.readouterr().err, "none", "no client answered", "2 clients without an answer")
-    assert "no validation examples" not in said
+    assert tells(output := capsys.readouterr().err, "none", "no client answered", "2 clients without an answer")
+    assert "no validation examples" not in output
     Watch(choosing=True).evaluated(unmeasured)
     assert "no validation examples" in capsys.readouterr().err
 
@@ -147,7 +147,7 @@ def test_every_form_of_an_experiment_gives_equal_results(vowels: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("what", "keys", "said"),
+    ("what", "keys", "output"),
     [
         (3, {}, ("mapping", "int")),
         ({"name": "x"}, {}, ("data", "model", "algorithm", "missing")),
@@ -157,9 +157,9 @@ def test_every_form_of_an_experiment_gives_equal_results(vowels: dict[str, Any],
     ],
 )
 def test_an_invalid_experiment_gives_a_one_sentence_error(
-    vowels: dict[str, Any], what: Any, keys: dict[str, Any], said: tuple[str, ...], tmp_path: Path
+    vowels: dict[str, Any], what: Any, keys: dict[str, Any], output: tuple[str, ...], tmp_path: Path
 ) -> None:
-    with refused(ExperimentError, *said):
+    with refused(ExperimentError, *output):
         fedloom.run(vowels if what is None else what, out=tmp_path / "run", progress=False, **keys)
     assert not (tmp_path / "run").exists()
 

@@ -27,8 +27,8 @@ def refusal(tmp_path: Path, algorithm: str, key: str) -> str:
     with pytest.raises(ExperimentError) as error:
         load_experiment(tmp_path / "bad.yaml")
     assert error.value.key == f"algorithm.{key}"
-    place, told, text = str(error.value).partition(f"algorithm.{key}: ")
-    assert told
+    place, reported, text = str(error.value).partition(f"algorithm.{key}: ")
+    assert reported
     assert tells(place, "bad.yaml", "line 4")
     return text
 

@@ -76,12 +76,12 @@ def noisy_sum(seed: int, multiplier: float, *, canaries: int, size: int, rounds:
     coins = random.random(canaries) < 0.5
     members = CanarySet(tuple(map(str, range(canaries))), coins, seed, 1.0)
     change = torch.zeros(size)
-    told = sum((members.direction(i, size) for i in range(canaries) if coins[i]), torch.zeros(size))
+    reported = sum((members.direction(i, size) for i in range(canaries) if coins[i]), torch.zeros(size))
     for _ in range(rounds):
         honest = torch.from_numpy(random.standard_normal((10, size))).float()
         honest = honest / honest.norm(dim=1, keepdim=True)
         noise = multiplier * torch.from_numpy(random.standard_normal(size)).float()
-        change += told + honest.sum(0) + noise
+        change += reported + honest.sum(0) + noise
     return members.scores(change), coins
 
 

@@ -301,10 +301,10 @@ def test_an_external_member_installs_only_its_worker() -> None:
     ((_, pod),) = helm.pods(text)
     (container,) = pod["containers"]
     arguments = [argument.partition("=")[::2] for argument in container["args"]]
-    told = dict(arguments)
-    assert told["--aggregator"] == "fl.example.org:443"
-    assert told["--data"] == "/data/packed"
-    assert not {"--partition", "--clients", "--insecure"} & set(told)
+    reported = dict(arguments)
+    assert reported["--aggregator"] == "fl.example.org:443"
+    assert reported["--data"] == "/data/packed"
+    assert not {"--partition", "--clients", "--insecure"} & set(reported)
     (policy,) = of_kind(text, "NetworkPolicy")
     assert policy["spec"]["ingress"] == []
     assert rule_of(policy, "egress", 443) == [{"ipBlock": {"cidr": "203.0.113.10/32"}}]
@@ -561,9 +561,9 @@ def test_an_ingress_terminates_tls_with_the_named_certificate() -> None:
 
 def test_only_the_aggregator_gets_trackers_and_secret_references(tmp_path: Path) -> None:
     token = {"valueFrom": {"secretKeyRef": {"name": "mlflow", "key": "token"}}}
-    told = [{"name": "MLFLOW_TRACKING_URI", "value": "https://m"}, {"name": "MLFLOW_TRACKING_TOKEN", **token}]
+    reported = [{"name": "MLFLOW_TRACKING_URI", "value": "https://m"}, {"name": "MLFLOW_TRACKING_TOKEN", **token}]
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
-    base |= {"tracking": ["mlflow", "csv"], "aggregator": {"extraEnv": told}}
+    base |= {"tracking": ["mlflow", "csv"], "aggregator": {"extraEnv": reported}}
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(base))
     done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
     for name, pod in helm.pods(done.stdout):
@@ -923,7 +923,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", sampled(REFUSED, {"two aggregators", "plaintext", "latest"}))
 def test_invalid_values_are_rejected_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
-    given, said = REFUSED[wrong]
+    given, output = REFUSED[wrong]
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
     base["metrics"] = {}
     tree = merged(base, given)
@@ -931,7 +931,7 @@ def test_invalid_values_are_rejected_with_key_found_and_allowed(wrong: str, tmp_
     done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
     assert done.returncode != 0
     assert not done.stdout
-    assert mentions(done.stderr, *([said] if isinstance(said, str) else said))
+    assert mentions(done.stderr, *([output] if isinstance(output, str) else output))
 
 
 def installed(tree: dict[str, Any], tmp_path: Path) -> str:
@@ -1078,10 +1078,10 @@ def test_commands_in_the_notes_can_connect(
     for _, called, *words in lines:
         known = {word for option in commands.commands[called].params for word in option.opts}
         assert {word for word in words if word.startswith("--")} <= known
-    told = {words[1]: " ".join(words[2:]) for words in lines}
-    assert told.get("worker") == (worker and f"--aggregator {worker} --data DIR")
+    reported = {words[1]: " ".join(words[2:]) for words in lines}
+    assert reported.get("worker") == (worker and f"--aggregator {worker} --data DIR")
     at = "fed-fedloom-serve.fl.svc:7734"
-    assert told.get("personalize") == (personalize and f"{at} {personalize} --data DIR --out model.pt2")
+    assert reported.get("personalize") == (personalize and f"{at} {personalize} --data DIR --out model.pt2")
     certified = scenario == "members" and given.get("tls.mode") != "none"
     assert ("tls.certManager.dnsNames" in notes) is certified
     assert ("helm test" in notes) is bool(of_kind(helm.rendered(scenario, *settings(given)), "Pod"))

@@ -236,7 +236,7 @@ def test_the_reason_of_a_lost_client_reveals_neither_paths_nor_values(
     (lost,) = Clients(broken="c3", failure=failure).ask(0, [3]).values()
     assert isinstance(lost, Lost)
     assert tells(lost.reason, *facts)
-    assert not any(said in lost.reason for said in ("hospital", "79", "Jane"))
+    assert not any(output in lost.reason for output in ("hospital", "79", "Jane"))
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
@@ -262,8 +262,8 @@ def test_a_batch_that_exceeds_the_memory_is_computed_one_by_one_with_a_warning(
     found, alone = Clients(4, broken="c3", failure=full), Clients(broken="c3", failure=full)
     with caplog.at_level(logging.WARNING):
         answers, expected = found.ask(0, range(4)), alone.ask(0, range(4))
-    told = [record.getMessage() for record in caplog.records if "runtime.clients_at_once" in record.getMessage()]
-    assert [("4 clients" in line, "CUDA out of memory" in line) for line in told] == [(True, True)]
+    reported = [record.getMessage() for record in caplog.records if "runtime.clients_at_once" in record.getMessage()]
+    assert [("4 clients" in line, "CUDA out of memory" in line) for line in reported] == [(True, True)]
     for row in range(3):
         near(answers[row], expected[row])
     assert isinstance(answers[3], Lost)

@@ -49,8 +49,8 @@ def test_conditions_of_a_finished_job(kind: str) -> None:
     ],
 )  # fmt: skip
 def test_exit_codes_map_to_failure_classes(code: int, kind: type[FedloomError]) -> None:
-    told = json.dumps({"failure": kind("name: it is 3", hint="change it", key="name", found=3).as_json()})
-    error = aggregator_failure(POLICY, [exited(7), exited(code, f'{{"notice": "something"}}\n{told}\n')])
+    reported = json.dumps({"failure": kind("name: it is 3", hint="change it", key="name", found=3).as_json()})
+    error = aggregator_failure(POLICY, [exited(7), exited(code, f'{{"notice": "something"}}\n{reported}\n')])
     assert type(error) is kind
     assert "name: it is 3" in str(error)
     assert error.hint == "change it"

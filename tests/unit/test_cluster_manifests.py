@@ -206,10 +206,10 @@ def test_only_the_aggregator_gets_trackers() -> None:
     settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "aggregator": own})
     federation = dataclasses.replace(PLAIN, settings=settings)
     kubernetes_schemas.check(aggregator_job(federation))
-    told, alone = aggregator_job(federation), worker_job(federation)
-    assert environment(told)["FEDLOOM_TRACK"] == "wandb"
-    assert [entry["value"] for entry in container(told)["env"] if entry["name"] == "HOME"] == ["/elsewhere"]
-    assert container(told)["envFrom"] == [{"secretRef": {"name": "tracker"}}]
+    reported, alone = aggregator_job(federation), worker_job(federation)
+    assert environment(reported)["FEDLOOM_TRACK"] == "wandb"
+    assert [entry["value"] for entry in container(reported)["env"] if entry["name"] == "HOME"] == ["/elsewhere"]
+    assert container(reported)["envFrom"] == [{"secretRef": {"name": "tracker"}}]
     assert "FEDLOOM_TRACK" not in environment(alone)
     assert "envFrom" not in container(alone)
     assert "envFrom" not in container(aggregator_job(PLAIN))
@@ -270,7 +270,7 @@ def test_gpus_and_settings_of_the_task_apply_to_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "made"),
+    ("reported", "made"),
     [
         (None, [("kubernetes.io/hostname", 1, "ScheduleAnyway", "ours")]),
         ([], None),
@@ -289,8 +289,10 @@ def test_gpus_and_settings_of_the_task_apply_to_workers() -> None:
         ),
     ],
 )  # fmt: skip
-def test_workers_are_spread_and_a_constraint_selects_only_them(told: list[dict[str, Any]] | None, made: Any) -> None:
-    spread = None if told is None else tuple(told)
+def test_workers_are_spread_and_a_constraint_selects_only_them(
+    reported: list[dict[str, Any]] | None, made: Any
+) -> None:
+    spread = None if reported is None else tuple(reported)
     settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "topology_spread": spread})
     job = worker_job(dataclasses.replace(PLAIN, settings=settings))
     kubernetes_schemas.check(job)

@@ -184,7 +184,7 @@ def test_a_stuck_pod_is_reported_once_with_the_command_that_frees_it() -> None:
     assert watched.said == []
     for now in (120.0, 300.0):
         assert watched.check(now, leaving, of=job(0)) == (True, None)  # the quorum decides, not the launcher
-    (said,) = watched.said
-    assert mentions(said, "w", "node-7", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
+    (output,) = watched.said
+    assert mentions(output, "w", "node-7", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
     del leaving["spec"]["nodeName"]
     assert Watched().check(1000.0, leaving, of=job(0)) == (True, None)

@@ -44,7 +44,7 @@ def test_mutable_images_are_rejected(image: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("{", ["JSON"]),
         ("[1]", ["[1]"]),
@@ -60,8 +60,8 @@ def test_mutable_images_are_rejected(image: str) -> None:
         ('{"labels": {"fedloom.dev/run-id": "x"}}', ["labels: ", "fedloom.dev/run-id"]),
     ],
 )  # fmt: skip
-def test_errors_name_the_key_and_the_allowed_values(text: str, said: list[str]) -> None:
-    with refusing(ExperimentError, *said):
+def test_errors_name_the_key_and_the_allowed_values(text: str, output: list[str]) -> None:
+    with refusing(ExperimentError, *output):
         ClusterSettings.from_json(text)
 
 
@@ -72,8 +72,8 @@ def test_all_errors_are_reported_together() -> None:
 
 def test_integers_that_kubeflow_passes_as_floats_are_restored() -> None:
     # Kubeflow passes numbers as floats; an API server rejects 3600.0 seconds.
-    told = json.loads('{"tolerations": [{"key": "a", "tolerationSeconds": 3600.0}], "resources": {}, "env": null}')
-    read = TaskConfig.read(told)
+    reported = json.loads('{"tolerations": [{"key": "a", "tolerationSeconds": 3600.0}], "resources": {}, "env": null}')
+    read = TaskConfig.read(reported)
     assert json.dumps(read.tolerations) == '[{"key": "a", "tolerationSeconds": 3600}]'
     assert TaskConfig.read(None) == TaskConfig()
     with pytest.raises(ExperimentError, match="task_config"):

@@ -445,7 +445,7 @@ def test_a_finished_client_is_not_reported_as_diverged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "output"),
     [
         (
             {"scale": "literal", "gamma": 1e-3},
@@ -466,12 +466,12 @@ def test_a_finished_client_is_not_reported_as_diverged() -> None:
     ],
 )
 def test_clients_with_non_finite_values_are_named_with_the_step(
-    tmp_path: Path, changes: dict[str, Any], said: str
+    tmp_path: Path, changes: dict[str, Any], output: str
 ) -> None:
     data = clients(SIZES)
     run = federation(tmp_path, COMFEDL, made(**changes), setup(), data)
     theta = run.state["theta"]
-    with pytest.raises(QuorumError, match=said):
+    with pytest.raises(QuorumError, match=output):
         run.run()
     assert torch.equal(run.state["theta"], theta)
     assert not run.loop.journal.counted()
@@ -537,7 +537,7 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "output"),
     [
         ({"first_order": True}, "first_order: "),
         ({"local": {"outer_batch_size": 4}}, r"local\.outer_batch_size: .*\b4\b"),
@@ -547,8 +547,8 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
         ({"scale": "clipped"}, "scale"),
     ],
 )
-def test_invalid_settings_are_rejected(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_invalid_settings_are_rejected(changes: dict[str, Any], output: str) -> None:
+    with pytest.raises(ValidationError, match=output):
         made(**changes)
 
 

@@ -69,9 +69,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as unrendered:  # figures are created, and rendered only in tests of their content
         unrendered.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
         run(root, root / "one", "--seeds", "1-2", "--grid", "algorithm.rule=alone,bc")
-        said = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
-    assert "Validation loss" in said
-    assert said.count("<- chosen") == 1
+        output = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
+    assert "Validation loss" in output
+    assert output.count("<- chosen") == 1
     return root
 
 

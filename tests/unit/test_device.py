@@ -70,9 +70,9 @@ def test_an_unsupported_device_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert "/nvidia" not in str(checks.missing_device(tmp_path))
     for name in ("nvidia0", "nvidiactl", "kfd", "null"):
         (tmp_path / name).touch()
-    said = str(checks.missing_device(tmp_path))
-    assert mentions(said, torch.__version__, str(tmp_path / "nvidia0"), str(tmp_path / "kfd"), "worker-cuda")
-    assert str(tmp_path / "nvidiactl") not in said  # exists on every node with a driver
+    output = str(checks.missing_device(tmp_path))
+    assert mentions(output, torch.__version__, str(tmp_path / "nvidia0"), str(tmp_path / "kfd"), "worker-cuda")
+    assert str(tmp_path / "nvidiactl") not in output  # exists on every node with a driver
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     if not torch.cuda.is_available():
         assert mentions(str(checks.missing_device(tmp_path)), str(tmp_path / "nvidia0"), "limits")

@@ -14,28 +14,28 @@ from fedloom.runner.disclosure import answers, measures
 def test_only_the_sums_of_a_method_are_marked_as_summed(name: str) -> None:
     method = find_algorithm(name)
     sums = method.sums(method.settings())
-    told = answers(method, sums=sums)
-    summed = {(one.message, one.field) for one in told if one.only_summed}
+    reported = answers(method, sums=sums)
+    summed = {(one.message, one.field) for one in reported if one.only_summed}
     assert summed == {(cls.__name__, field) for cls, fields in sums.items() for field in fields}
     plain = {(one.message, one.field) for one in answers(method)}
-    assert {(one.message, one.field) for one in told} <= plain
+    assert {(one.message, one.field) for one in reported} <= plain
     assert not any(one.only_summed for one in answers(method))
 
 
 def test_losses_at_the_shared_model_are_marked_as_visible() -> None:
     method = find_algorithm("comfedl")
-    told = {f"{one.message}.{one.field}": one for one in answers(method, sums=method.sums(method.settings()))}
-    assert not told["LossAtSharedModel.loss"].only_summed
-    assert told["CompositionalUpdate.delta_theta"].only_summed
-    assert "CompositionalUpdate.first" not in told  # not sent
+    reported = {f"{one.message}.{one.field}": one for one in answers(method, sums=method.sums(method.settings()))}
+    assert not reported["LossAtSharedModel.loss"].only_summed
+    assert reported["CompositionalUpdate.delta_theta"].only_summed
+    assert "CompositionalUpdate.first" not in reported  # not sent
 
 
 def test_measurements_have_the_shapes_of_the_summed_ones() -> None:
     plan = EvaluationPlan.of_classes(3)
     sent = summed_metrics(plan.nothing(1, 2), plan)
-    told = measures(2, plan, only_summed=True)
-    assert {one.field: one.shape for one in told} == {
+    reported = measures(2, plan, only_summed=True)
+    assert {one.field: one.shape for one in reported} == {
         name: tuple(tensor.shape[1:]) for name, tensor in sent.tensors().items()
     }
-    assert all(one.only_summed for one in told)
-    assert {one.field for one in told} - {one.field for one in measures(2, plan)} == {"moments"}
+    assert all(one.only_summed for one in reported)
+    assert {one.field for one in reported} - {one.field for one in measures(2, plan)} == {"moments"}

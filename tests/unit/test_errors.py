@@ -18,11 +18,11 @@ def test_a_notebook_shows_the_message_and_the_users_line(tmp_path):
     def look() -> None:
         fedloom.load(tmp_path / "nowhere")
 
-    led, said = shown(look)
+    led, output = shown(look)
     assert led.endswith('in look: fedloom.load(tmp_path / "nowhere")')
-    assert said.startswith("DataError: ")
-    assert "nowhere" in said
-    assert len(said.splitlines()) == 2  # with the hint
+    assert output.startswith("DataError: ")
+    assert "nowhere" in output
+    assert len(output.splitlines()) == 2  # with the hint
 
 
 def test_an_error_that_was_not_raised_is_shown_alone():

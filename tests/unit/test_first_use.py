@@ -188,9 +188,9 @@ def test_diverging_training_is_reported_before_answer_counts(fedloom: Fedloom, e
     code, _, err = fedloom("run", experiment, *DIVERGING)
     assert code == ExitCode.QUORUM
     (failed,) = [line for line in err.splitlines() if line.startswith("error:")]
-    said = re.search(r"diverged|not finite", failed)
-    assert said is not None
-    assert said.start() < failed.index("0 of 3 clients")
+    output = re.search(r"diverged|not finite", failed)
+    assert output is not None
+    assert output.start() < failed.index("0 of 3 clients")
     assert "--out" in err.rpartition("error:")[2], "other settings cannot be given to --resume"
 
 

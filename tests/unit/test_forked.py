@@ -121,8 +121,8 @@ def test_a_process_started_by_a_fork_is_its_child() -> None:
         "print(os.getpid(), inner.returncode, len(os.listdir('/proc/self/task')))\n"
     )
     done = run([sys.executable, "-c", code], capture_output=True, text=True)
-    parent, said = done.stdout.splitlines()
-    assert said == f"{parent} 0 1"
+    parent, output = done.stdout.splitlines()
+    assert output == f"{parent} 0 1"
 
 
 def test_only_installed_commands_are_forked() -> None:

@@ -65,13 +65,13 @@ def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pyt
     tell_notice("two")
     with file.open("a") as written:
         written.write('{"notice": "cut in the mid')
-    told = ChildReport(file)
-    assert told.notices == ["one\nline"]
-    assert isinstance(told.failure, ExperimentError)
-    assert str(told.failure).startswith("worker-0: class_counts needs packed\n")
-    assert told.bug is not None
-    assert told.bug.endswith("ValueError: a bug\n")
-    assert told.ended(1) == f"failed because of a bug:\n{told.bug.rstrip()}"
+    reported = ChildReport(file)
+    assert reported.notices == ["one\nline"]
+    assert isinstance(reported.failure, ExperimentError)
+    assert str(reported.failure).startswith("worker-0: class_counts needs packed\n")
+    assert reported.bug is not None
+    assert reported.bug.endswith("ValueError: a bug\n")
+    assert reported.ended(1) == f"failed because of a bug:\n{reported.bug.rstrip()}"
     assert ChildReport(tmp_path / "none").ended(-9) == "was killed by signal 9"
 
 
@@ -84,8 +84,8 @@ def options_in_errors(path: Path) -> list[int]:
         if isinstance(node, ast.Raise):
             texts = [n for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
             for text in texts:
-                said = re.sub(r"`?(fedloom [a-z]|kubectl ).*", "", text.value, flags=re.S)
-                if id(text) not in docs and re.search(r"(^|[^-\w])--[a-z]", said):
+                output = re.sub(r"`?(fedloom [a-z]|kubectl ).*", "", text.value, flags=re.S)
+                if id(text) not in docs and re.search(r"(^|[^-\w])--[a-z]", output):
                     found.append(text.lineno)
     return found
 

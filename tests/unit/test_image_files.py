@@ -192,8 +192,8 @@ def test_everything_installed_is_pinned() -> None:
     text = (ROOT / "images" / "constraints.txt").read_text()
     assert len(re.findall(r"^\S+==", text, re.MULTILINE)) == len(pinned) > 50
     assert all("--hash=sha256:" in block for block in re.split(r"\n(?=\S)", text)[1:])
-    told = dict(rest.split("=", 1) for rest in _arguments() if "=" in rest)
-    pinned["torch"] = told["TORCH_VERSION"]  # its index determines the build
+    reported = dict(rest.split("=", 1) for rest in _arguments() if "=" in rest)
+    pinned["torch"] = reported["TORCH_VERSION"]  # its index determines the build
 
     missing, seen = [], set()
     todo = [(Requirement("fedloom"), {"kubeflow", "metrics", "tracing"})]
@@ -251,8 +251,8 @@ def test_stripping_keeps_a_library_working(tmp_path: Path) -> None:
     ask = "from importlib.machinery import ExtensionFileLoader as L; from importlib.util import *; import sys"
     ask += "; l = L('_rust', sys.argv[1]); m = module_from_spec(spec_from_loader('_rust', l)); l.exec_module(m)"
     ask += "; print(m.openssl.openssl_version_text())"
-    said = [subprocess.check_output([sys.executable, "-c", ask, path], timeout=60) for path in (original, copy)]
-    assert said[0] == said[1] != b""
+    output = [subprocess.check_output([sys.executable, "-c", ask, path], timeout=60) for path in (original, copy)]
+    assert output[0] == output[1] != b""
 
 
 def test_only_libraries_are_stripped(tmp_path: Path) -> None:

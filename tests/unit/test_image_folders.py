@@ -404,9 +404,9 @@ def test_notes_reach_python_callers(tmp_path: Path, caplog: pytest.LogCaptureFix
     data = {"dataset": "folder", "root": str(tmp_path / "data"), "source": {"path": str(source)}}
     with caplog.at_level(logging.WARNING, "fedloom.data"):
         of(TASK, data={**data, "partition": {"scheme": "iid", "clients": 3}})
-    told = [record.getMessage() for record in caplog.records if record.name == "fedloom.data"]
-    assert len(told) == 1
-    assert tells(told[0], source, "1 image converted from L to RGB")
+    reported = [record.getMessage() for record in caplog.records if record.name == "fedloom.data"]
+    assert len(reported) == 1
+    assert tells(reported[0], source, "1 image converted from L to RGB")
 
 
 @pytest.mark.slow
@@ -429,8 +429,8 @@ def test_notes_are_repeated_for_each_use_in_one_process(tmp_path: Path, caplog: 
         caplog.clear()
         with caplog.at_level(logging.WARNING, "fedloom.data"):
             use()
-        told = [record.getMessage() for record in caplog.records if record.name == "fedloom.data"]
-        assert sum(tells(line, source, "1 image converted from L to RGB") for line in told) == 1
+        reported = [record.getMessage() for record in caplog.records if record.name == "fedloom.data"]
+        assert sum(tells(line, source, "1 image converted from L to RGB") for line in reported) == 1
 
 
 # --- folders of splits ------------------------------------------------------------------------------------------------

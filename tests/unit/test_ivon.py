@@ -159,7 +159,7 @@ def test_without_a_gradient_at_the_prior_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "reported"),
     [
         ({"zeta": 0.0}, "zeta"),
         ({"noise": 0.5}, "noise"),
@@ -169,6 +169,6 @@ def test_without_a_gradient_at_the_prior_nothing_moves() -> None:
         ({"betas": [0.9, 1.0]}, "betas"),
     ],
 )
-def test_settings_unsupported_by_ivon_are_rejected(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_settings_unsupported_by_ivon_are_rejected(keys: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValidationError, match=reported):
         made(**{**IVON, **keys})

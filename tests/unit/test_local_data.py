@@ -70,9 +70,9 @@ def test_arrays_give_equal_bits_when_run_resumed_and_loaded(tmp_path: Path) -> N
 
 def test_a_worker_does_not_need_the_dataset(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path)
-    told = of(TASK, data=data).shared_json()
-    assert str(tmp_path) not in told
-    assert from_shared_json(told).data.dataset == "arrays"
+    reported = of(TASK, data=data).shared_json()
+    assert str(tmp_path) not in reported
+    assert from_shared_json(reported).data.dataset == "arrays"
 
 
 def test_given_splits_are_kept(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
 
 
 @pytest.mark.parametrize(
-    ("clients", "classes", "said"),
+    ("clients", "classes", "output"),
     [
         ({}, None, ("clients", "empty", "dict")),
         ([(X, Y)], None, ("list", "dict")),
@@ -136,8 +136,8 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": (X, Y)}, [("p", "q"), ("r",), ("s",)], ("classes", "tuple")),
     ],
 )
-def test_invalid_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...], tmp_path: Path) -> None:
-    with refused(DataError, *said):
+def test_invalid_arrays_are_named(clients: Any, classes: Any, output: tuple[str, ...], tmp_path: Path) -> None:
+    with refused(DataError, *output):
         fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
     assert not list(tmp_path.glob("datasets/arrays-*"))
 
@@ -187,13 +187,13 @@ def frame() -> pandas.DataFrame:
 
 
 def test_a_frame_a_table_and_arrays_give_equal_data(tmp_path: Path) -> None:
-    told = fedloom.Federated.from_frame(frame(), client="hospital", label="kind", root=tmp_path)
+    reported = fedloom.Federated.from_frame(frame(), client="hospital", label="kind", root=tmp_path)
     named = {name: (x, ["pq"[label] for label in y]) for name, (x, y) in people().items()}
     arrays = fedloom.Federated.from_arrays(named, root=tmp_path)
-    assert told.section == arrays.section
+    assert reported.section == arrays.section
     frame().to_csv(tmp_path / "t.csv", index=False)
     frame().to_parquet(tmp_path / "t.parquet")
-    shards = [[entry.sha256 for entry in told.open().manifest.clients]]
+    shards = [[entry.sha256 for entry in reported.open().manifest.clients]]
     for file in ("t.csv", "t.parquet"):
         source = {"path": str(tmp_path / file), "label": "kind", "client": "hospital"}
         data = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
@@ -205,13 +205,15 @@ def test_a_frame_a_table_and_arrays_give_equal_data(tmp_path: Path) -> None:
 
 def test_columns_need_no_names_and_integers_become_codes(tmp_path: Path) -> None:
     named = frame().assign(kind=lambda rows: (rows["kind"] == "q").astype(int))
-    told = fedloom.Federated.from_frame(named, client="hospital", label="kind", root=tmp_path)
-    assert told.open().manifest.class_names == ("0", "1")
+    reported = fedloom.Federated.from_frame(named, client="hospital", label="kind", root=tmp_path)
+    assert reported.open().manifest.class_names == ("0", "1")
     floats = named.assign(kind=named["kind"].astype(float))  # as pandas stores them if one was missing
-    assert fedloom.Federated.from_frame(floats, client="hospital", label="kind", root=tmp_path).section == told.section
+    assert (
+        fedloom.Federated.from_frame(floats, client="hospital", label="kind", root=tmp_path).section == reported.section
+    )
     numbered = named.set_axis(range(named.shape[1]), axis=1)  # as in a frame made from an array
     again = fedloom.Federated.from_frame(numbered, client="4", label="3", root=tmp_path)
-    assert again.section == told.section
+    assert again.section == reported.section
 
 
 def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,20 +254,20 @@ def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytes
         ({"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), "colour": 1}}, ("data.source.colour",)),
         ({"dataset": "mnist", "source": {"path": "x"}}, ("data.source", "table", "mnist")),
     ]
-    for section, said in sections:
-        with refused(ExperimentError, *said):
+    for section, output in sections:
+        with refused(ExperimentError, *output):
             of(TASK, data={**section, "root": str(tmp_path), "partition": {"scheme": "natural"}})
-    for source, said in (
+    for source, output in (
         ({}, ("no column 'label'", "data.source.label", "kind")),
         ({"label": "sort"}, ("no column 'sort'", "data.source.label", "height", "kind")),
         ({"label": "kind", "client": "city"}, ("no column 'city'", "data.source.client", "height")),
         ({"label": "kind", "split": "part"}, ("no column 'part'", "data.source.split", "height")),
         ({"label": "kind"}, ("not a number", "column hospital: 'ann'", "data.source.client")),
     ):
-        with refused(DataError, *said) as told:
+        with refused(DataError, *output) as reported:
             section = {"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), **source}, "root": str(tmp_path)}
             of(TASK, data={**section, "partition": {"scheme": "iid", "clients": 2}})
-        assert "--" not in str(told.value)
+        assert "--" not in str(reported.value)
     monkeypatch.chdir(tmp_path)
     with refused(ExperimentError, "data.source.path", tmp_path / "no.csv", "exist"):
         of(TASK, data={"dataset": "table", "source": {"path": "no.csv"}, "partition": {"scheme": "natural"}})

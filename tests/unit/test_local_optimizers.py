@@ -311,17 +311,17 @@ def table() -> dict[str, str]:
     """Return the keys that docs/local-training.md lists, by method."""
     text = (Path(__file__).parents[2] / "docs" / "local-training.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.partition("## Methods")[2].splitlines() if line[:1] == "|"]
-    named = [(re.sub(r" \(.*?\)", "", names).split(", "), told) for names, told in rows[2:]]
-    return {name: told for names, told in named for name in names}
+    named = [(re.sub(r" \(.*?\)", "", names).split(", "), reported) for names, reported in rows[2:]]
+    return {name: reported for names, reported in named for name in names}
 
 
 def test_the_page_lists_the_optimizer_keys_of_every_method() -> None:
-    told = table()
-    assert ours() <= set(told)
+    reported = table()
+    assert ours() <= set(reported)
     for name in ours():
         local = find_algorithm(name).settings.model_fields.get("local")
         has = local is not None and "optimizer" in local.annotation.model_fields
-        assert has == (told[name].startswith(("all", "the optimizer", "`optimizer: sgd` only"))), name
+        assert has == (reported[name].startswith(("all", "the optimizer", "`optimizer: sgd` only"))), name
 
 
 # --- every method -----------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def frozen() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "output"),
     [
         (
             lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)),
@@ -205,8 +205,8 @@ def frozen() -> nn.Module:
         (NoLoss, ("NoLoss.loss", "TypeError")),
     ],
 )
-def test_unsupported_modules_are_reported_with_the_reason(make: Any, said: tuple[str, ...]) -> None:
-    with refused("model.factory", *said):
+def test_unsupported_modules_are_reported_with_the_reason(make: Any, output: tuple[str, ...]) -> None:
+    with refused("model.factory", *output):
         ModuleModel(make, (3,), 2, "features")
 
 
@@ -286,8 +286,8 @@ def test_a_factory_is_found_by_name_and_called_by_workers_only_if_permitted(
     model = {"name": "module", "factory": "my_models:small"}
     e = of(TASK, data=data, model=model)
     assert e.model.build((3,), 2, "features").layout.size == 8
-    for wrong, said in (("nothing", "int"), ("fails", "no"), ("missing", "imported")):
-        with refused("model.factory", wrong, said):
+    for wrong, output in (("nothing", "int"), ("fails", "no"), ("missing", "imported")):
+        with refused("model.factory", wrong, output):
             of(TASK, data=data, model={**model, "factory": f"my_models:{wrong}"})
     monkeypatch.delenv(FACTORIES, raising=False)
     with refused("model.factory", "my_models:small", "none", FACTORIES):

@@ -432,10 +432,10 @@ def test_every_process_verifies_values_that_are_not_sent(
             check()
         assert tells(str(error.value), "model.factory", named, whose)
     assert not (tmp_path / "again").exists()
-    told = json.loads(welcome)
-    del told["constants"]
+    reported = json.loads(welcome)
+    del reported["constants"]
     with pytest.raises(DataError):  # the aggregator's model has none
-        worker._session(dataclasses.replace(joined, experiment=json.dumps(told)))
+        worker._session(dataclasses.replace(joined, experiment=json.dumps(reported)))
 
 
 def test_an_initialization_may_differ_in_its_last_digits() -> None:

@@ -143,9 +143,9 @@ def test_an_invalid_problem_is_rejected(change: dict[str, Any]) -> None:
     assert Problem.from_json(json.dumps(PROBLEM)).clients == 3
     with pytest.raises(DataError):
         Problem.from_json(json.dumps(PROBLEM | change))
-    told = personalization.Described(problem=json.dumps(PROBLEM | change), experiment="{}")
+    reported = personalization.Described(problem=json.dumps(PROBLEM | change), experiment="{}")
     with pytest.raises(RefusedError):
-        _found(told)
+        _found(reported)
 
 
 @pytest.mark.parametrize("missing", PROBLEM)

@@ -130,9 +130,9 @@ def test_the_multiplier_of_shares_accounts_for_rounding_collusion_and_coarse_gri
     # τ = 10 Σ exp(-2π² (σ/γ)² k/(k+1)), by hand for two shares of half a step
     coarse = distributed_multiplier(0.5, 2, 1.0, 1.0, 1)
     tau = 10 * math.exp(-2 * math.pi**2 * 0.25 / 2)
-    told = (1 + 0.5) / (math.sqrt(2) * 0.5)
-    assert 1 / coarse == pytest.approx(min(math.sqrt(told**2 + tau / 2), told + tau))
-    assert coarse < 1 / told
+    reported = (1 + 0.5) / (math.sqrt(2) * 0.5)
+    assert 1 / coarse == pytest.approx(min(math.sqrt(reported**2 + tau / 2), reported + tau))
+    assert coarse < 1 / reported
     with pytest.raises(ValueError, match="no noise"):
         distributed_multiplier(share, 10, 1.0, 0.01, 100, colluding=10)
 

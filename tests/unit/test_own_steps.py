@@ -170,7 +170,7 @@ def test_every_method_has_own_steps_or_names_methods_that_do(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "output"),
     [
         (["evaluation.own_steps=[]"], ["1", "[]"]),
         (["evaluation.own_steps=[0, -1]"], ["0", "-1"]),
@@ -180,7 +180,7 @@ def test_every_method_has_own_steps_or_names_methods_that_do(name: str) -> None:
         (["evaluation.own_steps=[1]", "algorithm={name: fedrep}"], ["fedrep", "null"]),
     ],
 )
-def test_invalid_own_steps_are_rejected(changes: list[str], said: list[str]) -> None:
+def test_invalid_own_steps_are_rejected(changes: list[str], output: list[str]) -> None:
     with pytest.raises(ExperimentError) as refused:
         experiments.load_experiment(Path(__file__).parents[2] / "experiments" / "quickstart.yaml", changes)
-    assert tells(str(refused.value), "evaluation.own_steps", *said)
+    assert tells(str(refused.value), "evaluation.own_steps", *output)

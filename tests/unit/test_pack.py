@@ -289,8 +289,8 @@ def test_all_invalid_images_are_named_and_counted(tmp_path: Path) -> None:
     Image.fromarray(np.zeros((6, 5), dtype=np.uint8)).save(root / "dog" / "tall.png")
     Image.fromarray(np.zeros((4, 5), dtype=np.int32)).save(root / "dog" / "deep.tiff")
     os.mkfifo(root / "dog" / "pipe.png")
-    said = refusal(root, PIXELS)
-    assert tells(said, "7 errors")
+    output = refusal(root, PIXELS)
+    assert tells(output, "7 errors")
     for facts in (
         ("not a file", "pipe.png"),
         ("not an image", "notes.txt"),
@@ -300,7 +300,7 @@ def test_all_invalid_images_are_named_and_counted(tmp_path: Path) -> None:
         ("4 x 5", "resize", "tall.png", "6 x 5"),
         ("8 bits", "deep.tiff"),
     ):
-        assert tells(said, *facts)
+        assert tells(output, *facts)
 
 
 def test_images_are_resized_on_request(tmp_path: Path) -> None:
@@ -337,8 +337,8 @@ def test_all_invalid_table_values_are_named_with_line_and_count(tmp_path: Path) 
         42: "1,2,3,never",
     }.items():
         changed(source, line, text)
-    said = refusal(source, TABLE)
-    assert tells(said, "t.csv", "9 errors", "nothing was written")
+    output = refusal(source, TABLE)
+    assert tells(output, "t.csv", "9 errors", "nothing was written")
     for facts in (
         ("label missing", 1, "line 3"),
         ("unknown label", "no, yes, perhaps", 2, "line 41", "maybe", "line 42", "never"),
@@ -348,15 +348,15 @@ def test_all_invalid_table_values_are_named_with_line_and_count(tmp_path: Path) 
         ("finite", 2, "line 21, column w", "nan", "line 22", "inf"),
         ("too large", 1, "line 31, column w"),
     ):
-        assert tells(said, *facts)
+        assert tells(output, *facts)
 
 
 def test_many_errors_of_a_kind_are_counted_and_the_first_named(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", rows_of(6000)[0], ["other"] * 6000)
-    said = refusal(source, TABLE)
-    assert tells(said, "6,000", "line 2", "line 6", "...")
-    assert "line 7" not in said
-    assert len(said) < 2000
+    output = refusal(source, TABLE)
+    assert tells(output, "6,000", "line 2", "line 6", "...")
+    assert "line 7" not in output
+    assert len(output) < 2000
 
 
 @pytest.mark.parametrize(
@@ -387,9 +387,9 @@ def test_errors_name_command_line_options(tmp_path: Path, fedloom: Callable[...,
         ((), ("'label'", "--label", "--unlabelled")),
         (("--label", "class", "--split", "part"), ("'part'", "--split")),
     ):
-        code, _, said = fedloom(*packed, *more)
+        code, _, output = fedloom(*packed, *more)
         assert code == ExitCode.DATA
-        assert tells(said, *facts, "u, v, class")
+        assert tells(output, *facts, "u, v, class")
 
 
 def test_byte_order_mark_spaces_and_quotes_in_csv(tmp_path: Path) -> None:
@@ -417,12 +417,12 @@ def test_a_damaged_parquet_file_and_invalid_values(tmp_path: Path) -> None:
     first = pyarrow.array([1.5, None, math.nan, 2.0] * 3)
     table = pyarrow.table({"u": first, "v": [1] * 12, "w": [2] * 12, "label": ["no", "yes", None, "why"] * 3})
     pyarrow.parquet.write_table(table, source)
-    said = refusal(source, TABLE)
-    assert tells(said, "12 errors")
-    assert tells(said, "value missing", 3, "row 2, column u")
-    assert tells(said, "finite", 3, "row 3, column u")
-    assert tells(said, "label missing", 3, "row 3")
-    assert tells(said, "unknown label", 3, "row 4", "why")
+    output = refusal(source, TABLE)
+    assert tells(output, "12 errors")
+    assert tells(output, "value missing", 3, "row 2, column u")
+    assert tells(output, "finite", 3, "row 3, column u")
+    assert tells(output, "label missing", 3, "row 3")
+    assert tells(output, "unknown label", 3, "row 4", "why")
     pyarrow.parquet.write_table(pyarrow.table({"u": ["a"], "v": [1], "w": [2], "label": ["no"]}), source)
     assert tells(refusal(source, TABLE), "numeric", "u: string")
 

@@ -162,21 +162,21 @@ def test_a_stopped_paused_run_resumes_paused_and_ends_equally(tmp_path: Path) ->
 
 
 def test_a_published_run_shows_pause_and_resumption(tmp_path: Path) -> None:
-    told: list[tuple[int, bool]] = []
+    reported: list[tuple[int, bool]] = []
     kept = control()
     kept.keep(RunFolder(tmp_path))
     held = federation(
         tmp_path, FEDAVG, SETTINGS, setup(n=3), clients([4, 6, 8]), rounds=3, control=kept, checkpoint_every_s=0,
-        after=lambda round: told.append((round, read_pause(RunFolder(tmp_path)) is not None)),
+        after=lambda round: reported.append((round, read_pause(RunFolder(tmp_path)) is not None)),
     )  # fmt: skip
     held.loop.observer = PauseAfter(kept)
     running = threading.Thread(target=held.run, daemon=True)
     running.start()
-    until(lambda: told[-1:] == [(2, True)] and kept.monitor.now().phase == "paused")
+    until(lambda: reported[-1:] == [(2, True)] and kept.monitor.now().phase == "paused")
     kept.resume()
     running.join(60)
-    assert (2, False) in told[told.index((2, True)) :]
-    assert told[-1] == (3, False)
+    assert (2, False) in reported[reported.index((2, True)) :]
+    assert reported[-1] == (3, False)
 
 
 def test_another_aggregator_adopts_a_published_pause(tmp_path: Path) -> None:

@@ -175,12 +175,12 @@ def test_the_gradient_matches_finite_differences() -> None:
         random, total = np.random.default_rng(9), x.new_zeros(())
         for number, split in enumerate(splits):
             side, u = split[y], unit(x)
-            told, asked = [], []
+            reported, asked = [], []
             for which in (1, -1):
                 members = torch.from_numpy(random.permutation((side == which).nonzero()[:, 0].numpy()))
                 asked.append(members[: len(members) // 2])
-                told.append(members[len(members) // 2 :])
-            t, q = torch.cat(told), torch.cat(asked)
+                reported.append(members[len(members) // 2 :])
+            t, q = torch.cat(reported), torch.cat(asked)
             drawn = gibbs(prior(u[t], s).detach(), side[t].double() / 2, s.chains, s.gibbs_steps, random)
             if len(omegas) == number:
                 omegas.append(drawn)

@@ -262,10 +262,10 @@ def test_the_summary_states_the_guarantee_of_the_client_that_answered_most(tmp_p
     how |= {"descriptor": {"train": "all", "evaluate": "all", "privacy": {**Z, "delta": 1e-6}}}
     loop = on_vowels(tmp_path, how, rounds=3)
     final = loop.run()
-    told = conclude(
+    reported = conclude(
         make_parts(experiments.load_experiment(tmp_path / "run" / "experiment.yaml"), loop.manifest), loop, final, 1.0
     )
-    promised = told["pefll"]["privacy"]
+    promised = reported["pefll"]["privacy"]
     asked = [name for a in loop.journal.attempts for held in a.conversations for name in held.clients]
     most = max(map(asked.count, asked)) + len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert promised["releases_most"] == most > 2
@@ -301,8 +301,8 @@ def test_a_worker_uses_secret_noise_for_own_data_and_seeded_noise_for_a_partitio
     (tmp_path / "eve.csv").write_text("u,v,label\n" + "".join(f"{i / 7},{i % 3},{'ab'[i % 2]}\n" for i in range(30)))
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
     own = experiments.parse_experiment(OWN)
-    told: dict[str, Any] = {"normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
-    secret = answers_of_workers(own, "eve", told, WorkerOptions(None, data=(tmp_path / "eve",)))
+    reported: dict[str, Any] = {"normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
+    secret = answers_of_workers(own, "eve", reported, WorkerOptions(None, data=(tmp_path / "eve",)))
     assert torch.equal(secret[0], secret[1])  # the same worker again
     assert not torch.equal(secret[0], secret[2])  # another
 
@@ -312,14 +312,14 @@ def test_a_worker_uses_secret_noise_for_own_data_and_seeded_noise_for_a_partitio
     dealt = experiments.load_experiment(run / "experiment.yaml")
     dataset = make_partition(dealt)
     name = dataset.manifest.roster[0]
-    told = {"partition": dataset.manifest.fingerprint}
-    seeds = answers_of_workers(dealt, name, told, WorkerOptions(str(dataset.folder)))
+    reported = {"partition": dataset.manifest.fingerprint}
+    seeds = answers_of_workers(dealt, name, reported, WorkerOptions(str(dataset.folder)))
     assert torch.equal(seeds[0], seeds[2])
 
 
-def answers_of_workers(e: Experiment, client: str, told: dict[str, Any], options: WorkerOptions) -> list[Tensor]:
+def answers_of_workers(e: Experiment, client: str, reported: dict[str, Any], options: WorkerOptions) -> list[Tensor]:
     """Return the descriptors of a client by a worker, by the same one again, and by another of the same kind."""
-    joined = Joined("run", "life", json.dumps({"experiment": e.shared_json(), **told}))
+    joined = Joined("run", "life", json.dumps({"experiment": e.shared_json(), **reported}))
     found = []
     workers = [Worker("127.0.0.1:1", name, options) for name in ("one", "two")]
     for worker in (workers[0], *workers):

@@ -162,8 +162,8 @@ def test_the_problem_of_a_server_reveals_only_the_guarantee() -> None:
         "normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}, "clients": 3,
     }  # fmt: skip
     assert Problem.from_json(json.dumps(problem)).training_privacy is None
-    told = Problem.from_json(json.dumps(problem | {"training_privacy": asdict(private)})).training_privacy
-    assert told == private
+    reported = Problem.from_json(json.dumps(problem | {"training_privacy": asdict(private)})).training_privacy
+    assert reported == private
     with pytest.raises(DataError):
         Problem.from_json(json.dumps(problem | {"training_privacy": asdict(private) | {"unit": "\x1b[2J"}}))
 

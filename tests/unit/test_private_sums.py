@@ -469,10 +469,10 @@ def test_workers_resumption_and_replay_give_equal_bits_in_a_simulation(noise: st
     done = run(tmp_path, "whole", **keys)
     whole = state(tmp_path, "whole")
     assert float(whole["federation/clip"]) != 0.5
-    told = done.summary["training_privacy"]
-    assert (told["noise"], told["sums"], told["unit"]) == ("seed", 4, "clients")
-    assert "ControlledUpdate.delta_c" in told["covers"]
-    assert "ControlledUpdate.loss" in told["does_not_cover"]
+    reported = done.summary["training_privacy"]
+    assert (reported["noise"], reported["sums"], reported["unit"]) == ("seed", 4, "clients")
+    assert "ControlledUpdate.delta_c" in reported["covers"]
+    assert "ControlledUpdate.loss" in reported["does_not_cover"]
     run(tmp_path, "workers", **keys, runtime__workers=2)
     run(tmp_path, "part", **keys, federation__rounds=2)
     run(tmp_path, "part", **keys, resume=True)

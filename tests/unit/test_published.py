@@ -84,15 +84,15 @@ def test_a_model_server_waits_for_the_runs_first_publication(
     place = copy.path
     del copy
     assert not place.exists()
-    said: list[str] = []
+    output: list[str] = []
     stop = threading.Event()
-    patient, at_once = waiting(url, 600.0, stop, said.append), waiting(url, 0.0, stop, said.append)
+    patient, at_once = waiting(url, 600.0, stop, output.append), waiting(url, 0.0, stop, output.append)
     assert patient(0.0)
     assert patient(0.0)
     assert not at_once(600.0)
     stop.set()
     assert not patient(600.0)
-    assert len(said) == 1
+    assert len(output) == 1
     with pytest.raises(DataError, match="no published run"):
         RunFolder.open(f"{url}-other")
 
@@ -506,7 +506,7 @@ def test_another_machine_continues_to_the_same_result(store: Store, tmp_path: Pa
     f2.loop.resume()
     assert f2.loop.round == 3
     f2.run()
-    assert f2.loop.server.said == {t: said for t, said in f.loop.server.said.items() if t > 3}
+    assert f2.loop.server.said == {t: output for t, output in f.loop.server.said.items() if t > 3}
     last = "checkpoints/round-000006.safetensors"
     assert (tmp_path / "b" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
     assert [record["round"] for record in records(store)] == [0, 1, 2, 3, 4, 5, 6]
@@ -569,7 +569,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_publication(s3_server: S3Server,
         time.sleep(dice.uniform(0, 0.06))
         process.send_signal(signal.SIGKILL)
         heard = [line.split() for line in process.communicate(timeout=60)[0].splitlines()]
-        announced = max([int(round), announced, *(int(said[1]) for said in heard if len(said) == 2)])
+        announced = max([int(round), announced, *(int(output[1]) for output in heard if len(output) == 2)])
         here = tmp_path / f"look-{life}"
         if aggregator(here, store, "look").restore():
             # The server may still execute the last request of a killed publisher: the requests received count.

@@ -274,11 +274,11 @@ def test_training_without_private_answers_gives_no_guarantee(tmp_path: Path) -> 
     assert count_training_releases(folder).is_known
 
 
-@pytest.mark.parametrize("told", [{"units": ["a"]}, {"units": ["a"], "rate": 0.0, "times": 1}, 3])
-def test_foreign_lines_are_rejected(tmp_path: Path, told: Any) -> None:
+@pytest.mark.parametrize("reported", [{"units": ["a"]}, {"units": ["a"], "rate": 0.0, "times": 1}, 3])
+def test_foreign_lines_are_rejected(tmp_path: Path, reported: Any) -> None:
     folder = RunFolder(tmp_path)
     Releases(folder, None, training=Tally(1e-5))
-    folder.append(RELEASES, {"about": "training", "purpose": "train", "releases": [told]})
+    folder.append(RELEASES, {"about": "training", "purpose": "train", "releases": [reported]})
     with pytest.raises(DataError, match=RELEASES):
         count_training_releases(folder)
 

@@ -577,7 +577,7 @@ def test_a_broken_cell_in_the_client_table_is_named(small: Path, column: int, va
     cells[column] = value
     put(small / "clients.csv", "\n".join([header, ",".join(cells), *others]) + "\n")
     found = left_out(write_report(small).read_text())
-    assert all("clients.csv" in said for said in found.values())
+    assert all("clients.csv" in output for output in found.values())
 
 
 @UNRENDERED

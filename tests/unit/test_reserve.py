@@ -94,7 +94,7 @@ def test_without_the_key_the_manifest_does_not_mention_a_reserve(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("reserve", "said"),
+    ("reserve", "output"),
     [
         ({}, r"share is None, count is None"),
         ({"share": 0.1, "count": 3}, r"share is 0.1, count is 3"),
@@ -102,8 +102,8 @@ def test_without_the_key_the_manifest_does_not_mention_a_reserve(tmp_path: Path)
         ({"count": 0}, r"greater than or equal to 1"),
     ],
 )
-def test_a_reserve_without_a_size_is_rejected(reserve: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_a_reserve_without_a_size_is_rejected(reserve: dict[str, Any], output: str) -> None:
+    with pytest.raises(ValidationError, match=output):
         scheme_of({"scheme": "iid", "clients": 4, "reserve": reserve})
 
 
@@ -176,12 +176,12 @@ def test_an_evaluation_states_if_its_clients_are_new(tmp_path: Path, capsys: pyt
         return statistics["overlap"], capsys.readouterr().err
 
     again = vowels(root, 5)  # the same speakers
-    found, said = measured(again)
+    found, output = measured(again)
     assert found["clients"] >= 12 * 12 // 15
     assert found["train"] > 0
     assert found["known_by"] == "examples"
-    assert "reserve" in said
-    assert f"{found['train']:,} train" in said
+    assert "reserve" in output
+    assert f"{found['train']:,} train" in output
     evaluate(folder, out=tmp_path / "own.json")
     assert "overlap" not in json.loads((tmp_path / "own.json").read_text())
     assert not capsys.readouterr().err
@@ -189,9 +189,9 @@ def test_an_evaluation_states_if_its_clients_are_new(tmp_path: Path, capsys: pyt
     there = find_partition(trained_on, root)
     assert there is not None
     shutil.rmtree(there)
-    found, said = measured(vowels(root, 5, reserve={**reserve, "deal": True}))
+    found, output = measured(vowels(root, 5, reserve={**reserve, "deal": True}))
     assert found is None
-    assert "unknown" in said
+    assert "unknown" in output
     assert find_partition(trained_on, root) is None
 
 

@@ -153,7 +153,7 @@ def test_a_poisoned_member_moves_the_model_by_at_most_the_bound(
 @pytest.mark.parametrize(("by", "trim"), [(1e6, 0.2), (-1e6, 0.5)])
 def test_a_trimmed_mean_stays_within_the_honest_updates(tmp_path: Path, trim: float, by: float) -> None:
     """With one liar among five, and a fifth trimmed at each end, every coordinate lies between two honest ones'."""
-    said: list[Tensor] = []
+    output: list[Tensor] = []
     run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), setup(n=5), clients(SIZES))
     start = run.state["theta"]
     for i in (0, 1, 3, 4):  # the honest clients' models: after a round in which only one answered
@@ -161,9 +161,9 @@ def test_a_trimmed_mean_stays_within_the_honest_updates(tmp_path: Path, trim: fl
             tmp_path / f"alone-{i}", find_algorithm("fedavg"), made("fedavg"), setup(n=1), [clients(SIZES)[i]]
         )
         alone.run()
-        said.append(alone.state["theta"] - start)
+        output.append(alone.state["theta"] - start)
     run.run()
-    change, honest = run.state["theta"] - start, torch.stack(said)
+    change, honest = run.state["theta"] - start, torch.stack(output)
     assert bool((change <= honest.max(0).values + 1e-15).all())
     assert bool((change >= honest.min(0).values - 1e-15).all())
 

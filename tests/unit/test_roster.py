@@ -29,9 +29,9 @@ def member(name: str, train: int = 10, **changes: Any) -> Member:
     return Member(name, train, 3, 4, **changes)
 
 
-def opened(presence: AvailableClients, said: list[str] | None = None, **changes: Any) -> OpenRoster:
+def opened(presence: AvailableClients, output: list[str] | None = None, **changes: Any) -> OpenRoster:
     settings = {"min_clients": 1, "heartbeat_timeout_s": 1000.0, "stop": threading.Event(), **changes}
-    return OpenRoster(MANIFEST, presence, say=([] if said is None else said).append, **settings)
+    return OpenRoster(MANIFEST, presence, say=([] if output is None else output).append, **settings)
 
 
 def ids(roster: OpenRoster | ReplayedRoster) -> list[str]:
@@ -89,7 +89,7 @@ def test_an_unchanged_roster_checks_no_client(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(presence, "now", None)
         assert roster.settle(2, evaluating=False) == Change()
     roster.restore({})
-    assert [told.id for told in roster.settle(2, evaluating=False).joined] == ["a"]
+    assert [reported.id for reported in roster.settle(2, evaluating=False).joined] == ["a"]
 
 
 def test_a_client_with_changed_data_leaves_and_joins() -> None:
@@ -103,39 +103,39 @@ def test_a_client_with_changed_data_leaves_and_joins() -> None:
 
 
 def test_rounds_wait_below_min_clients_and_observers_do_not_count() -> None:
-    presence, said = AvailableClients(), list[str]()
-    roster = opened(presence, said, min_clients=2)
+    presence, output = AvailableClients(), list[str]()
+    roster = opened(presence, output, min_clients=2)
     presence.change([member("a"), member("o", observer=True)], [])
     settled: list[Change] = []
     waiting = threading.Thread(target=lambda: settled.append(roster.settle(7, evaluating=False)))
     waiting.start()
-    while not said:
+    while not output:
         waiting.join(0.01)
     assert not settled
-    assert "1 client" in said[0]
-    assert "federation.min_clients" in said[0]
+    assert "1 client" in output[0]
+    assert "federation.min_clients" in output[0]
     presence.change([member("b")], [])
     waiting.join()
-    assert [told.id for told in settled[0].joined] == ["a", "b", "o"]
+    assert [reported.id for reported in settled[0].joined] == ["a", "b", "o"]
 
 
 def test_a_round_waits_for_training_clients_and_an_evaluation_does_not() -> None:
-    presence, said, silence = AvailableClients(), list[str](), Silence()
-    roster = opened(presence, said, silence=silence)
+    presence, output, silence = AvailableClients(), list[str](), Silence()
+    roster = opened(presence, output, silence=silence)
     presence.change([member("g")], [])
     silence.join(["g"], "ghosts", None)
     silence.refuse(["g"], ())
     roster.settle(0, evaluating=True)
-    assert not said
+    assert not output
     settled: list[Change] = []
     waiting = threading.Thread(target=lambda: settled.append(roster.settle(1, evaluating=False)))
     waiting.start()
-    while not said:
+    while not output:
         waiting.join(0.01)
     assert roster.waits_for_others(1)
     presence.change([member("h")], [])
     waiting.join()
-    assert [told.id for told in settled[0].joined] == ["h"]
+    assert [reported.id for reported in settled[0].joined] == ["h"]
 
 
 def test_a_round_waits_for_an_absent_member_only_for_a_limited_time() -> None:
@@ -143,7 +143,7 @@ def test_a_round_waits_for_an_absent_member_only_for_a_limited_time() -> None:
     roster = opened(presence, silence=silence, heartbeat_timeout_s=0.05)
     presence.change([member("g")], [])
     silence.refuse(["g"], ())
-    assert [told.id for told in roster.settle(1, evaluating=False).joined] == ["g"]
+    assert [reported.id for reported in roster.settle(1, evaluating=False).joined] == ["g"]
     assert not roster.waits_for_others(1)
     assert roster.waits_for_others(2)
 
@@ -167,11 +167,11 @@ def test_a_closed_roster_never_changes() -> None:
 
 
 def test_a_members_entry_in_the_manifest() -> None:
-    told = member("a", 10, class_counts=(4, 6, 0)).entry(3)
-    assert (told.train, told.validation, told.test, told.seen) == (10, 3, 4, True)
-    assert told.class_counts["train"] == (4, 6, 0)
+    reported = member("a", 10, class_counts=(4, 6, 0)).entry(3)
+    assert (reported.train, reported.validation, reported.test, reported.seen) == (10, 3, 4, True)
+    assert reported.class_counts["train"] == (4, 6, 0)
     assert member("a").entry(3).class_counts["train"] == (0, 0, 0)
-    manifest = own_manifest(OWN, [told], 1, MANIFEST.normalization)
+    manifest = own_manifest(OWN, [reported], 1, MANIFEST.normalization)
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST  # without clients
 
@@ -182,12 +182,12 @@ ROSTERS = st.dictionaries(NAMES, st.integers(1, 3)).map(lambda sizes: {n: member
 
 @given(st.lists(ROSTERS, max_size=6))
 def test_successive_changes_give_the_last_roster(rosters: list[dict[str, Member]]) -> None:
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     before: dict[str, Member] = {}
     for after in rosters:
-        fold(told, *between(before, after).as_lines())
+        fold(reported, *between(before, after).as_lines())
         before = after
-        assert {name: Member.read(line) for name, line in told.items()} == after
+        assert {name: Member.read(line) for name, line in reported.items()} == after
 
 
 def journal(folder: Path) -> RunFolder:
@@ -201,8 +201,10 @@ def journal(folder: Path) -> RunFolder:
     def line(round: int, attempt: int, outcome: str, change: Change, experiment: str = "") -> None:
         joined, left = change.as_lines()
         cohort = [ConversationRecord(["a"])]
-        told = statistics if outcome == "done" else {}
-        written.append(Attempt(round, attempt, outcome, cohort, told, joined=joined, left=left, experiment=experiment))
+        reported = statistics if outcome == "done" else {}
+        written.append(
+            Attempt(round, attempt, outcome, cohort, reported, joined=joined, left=left, experiment=experiment)
+        )
 
     line(0, 0, EVALUATED, Change((a, o)), "one")
     line(1, 1, "too few", Change((b,)))

@@ -71,14 +71,14 @@ def test_a_run_is_complete_when_all_files_exist(run: RunFolder) -> None:
 
 def test_a_run_without_the_reporting_packages_is_complete(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    said: list[str] = []
+    output: list[str] = []
 
     class Listener(RunObserver):
         def notice(self, text: str) -> None:
-            said.append(text)
+            output.append(text)
 
     assert write_report_if_possible(run, Listener()) is False  # its location is not reported
-    assert "jinja2" in said[0]
+    assert "jinja2" in output[0]
     assert not (run.path / "report.html").exists()
 
 

@@ -120,7 +120,7 @@ def test_optuna_gets_the_same_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("space", "said"),
+    ("space", "output"),
     [
         ({}, ["parameters"]),
         ({"parameters": {}}, ["parameters"]),
@@ -142,10 +142,10 @@ def test_optuna_gets_the_same_values() -> None:
         ([1], ["parameters"]),
     ],
 )
-def test_an_invalid_space_is_rejected(space: Any, said: list[str], tmp_path: Path) -> None:
+def test_an_invalid_space_is_rejected(space: Any, output: list[str], tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(experiments.as_yaml(space))
-    with refusing(ExperimentError, *said):
+    with refusing(ExperimentError, *output):
         read_space(path)
 
 
@@ -159,7 +159,7 @@ def test_errors_of_a_file_name_their_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "settings", "said"),
+    ("parameters", "settings", "output"),
     [
         ({"algorithm.local.epoch": {"min": 1, "max": 2}}, {}, ["algorithm.local.epoch", "epochs?"]),
         ({"algorithm.local.lr": {"min": -0.1, "max": 1}}, {}, ["at algorithm.local.lr=-0.1"]),
@@ -179,9 +179,9 @@ def test_errors_of_a_file_name_their_lines(tmp_path: Path) -> None:
     ],
 )
 def test_spaces_that_do_not_fit_the_experiment_are_rejected(
-    parameters: dict[str, Any], settings: dict[str, Any], said: list[str]
+    parameters: dict[str, Any], settings: dict[str, Any], output: list[str]
 ) -> None:
-    with refusing(ExperimentError, *said):
+    with refusing(ExperimentError, *output):
         planned(parameters, "evaluation.every=150", **settings)
 
 

@@ -105,8 +105,8 @@ def test_the_aggregator_does_not_learn_the_size_of_a_rejected_answer(
     """The client's own log has it, the journal does not."""
     with pytest.raises(QuorumError):
         secure_run(tmp_path, 1e-9).run()
-    (said, *_) = (record.getMessage() for record in caplog.records if "magnitude" in record.getMessage())
-    value = said.rpartition("magnitude ")[2].rstrip(")")
+    (output, *_) = (record.getMessage() for record in caplog.records if "magnitude" in record.getMessage())
+    value = output.rpartition("magnitude ")[2].rstrip(")")
     assert float(value) > 1e-9
     lines = list(RunFolder(tmp_path).lines("journal.jsonl"))
     reasons = [loss["reason"] for line in lines for talk in line["conversations"] for loss in talk["lost"]]

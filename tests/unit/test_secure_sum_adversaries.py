@@ -78,7 +78,7 @@ def split_by_survivors(ring: Sequence[int], *, confirmed: bool) -> Lies:
     """
     absent = {6: {8}, 7: {8}, 0: {15}, 1: {15}}
     names = {"absent": absent, "dropped": absent | {8: {9}, 10: {9}, 11: {9}, 12: {14}, 13: {14}, 15: {14}}}
-    rows = {name: {ring[i]: {ring[j] for j in js} for i, js in told.items()} for name, told in names.items()}
+    rows = {name: {ring[i]: {ring[j] for j in js} for i, js in reported.items()} for name, reported in names.items()}
     return Lies(**rows, without_confirmations=not confirmed)
 
 
@@ -189,10 +189,10 @@ def test_impossible_survivors() -> None:
     survivors, receipts = session.mask(shares, present)
     assert survivors.sum() == 7
     for wrong in [{0: False}, {7: True}, {8: True}, {5: False, 6: False}, dict.fromkeys(range(9), True)]:
-        said = survivors.copy()
-        said[list(wrong)] = list(wrong.values())
+        output = survivors.copy()
+        output[list(wrong)] = list(wrong.values())
         with pytest.raises(RefusedError):
-            session.members[0].confirm(said, receipts[0])
+            session.members[0].confirm(output, receipts[0])
     assert np.array_equal(session.unmask(session.confirm(survivors, receipts)), session.expected())
 
 
@@ -205,8 +205,8 @@ def signed_members(n: int = 5, threshold: int = 4) -> tuple[list[SecureSumMember
 
 def test_the_aggregator_cannot_substitute_its_keys_for_a_members() -> None:
     members, keys = signed_members()
-    said = [member.advertise() for member in members]
-    roster, signatures = (np.stack(parts) for parts in zip(*said, strict=True))
+    output = [member.advertise() for member in members]
+    roster, signatures = (np.stack(parts) for parts in zip(*output, strict=True))
     mallory = SecureSumMember(parameters(5, threshold=4), "m1", KeySigner(Ed25519PrivateKey.generate()), NoVerifier())
     another = SecureSumMember(parameters(5), "m1", KeySigner(keys[1]), NoVerifier())  # another session
     for forged in (mallory, another):

@@ -366,14 +366,14 @@ def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, capl
     ]
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     with served(run) as at:
-        for message, said in answers:
+        for message, output in answers:
             with Raw(at) as raw:
                 raw.ask()
                 raw.read()
                 raw.say(message)
                 code, details, _ = raw.refusal()
-                assert (code, said in details) == (invalid, True), details
-        for ask, code, said in (
+                assert (code, output in details) == (invalid, True), details
+        for ask, code, output in (
             ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "0.0.0"),
             ({"algorithm_version": 9}, grpc.StatusCode.FAILED_PRECONDITION, "version 9"),
             ({"round": 7}, grpc.StatusCode.NOT_FOUND, "7"),
@@ -385,7 +385,7 @@ def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, capl
             with Raw(at, **ask) as raw:
                 raw.ask()
                 found, details, _ = raw.refusal()
-                assert (found, said in details) == (code, True), details
+                assert (found, output in details) == (code, True), details
         for garbage in (b"\xff\xff", b"", *map(seal_frame, ([], [b"\xff\xff"], serialize(answer_parts(v)[0])))):
             with Raw(at) as raw:
                 raw.send(garbage)
@@ -499,7 +499,7 @@ def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "output"),
     [
         ({"x": torch.zeros(5, 8)}, r"x .*\[5, 8\]; .*\[n, 9\]"),
         ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x.*complex64"),
@@ -518,8 +518,8 @@ def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
         ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
     ],
 )
-def test_invalid_data_give_a_one_sentence_error(run: Path, bad: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_invalid_data_give_a_one_sentence_error(run: Path, bad: dict[str, Any], output: str) -> None:
+    with pytest.raises(DataError, match=output):
         fedloom.personalize(str(run), **{"x": torch.zeros(5, 9), "y": torch.zeros(5, dtype=torch.int64), **bad})
 
 
@@ -532,7 +532,7 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "said"),
+    ("x", "output"),
     [
         (torch.full((2, 1, 4, 4), 256), "x has pixels from 256 to 256; they must be from 0 to 255"),
         (torch.full((2, 1, 4, 4), -1), "x has pixels from -1 to -1; they must be from 0 to 255"),
@@ -540,21 +540,21 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
         (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
     ],
 )
-def test_pixels_of_another_range_or_kind_give_a_one_sentence_error(x: Tensor, said: str) -> None:
+def test_pixels_of_another_range_or_kind_give_a_one_sentence_error(x: Tensor, output: str) -> None:
     wanted = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)), clients=1)
-    with pytest.raises(DataError, match=re.escape(said)):
+    with pytest.raises(DataError, match=re.escape(output)):
         Newcomer.from_arrays("eve", x, None, wanted)
 
 
 @pytest.mark.parametrize(
-    ("features", "other", "said"),
+    ("features", "other", "output"),
     [
         (9, "umlaut", ["class", "'umlaut'", "hid, hId"]),
         (2, "hid", ["input_shape", "[2]", "[9]"]),
     ],
 )
 def test_a_folder_with_more_classes_or_another_shape_gives_a_one_sentence_error(
-    run: Path, tmp_path: Path, features: int, other: str, said: list[str]
+    run: Path, tmp_path: Path, features: int, other: str, output: list[str]
 ) -> None:
     rows = [",".join([*(str(i + j) for j in range(features)), ("had", other)[i % 2]]) for i in range(24)]
     header = ",".join([*(f"f{j}" for j in range(features)), "label"])
@@ -562,7 +562,7 @@ def test_a_folder_with_more_classes_or_another_shape_gives_a_one_sentence_error(
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
     with served(run) as at:
         for where in (at, str(run)):
-            with refusing(DataError, tmp_path / "eve", *said):
+            with refusing(DataError, tmp_path / "eve", *output):
                 fedloom.personalize(where, data=tmp_path / "eve")
         assert fedloom.personalize(at, *examples(1)).card.round == 1
 
@@ -663,8 +663,12 @@ def test_the_server_gets_a_private_descriptor_on_request(run: Path, tmp_path: Pa
     assert promised(local) == (pytest.approx(1.0), 1e-7, 0.5, 20)
     local.save(tmp_path / "m.safetensors")
     with safe_open(tmp_path / "m.safetensors", "pt") as file:
-        told = json.loads(file.metadata()["fedloom"])["privacy"]
-    assert (told["epsilon"], told["mechanism"], told["neighbours"]) == (pytest.approx(1.0), "gaussian", "replace one")
+        reported = json.loads(file.metadata()["fedloom"])["privacy"]
+    assert (reported["epsilon"], reported["mechanism"], reported["neighbours"]) == (
+        pytest.approx(1.0),
+        "gaussian",
+        "replace one",
+    )
 
 
 def test_a_ledger_adds_up_requests_and_enforces_the_budget(run: Path, tmp_path: Path) -> None:
@@ -673,10 +677,10 @@ def test_a_ledger_adds_up_requests_and_enforces_the_budget(run: Path, tmp_path: 
     z = noise_multiplier(1.0, 1e-5)
     with served(run) as at:
         for k, where in enumerate((at, str(run), at), 1):
-            told = fedloom.personalize(where, x, y, **how).card.privacy
-            assert told is not None
-            assert (told.requests, told.epsilon) == (k, pytest.approx(1.0))
-            assert told.total_epsilon == pytest.approx(gaussian_epsilon(z, 1e-5, k))
+            reported = fedloom.personalize(where, x, y, **how).card.privacy
+            assert reported is not None
+            assert (reported.requests, reported.epsilon) == (k, pytest.approx(1.0))
+            assert reported.total_epsilon == pytest.approx(gaussian_epsilon(z, 1e-5, k))
         before = file.read_bytes()
         lines = [json.loads(line) for line in before.splitlines()]
         assert [line["version"] for line in lines] == [2] * 4
@@ -701,13 +705,13 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
 ) -> None:
     path, total = tmp_path_factory.mktemp("ledger") / "l", 0.0
     for epsilon, delta in requests:
-        told = PrivacyAccountant(path).charge(
+        reported = PrivacyAccountant(path).charge(
             PrivacyGuarantee(epsilon, delta, 1.0, noise_multiplier(epsilon, delta), 50)
         )
-        assert told.total_delta == requests[0][1]
-        assert told.total_epsilon is not None
-        assert told.total_epsilon > total
-        total = told.total_epsilon
+        assert reported.total_delta == requests[0][1]
+        assert reported.total_epsilon is not None
+        assert reported.total_epsilon > total
+        total = reported.total_epsilon
     with pytest.raises(ExperimentError, match="budget is"):
         PrivacyAccountant(path, total).charge(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
@@ -761,7 +765,7 @@ def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "said"),
+    ("how", "error", "output"),
     [
         ({"budget": 1.0}, ExperimentError, "budget needs ledger"),
         ({"ledger": "l", "budget": 0.0}, ExperimentError, r"budget must .*above 0 \(got 0\.0\)"),
@@ -774,14 +778,14 @@ def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: 
     ],
 )
 def test_invalid_ledgers_and_budgets_are_rejected(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type[Exception], said: str
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type[Exception], output: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     first = digests.line_of({"version": 2, "delta": 1e-5}, digests.beginning("ledger"))
     (tmp_path / "torn").write_bytes(first + b'{"version": 2, "noise_mul')
     (tmp_path / "older").write_text('{"version": 1, "noise_multiplier": 3.7}\n')
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=output):
         fedloom.personalize(str(run), *examples(1), **{"epsilon": 1.0, "clip": 0.5, **how})
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == kept
 
@@ -822,7 +826,7 @@ def test_a_privately_trained_run_keeps_its_guarantee_for_new_clients(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "output"),
     [
         ({"epsilon": 0.0, "clip": 1.0}, r"epsilon must be above 0.*\(got 0\.0\)"),
         ({"epsilon": -1.0, "clip": 1.0}, r"epsilon must .*\(got -1\.0\)"),
@@ -836,8 +840,8 @@ def test_a_privately_trained_run_keeps_its_guarantee_for_new_clients(tmp_path: P
         ({"clip": 1.0}, "clip needs epsilon"),
     ],
 )
-def test_invalid_privacy_is_rejected(run: Path, how: dict[str, float], said: str) -> None:
-    with pytest.raises(ExperimentError, match=said):
+def test_invalid_privacy_is_rejected(run: Path, how: dict[str, float], output: str) -> None:
+    with pytest.raises(ExperimentError, match=output):
         fedloom.personalize(str(run), *examples(1), **how)
 
 

@@ -96,7 +96,7 @@ def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shift", "said"),
+    ("shift", "output"),
     [
         ({"kind": "colour"}, "'labels' or 'rotation'"),
         ({"kind": "labels", "groups": 1}, "greater than or equal to 2"),
@@ -104,13 +104,13 @@ def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
         ({"kind": "rotation", "groups": 3}, "groups: 3 .* 2 or 4"),
     ],
 )
-def test_an_invalid_shift_is_rejected(shift: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_an_invalid_shift_is_rejected(shift: dict[str, Any], output: str) -> None:
+    with pytest.raises(ValidationError, match=output):
         TypeAdapter(Scheme).validate_python({"scheme": "iid", "clients": 4, "shift": shift})
 
 
 @pytest.mark.parametrize(
-    ("shift", "kind", "shape", "said"),
+    ("shift", "kind", "shape", "output"),
     [
         ({"kind": "labels"}, "tokens", (80,), r"shift\.kind: labels of tokens"),
         ({"kind": "rotation", "groups": 2}, "features", (10,), r"shift\.kind: rotation .* features"),
@@ -118,9 +118,9 @@ def test_an_invalid_shift_is_rejected(shift: dict[str, Any], said: str) -> None:
     ],
 )
 def test_inputs_that_cannot_be_shifted_are_rejected(
-    shift: dict[str, Any], kind: str, shape: tuple[int, ...], said: str
+    shift: dict[str, Any], kind: str, shape: tuple[int, ...], output: str
 ) -> None:
-    with pytest.raises(ExperimentError, match=said):
+    with pytest.raises(ExperimentError, match=output):
         IidScheme(clients=2, shift=Shift.model_validate(shift)).check_inputs(kind, shape)
     IidScheme(clients=2, shift=Shift(kind="rotation", groups=2)).check_inputs("pixels", (1, 4, 6))
 

@@ -153,12 +153,12 @@ def test_claims_about_a_reference_chosen_on_validation() -> None:
         for reference in (0, best):
             others = [i for i in range(k) if i != reference]
             p = holm([t_test((values[reference] - values[i]).tolist()) for i in others])
-            told = [i for i, one in zip(others, p, strict=True) if one < 0.05]
+            reported = [i for i, one in zip(others, p, strict=True) if one < 0.05]
             if reference == best:
-                chosen += bool(told)
-                excluded += 0 in told  # if row 0 is the best by a negligible difference
+                chosen += bool(reported)
+                excluded += 0 in reported  # if row 0 is the best by a negligible difference
             if reference == 0:
-                named += bool(told)
+                named += bool(reported)
     assert named / times < 0.05 + 3 * np.sqrt(0.05 * 0.95 / times)
     assert 0.05 < chosen / times < 0.12
     assert excluded / times < 0.03

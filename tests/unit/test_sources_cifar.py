@@ -83,12 +83,12 @@ def test_images_and_lists_are_converted_to_the_official_files() -> None:
         files[name.replace(".bin", ".png")] = picture.getvalue()
         lists[name.split("_")[0].replace("data", "train")] += labels.tolist()
     files |= {f"{part}_lables.json": json.dumps(labels).encode() for part, labels in lists.items()}
-    told: list[FetchProgress] = []
+    reported: list[FetchProgress] = []
     made = from_pictures(
-        lambda wanted: ((name, files[name]) for name in wanted), [file.name for file in CIFAR10.files], told.append
+        lambda wanted: ((name, files[name]) for name in wanted), [file.name for file in CIFAR10.files], reported.append
     )
     assert dict(made) == official
-    assert told[-1].doing == "converting test_batch.bin"
+    assert reported[-1].doing == "converting test_batch.bin"
 
 
 def test_an_invalid_image() -> None:

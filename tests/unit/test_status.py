@@ -186,8 +186,8 @@ def test_the_newest_run_is_shown_without_an_argument(tmp_path: Path, monkeypatch
     assert getattr(ended.exception, "exit_code", None) == 3
     run(tmp_path / "runs" / "mine", rounds=5)
     assert tells(CliRunner().invoke(app, ["status"]).stdout, "small", "fedavg", "interrupted", "round 3 of 5")
-    told = json.loads(CliRunner().invoke(app, ["status", "--json"]).stdout)
-    assert (told["phase"], told["round"], told["durable_round"]) == ("interrupted", 3, 3)
+    reported = json.loads(CliRunner().invoke(app, ["status", "--json"]).stdout)
+    assert (reported["phase"], reported["round"], reported["durable_round"]) == ("interrupted", 3, 3)
     assert tells(CliRunner().invoke(app, ["clients"]).stdout, "c0", "trains", "c2", "observes")
     assert json.loads(CliRunner().invoke(app, ["clients", "--json"]).stdout)[2]["id"] == "c2"
     lines = CliRunner().invoke(app, ["status", "--follow", "--json"]).stdout.splitlines()
@@ -249,14 +249,14 @@ def test_late_clients_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "output"),
     [
         (0.04, "0.0 s"), (9.949, "9.9 s"), (9.96, "10 s"), (59.6, "1 min"), (125, "2 min 5 s"), (7_800, "2 h 10 min"),
         (90_000, "1 d 1 h"), (-3, "0.0 s"),
     ],
 )  # fmt: skip
-def test_durations_are_readable(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_durations_are_readable(seconds: float, output: str) -> None:
+    assert duration(seconds) == output
 
 
 def test_an_absent_aggregator_is_polled_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,9 +76,9 @@ def test_clean(folder: Path) -> None:
     assert isinstance(clean("--older-than", "soon").exception, ExperimentError)
     assert "run-4" in clean("--keep", "2", "--dry-run").output
     assert left(folder) == ["run-1", "run-2", "run-3", "run-4"]
-    said = clean("--keep", "2").output
-    assert "run-4" in said
-    assert "run-3" not in said
+    output = clean("--keep", "2").output
+    assert "run-4" in output
+    assert "run-3" not in output
     assert left(folder) == ["run-1", "run-2", "run-3"]
     clean("--older-than", "36h")
     assert left(folder) == ["run-1"]

@@ -80,8 +80,8 @@ class Client(ClientAlgorithm):
     def train(self, clients: ClientGroup, opening: Begin) -> Conversation:
         """Answer both."""
         sizes = torch.tensor([[len(client.train) / 10] for client in clients.clients], dtype=opening.theta.dtype)
-        told: GoOn = yield First(sizes * (opening.theta + 1))
-        yield Second(sizes * told.theta)
+        reported: GoOn = yield First(sizes * (opening.theta + 1))
+        yield Second(sizes * reported.theta)
         return None
 
     @conversation

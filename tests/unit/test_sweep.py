@@ -58,7 +58,7 @@ def test_a_name_is_bounded_and_independent_of_the_rest_of_the_grid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seeds", "grid", "said"),
+    ("seeds", "grid", "output"),
     [
         ("", [], ["seeds", "''"]),
         ("1,x", [], ["seeds", "x"]),
@@ -77,12 +77,12 @@ def test_a_name_is_bounded_and_independent_of_the_rest_of_the_grid() -> None:
         ("1,2", ["federation.clients_per_round=5,50"], ["at federation.clients_per_round=50, seed=1: "]),
     ],
 )
-def test_invalid_grids_are_rejected(seeds: str | None, grid: list[str], said: list[str], tmp_path: Path) -> None:
+def test_invalid_grids_are_rejected(seeds: str | None, grid: list[str], output: list[str], tmp_path: Path) -> None:
     text = FILE.read_text().replace("{scheme: natural}", "{scheme: natural, clients: 15}")
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ExperimentError) as refused:
         points(tmp_path / "e.yaml", (), seeds, grid)
-    assert mentions(str(refused.value), *said)
+    assert mentions(str(refused.value), *output)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))

@@ -20,9 +20,9 @@ def steps(examples: int) -> Release:
 
 def test_the_budget_ends_before_it_is_exceeded() -> None:
     tally = Tally(1e-5, 1.0)
-    told = {EVERYONE: {SUM: 1}}
-    while tally.may_release(told):
-        tally.add(told)
+    reported = {EVERYONE: {SUM: 1}}
+    while tally.may_release(reported):
+        tally.add(reported)
     assert tally.sums == rounds_within(1.0, 1e-5, SUM)
     assert tally.epsilon <= 1.0
     assert Tally(1e-5).may_release({EVERYONE: {sampled("poisson", 9, 3, 0.0): 1}})
@@ -65,10 +65,10 @@ def test_a_budget_allows_nothing_after_an_uncounted_release() -> None:
 @pytest.mark.slow
 def test_a_thousand_clients_of_many_sizes_are_checked_quickly() -> None:
     tally = Tally(1e-5, 50.0)
-    told = {str(i): {steps(100 + i % 40): 10} for i in range(1000)}
-    tally.add(told)
-    assert tally.may_release(told)
-    assert lines_run(lambda: tally.may_release(told)) < 400 * len(told)
+    reported = {str(i): {steps(100 + i % 40): 10} for i in range(1000)}
+    tally.add(reported)
+    assert tally.may_release(reported)
+    assert lines_run(lambda: tally.may_release(reported)) < 400 * len(reported)
 
 
 def test_the_limit_is_decided_exactly() -> None:

@@ -68,8 +68,8 @@ def test_the_report_has_every_metric(tmp_path: Path, task: str) -> None:
     assert list(rows) == [*map(metric_heading, METRICS_OF[task])]
     for name in METRICS_OF[task]:
         values = statistics_of([made_up(name, i, 0.8) for i in SEEN], name)
-        told = [shown(METRICS[name], values[key]) for key in ("mean", "worst_decile", "pooled")]
-        assert rows[metric_heading(name)][:3] == told
+        reported = [shown(METRICS[name], values[key]) for key in ("mean", "worst_decile", "pooled")]
+        assert rows[metric_heading(name)][:3] == reported
     page = write_report(run.path).read_text()
     assert all(f"{title}</h2>" not in page for title in ("Confusion matrix", "Calibration", "Uncertainty"))
     assert f"test {metric.title}" in page
@@ -242,12 +242,12 @@ def last_line(folder: Path) -> dict[str, Any]:
 def test_status_shows_the_headline_locally_and_over_the_wire(tmp_path: Path, task: str) -> None:
     folder, metric = write_task_run(tmp_path / "run", task), headline(task)
     now = Activity("run", "ditto", "training", 2.0, 1.0, measured=LastEvaluation.of(last_line(folder)))
-    told = from_wire(to_wire(now))
-    assert told.measured == now.measured
-    assert told.measured is not None
-    assert told.measured.headline == metric
+    reported = from_wire(to_wire(now))
+    assert reported.measured == now.measured
+    assert reported.measured is not None
+    assert reported.measured.headline == metric
     wanted = statistics_of([made_up(metric.name, i, 0.8) for i in SEEN], metric.name)
-    seen = told.measured.groups["seen"]
+    seen = reported.measured.groups["seen"]
     assert (seen.mean, seen.worst_decile, seen.pooled) == (
         wanted["mean"],
         wanted["worst_decile"],
@@ -278,9 +278,9 @@ def test_tables_and_lines_show_the_headline(tmp_path: Path, task: str, capsys: p
     assert evaluation_numbers(last_line(folder))[f"seen/metrics/{metric.name}/mean"] == wanted["mean"]
     for choosing, value in ((False, wanted["pooled"]), (True, made_up(metric.name, 0, 0.8))):
         Watch(choosing=choosing).evaluated(last_line(folder))
-        said = capsys.readouterr().err
-        assert metric.title in said
-        assert f"seen {metric.exact(value)}" in said
+        output = capsys.readouterr().err
+        assert metric.title in output
+        assert f"seen {metric.exact(value)}" in output
 
 
 def test_the_list_of_runs_shows_each_runs_metric(tmp_path: Path) -> None:

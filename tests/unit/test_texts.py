@@ -140,8 +140,8 @@ def test_tables_with_a_text_column_give_named_integers(ending: str, folder: str,
 
 def test_frames_with_a_text_column_train_a_transformer(folder: str, tmp_path: Path) -> None:
     text = {"column": "review", "tokenizer": folder, "length": 6}
-    told = {"label": "label", "client": "owner", "root": tmp_path / "data", "held_out_fraction": 0.0}
-    data = fedloom.Federated.from_frame(frame(), text=text, **told)
+    reported = {"label": "label", "client": "owner", "root": tmp_path / "data", "held_out_fraction": 0.0}
+    data = fedloom.Federated.from_frame(frame(), text=text, **reported)
     sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(**sizes, **rates, intermediate_size=16, num_labels=2, max_position_embeddings=6)
@@ -158,7 +158,7 @@ def test_frames_with_a_text_column_train_a_transformer(folder: str, tmp_path: Pa
     card = run.models("a").card
     assert card.specs["input_ids"].tokenizer == data.open().manifest.specs["input_ids"].tokenizer
     with refusing(ExperimentError, "length"):
-        fedloom.Federated.from_frame(frame(), text=text | {"length": 0}, **told)
+        fedloom.Federated.from_frame(frame(), text=text | {"length": 0}, **reported)
 
 
 def own_texts(**changes: Any) -> Own:

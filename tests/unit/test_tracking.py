@@ -116,18 +116,21 @@ def test_a_failing_tracker_does_not_stop_a_run(task: dict[str, Any], tmp_path: P
     assert run.finished
     assert len(run.history) == 4
     assert len(numbers(run.folder / "tracking.csv"))
-    said = [text for text in seen.said if "failed" in text]
-    assert len(said) == 2
-    assert tells(said[0], "tracking", "atonce", "RuntimeError", "nobody at home")
-    assert tells(said[1], "tracking", "breaks", "OSError", "disk of the tracker is full")
+    output = [text for text in seen.said if "failed" in text]
+    assert len(output) == 2
+    assert tells(output[0], "tracking", "atonce", "RuntimeError", "nobody at home")
+    assert tells(output[1], "tracking", "breaks", "OSError", "disk of the tracker is full")
 
 
 @pytest.mark.usefixtures("plugged")
 def test_an_unknown_tracker_is_rejected_before_the_run(task: dict[str, Any], tmp_path: Path) -> None:
-    for name, said in (("nothing", ("nothing", "csv", "tensorboard")), ("absent", ("absent", "not_installed_at_all"))):
+    for name, output in (
+        ("nothing", ("nothing", "csv", "tensorboard")),
+        ("absent", ("absent", "not_installed_at_all")),
+    ):
         with pytest.raises(ExperimentError) as refused:
             fedloom.run(task, out=tmp_path / "run", progress=False, track=[name])
-        assert tells(str(refused.value), "tracking", *said)
+        assert tells(str(refused.value), "tracking", *output)
         assert not (tmp_path / "run").exists()
 
 

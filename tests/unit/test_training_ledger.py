@@ -185,11 +185,11 @@ def test_a_ledger_has_one_total_of_trainings_and_requests(tmp_path: Path) -> Non
     accountant = PrivacyAccountant(path)
     assert accountant.add_training(claimed())
     assert not accountant.add_training(claimed())  # the same run
-    told = accountant.charge(request(), where="here")
+    reported = accountant.charge(request(), where="here")
     assert accountant.add_training(claimed("b"))  # another one with equal settings
     counts = {poisson(0.05, 2.0): 60, gaussian_release(2 * Z): 1}
-    assert told.total_epsilon == epsilon_of(counts, 1e-5, replacing=True)
-    assert (told.requests, told.trainings, told.total_delta) == (1, 1, 1e-5)
+    assert reported.total_epsilon == epsilon_of(counts, 1e-5, replacing=True)
+    assert (reported.requests, reported.trainings, reported.total_delta) == (1, 1, 1e-5)
     found = accountant.content()
     assert found.total.epsilon == epsilon_of({**counts, poisson(0.05, 2.0): 120}, 1e-5, replacing=True)
     assert [line["version"] for line in found.lines] == [3, 2, 3]

@@ -112,14 +112,14 @@ def test_five_drawn_networks_over_training() -> None:
     known = sorted((entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)
     wanted = [known[place][1] for place in (0, 2, 3, 4, 6)]  # of seven: quartiles are rounded to even
     assert [text.strip() for text in texts if re.fullmatch(r"\s*c\d\s*", text)] == [f"c{i}" for i in wanted]
-    said = " ".join(texts)
+    output = " ".join(texts)
     for one in document["rounds"]:
-        assert f"round {one['round']}" in said
+        assert f"round {one['round']}" in output
         for i in wanted:
             right = sum(one["right"][i]) / sum(one["examples"][i])
             numbers = f"H {one['entropy'][i]:.2f}, I {one['mutual_information'][i]:.3f}"
-            assert f"accuracy {right:.0%}" in said
-            assert numbers in said
+            assert f"accuracy {right:.0%}" in output
+            assert numbers in output
     few = told(None, 3, n=3)
     assert {f"c{i}" for i in (0, 1)} <= set(re.findall(r"c\d", draw_confidence_over_training(few)))
     missed = json.loads(json.dumps(document))

@@ -31,11 +31,11 @@ def test_a_token_bucket_refills_up_to_its_capacity() -> None:
 
 
 def test_log_lines_of_one_kind_are_rate_limited_and_omissions_counted() -> None:
-    clock, told = Clock(), []
+    clock, reported = Clock(), []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            reported.append(record.getMessage())
 
     log = logging.Logger("rationed")
     log.addHandler(Keep())
@@ -43,13 +43,13 @@ def test_log_lines_of_one_kind_are_rate_limited_and_omissions_counted() -> None:
     for i in range(1_000):
         log.warning("refused %d", i)
     log.warning("something else")
-    assert len(told) == 21
+    assert len(reported) == 21
     clock.now = 2.0
     log.warning("refused %d", 1_000)
-    assert told[-1] == "refused 1000 (and 980 more of this kind)"
+    assert reported[-1] == "refused 1000 (and 980 more of this kind)"
     clock.now = 4.0
     log.warning("refused %d", 1_001)
-    assert told[-1] == "refused 1001"
+    assert reported[-1] == "refused 1001"
 
 
 def test_clients_are_a_subset_of_the_runs() -> None:
@@ -72,7 +72,7 @@ def test_file_descriptors_are_reserved_for_files(limit: int, expected: int) -> N
         "from fedloom.transport.limits import connections\n"
         "print(connections(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    found, soft = map(int, said.stdout.split())
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    found, soft = map(int, output.stdout.split())
     assert found == expected
     assert soft == min(limit, CONNECTIONS + 256)

@@ -36,7 +36,7 @@ def test_valid_replies_have_no_fault():
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "output"),
     [
         (Update(torch.zeros(1, 4), torch.zeros(1)), r"Update.delta has shape \[1, 4\], expected \[1, 3\]"),
         (Update(torch.zeros(2, 3), torch.zeros(2)), r"Update.delta has shape \[2, 3\], expected \[1, 3\]"),
@@ -46,8 +46,8 @@ def test_valid_replies_have_no_fault():
         (Update(torch.zeros(1, 3), torch.tensor([torch.inf])), r"steps \(count\) is not finite"),
     ],
 )
-def test_faults_name_field_found_and_expected(message, said):
-    assert re.search(said, check(message) or "")
+def test_faults_name_field_found_and_expected(message, output):
+    assert re.search(output, check(message) or "")
 
 
 def test_an_unexpected_message():
