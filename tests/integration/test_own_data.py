@@ -362,7 +362,7 @@ def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path
         output, '"class_counts": [4', "Update.delta_theta", "model_update", "[137]", 137, "Update.loss", "loss"
     )
     assert "pefll" not in output
-    assert "in sums only" not in output
+    assert "only in sums" not in output
 
 
 @pytest.mark.parametrize(("name", "plain"), [("fedavg", []), ("comfedl", ["LossAtSharedModel.loss"])])
@@ -376,8 +376,8 @@ def test_dry_run_marks_values_that_are_only_summed(
     experiment.write_text(text)
     code, output, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
     assert code == 0
-    rows = [line.rstrip() for line in output.splitlines() if line.rstrip().endswith(("as it is", "in sums only"))]
-    assert [line.split()[0] for line in rows if line.endswith("as it is")] == plain
+    rows = [line.rstrip() for line in output.splitlines() if line.rstrip().endswith(("individually", "only in sums"))]
+    assert [line.split()[0] for line in rows if line.endswith("individually")] == plain
     assert tells(output, "MomentDigits.squares", "delta_theta", "SummedMetrics.moments", "masks")
     assert "InputMoments" not in output
 

@@ -87,7 +87,7 @@ class LocalTraining(base.Algorithm):
     """Training of every client alone, without rounds."""
 
     name = "local"
-    no_sums = "has no rounds, so that there is nothing to sum"
+    no_sums = "has no rounds"
     settings = LocalSettings
     keeps_buffers = True
     server = LocalServer

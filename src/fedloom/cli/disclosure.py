@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 SUMMED = (
-    "Secure aggregation: the aggregator receives the quantities marked `in sums only` as integers under random masks, "
+    "Secure aggregation: the aggregator receives the quantities marked `only in sums` as integers under random masks, "
     "and can read only their sum over three clients or more. It also receives public keys, signatures, encrypted "
     "shares of random secrets, and checksums (docs/secure-sums.md). Other clients of a sum learn this client's id and "
     "public key."
@@ -96,7 +96,7 @@ def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
     if any(one.only_summed for one in tensors):
         headings.append("known")
         for row, one in zip(rows, tensors, strict=True):
-            row.append("in sums only" if one.only_summed else "as it is")
+            row.append("only in sums" if one.only_summed else "individually")
     typer.echo(title if rows else f"{title}: nothing")
     if rows:
         print_table("", headings, rows, texts=(0, 1, 2, 4))

@@ -49,7 +49,7 @@ class Refusal(StrEnum):
     CLIENT = "unexpected row or client"
     FLOOD = "more refused parts than the work explains"
     UNREAD = "too much that the worker does not read"
-    LACKING = "a conversation that is lacking again and again"
+    LACKING = "a conversation that the worker repeatedly lacks"
     LATE = "late or repeated reply"
     SHAPE = "wrong message, field, dtype or shape"
     NON_FINITE = "not finite"
