@@ -499,7 +499,7 @@ def test_optional_steps_of_a_run_are_checked_before_it_starts() -> None:
     exact, first = (PER_FEDAVG.settings(hessian=kind) for kind in ("exact", "none"))
     assert PER_FEDAVG.differentiates_twice(exact)
     assert not PER_FEDAVG.differentiates_twice(first)
-    with refused("model.factory", "differentiated", "first order"):
+    with refused("model.factory", "differentiated", "first-order"):
         model.check_steps(twice=True)
 
 
