@@ -97,7 +97,7 @@ def cluster_page() -> str:
 
 
 def leaving_page(text: str) -> str:
-    """Return the page of what leaves a client, its tables made anew."""
+    """Return the page of what leaves a client, its tables regenerated."""
     methods: dict[tuple[DisclosedTensor, ...], list[str]] = {}
     for name in available():
         methods.setdefault(tuple(answers(find_algorithm(name))), []).append(name)
@@ -149,7 +149,7 @@ def _fields(tensors: Iterable[DisclosedTensor]) -> str:
 
 
 def search_page(text: str) -> str:
-    """Return the page of searches, its tables of keys made anew."""
+    """Return the page of searches, its tables of keys regenerated."""
     schema = SearchSpace.model_json_schema()
     rows = ["| key | allowed | default | meaning |", "|---|---|---|---|", *_rows(schema, schema, 1)]
     for kind in (Range, Choices):
@@ -159,7 +159,7 @@ def search_page(text: str) -> str:
 
 
 def kubeflow_page(text: str) -> str:
-    """Return the page of Kubeflow, its table of the keys of tasks' pods made anew."""
+    """Return the page of Kubeflow, its table of the keys of tasks' pods regenerated."""
     schema, of_task = PodSettings.model_json_schema(), TaskPod.model_json_schema()
     rows = ["| key | allowed | default | meaning |", "|---|---|---|---|", *_rows(schema, schema, 1)]
     rows += _rows(of_task, of_task, 1, "tasks.NAME.")
@@ -167,7 +167,7 @@ def kubeflow_page(text: str) -> str:
 
 
 def privacy_page(text: str) -> str:
-    """Return the page of privacy, its table of methods made anew."""
+    """Return the page of privacy, its table of methods regenerated."""
     return _filled(text, {"methods": "\n".join(_privacy_table())})
 
 
@@ -186,7 +186,7 @@ def _privacy_table() -> Iterator[str]:
 
 
 def methods_page(text: str) -> str:
-    """Return the page of methods, its table of tasks made anew."""
+    """Return the page of methods, its table of tasks regenerated."""
     tasks = get_args(TaskName)
     rows = [f"| method | {' | '.join(t.replace('_', ' ') for t in tasks)} | the model must have | reason if not |"]
     rows.append("|---" * (len(tasks) + 3) + "|")
@@ -219,7 +219,7 @@ def _needs(method: Algorithm) -> list[str]:
 
 
 def _filled(text: str, made: Mapping[str, str]) -> str:
-    """Return a page with its marked parts made anew."""
+    """Return a page with its marked parts regenerated."""
     for name, tables in made.items():
         begin = f"<!-- {name}: made by make docs -->\n"
         text = re.sub(f"{begin}.*?<!-- end -->", lambda _, b=begin, t=tables: f"{b}{t}\n<!-- end -->", text, flags=re.S)  # type: ignore[misc]

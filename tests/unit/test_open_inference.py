@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jsonschema
 import numpy as np
 import pytest
+import served_runs
 import torch
 import yaml
 from facts import mentions, refusing
@@ -135,32 +136,10 @@ class Client:
 
 @contextmanager
 def served(run: Path, **options: Any) -> Iterator[Client]:
-    """Serve a run in a thread."""
-    stop, begun, failed, at, rest = threading.Event(), threading.Event(), [], [], []
-
-    def work() -> None:
-        def started(address: str) -> None:
-            at.append(address)
-            begun.set()
-
-        try:
-            serve_run(
-                str(run), "127.0.0.1:0", stop=stop, started=started, say=rest.append, rest="127.0.0.1:0", **options
-            )
-        except Exception as error:
-            failed.append(error)
-            begun.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert begun.wait(WAIT_S)
-        if failed:
-            raise failed[0]
-        yield Client(int(rest[0].rpartition(":")[2]), at[0])
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
+    """Serve a run over REST, too, in a thread."""
+    rest: list[str] = []
+    with served_runs.served(run, say=rest.append, rest="127.0.0.1:0", **options) as address:
+        yield Client(int(rest[0].rpartition(":")[2]), address)
 
 
 def of_schema(found: Any, name: str) -> Any:

@@ -12,11 +12,9 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from hypothesis import strategies as st
 from run_processes import WAIT_S, started
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from served_runs import served
 from torch import Tensor
 from vowel_runs import on_vowels
 
@@ -56,7 +55,7 @@ from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.personalization import PersonalizationRequest
 from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
-from fedloom.runner.serve import DurableRounds, ModelServerSettings, serve_run
+from fedloom.runner.serve import DurableRounds, ModelServerSettings
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
@@ -98,30 +97,6 @@ def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
 def normalized() -> torch.nn.Module:
     """Return a network with a normalization layer for vowels."""
     return torch.nn.Sequential(torch.nn.Linear(9, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 11))
-
-
-@contextmanager
-def served(run: Path, listen: str = "127.0.0.1:0", **options: Any) -> Iterator[str]:
-    """Serve a run in a thread; yields the address."""
-    stop, ready, failed, at = threading.Event(), threading.Event(), [], []
-
-    def work() -> None:
-        try:
-            serve_run(str(run), listen, stop=stop, started=lambda a: (at.append(a), ready.set()), **options)
-        except Exception as error:
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert ready.wait(WAIT_S)
-        if failed:
-            raise failed[0]
-        yield at[0]
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 @pytest.fixture(scope="module")
