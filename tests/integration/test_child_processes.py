@@ -77,6 +77,7 @@ ALONE = ["--out", "run"]
 BESIDE = ["--out", "sweep", "--seeds", "1-2", "--parallel", "2", "--set", "runtime.workers=0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [pytest.param(ALONE, id="alone"), pytest.param(BESIDE, id="beside others", marks=pytest.mark.exhaustive)]
 )

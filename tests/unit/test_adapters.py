@@ -181,6 +181,7 @@ def test_generated_adapters_start_at_the_pretrained_model(algorithm: dict[str, A
         torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_generated_adapters_differ_between_clients_after_training(tmp_path: Path) -> None:
     run = ran("bert", PEFLL, tmp_path, rounds=3)
     a, b = (model.state_dict() for model in run.models(["a", "b"]).values())
@@ -191,6 +192,7 @@ def test_generated_adapters_differ_between_clients_after_training(tmp_path: Path
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("labels", [True, False])
 def test_the_pretrained_embedding_is_an_mlp_on_standardized_features(labels: bool) -> None:
     model = made()
@@ -342,6 +344,7 @@ def test_the_command_line_saves_adapters(tmp_path: Path) -> None:
         assert refused.key == "format"
 
 
+@pytest.mark.slow
 def test_a_new_client_saves_its_adapter(tmp_path: Path) -> None:
     run = ran("bert", PEFLL, tmp_path)
     personal = fedloom.personalize(run.folder, TOKENS[:20], LABELS[:20])

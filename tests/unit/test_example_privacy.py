@@ -402,6 +402,7 @@ def people(n: int = 3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_a_run_protects_examples_for_any_number_of_processes(tmp_path: Path) -> None:
     experiment = {

@@ -93,6 +93,7 @@ def test_a_run_is_not_rewound(tmp_path: Path) -> None:
         check_folder(folder, fewer, resume=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_without_any_measured_client_fails(workers: int, tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def test_tables_with_a_text_column_give_named_integers(ending: str, folder: str,
         data_of(path, folder, tmp_path, column="none")
 
 
+@pytest.mark.slow
 def test_frames_with_a_text_column_train_a_transformer(folder: str, tmp_path: Path) -> None:
     text = {"column": "review", "tokenizer": folder, "length": 6}
     reported = {"label": "label", "client": "owner", "root": tmp_path / "data", "held_out_fraction": 0.0}

@@ -50,6 +50,7 @@ class Notices(RunObserver):
             os.kill(os.getpid(), 2)
 
 
+@pytest.mark.slow
 def test_trackers_get_every_number_and_do_not_change_the_run(task: dict[str, Any], tmp_path: Path) -> None:
     alone = fedloom.run(task, out=tmp_path / "alone", report=False, progress=False)
     names = ["csv", "tensorboard"]
@@ -69,6 +70,7 @@ def test_trackers_get_every_number_and_do_not_change_the_run(task: dict[str, Any
     assert shown == pytest.approx({t: found[t, "unseen/accuracy_mean"] for t in range(4)}, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_logs_each_number_once(task: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InterruptedRun):
         fedloom.run(task, out=tmp_path / "run", report=False, progress=Notices(stop_after=2), track=["csv"])

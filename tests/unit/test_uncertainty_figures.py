@@ -142,6 +142,7 @@ def test_clients_are_drawn_by_their_uncertainty() -> None:
         assert f"ρ {r:.2f}" in picture
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_same_figures(tiny_root: Path, tmp_path: Path) -> None:
     tree = {
         "name": "tiny",

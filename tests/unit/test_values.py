@@ -427,6 +427,7 @@ def test_an_array_smaller_than_its_header_states_is_rejected(rows: int, tmp_path
     assert tells(str(error.value), "t.npz", "x.npy", rows, 108)
 
 
+@pytest.mark.slow
 def test_a_small_file_that_would_fill_the_memory_is_rejected(tmp_path: Path) -> None:
     rows = 2**30 // 1024 + 1
     header = {"descr": "|u1", "fortran_order": False, "shape": (rows, 1024)}
@@ -441,6 +442,7 @@ def test_a_small_file_that_would_fill_the_memory_is_rejected(tmp_path: Path) -> 
     assert tells(str(error.value), "t.parquet", "unpacks")
 
 
+@pytest.mark.slow
 def test_a_small_gzip_file_that_would_fill_the_memory_is_rejected() -> None:
     piece = gzip.compress(bytes(2**26))
     with pytest.raises(FetchFailed) as error:
