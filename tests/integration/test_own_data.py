@@ -370,7 +370,7 @@ def test_dry_run_marks_values_that_are_only_summed(
     packed: Path, experiment: Path, fedloom: Run, name: str, plain: Sequence[str]
 ) -> None:
     text = experiment.read_text().replace("clients_per_round: 2", "clients_per_round: 3, min_clients: 3")
-    text = text.replace("checkpoint_every_s: 0", "secure_aggregation: {signatures: keys}")
+    text = text.replace("checkpoint_every_s: 0", "secure_aggregation: {signatures: keys, examples: 1000}")
     if name != "fedavg":
         text = text.replace("name: fedavg, local: {steps: 3, lr: 0.1}, personalize_steps: 2", f"name: {name}")
     experiment.write_text(text)

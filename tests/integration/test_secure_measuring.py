@@ -151,28 +151,32 @@ def test_a_sum_with_too_few_clients_fails_and_can_be_repeated(packed: Packed) ->
 # --- attacks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("round", [0, 7])
-def test_members_refuse_sums_that_differ_by_one_of_them(packed: Packed, round: int, tmp_path: Path) -> None:
-    """The aggregator asks again without one client; it may claim another round, or be another process."""
+def test_members_reveal_sums_of_their_inputs_over_one_set_alone(packed: Packed, tmp_path: Path) -> None:
+    """The aggregator asks again over other clients; it may also claim that one was lost, or be another process."""
     own, cards = packed
     measure(in_process(cards, RevealedSums(tmp_path)), own, cards)
     again = in_process(cards, RevealedSums(tmp_path))  # the members have been restarted
-
-    class OfAnotherRound(InProcess):
-        def exchange(self, call: Call) -> Sequence[Message | Lost]:
-            return again.exchange(replace(call, key=replace(call.key, round=round)))
-
-    liar = OfAnotherRound(measuring_side(cards, SECURE, NO_SIGNING), torch.float32)
-    with pytest.raises(QuorumError) as error:
-        measure(liar, own, cards, list(cards)[1:], attempt=1)
-    assert mentions(str(error.value), "mean", "std")
-    with pytest.raises(QuorumError):  # nor if the aggregator claims that a client was lost
-        measure(losing(again, ShareDelivery, "c6"), own, cards, attempt=2)
-    assert measure(again, own, cards, attempt=3) == plain(own, cards)
-    few = list(cards)[:4]  # differs by three
-    assert measure(again, own, cards, few, attempt=4) == plain(own, cards, few)
+    names = list(cards)
+    for attempt, clients in enumerate((names[1:], names[:4], names[1:4], names[4:7]), start=1):
+        with pytest.raises(QuorumError) as error:
+            measure(again, own, cards, clients, attempt=attempt)
+        assert mentions(str(error.value), "mean", "std")
     with pytest.raises(QuorumError):
-        measure(again, own, cards, list(cards)[:3], attempt=5)
+        measure(losing(again, ShareDelivery, "c6"), own, cards, attempt=7)
+    assert measure(again, own, cards, attempt=8) == plain(own, cards)
+
+
+@pytest.mark.parametrize(("round", "purpose"), [(7, "measure"), (0, "train"), (0, "evaluate"), (0, "x")])
+def test_members_are_measured_in_no_other_conversation(packed: Packed, round: int, purpose: str) -> None:
+    own, cards = packed
+    members = in_process(cards)
+
+    class Renamed(InProcess):
+        def exchange(self, call: Call) -> Sequence[Message | Lost]:
+            return members.exchange(replace(call, key=replace(call.key, round=round, purpose=purpose)))
+
+    with pytest.raises(QuorumError):
+        measure(Renamed(measuring_side(cards, SECURE, NO_SIGNING), torch.float32), own, cards)
 
 
 def lying(card: ClientCard, **moments: tuple[float, ...]) -> ClientCard:

@@ -23,7 +23,7 @@ __all__ = ["members"]
 SECURE = (
     EXPERIMENT.replace("clients_per_round: 3, min_clients: 2", "clients_per_round: 5, min_clients: 4")
     .replace("input_shape: [9],", f"input_shape: [9], normalization: {GIVEN},")
-    .replace("checkpoint_every_s: 0}", "checkpoint_every_s: 0, secure_aggregation: {signatures: keys}}")
+    .replace("checkpoint_every_s: 0}", "checkpoint_every_s: 0, secure_aggregation: {signatures: keys, examples: 1000}}")
     .replace("cohort: 2", "cohort: 5")
 )
 
@@ -103,8 +103,8 @@ def test_the_run_survives_repeated_kills_of_the_aggregator(unsigned: Federation,
     [
         (EXPERIMENT, ()),
         (SECURE.replace("signatures: keys", "signatures: none"), ()),
-        (SECURE.replace("signatures: keys", "signatures: keys, neighbours: 4"), ("neighbours", 4, 20)),
-        (LARGE.replace("signatures: keys", "signatures: keys, neighbours: 20, threshold: 11"), ("threshold", 11)),
+        (LARGE.replace("signatures: keys", "signatures: keys, neighbours: 4"), ("neighbours", 4, 20)),
+        (LARGE.replace("signatures: keys", "signatures: keys, neighbours: 20, threshold: 11"), ("threshold", 11, 14)),
     ],
 )
 def test_a_member_with_only_sums_rejects_other_experiments(

@@ -87,7 +87,7 @@ def secure_run(folder: Path, range: float, sizes: tuple[int, ...] = (12, 7, 9, 1
     settings, data = method.settings(), clients(sizes)
     problem = problem_of(MLP(IMAGE, (8,), 3), data)
     fields = {**method.sums(settings), **sums_of(SummedMetrics)}
-    summation = Summation(fields, SecureAggregation(range=range, bits=64))
+    summation = Summation(fields, SecureAggregation(range=range, bits=64, examples=16))
     held = HeldAnswers(summation, NO_SIGNING)
     return federation(folder, method, settings, problem, data, rounds=1, summation=summation, held=held, **keys)
 

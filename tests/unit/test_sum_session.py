@@ -11,6 +11,8 @@ from scipy import stats
 from secure_sums import parameters
 
 from fedloom.errors import ExperimentError
+from fedloom.federation.sum_vector import weaker_graph
+from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.sum_session import Graph, default_degree, default_threshold
 
 
@@ -88,3 +90,25 @@ def test_invalid_parameters() -> None:
     for wrong in [{"session": b"short"}, {"bits": 16}, {"members": ("a",) * 9}, {"members": ()}, {"threshold": 0}]:
         with pytest.raises(ExperimentError):
             replace(p, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("members", "keys", "is_weaker"),
+    [
+        (1000, {}, False),
+        (1000, {"neighbours": 20}, True),
+        (1000, {"neighbours": 20, "threshold": 14}, True),
+        (1000, {"neighbours": 88}, True),
+        (1000, {"neighbours": 90}, False),
+        (1000, {"neighbours": 120, "threshold": 100}, False),
+        (1000, {"neighbours": 120, "threshold": 80}, True),
+        (10, {"neighbours": 8}, True),
+        (5, {"neighbours": 4}, False),
+        (5, {"neighbours": 100}, False),
+    ],
+)
+def test_graphs_that_protect_less_than_the_default_are_known(
+    members: int, keys: dict[str, int], is_weaker: bool
+) -> None:
+    """2^-9 in place of 2^-64: that of 20 neighbours among 1,000 members."""
+    assert (weaker_graph(SecureAggregation(**keys), members) is not None) == is_weaker

@@ -32,7 +32,7 @@ SIZES = (12, 7, 9, 16, 11)
 
 def summing(method: Algorithm, settings: Any, secure: SecureAggregation | None) -> dict[str, Any]:
     """Return what both sides of a federation need for sums."""
-    summation = Summation(method.sums(settings), secure)
+    summation = Summation(method.sums(settings), secure, sizes={f"c{i}": n for i, n in enumerate(SIZES)})
     return {"summation": summation, "held": HeldAnswers(summation, NO_SIGNING)}
 
 
@@ -69,7 +69,7 @@ def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, t
     unseen = [c.id for c in data[:3]]
     plain = federation(tmp_path / "plain", method, method.settings(), problem, data, unseen=unseen).run()
     fields = {**method.sums(method.settings()), **sums_of(SummedMetrics)}
-    summation = Summation(fields, SecureAggregation(bits=64), dtype=torch.float64)
+    summation = Summation(fields, SecureAggregation(bits=64, examples=16), dtype=torch.float64)
     held = HeldAnswers(summation, NO_SIGNING)
     made = federation(
         tmp_path / "summed", method, method.settings(), problem, data, unseen=unseen, summation=summation, held=held

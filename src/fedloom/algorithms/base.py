@@ -196,6 +196,9 @@ class ClientAlgorithm:
     stateful: bool = False
     """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
 
+    personalizing: tuple[str, ...] = ("personalize",)
+    """Names of the conversations that take place outside training rounds; all others train."""
+
     def __init__(self, settings: Any, setup: Setup) -> None:
         self.settings = settings
         self.setup = setup
@@ -206,6 +209,13 @@ class ClientAlgorithm:
         """Return message class -> name of the method that it opens, by the annotation of the parameter ``opening``."""
         marked = [name for name in dir(cls) if hasattr(getattr(cls, name), "is_conversation")]
         return {get_type_hints(getattr(cls, name))["opening"]: name for name in marked}
+
+    def trains(self, opening: type[Message]) -> bool:
+        """Return whether messages of this class open a conversation of a training round.
+
+        Noise, clipping and client states follow from it, so it depends on nothing that the server can choose freely.
+        """
+        return self._openings().get(opening) not in self.personalizing
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the SGD steps that a client with this many train examples makes for a predictor; 0 by default."""

@@ -210,7 +210,8 @@ class TrainBatches:
     def _batches(
         self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool
     ) -> Iterator[Batch]:
-        generators = [self.group.generator(i, purpose) for i in self.members]
+        whole = [size >= n for n in self.sizes]
+        generators = [self.group.generator(i, purpose, orders=w) for i, w in zip(self.members, whole, strict=True)]
         drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
         each = [total / min(size, n) for total, n in zip(totals or [1] * len(counts), self.sizes, strict=True)]
         if not self.stacked:

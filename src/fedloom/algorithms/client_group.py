@@ -63,14 +63,20 @@ class ClientGroup:
         self._secret = secret
         self._streams: dict[tuple[int, str], torch.Generator] = {}
         self._noisy_sums = [0] * len(self.clients)
+        self.drew = [False] * len(self.clients)
+        """For each client, whether its values depend on random draws, and with them on the round."""
         self.kept: dict[int, dict[str, Tensor]] = {}  # new state by position
         self.lost: dict[int, str] = {}  # reason by position
 
     def __len__(self) -> int:
         return len(self.clients)
 
-    def generator(self, i: int, purpose: str) -> torch.Generator:
-        """Return the random generator of the i-th client for a purpose."""
+    def generator(self, i: int, purpose: str, *, orders: bool = False) -> torch.Generator:
+        """Return the random generator of the i-th client for a purpose.
+
+        It only ``orders`` examples that are all used together: then the client's values depend on it by rounding alone.
+        """
+        self.drew[i] = self.drew[i] or not orders
         return self._generator(self.clients[i].id, purpose)
 
     def stream(self, i: int, purpose: str, *, hidden: bool = False) -> torch.Generator:

@@ -101,6 +101,7 @@ class PFedHNClient(base.ClientAlgorithm):
     """Client that trains the models it receives."""
 
     settings: PFedHNSettings
+    personalizing = ("personalize", "search")
 
     @conversation
     def train(self, clients: ClientGroup, opening: PFedHNTrainRequest) -> Conversation:

@@ -41,7 +41,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     e = None if experiment is None else experiments.load_experiment(experiment)
     if e is not None:
         if options.only_sums:
-            check_only_sums(e.federation.secure_aggregation)
+            check_only_sums(e.federation.secure_aggregation, e.federation.clients_per_round)
         trained, measured = of_experiment(e, clients)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
     for announcement in announcements(clients, class_counts=options.class_counts):

@@ -249,6 +249,15 @@ def _check_secure_cohort(c: _Combination, secure: SecureAggregation) -> Iterator
             "must be set with data.own: keys or certificates, by which members verify each other, or none, if they "
             "trust the aggregator to relay their keys (got null)",
         )
+    sums = c.algorithm.sums(c.experiment.algorithm.settings).values()
+    weighted = any(summed.weighting == "examples" for fields in sums for summed in fields.values())
+    if secure.examples is None and own and weighted:
+        yield _error(
+            "federation.secure_aggregation.examples",
+            "must be set with data.own, to the largest number of training examples that a client may have, because "
+            "answers are weighted by it and members cannot trust the aggregator to tell it (got null); or set "
+            "algorithm.weighting: uniform",
+        )
     for key in ("clients_per_round", "min_clients") if own else ("clients_per_round",):
         if (size := getattr(federation, key)) < SMALLEST_SUM:
             yield _error(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
-from fedloom.federation.held_answers import HeldAnswers
+from fedloom.federation.held_answers import Asked, HeldAnswers
+from fedloom.federation.question import Question, digest_of_tensors
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
 from fedloom.federation.sum_messages import STEPS
@@ -54,6 +56,9 @@ class _Open:
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
+    asked: Question = field(default_factory=Question)
+    starts: list[bytes] = field(default_factory=list)
+    """Digest of the state that each client starts from, where answers are summed securely."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class ClientConfig:
     """Answers held back so that the aggregator learns only their sums; None if it receives every answer."""
     examples: ExamplePrivacy | None = None
     """Differential privacy of examples in training rounds."""
+    purpose: str = EVALUATE
+    """Purpose of conversations outside training, which may be followed by a number of local steps."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,11 @@ class _Request:
     position: Mapping[int, int]
     clients: Sequence[str]
     states: Sequence[Versions]
+
+    @cached_property
+    def broadcasts(self) -> Question:
+        """What the message asks of every client."""
+        return Question.from_message(self.message)
 
     def named(self, rows: Sequence[int]) -> list[str]:
         return [self.clients[self.position[row]] for row in rows if row in self.position]
@@ -263,24 +275,29 @@ class ClientSide:
     def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
+        algorithm, trains = self._algorithm_for(key.purpose, type(request.message)), key.purpose == TRAIN
+
         def keyed(client: str, purpose: str) -> torch.Generator:
             drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
             return generator(self._config.seed, f"{drawn}/{purpose}", client, key.round)
 
+        states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
         group = ClientGroup(
             [_to(self._loaded(client), self._config.device) for client in clients],
             keyed,
-            [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None,
-            may_keep=key.purpose == TRAIN and self._algorithm.stateful,
+            states,
+            may_keep=trains and self._algorithm.stateful,
             secret=self._config.secret,
-            round=key.round if key.purpose == TRAIN else None,
+            round=key.round if trains else None,
             augment=self._config.augment,
             examples=self._config.examples,
         )
-        coroutine = self._algorithm_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
+        coroutine = algorithm.open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
+        if self._config.held is not None and self._config.held.is_secure:
+            opened.starts = [digest_of_tensors(state or {}) for state in states or [None] * len(rows)]
         self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
-        if key.purpose == TRAIN and self._states is not None:
+        if trains and self._states is not None:
             for client, version in zip(clients, versions, strict=False):
                 if version.start is not None:
                     self._states.forget(client, version)
@@ -297,14 +314,20 @@ class ClientSide:
         except DataError as error:
             raise DataError(f"client {client}: cannot read its data; the worker's log has the reason") from error
 
-    def _algorithm_for(self, purpose: str) -> ClientAlgorithm:
-        """Return the client algorithm for a purpose.
+    def _algorithm_for(self, purpose: str, opening: type[Message]) -> ClientAlgorithm:
+        """Return the client algorithm for a conversation.
 
-        Raise DataError if the evaluation is after a number of steps that the experiment does not name.
+        Noise, clipping and kept states depend on the purpose, so it must be that of the opening message, whatever the
+        aggregator names. Raise DataError if it is not, or the evaluation is after a number of steps that the experiment
+        does not name.
         """
         if "/" in purpose and purpose not in self._after_steps:
             raise DataError(f"evaluation.own_steps does not name {purpose[:40]!r}", key="evaluation.own_steps")
-        return self._after_steps.get(purpose, self._algorithm)
+        algorithm = self._after_steps.get(purpose, self._algorithm)
+        allowed = (TRAIN,) if algorithm.trains(opening) else (self._config.purpose, *self._after_steps)
+        if purpose not in allowed:
+            raise DataError(f"the aggregator opens {purpose[:40]!r} with {opening.__name__}, which is for {allowed[0]}")
+        return algorithm
 
     def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
         """Return the state that a client starts from; None to start afresh.
@@ -363,6 +386,8 @@ class ClientSide:
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
         """
         lost = opened.group.lost
+        if self._config.held is not None and self._config.held.is_secure:
+            opened.asked = opened.asked.then(request.broadcasts)
         try:
             reply = _message_to(self._next(opened, resume), _CPU)
             self._store(opened)
@@ -389,7 +414,9 @@ class ClientSide:
         if held is None or not held.covers(reply):
             return reply
         try:
-            return held.hold(key, opened.rows[i], opened.group.clients[i], request.message, reply)
+            start = opened.starts[i] if opened.starts else b""
+            asked = Asked(opened.asked, varies=opened.group.drew[i], start=start)
+            return held.hold(key, opened.rows[i], opened.group.clients[i], request.message, reply, asked)
         except FedloomError as error:
             _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
             return _lost(error)
@@ -401,7 +428,11 @@ class ClientSide:
             if held is None:
                 raise DataError("federation.secure_aggregation is not set here, and the aggregator asks for a sum")
             return held.step(opened.key, row, opened.group.clients[i].id, request.select([row]))
-        except FedloomError as error:
+        except (FedloomError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            if not isinstance(error, FedloomError):
+                if self.raises_bugs:
+                    raise
+                error = RefusedError(f"{type(request.message).__name__} has a form that no honest aggregator sends")
             _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
             return _lost(error)
 

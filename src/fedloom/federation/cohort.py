@@ -17,9 +17,11 @@ from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
 from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.private_sums import Draw, PrivateSums, everyone
+from fedloom.federation.question import Question
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
+from fedloom.federation.sum_messages import STEPS
 from fedloom.federation.transport import EVALUATE, TRAIN, Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
 from fedloom.privacy.accounting import Release
@@ -56,6 +58,8 @@ class RemoteCohort:
         self._attempt = session.attempt
         self._planned = planned
         self._at = 0
+        self.question = Question()
+        self.reveal = session.reveal
         self._alive = list(range(len(clients)))
         self._may_fail = False
         self._resting: dict[int, str] = {}  # rows that failed an exchange that may fail, with the reasons
@@ -125,6 +129,8 @@ class RemoteCohort:
             As in :meth:`send`.
         """
         started = time.perf_counter()
+        if self._config.is_secure and not isinstance(message, STEPS):
+            self.question = self.question.then(Question.from_message(message))
         self._may_fail = may_fail
         if not may_fail:
             self._lose_resting()
@@ -367,6 +373,12 @@ class RoundAttempt:
         self.helper = helper
         self._planned = planned
         self._conversations: list[RemoteCohort] = []
+        self.has_revealed = False
+        """True once members may have revealed a sum of this attempt."""
+
+    def reveal(self) -> None:
+        """Note that members may reveal a sum from now on."""
+        self.has_revealed = True
 
     def sample(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from fedloom.errors import DataError, RefusedError
 from fedloom.federation.clipping import Values, changes_of, clipped_answer, clipped_values
 from fedloom.federation.private_sums import clipping_rule, noise_source
 from fedloom.federation.private_vector import PrivateVector
+from fedloom.federation.question import Question, combined_digest
 from fedloom.federation.revealed_sums import RevealedSums, Subject
 from fedloom.federation.sum_messages import (
     AnswerReady,
@@ -31,9 +32,8 @@ from fedloom.federation.sum_messages import (
     SumSession,
     Survivors,
     names_from_bytes,
-    session_of,
 )
-from fedloom.federation.sum_vector import SumVector, graph_of
+from fedloom.federation.sum_vector import SumVector, graph_of, weaker_graph
 from fedloom.federation.summation import Summation
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Message
@@ -45,6 +45,17 @@ from fedloom.security.signing import Signing
 from fedloom.security.sum_session import SessionParameters
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What an answer depends on, beside the client's data and the experiment."""
+
+    question: Question = field(default_factory=Question)
+    varies: bool = True
+    """False if the answer is the same in every round in which the question is asked."""
+    start: bytes = b""
+    """Digest of the state that the client started from."""
+
+
 @dataclass(eq=False)
 class _Held:
     """Answer of one client, and the client's part in its secure sum."""
@@ -53,10 +64,11 @@ class _Held:
     request: Message
     values: Values
     examples: int
+    asked: Asked
     vector: SumVector | None = None
     member: SecureSumMember | None = None
     names: tuple[str, ...] = ()
-    largest: int = 0
+    clip: float = 0.0
 
 
 class HeldAnswers:
@@ -68,32 +80,50 @@ class HeldAnswers:
         The sums of the method's answers.
     signing
         Signature key of the clients of this process, and the public keys of the others.
-    seed
-        Seed of clients' noise in a simulation; None uses the operating system's generator.
+    noise
+        Seed of clients' noise in a simulation, or a secret of this process.
     revealed
-        Sums that this process has helped to reveal, also to earlier aggregators; None if there are none.
+        Sums that this process has helped to reveal, also to earlier aggregators; None in a simulation, whose author has
+        all data.
     run
         Digest of the settings that cannot change in a run: runs with equal digests have equal answers.
+    only_sums
+        True to refuse a sum with fewer neighbours than by default.
     """
 
     def __init__(
         self,
         summation: Summation,
         signing: Signing,
-        seed: int | None = None,
+        noise: int | bytes = 0,
         revealed: RevealedSums | None = None,
         run: str = "",
+        *,
+        only_sums: bool = False,
     ) -> None:
-        self._summation, self._seed, self._run = summation, seed, run
-        self._signing = signing
-        self._revealed = RevealedSums() if revealed is None else revealed
+        self._summation, self._noise, self._run = summation, noise, run
+        self._signing, self._only_sums = signing, only_sums
+        self._revealed = revealed
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
+
+    @property
+    def is_secure(self) -> bool:
+        """True under secure aggregation."""
+        return self._summation.secure is not None
 
     def covers(self, answer: Message) -> bool:
         """Return whether the aggregator uses only the sum of answers of this class."""
         return type(answer) in self._summation.fields
 
-    def hold(self, key: ConversationKey, row: int, client: ClientData, request: Message, answer: Message) -> Message:
+    def hold(
+        self,
+        key: ConversationKey,
+        row: int,
+        client: ClientData,
+        request: Message,
+        answer: Message,
+        asked: Asked,
+    ) -> Message:
         """Return the message to send in place of a one-row answer.
 
         Under secure aggregation, and with adaptive clipping (the aggregator sends the norm next), it is a notice that
@@ -112,7 +142,7 @@ class HeldAnswers:
             return clipped_answer(answer, request, fields, self._rule(privacy, privacy.clip))
         if secure is not None and privacy is None:
             SumVector(type(answer), fields, _shapes(values), secure).check(values)
-        self._held.setdefault(key, {})[row] = _Held(answer, request, values, len(client.train))
+        self._held.setdefault(key, {})[row] = _Held(answer, request, values, len(client.train), asked)
         return AnswerReady(torch.ones(1, 1, dtype=torch.uint8))
 
     def _privacy(self, key: ConversationKey) -> TrainingPrivacy | None:
@@ -161,19 +191,41 @@ class HeldAnswers:
                 masked = held.member.mask(integers, message.shares[0].numpy(), there)
                 return MaskedAnswer(held.vector.as_bytes(masked.values), _row(masked.receipts))
             case Survivors():
-                survived = message.survived.numpy().astype(np.bool_)
-                names = [name for name, there in zip(held.names, survived.tolist(), strict=False) if there]
-                self._revealed.check(client, self._subject(key, held.vector.answer), names)
-                return Confirmations(_row(held.member.confirm(survived, message.receipts[0].numpy())))
+                return self._confirm(key, held, held.member, client, message)
             case ConfirmationDelivery():
                 return RevealedShares(_row(held.member.unmask(message.tags[0].numpy())))
         raise RefusedError(f"{type(message).__name__} is not a step of a secure sum")
 
-    def _subject(self, key: ConversationKey, answer: type[Message]) -> Subject:
-        """Return the subject of a sum; for lasting answers without the round, which the aggregator chooses."""
+    def _confirm(
+        self, key: ConversationKey, held: _Held, member: SecureSumMember, client: str, message: Survivors
+    ) -> Confirmations:
+        """Return the client's confirmations of the survivors, if it may help to reveal the sum over them.
+
+        The set is recorded after the protocol's own checks, so that an invented session leaves no trace.
+        """
+        survived = message.survived.numpy().astype(np.bool_)
+        tags = member.confirm(survived, message.receipts[0].numpy())
+        if self._revealed is not None:
+            names = [name for name, there in zip(held.names, survived.tolist(), strict=True) if there]
+            try:
+                self._revealed.check(client, self._subject(key, held), combined_digest(self._own(held), *names))
+            except RefusedError:
+                held.member = None  # it must not reveal its shares
+                raise
+        return Confirmations(_row(tags))
+
+    def _subject(self, key: ConversationKey, held: _Held) -> Subject:
+        """Return what the client has answered, without the round if its answer would be the same in another one."""
+        answer, asked = type(held.answer).__name__, held.asked
         if self._summation.is_lasting:
-            return Subject(0, "", answer.__name__)
-        return Subject(key.round, key.purpose, answer.__name__, self._run)
+            return Subject(None, combined_digest(answer))
+        has_rounds = key.purpose == TRAIN and asked.varies
+        question = combined_digest(self._run, key.purpose, key.round * has_rounds, asked.question.digest, answer)
+        return Subject(key.round, question)
+
+    def _own(self, held: _Held) -> bytes:
+        """Return a digest of all that shapes an answer beside the question and the client's data."""
+        return combined_digest(self._summation.run, held.asked.start, held.clip)
 
     def close(self, key: ConversationKey) -> None:
         """Forget the answers of a conversation."""
@@ -190,8 +242,10 @@ class HeldAnswers:
         """Return the client's integers: of its weighted values, or of clipped ones with its share of the noise."""
         if not isinstance(vector, PrivateVector):
             return vector.encode(self._weighted(held, vector), len(held.names))
-        about = (client, key.round, key.attempt, key.conversation, type(held.answer).__name__)
-        source = noise_source(self._seed, "share", *about)
+        about: tuple[object, ...] = (client, key.round, key.attempt, key.conversation, type(held.answer).__name__)
+        if isinstance(self._noise, bytes):  # a repeated sum must have the same noise, else repetitions average it out
+            about = (client, combined_digest(self._own(held), self._subject(key, held).question).hex())
+        source = noise_source(self._noise, "share", *about)
         return vector.noisy(clipped_values(held.values, vector.learned, vector.rule), source)
 
     def _join(self, key: ConversationKey, held: _Held, client: str, message: SumSession) -> MemberKeys:
@@ -201,34 +255,39 @@ class HeldAnswers:
             raise RefusedError("federation.secure_aggregation is not set here, and the aggregator asks for a sum")
         if privacy is None and clip:
             raise RefusedError("federation.privacy does not cover this answer, and the aggregator clips it")
-        neighbours, threshold, bits, largest = message.numbers.tolist()
         try:
             members = names_from_bytes(message.members)
         except ValueError as error:
             raise RefusedError(f"the members of the secure sum cannot be read: {error}") from None
         rule = None if privacy is None else self._rule(privacy, clip)
         vector = self._summation.vector(type(held.answer), _shapes(held.values), secure, rule, len(members))
-        expected = (*graph_of(secure, len(members)), vector.bits)
-        if (neighbours, threshold, bits) != expected:
+        if self._only_sums and (weaker := weaker_graph(secure, len(members))) is not None:
+            raise RefusedError(weaker)
+        largest, fields = self._summation.largest(members), self._summation.fields[type(held.answer)]
+        if held.examples > largest and any(summed.weighting == "examples" for summed in fields.values()):
             raise RefusedError(
-                f"the aggregator asks for a secure sum with {neighbours} neighbours, threshold {threshold} and {bits} "
-                f"bits; the experiment has {expected[0]}, {expected[1]} and {expected[2]}"
+                f"client {client} has more training examples than federation.secure_aggregation.examples, {largest}: "
+                "raise it"
             )
-        if held.examples > largest:
-            raise RefusedError(f"the aggregator states {largest} examples as the most of any client; this one has more")
-        session = session_of(message.session.numpy().tobytes(), clip)
-        parameters = SessionParameters(session, members, neighbours, threshold, vector.bits)
-        if held.member is not None:
+        question = self._summation.question(key, held.asked.question, type(held.answer), clip, members)
+        if message.question.numpy().tobytes() != question:
+            raise RefusedError(
+                "the aggregator sums the answers to another question than this client was asked: the experiment, the "
+                "model, the round or the clipping norm differs"
+            )
+        session, graph = message.session.numpy().tobytes(), graph_of(secure, len(members))
+        parameters = SessionParameters(session, members, *graph, vector.bits, question)
+        if held.vector is not None:
             raise RefusedError(f"the answer of client {client} is part of another secure sum")
         held.member = SecureSumMember(parameters, client, self._signing.signer, self._signing.verifier)
-        held.vector, held.names, held.largest = vector, members, largest
+        held.vector, held.names, held.clip = vector, members, clip
         keys, signature = held.member.advertise()
         return MemberKeys(_row(keys), _row(signature))
 
     def _weighted(self, held: _Held, vector: SumVector) -> Values:
-        fields = vector.fields
+        fields, largest = vector.fields, self._summation.largest(held.names)
         return {
-            name: value * (fields[name].weight(held.examples) / fields[name].weight(held.largest))
+            name: value * (fields[name].weight(held.examples) / fields[name].weight(largest))
             for name, value in held.values.items()
         }
 

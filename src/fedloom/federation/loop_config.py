@@ -91,6 +91,11 @@ class RoundConfig:
     private: PrivateSums | None = None
     """Draws and noise of training, if clients are private."""
 
+    @property
+    def is_secure(self) -> bool:
+        """True under secure aggregation."""
+        return self.summation is not None and self.summation.secure is not None
+
 
 class Observer(Protocol):
     """Callbacks for run progress."""

@@ -221,6 +221,10 @@ def _are_possible(
 class _MeasuredClients(ClientAlgorithm):
     """Clients that answer with the moments on their cards; under secure aggregation in digits."""
 
+    def trains(self, opening: type[Message]) -> bool:
+        """Return False: the measurement precedes training."""
+        return False
+
     def __init__(self, cards: Mapping[str, ClientCard], secure: bool) -> None:
         self._cards, self._secure = cards, secure
 
@@ -248,6 +252,8 @@ def measuring_side(
     secure: SecureAggregation | None,
     signing: Signing,
     revealed: RevealedSums | None = None,
+    *,
+    only_sums: bool = False,
 ) -> ClientSide:
     """Return the clients' side of the measurement.
 
@@ -257,10 +263,12 @@ def measuring_side(
         Cards of the clients, which have their moments.
     secure
         Secure aggregation, with which only sums of the clients' moments are known; None to send the moments.
-    signing, revealed
+    signing, revealed, only_sums
         As for :class:`HeldAnswers`.
     """
-    held = None if secure is None else HeldAnswers(summed_moments(secure), signing, revealed=revealed)
+    held = None
+    if secure is not None:
+        held = HeldAnswers(summed_moments(secure), signing, revealed=revealed, only_sums=only_sums)
 
     def load(client: str) -> ClientData:
         if client not in cards:
@@ -273,5 +281,5 @@ def measuring_side(
         {**VOCABULARY, **STEPS_OF_SUMS},
         load,
         lambda predictors, clients: MeasureInputs(torch.zeros(1)),
-        ClientConfig(0, held=held),
+        ClientConfig(0, held=held, purpose=MEASURE),
     )

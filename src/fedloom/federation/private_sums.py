@@ -41,11 +41,11 @@ def everyone(population: int) -> Draw:
     return Draw(population, population, "all")
 
 
-def noise_source(seed: int | None, *about: object) -> NoiseSource:
-    """Return the source of noise for one purpose: secret, or seeded in a simulation."""
+def noise_source(seed: int | bytes | None, *about: object) -> NoiseSource:
+    """Return the source of noise for one purpose: of the system, of a secret, or of the seed of a simulation."""
     if seed is None:
         return NoiseSource.secret()
-    parts = [str(part) for part in (seed, *about)]
+    parts = [str(part) for part in (seed.hex() if isinstance(seed, bytes) else seed, *about)]
     return NoiseSource.seeded("".join(f"{len(part)}:{part}" for part in parts).encode())
 
 

@@ -1,8 +1,9 @@
-"""Limit on the sums of the same answers that a member helps to reveal over different sets of clients.
+"""Record of the sums that a member has helped to reveal: one question is answered over one set of clients.
 
-When a round is repeated, because an attempt failed or the aggregator was restarted, clients give the same answers. If
-two sums are over sets that differ by one client, their difference is that client's answer. A member cannot verify that
-a failure is real, so it limits what repeated rounds can reveal. A record on disk preserves the limit across restarts.
+When a round is repeated, because an attempt failed or the aggregator was restarted, clients give the same answers. Two
+sums of them over different sets have a difference, and sums over several sets more, down to a single client's answer.
+A member cannot verify that a failure is real. It therefore helps to reveal the sum of an answer over one set of clients
+only, and remembers which by a digest. A record on disk preserves this across restarts. Nothing is ever forgotten.
 """
 
 from __future__ import annotations
@@ -10,63 +11,36 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.core import digests
 from fedloom.errors import DataError, RefusedError, StorageError
-from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.runs.line_file import LineFile
 from fedloom.storage.folder import PRIVATE_FILE, storing, sync
 
 _log = logging.getLogger(__name__)
 
-MOST_IDS = 2_000_000
-"""Number of client ids in remembered sets above which the oldest rounds are forgotten: some 100 MB."""
-
 RECORD = "revealed-sums.jsonl"
 """Name of the record in a folder."""
 
-VERSION = 1
+VERSION = 2
 """Version of the record's lines."""
 
 
 class Subject(NamedTuple):
     """Identity of answers that are the same whenever they are asked for."""
 
-    round: int
-    """Round of the sum; 0 for answers that are the same in every round."""
-    purpose: str
-    """Purpose of the conversation; empty for answers that are the same in every round."""
-    answer: str
-    """Class of the answers."""
-    run: str = ""
-    """Digest of the settings that cannot change in a run (:func:`fedloom.runner.open_federation.run_digest`)."""
-
-    @property
-    def is_lasting(self) -> bool:
-        """True if the answers are the same in every round."""
-        return self.round == 0 and not self.purpose
-
-
-@dataclass
-class _Revealed:
-    """Sets of clients over which sums of one subject were revealed, and the indices of each client's sets."""
-
-    sets: list[frozenset[str]] = field(default_factory=list)
-    places: dict[str, list[int]] = field(default_factory=dict)
-
-    def of(self, client: str) -> list[frozenset[str]]:
-        """Return the sets of a client."""
-        return [self.sets[place] for place in self.places.get(client, ())]
+    round: int | None
+    """Round of the sum, for messages; None for answers that are the same in every run."""
+    question: bytes
+    """Digest of the question that they answer."""
 
 
 class RevealedSums:
-    """Sets of clients over which the clients of this process, or of a folder, have helped to reveal sums.
+    """Sums that the clients of this process, or of a folder, have helped to reveal.
 
     Parameters
     ----------
@@ -82,56 +56,49 @@ class RevealedSums:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._revealed: OrderedDict[Subject, _Revealed] = OrderedDict()
-        self._ids = 0
+        self._sums: dict[tuple[str, bytes], bytes] = {}
         self._record = None if folder is None else _Record(folder)
         with self._synchronized():
             pass
 
-    def check(self, client: str, subject: Subject, survivors: Sequence[str]) -> None:
-        """Check that a client may help to reveal the sum over these clients, and remember it.
+    def check(self, client: str, subject: Subject, total: bytes) -> None:
+        """Check that a client may help to reveal a sum, and remember it, on disk if there is a record.
 
-        The same set is allowed again, and one other set that differs by three clients or more. If there is a record,
-        the set is on disk when the call returns.
+        Parameters
+        ----------
+        total
+            Digest of everything that determines the sum beside the question: its set of clients, and the settings and
+            state that the client's answer depends on.
 
-        Raise RefusedError if the client may not help, or the record cannot be read or written.
+        Raises
+        ------
+        RefusedError
+            If the client has helped to reveal another sum of these answers, or the record cannot be read or written.
         """
         try:
             with self._synchronized():
-                self._check(client, subject, frozenset(survivors))
+                self._check(client, subject, total)
         except (DataError, StorageError) as error:  # names files of this machine
             raise RefusedError(
                 f"client {client} cannot use its record of revealed sums; its worker's log has the reason"
             ) from error
 
-    def _check(self, client: str, subject: Subject, asked: frozenset[str]) -> None:
-        known = self._revealed[subject].of(client) if subject in self._revealed else []
-        if asked in known:
+    def _check(self, client: str, subject: Subject, total: bytes) -> None:
+        known = self._sums.get((client, subject.question))
+        if known == total:
             return
-        if len(known) > 1 or any(len(asked ^ other) < SMALLEST_SUM for other in known):
-            what, instead = f"round {subject.round}", "start a run with another seed"
-            if subject.is_lasting:
+        if known is not None:
+            what, instead = f"what round {subject.round} asks", "go on with the next round"
+            if subject.round is None:
                 what, instead = "its inputs", "give data.own.normalization {mean, std}"
             raise RefusedError(
-                f"client {client} has helped to reveal a sum of {what} already, over other clients, and the difference "
-                f"of the two could reveal a single answer: ask the same clients, or {instead}"
+                f"client {client} has helped to reveal a sum of {what} already, over other clients or with other "
+                f"settings, and from several sums a single answer could be computed: ask the same clients, or {instead}"
             )
         if self._record is not None:
-            sets = self._revealed[subject].sets if subject in self._revealed else []
-            self._record.append(_line(client, subject, sets.index(asked) if asked in sets else sorted(asked)))
-        self._remember(client, subject, asked)
-
-    def _remember(self, client: str, subject: Subject, asked: frozenset[str]) -> None:
-        revealed = self._revealed.setdefault(subject, _Revealed())
-        if asked not in revealed.sets:
-            revealed.sets.append(asked)
-            self._ids += len(asked)
-        revealed.places.setdefault(client, []).append(revealed.sets.index(asked))
-        while self._ids > MOST_IDS:
-            oldest = next((one for one in self._revealed if not one.is_lasting and one != subject), None)
-            if oldest is None:
-                return
-            self._ids -= sum(map(len, self._revealed.pop(oldest).sets))
+            line = {"round": subject.round, "question": subject.question.hex(), "sum": total.hex()}
+            self._record.append({"version": VERSION, "client": client, **line})
+        self._sums[client, subject.question] = total
 
     @contextmanager
     def _synchronized(self) -> Iterator[None]:
@@ -141,32 +108,13 @@ class RevealedSums:
             return
         with self._record.locked():
             if not self._record.is_continued():
-                self._revealed.clear()
-                self._ids = 0
+                self._sums.clear()
             for line in self._record.lines():
                 self._record.read_line(line, self._read)
             yield
-            if self._record.ids > 4 * MOST_IDS:
-                self._record.rewrite(self._lines())
 
     def _read(self, line: Mapping[str, Any]) -> None:
-        subject = Subject(*(line[name] for name in Subject._fields))
-        clients = line["clients"]
-        asked = self._revealed[subject].sets[clients] if isinstance(clients, int) else frozenset(clients)
-        self._remember(line["client"], subject, asked)
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of a record of what is remembered."""
-        for subject, revealed in self._revealed.items():
-            for place, clients in enumerate(revealed.sets):
-                members = [client for client, places in revealed.places.items() if place in places]
-                yield _line(members[0], subject, sorted(clients))
-                yield from (_line(member, subject, place) for member in members[1:])
-
-
-def _line(client: str, subject: Subject, clients: list[str] | int) -> dict[str, Any]:
-    """Return the line of a record: a known set is given by its index, a new one by its clients."""
-    return {"version": VERSION, **subject._asdict(), "client": client, "clients": clients}
+        self._sums[line["client"], bytes.fromhex(line["question"])] = bytes.fromhex(line["sum"])
 
 
 class _Record:
@@ -181,7 +129,7 @@ class _Record:
         self._start()
 
     def _start(self) -> None:
-        self._end, self._digest, self.ids = 0, digests.beginning(RECORD), 0
+        self._end, self._digest = 0, digests.beginning(RECORD)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -228,8 +176,7 @@ class _Record:
             raise self._damaged(f"{self._path} has version {line.get('version')!r}; this FedLoom reads {VERSION}")
         try:
             read(line)
-            self._count(line)
-        except (KeyError, IndexError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(f"{self._path} has a line that is not a revealed sum") from error
 
     def append(self, line: dict[str, Any]) -> None:
@@ -238,15 +185,6 @@ class _Record:
         self._file.append(line)
         sync(self._path)
         self._end, self._digest = self._end + len(written), digests.check_line(written, self._digest)
-        self._count(line)
-
-    def rewrite(self, lines: Iterator[dict[str, Any]]) -> None:
-        """Replace all lines; they are read again when the file is used next."""
-        self._file.rewrite(lines)
-        self._digest = "rewritten"  # matches no line
-
-    def _count(self, line: Mapping[str, Any]) -> None:
-        self.ids += 1 if isinstance(line["clients"], int) else 1 + len(line["clients"])
 
     def _damaged(self, why: str) -> DataError:
         return DataError(

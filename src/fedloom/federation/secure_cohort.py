@@ -27,7 +27,6 @@ from fedloom.federation.sum_messages import (
     SumSession,
     Survivors,
     names_as_bytes,
-    session_of,
 )
 from fedloom.federation.sum_vector import SumVector, graph_of
 from fedloom.messages import Message
@@ -100,27 +99,26 @@ class SecureSum:
         ready = self._ask(message, AnswerReady, {"ready": (1,)}, meanwhile)
         self._rows = sorted(ready)
         members = tuple(self._cohort.clients[row] for row in self._rows)
-        largest = int(self._cohort.sizes[self._rows].max()) if self._rows else 0
         if len(members) < SMALLEST_SUM:
             raise QuorumError(f"{len(members)} clients are ready for a secure sum; {SMALLEST_SUM} are required")
         shapes = self._cohort.shapes(self._answer)
         self._vector = self._summation.vector(self._answer, shapes, self._settings, self._rule, len(members))
-        total = self._sum(members, largest)
-        return self._totals(self._vector.decode(total, len(members)), largest)
+        total = self._sum(members)
+        return self._totals(self._vector.decode(total, len(members)), self._summation.largest(members))
 
-    def _sum(self, members: tuple[str, ...], largest: int) -> Integers:
+    def _sum(self, members: tuple[str, ...]) -> Integers:
         """Make the steps of the protocol, each one exchange; return the sum."""
-        nonce, clip = os.urandom(SESSION_BYTES), 0.0 if self._rule is None else self._rule.clip
-        p = SessionParameters(
-            session_of(nonce, clip), members, *graph_of(self._settings, len(members)), self._vector.bits
-        )
+        clip = 0.0 if self._rule is None else self._rule.clip
+        question = self._summation.question(self._cohort.key, self._cohort.question, self._answer, clip, members)
+        graph = graph_of(self._settings, len(members))
+        p = SessionParameters(os.urandom(SESSION_BYTES), members, *graph, self._vector.bits, question)
         aggregator = SecureSumAggregator(p, self._vector.size)
         k, s = p.degree, self._signature_bytes
         opening = SumSession(
-            torch.frombuffer(bytearray(nonce), dtype=torch.uint8),
+            torch.frombuffer(bytearray(p.session), dtype=torch.uint8),
             names_as_bytes(p.members),
-            torch.tensor([k, p.threshold, p.bits, largest]),
             torch.tensor([clip], dtype=torch.float64),
+            torch.frombuffer(bytearray(question), dtype=torch.uint8),
         )
         sent = self._ask(opening, MemberKeys, {"keys": (KEY_BYTES,), "signature": (s,)})
         signatures = self._stacked(sent, "signature", s)
@@ -136,6 +134,7 @@ class SecureSum:
         self._add(aggregator, self._ask(delivery, MaskedAnswer, shapes))
         self._survived, receipts = aggregator.survivors()
         survivors = Survivors(_tensor(self._survived.astype(np.uint8)), self._spread(receipts))
+        self._cohort.reveal()  # members answer this question over no other set from now on
         # From here on a client's answer is in the sum, so the client is not lost if it disconnects.
         sent = self._ask(survivors, Confirmations, {"tags": (k, TAG_BYTES)}, may_fail=True)
         tags = aggregator.forward_confirmations(self._stacked(sent, "tags", k, TAG_BYTES), self._flags(sent))

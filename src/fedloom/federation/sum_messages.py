@@ -6,9 +6,7 @@ the clients answer.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -34,8 +32,8 @@ class SumSession(Message):
 
     session: Tensor = broadcast(Quantity.OTHER)  # [16] uint8
     members: Tensor = broadcast(Quantity.OTHER)  # [...] uint8, JSON list of client ids
-    numbers: Tensor = broadcast(Quantity.OTHER)  # [4] int64: neighbours, threshold, bits, largest number of examples
     clip: Tensor = broadcast(Quantity.OTHER)  # [1] float64, the clipping norm; 0 without differential privacy
+    question: Tensor = broadcast(Quantity.OTHER)  # [32] uint8, digest of what the aggregator has asked
 
 
 class MemberKeys(Message):
@@ -108,11 +106,6 @@ ANSWERS: tuple[type[Message], ...] = (
 """Answers of clients in a secure sum."""
 
 VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (*STEPS, *ANSWERS)}
-
-
-def session_of(nonce: bytes, clip: float) -> bytes:
-    """Return the session's number, which all members agree on only if they were sent the same clipping norm."""
-    return nonce if clip == 0 else hashlib.sha256(nonce + struct.pack("<d", clip)).digest()[: len(nonce)]
 
 
 def names_as_bytes(names: Sequence[str]) -> Tensor:

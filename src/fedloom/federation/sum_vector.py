@@ -131,6 +131,19 @@ class SumVector:
         return row.contiguous().numpy().reshape(-1).view(integer_type(self.bits))
 
 
+def weaker_graph(settings: SecureAggregation, members: int) -> str | None:
+    """Return how a secure sum with this number of members protects less than by default; None if it does not."""
+    degree, threshold = graph_of(settings, members)
+    default = min(default_degree(members), members - 1)
+    if degree >= default and threshold >= default_threshold(degree):
+        return None
+    return (
+        f"the experiment has {degree} neighbours and threshold {threshold} for a secure sum of {members} clients, less "
+        f"than the default of {default} and {default_threshold(default)}: leave out "
+        "federation.secure_aggregation.neighbours"
+    )
+
+
 def graph_of(settings: SecureAggregation, members: int) -> tuple[int, int]:
     """Return the number of neighbours and the threshold of a secure sum with this number of members.
 

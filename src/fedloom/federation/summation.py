@@ -6,18 +6,19 @@ read only their sum. With differential privacy of clients, answers are clipped a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fedloom.algorithms.sums import STATISTICS, SummedFields, learned_fields
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, RefusedError
 from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.private_vector import PrivateVector
+from fedloom.federation.question import Question, combined_digest
 from fedloom.federation.secure_cohort import DecodedSums, SecureSum
 from fedloom.federation.sum_messages import AnswerReady, ClipNotice
 from fedloom.federation.sum_vector import MOST_MEMBERS, SumVector
@@ -28,6 +29,7 @@ from fedloom.security.sum_session import least_survivors
 
 if TYPE_CHECKING:
     from fedloom.federation.cohort import RemoteCohort
+    from fedloom.federation.transport import ConversationKey
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,34 @@ class Summation:
     """``federation.clients_per_round``; only used with differential privacy."""
     is_lasting: bool = False
     """True if a client's answers are the same in every round of every run."""
+    run: bytes = b""
+    """Digest of all settings of the run that shape an answer, as this side knows them."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Training examples of the clients of a partition, which both sides know; empty if clients bring their data."""
+
+    def largest(self, members: Sequence[str]) -> int:
+        """Return the bound on the training examples of these clients, by which weights are scaled.
+
+        It is never the aggregator's word: with a bound that is much too large, small clients would vanish from a sum.
+        """
+        if self.secure is not None and self.secure.examples is not None:
+            return self.secure.examples
+        return max((self.sizes.get(member, 1) for member in members), default=1)
+
+    def question(
+        self, key: ConversationKey, asked: Question, answer: type[Message], clip: float, members: Sequence[str]
+    ) -> bytes:
+        """Return the digest of all that shapes the answers in a secure sum of these members.
+
+        Raise RefusedError if a message had values for single clients, which the others cannot compare.
+        """
+        if not asked.is_shared:
+            raise RefusedError(
+                f"{answer.__name__} answers a message with values for single clients, and only answers to broadcasts "
+                "can be summed securely"
+            )
+        numbers = (str(self.secure), str(self.privacy), self.clients_per_round, clip, self.largest(members))
+        return combined_digest(self.run, key.purpose, key.round, asked.digest, answer.__name__, *numbers, *members)
 
     @property
     def scaled(self) -> tuple[str, ...]:

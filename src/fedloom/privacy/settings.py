@@ -41,6 +41,13 @@ class SecureAggregation(Settings):
         ge=2,
         description="Neighbours of a client that must answer until the end: more than half; null: two thirds.",
     )
+    examples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Bound on the training examples of a client, where answers are weighted by them: a client with "
+        "more is lost. Steps of the sum grow with it. Null: the largest client of the cohort in a partition, whose "
+        "sizes all sides know; with data.own, an error unless weights are uniform.",
+    )
     signatures: Literal["none", "keys", "certificates"] | None = Field(
         default=None,
         description="Signatures with which clients verify each other's keys: with keys from a register, "

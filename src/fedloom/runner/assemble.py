@@ -45,7 +45,7 @@ from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.constants import digests_of_run
 from fedloom.runner.device import missing_device
 from fedloom.runner.evaluation_plan import evaluation_plan
-from fedloom.runner.open_federation import run_digest
+from fedloom.runner.open_federation import answers_digest, run_digest
 from fedloom.runner.training_privacy import check_private_buffers
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
@@ -85,6 +85,7 @@ class RunContext:
         secure, fields = federation.secure_aggregation, dict(self.algorithm.sums(self.settings))
         if secure is not None:
             fields |= sums_of(SummedMetrics)
+        own = isinstance(self.experiment.data, OwnData)
         return Summation(
             fields,
             secure,
@@ -92,6 +93,8 @@ class RunContext:
             self.setup.dtype,
             1 if secure is None else secure.signature_bytes,
             federation.clients_per_round,
+            run=answers_digest(self.experiment, self.manifest),
+            sizes={} if own else {entry.id: entry.train for entry in self.manifest.clients},
         )
 
     def server_algorithm(self) -> ServerAlgorithm:
@@ -340,13 +343,14 @@ def client_side(
     secret: bytes | None = None,
     signing: Signing = NO_SIGNING,
     revealed: RevealedSums | None = None,
+    only_sums: bool = False,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
-    reveal.
+    reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -371,7 +375,7 @@ def client_side(
         found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
         return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
 
-    noise_seed = e.seed if secret is None else None
+    noise = e.seed if secret is None else secret
     config = ClientConfig(
         e.seed,
         device,
@@ -381,7 +385,7 @@ def client_side(
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
         held=None
         if parts.summation is None
-        else HeldAnswers(parts.summation, signing, noise_seed, revealed, run_digest(e)),
+        else HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
         examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(

@@ -11,6 +11,7 @@ from fedloom.data.own import own_manifest, own_normalization
 from fedloom.data.requirements import Given, Own
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.question import combined_digest
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
 
@@ -74,6 +75,19 @@ def run_digest(experiment: Experiment) -> str:
     """
     fixed = {key: value for key, value in _fixed(json.loads(experiment.shared_json())).items() if key != "name"}
     return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
+
+
+def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
+    """Return a digest of all settings that shape a client's answer, as one side of a federation knows them.
+
+    Sides that differ only in a name, deadlines, or numbers of rounds and attempts have equal digests.
+    """
+    settings = json.loads(experiment.shared_json())
+    shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
+    federation = {key: settings["federation"][key] for key in shaping}
+    figures = manifest.figures
+    described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
+    return combined_digest(json.dumps(described, sort_keys=True))
 
 
 def check_begun_open(folder: RunFolder) -> None:

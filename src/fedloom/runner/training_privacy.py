@@ -168,6 +168,8 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
         raise ExperimentError(
             "federation.privacy.epsilon with of: examples needs the clients' numbers of examples before the run, and "
             "here clients join later; set noise_multiplier with a budget.",
+            hint=f"fedloom privacy EXPERIMENT --examples N --epsilon {epsilon:g} prints the noise multiplier to copy, "
+            "where N is the smallest number of training examples of a client",
             key="federation.privacy.epsilon",
             found=privacy.epsilon,
         )

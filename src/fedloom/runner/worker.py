@@ -23,12 +23,12 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import measuring_side
 from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.roster import Member
+from fedloom.federation.sum_vector import weaker_graph
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runner import assemble
 from fedloom.runner.constants import check_constants
 from fedloom.security.options import ClientOptions, Credentials
 from fedloom.security.signing import signing_of
-from fedloom.security.sum_session import SMALLEST_DEGREE, default_threshold
 from fedloom.storage import is_url
 from fedloom.storage.folder import storing
 from fedloom.transport.address import split_address
@@ -141,59 +141,61 @@ class Worker:
         shared = experiments.from_shared_json(about["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
         if options.only_sums:
-            check_only_sums(secure)
+            check_only_sums(secure, shared.federation.clients_per_round)
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
-        revealed = None if secure is None else self._remembered()
+        revealed = None if secure is None or self._own is None else self._remembered()
         if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
-            return measuring_side(self._own.measured_cards(shared), secure, signing, revealed)
+            cards = self._own.measured_cards(shared)
+            return measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
         dataset = self._provider.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts, _digests(about), "the aggregator's model")
-        secret = self._secret
         return assemble.client_side(
-            parts, dataset, self._device, options.states, secret=secret, signing=signing, revealed=revealed
+            parts,
+            dataset,
+            self._device,
+            options.states,
+            secret=self._secret,
+            signing=signing,
+            revealed=revealed,
+            only_sums=options.only_sums,
         )
 
     def _remembered(self) -> RevealedSums:
-        """Return the secure sums that were revealed here; those of clients with their own data are kept on disk.
+        """Return the secure sums that clients with their own data have helped to reveal, on disk if there is a folder.
 
         Raise DataError if their record is damaged; StorageError if it cannot be written.
         """
         if self._revealed is not None:
             return self._revealed
         states, folder = self._options.states, None
-        if self._own is not None:
-            if states is not None and not is_url(states):
-                folder = Path(states)
-                with storing(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-            else:
-                log.warning(
-                    "the secure sums that these clients help to reveal are forgotten when this process ends; give a "
-                    "folder of this machine (%s) to remember them",
-                    spelled(argument("states")),
-                )
+        if states is not None and not is_url(states):
+            folder = Path(states)
+            with storing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        else:
+            log.warning(
+                "the secure sums that these clients help to reveal are forgotten when this process ends; give a folder "
+                "of this machine (%s) to remember them",
+                spelled(argument("states")),
+            )
         self._revealed = RevealedSums(folder)
         return self._revealed
 
 
-def check_only_sums(secure: SecureAggregation | None) -> None:
+def check_only_sums(secure: SecureAggregation | None, members: int) -> None:
     """Raise RefusedError unless members sign their keys, and share secrets with at least the default neighbours.
 
-    Otherwise the aggregator could learn a client's own answer.
+    Otherwise the aggregator could learn a client's own answer. ``members`` is the size of a cohort of training; members
+    check each sum again by its own size.
     """
     if secure is None or secure.signatures not in ("keys", "certificates"):
         raise RefusedError(
             f"the experiment has no secure aggregation with signed keys, which this worker requires "
             f"({argument('only_sums')})"
         )
-    k, t = secure.neighbours, secure.threshold
-    if k is not None and (k < SMALLEST_DEGREE or (t is not None and t < default_threshold(k))):
-        raise RefusedError(
-            f"the experiment has secure aggregation with neighbours {k} and threshold "
-            f"{'null' if t is None else t}, and this worker has {argument('only_sums')}: it needs {SMALLEST_DEGREE} "
-            "neighbours or more, two thirds of them as threshold, or null"
-        )
+    if (weaker := weaker_graph(secure, members)) is not None:
+        raise RefusedError(f"this worker requires only sums ({argument('only_sums')}): {weaker}")
 
 
 def _described(text: str) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class SessionParameters:
     than k - t neighbours spoils the session."""
     bits: Bits = 32
     """Width of the integers, 32 or 64."""
+    question: bytes = b""
+    """Digest of what the members were asked, as each computes it: members that differ in it share no keys and masks."""
 
     def __post_init__(self) -> None:
         n, k, t = len(self.members), self.degree, self.threshold
@@ -94,8 +96,8 @@ class SessionParameters:
         numbers = (len(self.members), self.degree, self.threshold, self.bits)
         ids = [member.encode() for member in self.members]
         parts = [self.session, *(number.to_bytes(4, "big") for number in numbers)]
-        parts += [part for id in ids for part in (len(id).to_bytes(4, "big"), id)]
-        return hashlib.sha256(b"fedloom secure sum 1" + b"".join(parts)).digest()
+        parts += [part for id in (*ids, self.question) for part in (len(id).to_bytes(4, "big"), id)]
+        return hashlib.sha256(b"fedloom secure sum 2" + b"".join(parts)).digest()
 
 
 def least_survivors(members: int) -> int:
