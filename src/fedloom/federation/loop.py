@@ -31,7 +31,7 @@ from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.journal import DONE, EVALUATED, SPENT, Attempt, Journal, Replay
+from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT, Attempt, Journal, Replay
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Loop(Evaluator):
         self.ended_by: Literal["rounds", "until", "budget"] | None = None
         """Reason for which the rounds ended; None before their end."""
         self._evaluated = -1
+        self._burnt = 0  # rounds in a row that were left out
         self._accounted = (0.0, 0.0)  # end of the last accounting of privacy, and seconds that it took
         self.after_steps: dict[int, EvaluationResult] = {}
         self._saved_at = time.monotonic()
@@ -219,6 +220,9 @@ class Loop(Evaluator):
         """Run the next round, in as many attempts as allowed."""
         t = self.round + 1
         planned = self.replay.attempt(t) if self.replay is not None else None
+        if planned is not None and planned.outcome == BURNT:
+            self._burn(t)
+            return
         first = planned.attempt if planned is not None else 1
         lost: set[str] = set()
         number, failures = first, 0
@@ -226,14 +230,15 @@ class Loop(Evaluator):
             attempt, lacks_replies = Attempt(t, number), False
             self._settle(attempt)
             self.monitor.enter("training", doing=t, attempt=number)
+            session = self._training(attempt, planned, lost)
             with self._costs(attempt):
-                lacks_replies = self._try(attempt, self._training(attempt, planned, lost))
+                lacks_replies = self._try(attempt, session)
             self.journal.append(attempt)
             if attempt.outcome == SPENT:
                 return
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
-                self.round = t
+                self.round, self._burnt = t, 0
                 self._report_spent()
                 if not self.roster.fixed:
                     self.transport.silence.take_part(attempt.answered)
@@ -241,13 +246,29 @@ class Loop(Evaluator):
                 return
             lost.update(attempt.losses)
             number += 1
-            failures += not (lacks_replies and self._waits_for_others(attempt))
+            waits = lacks_replies and self._waits_for_others(attempt)
+            failures += not waits
             self.observer.attempt_failed(attempt, self.schedule.attempts)
+            if session.has_revealed and not waits:
+                self._burn(t)
+                if self._burnt < self.schedule.attempts:
+                    return
+                break
             self._check_stop()
         raise QuorumError(
             f"{attempt.outcome} (round {t} failed {pluralize(number - first, 'time')})",
             hint=GO_ON,
         )
+
+    def _burn(self, t: int) -> None:
+        """Leave out a round whose members may have revealed a sum: they would answer it over the same set alone.
+
+        In the next round they draw other batches, so that another cohort can answer.
+        """
+        self.round, self._burnt = t, self._burnt + 1
+        self.journal.append(Attempt(t, 1, outcome=BURNT))
+        self.monitor.burn(t)
+        _log.warning("round %d is left out: members may have revealed a sum of it, and reveal no other one", t)
 
     def _waits_for_others(self, attempt: Attempt) -> bool:
         """Record the clients that refused an attempt in an open federation; return True if it does not count yet."""

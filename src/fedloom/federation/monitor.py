@@ -134,6 +134,11 @@ class Monitor:
                 totals=replace(totals, rounds=totals.rounds + 1, client_steps=totals.client_steps + steps),
             )
 
+    def burn(self, round: int) -> None:
+        """Record that a round is left out."""
+        with self._lock:
+            self._state = replace(self._state, doing=None, attempt=None, round=round)
+
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Record the evaluation in a line of ``metrics.jsonl``."""
         self._update(measured=LastEvaluation.of(line))

@@ -217,7 +217,7 @@ class _Attempt(FileObject):
     @model_validator(mode="after")
     def _whole(self) -> _Attempt:
         needed = {"round"} if "phases" in self.model_fields_set else set()
-        needed |= set() if self.outcome in ("done", "evaluated", "budget spent") else {"seconds"}
+        needed |= set() if self.outcome in ("done", "burnt", "evaluated", "budget spent") else {"seconds"}
         if needed - self.model_fields_set or (self.phases is None and "phases" in self.model_fields_set):
             raise ValueError("an attempt must have its round, its seconds and its phases")
         return self

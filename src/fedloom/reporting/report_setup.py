@@ -55,7 +55,7 @@ def _phases(run: RunFolder) -> tuple[dict[int, dict[str, float]], dict[str, floa
     for line in run.objects("journal.jsonl"):
         paused += line.get("paused", {}).get("seconds", 0.0)
         outcome = line.get("outcome", "done")
-        if outcome in ("evaluated", "budget spent"):  # follows a round, whose phases stay
+        if outcome in ("burnt", "evaluated", "budget spent"):  # follows a round, whose phases stay
             continue
         failed += 0.0 if outcome == "done" else line["seconds"]
         if "phases" in line:

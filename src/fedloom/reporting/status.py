@@ -16,7 +16,7 @@ from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import Member
 from fedloom.runs.files import JOURNAL, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.journal import DONE, EVALUATED, SPENT, Attempt, added, attempt_of, fold
+from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT, Attempt, added, attempt_of, fold
 from fedloom.runs.listing import has_ended
 
 
@@ -126,6 +126,10 @@ class RunStatus:
             return
         if attempt.outcome == SPENT:
             self._trouble = "training has ended: another round would exceed its privacy budget"
+            return
+        if attempt.outcome == BURNT:
+            self._monitor.burn(attempt.round)
+            self._done = max(self._done, attempt.round)
             return
         counts = attempt.outcome == DONE
         self._monitor.attempted(attempt, counts=counts)

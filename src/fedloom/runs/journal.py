@@ -23,6 +23,8 @@ from fedloom.runs.line_file import Placed, as_object
 
 DONE = "done"
 EVALUATED = "evaluated"
+BURNT = "burnt"
+"""Outcome of a round that is left out: its clients may have revealed a sum that did not count, and reveal no other."""
 SPENT = "budget spent"
 """Outcome of an attempt that was not made, because it would exceed the budget of the clients' privacy."""
 
@@ -63,10 +65,10 @@ class ConversationRecord:
 class Attempt:
     """Attempt at a round, or an evaluation (attempt 0).
 
-    ``outcome`` is ``done``, ``evaluated``, or the reason for a failure. ``phases`` are seconds by message sent, and
-    ``server`` for the rest; ``statistics`` include ``client_steps``, local SGD steps. ``payload_*`` are tensor bytes as
-    the papers count them, ``wire_*`` measured bytes; None in process. ``life`` identifies the aggregator process that
-    made it (:class:`Journal`).
+    ``outcome`` is ``done``, ``burnt``, ``evaluated``, or the reason for a failure. ``phases`` are seconds by message
+    sent, and ``server`` for the rest; ``statistics`` include ``client_steps``, local SGD steps. ``payload_*`` are bytes
+    of tensors as the papers count them, ``wire_*`` measured bytes; None in process. ``life`` identifies the aggregator
+    process that made it (:class:`Journal`).
 
     In an open federation, ``joined`` and ``left`` are the changes of the roster just before, and ``experiment`` is the
     shared part of the experiment (JSON) if it has changed. ``paused`` describes an operator's pause just before: ``by``
@@ -92,6 +94,11 @@ class Attempt:
     experiment: str = ""
     paused: dict[str, Any] = field(default_factory=dict)
     follows: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> bool:
+        """True if its round is over with it."""
+        return self.outcome in (DONE, BURNT)
 
     @property
     def losses(self) -> dict[str, str]:
@@ -181,7 +188,7 @@ class Journal:
         self.ever.update(member["id"] for member in attempt.joined if not member["observer"])
         self.experiment = attempt.experiment or self.experiment
         self.follows = attempt.follows
-        if attempt.outcome == DONE:
+        if attempt.counts:
             self._count(attempt)
 
     def _count(self, attempt: Attempt) -> None:
@@ -266,7 +273,7 @@ class Journal:
 
     def counted(self) -> list[Attempt]:
         """Return the attempts that became rounds, read again from the file."""
-        return [attempt for attempt in self.attempts if attempt.outcome == DONE]
+        return [attempt for attempt in self.attempts if attempt.counts]
 
 
 _OPTIONAL = ("joined", "left", "experiment", "paused", "follows")
@@ -314,7 +321,7 @@ class Replay:
                 self.experiments.append(first)
             if attempt.outcome == EVALUATED:
                 self._evaluations[attempt.round] = line.start
-            elif attempt.outcome == DONE and attempt.round == len(self._starts) + 1:
+            elif attempt.counts and attempt.round == len(self._starts) + 1:
                 self._starts.append(line.start)
         path = folder.path / JOURNAL
         self._lines: mmap.mmap | None = None

@@ -13,7 +13,7 @@ from fedloom.core.words import pluralize
 from fedloom.errors import DataError, argument
 from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.journal import DONE
+from fedloom.runs.journal import BURNT, DONE
 from fedloom.tasks.headline import headline_of, values_of
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
@@ -172,7 +172,9 @@ def _entry(run: RunFolder) -> RunEntry:
 
 
 def _rounds_done(run: RunFolder) -> int:
-    return max((line.get("round", 0) for line in run.objects(JOURNAL) if line.get("outcome") == DONE), default=0)
+    return max(
+        (line.get("round", 0) for line in run.objects(JOURNAL) if line.get("outcome") in (DONE, BURNT)), default=0
+    )
 
 
 def has_ended(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, done: int) -> bool:
