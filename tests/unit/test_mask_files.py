@@ -52,14 +52,19 @@ def save(path: Path, values: NDArray[Any], orientation: int = 1, **options: Any)
 
 
 def photos(
-    folder: Path, held: int, of_mask: int, drawn: Callable[[NDArray[Any]], NDArray[Any]], size: tuple[int, int]
+    folder: Path,
+    held: int,
+    of_mask: int,
+    drawn: Callable[[NDArray[Any]], NDArray[Any]],
+    size: tuple[int, int],
+    ending: str = "png",
 ) -> None:
     """Write images that are bright where their masks are 1; ``drawn`` returns the pixels of a mask's file."""
     for i in range(N):
         mask = upright(i, *size)
         bright = STORED[held](np.repeat(mask[..., None] * np.uint8(200), 3, 2))
         save(folder / f"images/{i}.png", bright, held)
-        save(folder / f"masks/{i}.png", drawn(mask), of_mask)
+        save(folder / f"masks/{i}.{ending}", drawn(mask), of_mask)
 
 
 def overlap(packed: Path) -> float:
@@ -69,8 +74,9 @@ def overlap(packed: Path) -> float:
 
 
 @pytest.mark.parametrize("held", sorted(STORED))
-def test_masks_are_turned_with_their_images(held: int, tmp_path: Path) -> None:
-    photos(tmp_path / "m", held, held, STORED[held], (9, 14))
+@pytest.mark.parametrize("ending", ["png", "tif"])
+def test_masks_are_turned_with_their_images(held: int, ending: str, tmp_path: Path) -> None:
+    photos(tmp_path / "m", held, held, STORED[held], (9, 14), ending)
     pack(tmp_path / "m", tmp_path / "out", PackSettings())
     assert overlap(tmp_path / "out") == 1
 

@@ -92,6 +92,9 @@ def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
         notes = (FURTHER,) if check_frames(opened) else ()
         # Pillow rotates a TIFF while loading it; the EXIF of a PNG may come after its pixels.
         before = 1 if opened.format == "PNG" else orientation(opened)
+        opened.filename = (
+            ""  # else Pillow maps the file into memory, with the sides of a TIFF swapped before their time
+        )
         opened.load()
         after = orientation(opened)
         return Picture(turned(opened, after), notes, after if before == 1 else before)
