@@ -35,3 +35,4 @@ seeds=${1:+--seeds $1}
     run local $seeds --set "$own" --set "algorithm={name: local, local: {$local, steps: 100, lr: 0.01}}" --set federation.rounds=0
 }
 .venv/bin/fedloom compare "$runs/pefll" "$runs/fedavg" "$runs/local" --out "$runs/comparison"
+.venv/bin/python research/quickstart_expected.py "$runs"

@@ -97,7 +97,7 @@ def test_255_is_a_class_with_256_classes_or_more(tmp_path: Path) -> None:
     assert dataset.manifest.targets.ignored is None
     wide = BORDERED.astype(np.int64)
     wide[0, 0, 0] = 299
-    assert opened(IMAGES, wide, tmp_path / "b").manifest.outputs == 300
+    assert opened(IMAGES, wide, tmp_path / "b", outputs=300).manifest.outputs == 300
     assert mentions(Segmentation().setting_fault(300) or "", "task.ignore_index", "300")
 
 
@@ -128,7 +128,7 @@ def test_packed_masks_keep_pixels_without_a_class(tmp_path: Path) -> None:
     assert packed.card.targets == Targets("segmentation", (6, 6), 3)
 
 
-def test_masks_of_new_clients_are_read_like_those_of_clients(tmp_path: Path) -> None:
+def test_masks_of_new_clients_are_read_like_those_of_clients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manifest = opened(IMAGES, BORDERED, tmp_path / "a").manifest
     newcomer = Newcomer.from_arrays("new", IMAGES[:4], BORDERED[:4], wanted_of(manifest))
     assert torch.equal(targets_of(newcomer), torch.from_numpy(BORDERED[:4]).long())
@@ -136,7 +136,9 @@ def test_masks_of_new_clients_are_read_like_those_of_clients(tmp_path: Path) -> 
         Newcomer.from_arrays("new", IMAGES[:4], BORDERED[:4] + 3, wanted_of(manifest))
     white = np.where(MASKS > 0, 255, 0).astype(np.uint8)
     wanted = wanted_of(opened(IMAGES, white, tmp_path / "b").manifest)
-    newcomer = Newcomer.from_arrays("new", IMAGES[:4], white[:4], wanted)
+    with caplog.at_level("WARNING", "fedloom.data"):
+        newcomer = Newcomer.from_arrays("new", IMAGES[:4], white[:4], wanted)
+    assert mentions(caplog.text, "255", "class 1")
     assert torch.equal(targets_of(newcomer), torch.from_numpy(white[:4] // 255).long())
     with pytest.raises(DataError) as error:
         Newcomer.from_arrays("new", IMAGES[:4], np.full((4, 6, 6), 255), wanted)

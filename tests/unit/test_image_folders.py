@@ -193,6 +193,20 @@ def test_a_class_in_two_unicode_forms_is_rejected() -> None:
 # --- content of images ------------------------------------------------------------------------------------------------
 
 
+def test_grey_tiffs_are_rotated_by_their_orientation(tmp_path: Path) -> None:
+    for held, back in ((6, 1), (8, -1)):
+        for i in range(5):
+            image = np.arange(8 * 16, dtype=np.uint8).reshape(8, 16) + np.uint8(10 * i + held)
+            tag = Image.Exif()
+            tag[0x0112] = held
+            path = tmp_path / "pictures" / str(held) / f"{i}.tif"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.ascontiguousarray(np.rot90(image, back))).save(path, exif=tag)
+    _, x = packed(tmp_path / "pictures")
+    assert x.shape[1:] == (1, 8, 16)
+    assert (x.reshape(len(x), -1) == x[:, 0, :1, 0] + np.arange(8 * 16, dtype=np.uint8)).all()
+
+
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif", "webp"])
 def test_images_are_rotated_by_their_orientation(ending: str, tmp_path: Path) -> None:
     upright = np.zeros((8, 16, 3), np.uint8)

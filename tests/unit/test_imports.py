@@ -270,6 +270,14 @@ def test_a_missing_run_is_rejected_before_torch_is_imported(arguments: list[str]
     assert not {"torch", "grpc", "matplotlib"} & loaded_by(f"{code}\n{end}")
 
 
+def test_a_command_that_exports_a_model_ends_without_reports_of_leaks() -> None:
+    pytest.importorskip("triton")
+    imports = "import sys, triton.compiler.compiler\nfrom fedloom.cli.main import main"
+    code = [sys.executable, "-c", f"{imports}\nsys.argv = ['fedloom', '--version']\nmain()"]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert (done.stderr, bool(done.stdout)) == ("", True)
+
+
 def test_a_worker_imports_neither_kubeflow_nor_reporting() -> None:
     worker = (
         "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.runner.worker\n"

@@ -57,7 +57,9 @@ def cells(row: Any) -> list[str]:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_report_has_every_metric(tmp_path: Path, task: str) -> None:
     run, metric = RunFolder(write_task_run(tmp_path / "run", task)), headline(task)
-    results, every = result_table(run).tables
+    part = result_table(run)
+    results, every = part.tables
+    assert ("Macro F1" in part.text) == ("macro_f1" in METRICS_OF[task])
     of_clients = [made_up(metric.name, i, 0.8) for i in SEEN]
     wanted = statistics_of(of_clients, metric.name)
     mean, std, *others = (shown(metric, value) for value in wanted.values())

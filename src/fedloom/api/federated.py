@@ -13,6 +13,7 @@ from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from torch.utils.data import Dataset
 
     from fedloom.data.federated import FederatedDataset
     from fedloom.data.pack.examples import Request
@@ -60,7 +61,7 @@ class Federated:
     @classmethod
     def from_arrays(
         cls,
-        clients: Mapping[str, tuple[Any, Any] | Mapping[str, Any]],
+        clients: Mapping[str, tuple[Any, Any] | Mapping[str, Any] | Dataset[Any]],
         *,
         classes: Sequence[str] | None = None,
         task: str | None = None,
@@ -75,13 +76,13 @@ class Federated:
         ----------
         clients
             By name, ``(x, y)`` or ``{"train_x": ..., "train_y": ..., "test_x": ..., "test_y": ...}``: numpy arrays,
-            torch tensors or lists. ``x`` holds numbers ``[n, ...]``, or pixels from 0 to 255 as uint8,
-            ``[n, height, width]`` or ``[n, channels, height, width]``; integers from 0 that are not pixels stay
-            integers. For several inputs it is a dict of them by name. ``y`` holds what the task predicts: classes
-            ``[n]``, integers or names, whose distinct values are the classes (if ``classes`` is given, an integer is an
-            index into it); numbers ``[n]`` or ``[n, k]``, or a field of them ``[n, ...]``; 0 or 1 for each label,
-            ``[n, K]``; masks ``[n, height, width]``, or of volumes ``[n, depth, height, width]``; or the next tokens,
-            or labels of tokens, of the shape of ``x``.
+            torch tensors or lists; or a ``torch.utils.data.Dataset`` of pairs ``(x, y)``. ``x`` holds numbers
+            ``[n, ...]``, or pixels from 0 to 255 as uint8, ``[n, height, width]`` or ``[n, channels, height, width]``;
+            integers from 0 that are not pixels stay integers. For several inputs it is a dict of them by name. ``y``
+            holds what the task predicts: classes ``[n]``, integers or names, whose distinct values are the classes (if
+            ``classes`` is given, an integer is an index into it); numbers ``[n]`` or ``[n, k]``, or a field of them
+            ``[n, ...]``; 0 or 1 for each label, ``[n, K]``; masks ``[n, height, width]``, or of volumes
+            ``[n, depth, height, width]``; or the next tokens, or labels of tokens, of the shape of ``x``.
         classes
             Names of the classes, in the order of the labels; None: the values that occur. For other tasks: names of the
             labels, numbers, or classes of a pixel.
@@ -281,13 +282,23 @@ class Federated:
 
 
 def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
+    from torch.utils.data import Dataset
+
+    from fedloom.data.local import log_notes
+    from fedloom.data.pack.items import STACKED, read_dataset
     from fedloom.data.values import as_array
 
     if not isinstance(name, str) or not name.strip():
         raise DataError(f"Names of clients must be strings (got {name!r}).", key="clients")
+    if isinstance(given, Dataset):
+        *given, notes = read_dataset(given, f"client {name}")
+        log_notes([f"client {name}: {note}" for note in notes])
     if not isinstance(given, Mapping):
-        if not isinstance(given, Sequence) or len(given) != 2:
-            raise DataError(f"client {name} must be (x, y) or a dict (got a {type(given).__name__}).", key="clients")
+        examples = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+        if len(examples) != 2 or not all(map(_holds_arrays, examples)):
+            of = f" of {len(examples)} {type(examples[0]).__name__}" if examples else ""
+            message = f"client {name} must be (x, y), a dict, or a Dataset of torch (got a {type(given).__name__}{of})."
+            raise DataError(message, hint=STACKED, key="clients")
         given = dict(zip("xy", given, strict=True))
     arrays: dict[str, Any] = {}
     for key, value in given.items():
@@ -297,6 +308,10 @@ def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
         else:
             arrays[key] = as_array(value, where)
     return composed(name.strip()), arrays
+
+
+def _holds_arrays(given: Any) -> bool:
+    return isinstance(given, Sequence | Mapping) or hasattr(given, "__array__")
 
 
 def _input_name(name: Any, where: str) -> str:

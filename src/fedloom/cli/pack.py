@@ -52,6 +52,14 @@ def pack_command(
             metavar="NAME",
         ),
     ] = None,
+    outputs: Annotated[
+        int | None,
+        typer.Option(
+            help="Minimum number of classes of a pixel, or of tokens, for data that may lack some. By default as "
+            "many as the data have; an experiment states them.",
+            min=1,
+        ),
+    ] = None,
     integers: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +129,8 @@ def pack_command(
                 key="experiment",
             )
         own = data.own
+        if outputs is not None:
+            raise ExperimentError("--outputs cannot be combined with --experiment, which states them.", key="outputs")
     elif set_:
         raise ExperimentError("--set needs --experiment.", key="set")
     request = Request(
@@ -130,6 +140,7 @@ def pack_command(
         split,
         resize,
         task=_task(task),
+        outputs=outputs,
         targets=_columns(targets),
         integers=integers == "all" or _columns(integers),
         text=_text(own, text, tokenizer, length, padding=padding, truncation=truncation, mask=mask),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from fedloom.data.problem import Problem
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
 from fedloom.errors import DataError
+
+log = logging.getLogger("fedloom.data")
 
 MOST_EXAMPLES = 1_000_000
 """Maximum number of examples of a client: more would fill its memory without improving its description."""
@@ -262,7 +265,10 @@ def _converted(y: NDArray[Any], inputs: Mapping[str, Tensor], targets: Targets |
     """Return targets changed as packing changes them: black and white masks, and tokens that equal the inputs."""
     if targets is not None and y.shape[1:] == targets.shape:
         if targets.task == "segmentation":
-            return pixel_classes(y, targets.outputs, "y")[0]
+            masks, notes = pixel_classes(y, targets.outputs, "y")
+            for note in notes:
+                log.warning("y: %s", note)
+            return masks
         if targets.task == "next_token":
             return tokens_to_predict({name: x.numpy() for name, x in inputs.items()}, y)[0]
     return y

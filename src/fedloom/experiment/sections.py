@@ -294,7 +294,9 @@ class Federation(Section):
 
 def _metric(name: str) -> str:
     """Return the name of a metric: one of FedLoom's, or ``package:function``."""
-    allowed = [*METRICS, *ALIASES]
+    allowed, own = [*METRICS, *ALIASES], name.removeprefix(MEMORY)
+    if name.startswith(MEMORY) and not own.isidentifier():
+        raise ValueError(f"define the metric with `def` or `class`, which name it (got {own})")
     if not name.startswith(MEMORY) and not re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", name) and name not in allowed:
         raise ValueError(f"must be package:function, or one of {', '.join(allowed)} (got {abbreviated(name)})")
     return name

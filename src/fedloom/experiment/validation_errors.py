@@ -21,6 +21,13 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 Schema: TypeAlias = Mapping[str, Any]
 """JSON schema, or a node of one."""
 
+OWN_LOSS = "the loss is that of `task`, or the method `loss` of your own module (docs/models.md)"
+ELSEWHERE: Mapping[str | int, str] = {
+    **dict.fromkeys(("criterion", "loss", "loss_fn", "loss_function"), OWN_LOSS),
+    **{key: f"set algorithm.local.{key}" for key in ("optimizer", "lr", "momentum", "batch_size", "steps", "epochs")},
+}
+"""Where to say what a key of a training script says, by the key."""
+
 MOST_SHOWN = 16
 """Maximum errors listed; the rest are only counted, so that all fit on one screen."""
 
@@ -92,8 +99,10 @@ def _explained(detail: ErrorDetails, schema: Schema, value: Any) -> SettingError
         found = found.get(tag) if isinstance(found, dict) else found
     if kind in ("extra_forbidden", "refused_key"):
         path = (*_known(schema, loc[:-1], value), loc[-1])
-        unknown = kind == "extra_forbidden"
-        return SettingError(path, f"unknown key{_allowed_keys(schema, path, value)}" if unknown else detail["msg"])
+        if kind == "refused_key":
+            return SettingError(path, detail["msg"])
+        place = f"; {ELSEWHERE[path[0]]}" if len(path) == 1 and path[0] in ELSEWHERE else ""
+        return SettingError(path, f"unknown key{place}{_allowed_keys(schema, path, value)}")
     path = _known(schema, loc, value)
     if kind in ("value_error", "assertion_error"):  # a validator's own message
         text = detail["msg"].partition(", ")[2]

@@ -85,7 +85,8 @@ def result_table(run: RunFolder) -> Part:
         blocks.append((f"Round {best['round']} (best by validation){under}", _rows(best, headline)))
     headings = (f"test {headline.heading}", "clients", "mean ± std", "worst", "worst decile", "pooled", "loss")
     tables = (Table(headings, tuple(blocks)), *_all_metrics(last, headline))
-    return Part(tables=tables, text=" ".join([_about_results(headline), *_last_evaluations(run, headline)]))
+    about = (_about_results(headline), *_about_macro(last), *_last_evaluations(run, headline))
+    return Part(tables=tables, text=" ".join(about))
 
 
 def _about_results(headline: Headline) -> str:
@@ -101,6 +102,17 @@ def _about_results(headline: Headline) -> str:
         f"(rounded up). {pooled} The best round has the {headline.superlative} {validated} of seen clients, the "
         "earliest on ties; test data are not used to choose it."
     )
+
+
+def _about_macro(line: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on macro F1, if it is in the table."""
+    if not any("macro_f1" in metrics_of(line[key]) for key in GROUP_TITLES if line[key] is not None):
+        return []
+    return [
+        "Macro F1 of a client: mean over the classes (or labels) that it has or that are predicted for it. One wrong "
+        "prediction of a class that it does not have counts as a class of F1 0, so where clients have few of the "
+        "classes, the mean of macro F1 is far below that of accuracy; the pooled one is not."
+    ]
 
 
 def _all_metrics(line: Mapping[str, Any], headline: Headline) -> tuple[Table, ...]:

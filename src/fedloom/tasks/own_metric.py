@@ -30,13 +30,10 @@ _IN_MEMORY: dict[str, Any] = {}
 def remember_metric(function: Any) -> str:
     """Register a metric for experiments of this process, and return its name.
 
-    It replaces a metric of the same name, since a notebook's cell may run again.
-
-    Raise ExperimentError if the object has no name.
+    It replaces a metric of the same name, since a notebook's cell may run again. Experiments reject a metric that has
+    no name, such as a lambda.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    if not name.isidentifier():
-        raise ExperimentError(f"{KEY}: {name} is not a valid name; define the metric with `def` or `class`", key=KEY)
     _IN_MEMORY[name] = function
     return f"{MEMORY}{name}"
 

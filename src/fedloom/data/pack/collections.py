@@ -90,7 +90,7 @@ def _of_images(
     if len(images) > 1 or request.label not in columns:
         raise DataError(
             f"{where}: it has the columns {listed(columns)}; a column of images and one of labels "
-            f"({request.called('label')}) are needed"
+            f"({request.called('label')}) are needed; images with masks are read from a folder of both, or from arrays"
         )
     given: dict[str, RawInputs] = {}
     classes: Sequence[str] | None = None

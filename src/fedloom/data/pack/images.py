@@ -75,7 +75,7 @@ def _pictures(
         on_progress("reading images", done, len(files))
         try:
             picture = _picture(path, folder, depth, request, known, given)
-            taken.add(*read_picture(path))
+            taken.add(read_picture(path))
         except UnfitImage as unfit:
             name = path.relative_to(folder)  # as shown in errors, which start with the folder
             errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))

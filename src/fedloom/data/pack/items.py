@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 AS_THEY_ARE = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
 """Pillow modes whose channels are kept unchanged, as ``ToTensor`` keeps them."""
 
+STACKED = (
+    "stack the examples: x, y = next(iter(DataLoader(dataset, len(dataset)))); pad graphs to one size, with x a dict "
+    "such as {'nodes': [n, nodes, features], 'edges': [n, nodes, nodes]}"
+)
+"""How to give examples that are objects."""
+
 READ_TWICE = 16
 """Images that are read twice to find random transforms."""
 
@@ -67,21 +73,57 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
     return np.stack(images), np.array(labels), notes
 
 
+def read_dataset(dataset: Any, what: str) -> tuple[Any, Any, tuple[str, ...]]:
+    """Return the inputs of a data set of torch, one tensor or several by name, its targets, and notes.
+
+    Images of Pillow and their labels are read as by :func:`read_items`.
+
+    Raise DataError if an item is not a pair (x, y), or the items do not have the same shape.
+    """
+    from torch import Tensor
+    from torch.utils.data import default_collate
+
+    items = list(_items(dataset, what))
+    wrong = [type(item).__name__ for item in items if not isinstance(item, tuple | list) or len(item) != 2]
+    if wrong or not items:
+        raise DataError(
+            f"{what} has {f'an item of type {wrong[0]}' if wrong else 'no items'}; give pairs (x, y).", hint=STACKED
+        )
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(items[0][0], pillow.Image):
+        return read_items(dataset, what)
+    _check_repeatable(dataset, what)
+    try:
+        x, y = default_collate(items)
+    except (TypeError, RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{what}: its items cannot be stacked ({reason}); pad them to one shape") from error
+    named = isinstance(y, tuple | list) and all(isinstance(label, str) for label in y)
+    if not isinstance(x, Tensor | Mapping) or not (isinstance(y, Tensor) or named):
+        found = " and ".join(type(each).__name__ for each in items[0])
+        raise DataError(f"{what}: an item is a pair of {found}; give a tensor, or a dict of tensors, and its target")
+    return x, y, ()
+
+
 def _check_repeatable(dataset: Any, what: str) -> None:
-    """Raise DataError if an image differs when it is read twice, because of a random transform."""
+    """Raise DataError if an input differs when it is read twice, because of a random transform."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return
     for place in range(min(READ_TWICE, len(dataset))):
         try:
-            one, other = (np.asarray(dataset[place][0]) for _ in range(2))
+            one, other = (_arrays(dataset[place][0]) for _ in range(2))
         except Exception:  # the full read reports the error
             return
-        if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
+        if not all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(one, other, strict=True)):
             raise DataError(
-                f"{what}[{place}]: is a different image each time it is read, and only one would be kept.",
+                f"{what}[{place}]: is a different input each time it is read, and only one would be kept.",
                 hint="leave out its random transforms, and give them as augment=, which changes only training images",
                 key=what,
             )
+
+
+def _arrays(x: Any) -> list[NDArray[Any]]:
+    return [np.asarray(each) for each in (x.values() if isinstance(x, Mapping) else [x])]
 
 
 def _items(dataset: Any, what: str) -> Iterator[Any]:
@@ -164,7 +206,10 @@ def _shaped(values: NDArray[Any], is_tensor: bool, where: str) -> NDArray[Any]:
     if values.ndim == 2:
         values = values[None] if is_tensor else values[:, :, None]
     if values.ndim != 3 or not values.size:
-        raise DataError(f"{where}: is an image of shape {list(values.shape)}; it must have a height and a width")
+        raise DataError(
+            f"{where}: is an image of shape {list(values.shape)}; it must have a height and a width. Give other inputs "
+            "to Federated.from_arrays."
+        )
     first, last = values.shape[0], values.shape[2]
     if is_tensor and first > MOST_CHANNELS >= last:
         raise DataError(

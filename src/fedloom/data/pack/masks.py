@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.words import pluralize
 from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, OnProgress, Request, ValidationErrors, spec_of
-from fedloom.data.pack.pixels import FORMATS, ImageStack, UnfitImage, endings, read_picture
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, OnProgress, Request, ValidationErrors, listed, spec_of
+from fedloom.data.pack.pixels import ImageStack, Picture, UnfitImage, endings, load_picture, read_picture, turned
 from fedloom.data.pack.targets import read_targets
 from fedloom.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 IMAGES, MASKS = "images", "masks"
 """Names of the two folders."""
 
-MODES = ("1", "L", "P", "I", "I;16")
-"""Pillow modes with one number for each pixel."""
+MODES = ("1", "L", "P", "I", "I;16", "I;16B")
+"""Pillow modes with one whole number for each pixel."""
+
+LOSSY = ("JPEG", "MPO", "WEBP", "jpeg", "tiff_jpeg", "webp")
+"""Formats, and compressions within a TIFF file, that change the numbers of pixels."""
+
+APPLY = "apply the orientation to the pixels of both files, and remove the tag"
 
 
 def has_masks(folder: Path, depth: int) -> bool:
@@ -45,18 +56,19 @@ def read_masked(
     stack = ImageStack(None if own is None else own.input_shape, request.resize)
     masks: list[NDArray[np.int64]] = []
     kept: list[tuple[str, ...]] = []
+    palettes, aligned = _Palettes(), Counter[str]()
     for done, (key, (image, mask)) in enumerate(pairs.items()):
         on_progress("reading images and masks", done, len(pairs))
         try:
-            picture, notes = read_picture(image)
-            size = picture.size
-            values = _read_mask(mask, size)
-            stack.add(picture, notes)
+            picture = read_picture(image)
+            values, how = _read_mask(mask, "/".join(key), picture, palettes)
+            stack.add(picture)
         except UnfitImage as unfit:
             errors.add(unfit.fault, f"{'/'.join(key)}: {unfit.detail}")
             continue
         masks.append(_resized(values, stack.size))
         kept.append(key)
+        aligned.update(how)
     errors.refuse()
     if not kept:
         raise DataError(
@@ -70,7 +82,8 @@ def read_masked(
     y, targets, notes = read_targets(
         [np.stack(masks)], "segmentation", specs, where, errors, names=names, outputs=outputs
     )
-    examples = Examples(specs, (), x, y, None, where, notes=(*stack.notes(), *notes), targets=targets)
+    of_masks = (*(f"{pluralize(count, 'mask')} {how}" for how, count in aligned.items()), *palettes.notes())
+    examples = Examples(specs, (), x, y, None, where, notes=(*stack.notes(), *of_masks, *notes), targets=targets)
     if depth and all(name.lower() in SPLIT_NAMES for name in folders_in(folder)):
         examples = replace(examples, split=np.array([SPLIT_NAMES[key[0].lower()] for key in kept], dtype=np.int64))
     owners = tuple(key[depth - 1] for key in kept)
@@ -97,20 +110,73 @@ def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> Mapping[tuple[
     return {key: (images[key], masks[key]) for key in images if key in masks}
 
 
-def _read_mask(path: Path, size: tuple[int, int]) -> NDArray[np.int64]:
-    """Return the numbers of a mask, ``[height, width]``; raise UnfitImage if it is not a mask of this size."""
-    from PIL import Image
+@dataclass
+class _Palettes:
+    """Colours of the numbers in masks with a palette, each with the first mask that has it."""
 
-    try:
-        with Image.open(path, formats=FORMATS) as mask:
-            if mask.mode not in MODES:
-                raise UnfitImage("mask with several channels; a mask has one number for each pixel", mask.mode)
-            if mask.size != size:
-                found = f"{mask.size[1]} x {mask.size[0]}, image {size[1]} x {size[0]}"
-                raise UnfitImage("mask of another size (height x width) than its image", found)
-            return np.asarray(mask).astype(np.int64)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UnfitImage("damaged mask, or not an image", str(error).replace(str(path), path.name)) from error
+    colours: dict[int, tuple[str, str]] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+
+    def add(self, mask: Image, values: NDArray[np.int64], name: str) -> None:
+        """Add a mask; raise UnfitImage if a number that is used has another colour than in a mask before."""
+        if mask.mode != "P":
+            return
+        self.used |= set(np.unique(values).tolist())
+        palette = bytes(mask.getpalette() or ())
+        for number in range(len(palette) // 3):
+            colour = f"#{palette[3 * number : 3 * number + 3].hex()}"
+            other, first = self.colours.setdefault(number, (colour, name))
+            if colour != other and number in self.used:
+                raise UnfitImage(
+                    "palette in which a number has another colour than in another mask; give all masks one palette, "
+                    "or save the numbers of classes as greyscale",
+                    f"{number} is {colour}, and {other} in {first}",
+                )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the colours of the numbers that are used; masks of other clients must have the same."""
+        shown = [f"{number} {self.colours[number][0]}" for number in sorted(self.used) if number in self.colours]
+        return (f"colours in the palette of the masks: {listed(shown, 24)}",) if shown else ()
+
+
+def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Return the numbers of a mask, ``[height, width]``, upright like its image, and a note if their tags differ.
+
+    Raise UnfitImage if it is not a mask of this image.
+    """
+    mask, _, held = load_picture(path, _check_form)
+    fits, note = [mask] if mask.size == image.image.size else [], tuple[str, ...]()
+    if held not in (1, image.orientation):
+        raise UnfitImage(f"mask with another EXIF orientation than its image; {APPLY}", f"{held}, {image.orientation}")
+    if held != image.orientation:
+        with_image = turned(mask, image.orientation)
+        if with_image.size == image.image.size:
+            fits.append(with_image)
+        if len(fits) == 2 and not np.array_equal(np.asarray(mask), np.asarray(with_image)):
+            raise UnfitImage(
+                "image with an EXIF orientation, whose mask has none: was the mask drawn before or after the image was "
+                f"turned? {APPLY}",
+                f"orientation {image.orientation}",
+            )
+        note = ("turned with the image, by its EXIF orientation",) if fits and fits[0] is with_image else ()
+    if not fits:
+        sizes = " x ".join(map(str, mask.size[::-1])), " x ".join(map(str, image.image.size[::-1]))
+        raise UnfitImage("mask of another size (height x width) than its image", f"{sizes[0]}, image {sizes[1]}")
+    values = np.asarray(fits[0]).astype(np.int64)
+    palettes.add(mask, values, name)
+    return values, note
+
+
+def _check_form(mask: Image) -> None:
+    """Reject an image that cannot hold the number of each pixel's class."""
+    if found := [form for form in (mask.format, mask.info.get("compression")) if form in LOSSY]:
+        raise UnfitImage(
+            "mask in a lossy format, which changes the numbers of classes; save the original masks as PNG", found[0]
+        )
+    if mask.mode not in MODES:
+        raise UnfitImage(
+            "mask with several channels or fractions; a mask has one whole number for each pixel, its class", mask.mode
+        )
 
 
 def _resized(values: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,31 +55,49 @@ def endings() -> frozenset[str]:
     return frozenset(end for end, form in Image.registered_extensions().items() if form in (*FORMATS, "MPO"))
 
 
-def read_picture(path: Path) -> tuple[Image, tuple[str, ...]]:
-    """Return the image in a file, upright and of a mode in :data:`GREY` or :data:`COLOUR`; and notes.
+class Picture(NamedTuple):
+    """Upright image, notes on changes to it, and the EXIF orientation that its file has."""
+
+    image: Image
+    notes: tuple[str, ...]
+    orientation: int
+
+
+def read_picture(path: Path) -> Picture:
+    """Return the image in a file, of a mode in :data:`GREY` or :data:`COLOUR`.
 
     Raise UnfitImage if the file cannot be read, or its pixels cannot be kept.
     """
+    image, notes, held = load_picture(path, check_depth)
+    if image.has_transparency_data:
+        image, lowest = _transparency(image)
+        notes += (TRANSPARENT,) if lowest < 255 else ()
+    return Picture(image, (*notes, TURNED) if held != 1 else notes, held)
+
+
+def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
+    """Return the image in a file, of the mode that the file has.
+
+    ``check`` gets the image before its pixels are read, and raises UnfitImage if it does not have the right form.
+
+    Raise UnfitImage if the file cannot be read.
+    """
     from PIL import Image
 
-    with _failures_named(path):
-        with Image.open(path, formats=FORMATS) as opened:
-            width, height = opened.size
-            if width * height > MOST_PIXELS:
-                raise _too_large(f"{height} x {width}")
-            check_depth(opened)
-            notes = [FURTHER] if check_frames(opened) else []
-            # Pillow rotates a TIFF while loading it; the EXIF of a PNG may come after its pixels.
-            before = 1 if opened.format == "PNG" else orientation(opened)
-            opened.load()
-            after = orientation(opened)
-            image = _turned(opened, after)
-            if image.has_transparency_data:
-                image, lowest = _transparency(image)
-                notes += [TRANSPARENT] if lowest < 255 else []
-        if before != 1 or after != 1:
-            notes.append(TURNED)
-        return image, tuple(notes)
+    with _failures_named(path), Image.open(path, formats=FORMATS) as opened:
+        width, height = opened.size
+        if width * height > MOST_PIXELS:
+            raise _too_large(f"{height} x {width}")
+        check(opened)
+        notes = (FURTHER,) if check_frames(opened) else ()
+        # Pillow rotates a TIFF while loading it; the EXIF of a PNG may come after its pixels.
+        before = 1 if opened.format == "PNG" else orientation(opened)
+        opened.filename = (
+            ""  # else Pillow maps the file into memory, with the sides of a TIFF swapped before their time
+        )
+        opened.load()
+        after = orientation(opened)
+        return Picture(turned(opened, after), notes, after if before == 1 else before)
 
 
 def check_depth(image: Image) -> None:
@@ -126,7 +144,7 @@ def orientation(image: Image) -> int:
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
 
 
-def _turned(image: Image, held: int) -> Image:
+def turned(image: Image, held: int) -> Image:
     """Return an image upright; transposing removes the tag that would rotate it again."""
     from PIL.Image import Transpose
 
@@ -189,8 +207,9 @@ class ImageStack:
     _changed: dict[str, int] = field(default_factory=dict)
     _grey: int = 0
 
-    def add(self, image: Image, notes: tuple[str, ...]) -> None:
+    def add(self, picture: Picture) -> None:
         """Add an image, converted to the required mode and size."""
+        image = picture.image
         if self._size is None:
             self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
         size = self._size
@@ -199,7 +218,7 @@ class ImageStack:
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
         grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
         mode = "L" if grey else "RGB"
-        changed = list(notes)
+        changed = list(picture.notes)
         if image.mode != mode:
             changed.append(f"converted from {image.mode} to {mode}")
             image = image.convert(mode)

@@ -116,13 +116,18 @@ def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tupl
     """Return masks whose pixels are classes from 0, or 255 where they have none, and notes.
 
     Black and white masks, which have only 0 and 255, have two classes, and 255 becomes 1. In other masks with at most
-    255 classes, 255 marks pixels without a class. ``outputs`` is the number of classes; None: that of the masks.
+    255 classes, 255 marks pixels without a class. ``outputs`` is the number of classes; None: that of the masks, whose
+    numbers must then show it.
 
-    Raise DataError if no pixel has a class.
+    Raise DataError if no pixel has a class, or the number of classes must be stated.
     """
     ignored = IGNORED["segmentation"]
     marked = masks == ignored
     others = masks[~marked]
+    if marked.any() and others.size and outputs in (None, 2) and not others.any():
+        return np.where(marked, 1, masks), (f"masks of 0 and {ignored}: {ignored} became class 1",)
+    if outputs is None and masks.size:
+        _check_numbers(masks, source)
     if not marked.any() or (outputs or 0) > ignored or (others > ignored).any():
         return masks, ()
     if not others.size:
@@ -130,11 +135,46 @@ def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tupl
             f"{source}: every pixel of the masks is {ignored}, which marks pixels without a class; give pixels the "
             "numbers of their classes, from 0"
         )
-    if outputs in (None, 2) and not others.any():
-        return np.where(marked, 1, masks), (f"masks of 0 and {ignored}: {ignored} became class 1",)
     return masks, (
         f"{int(marked.sum()):,} pixels are {ignored}, which marks pixels without a class: they are left out",
     )
+
+
+def _check_numbers(masks: NDArray[Any], source: str) -> None:
+    """Reject masks whose numbers do not show how many classes there are.
+
+    Most numbers below the greatest must be used. 255, if it is the greatest, marks pixels without a class if the others
+    are consecutive from 0.
+    """
+    with np.errstate(invalid="ignore"):
+        if not (np.isfinite(masks) & (masks >= 0) & (masks == np.floor(masks))).all():
+            return  # reported with their places
+    ignored, found = IGNORED["segmentation"], _distinct(masks)
+    used, most, shown = len(found), found[-1], listed([f"{number}" for number in found])
+    advice = "number the classes from 0 in the masks, or set outputs to the number of classes"
+    if most == ignored and used > 1 and (found[-2] != used - 2 or used > ignored):
+        raise DataError(
+            f"{source}: the masks have the numbers {shown}, and {ignored} may be a class, or mark pixels without one.",
+            hint=f"{advice} ({ignored} is a class if there are {ignored + 1} or more)",
+            key="outputs",
+        )
+    if most != ignored and 2 * used < most + 1:
+        raise DataError(
+            f"{source}: the masks have only {used:,} of the numbers from 0 to {most:,} ({shown}), so that most classes "
+            "would have no pixel.",
+            hint=f"{advice}, {most + 1} or more",
+            key="outputs",
+        )
+
+
+def _distinct(numbers: NDArray[Any]) -> list[int]:
+    """Return the different numbers, in order; they are whole and not negative."""
+    most = int(numbers.max())
+    if most > np.iinfo(np.uint16).max:
+        return [int(number) for number in np.unique(numbers)]
+    present = np.zeros(most + 1, dtype=np.bool_)
+    present[numbers.astype(np.int64)] = True
+    return np.flatnonzero(present).tolist()
 
 
 def tokens_to_predict(x: Mapping[str, NDArray[Any]], y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
@@ -195,7 +235,10 @@ def _most(
     if task == "next_token" and outputs is None and FEW_LABELS * found > vocabulary:
         found = max(found, vocabulary)
     if outputs is not None and outputs < found:
-        raise DataError(f"{source}: outputs is {outputs}, but the data have {found}; set it to {found} or more")
+        renumber = "number the classes from 0, or " if task == "segmentation" else ""
+        raise DataError(
+            f"{source}: outputs is {outputs}, but the data have {found}; {renumber}set it to {found} or more"
+        )
     known = max(found, outputs or 1)
     return known - 1, known
 
