@@ -44,7 +44,14 @@ from fedloom.cli.characters import write_anything
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.processes import listen_to_parent, tell_failure
 from fedloom.core.words import printable
-from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
+from fedloom.errors import (
+    STORAGE_FAILURES,
+    FedloomError,
+    InterruptedRun,
+    arguments_as_options,
+    as_storage_error,
+    without_secrets,
+)
 
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
@@ -160,13 +167,9 @@ def main() -> NoReturn:
     except _Terminated:
         _fail(InterruptedRun("stopped on request"))
     except OSError as error:
-        if error.errno not in STORAGE_FAILURES:
-            tell_failure(error)
-            raise
-        _fail(as_storage_error(error))
+        _fail(as_storage_error(error)) if error.errno in STORAGE_FAILURES else _fail_as_bug(error)
     except Exception as error:
-        tell_failure(error)
-        raise
+        _fail_as_bug(error)
     raise AssertionError("typer's app always exits")
 
 
@@ -188,9 +191,19 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def _fail(error: FedloomError) -> NoReturn:
     tell_failure(error)
     if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
-        traceback.print_exception(error)
+        _show_traceback(error)
     if structured():
         logging.getLogger("fedloom").error("%s", error, extra={"data": {"exit_code": int(error.exit_code)}})
     else:
         typer.echo(f"error: {printable(str(error), keep=KEPT)}", err=True)
     sys.exit(error.exit_code)
+
+
+def _fail_as_bug(error: Exception) -> NoReturn:
+    tell_failure(error)
+    _show_traceback(error)
+    sys.exit(1)
+
+
+def _show_traceback(error: Exception) -> None:
+    typer.echo(without_secrets("".join(traceback.format_exception(error))), err=True, nl=False)

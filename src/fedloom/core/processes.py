@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import FedloomError, from_json
+from fedloom.errors import FedloomError, from_json, without_secrets
 
 TELL_PARENT = "FEDLOOM_TELL_PARENT"
 """Environment variable of a child: the file for its reports to the parent."""
@@ -133,7 +133,7 @@ def ends_with_parent() -> bool:
 
 def tell_notice(text: str) -> None:
     """Report a line for the user to the parent, if it collects reports."""
-    _report({"notice": text})
+    _report({"notice": without_secrets(text)})
 
 
 def tell_failure(error: BaseException) -> None:
@@ -141,7 +141,7 @@ def tell_failure(error: BaseException) -> None:
     if isinstance(error, FedloomError):
         _report({"failure": error.as_json()})
     else:
-        _report({"bug": "".join(traceback.format_exception(error))})
+        _report({"bug": without_secrets("".join(traceback.format_exception(error)))})
 
 
 def _report(line: Mapping[str, Any]) -> None:
