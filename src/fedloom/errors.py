@@ -138,7 +138,7 @@ class FedloomError(Exception):
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object for :func:`from_json` in another process; values JSON cannot hold become text."""
         return {
-            "class": type(self).__name__,
+            "class": FAILURES[self.exit_code].__name__,  # the public class; the other process may not know a subclass
             "message": super().__str__(),
             "hint": self._hint,
             "key": self.key,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,6 +113,8 @@ class ChildReport:
         """Describe how a child that reported no failure ended, with the last line of its standard error."""
         if self.bug is not None:
             return f"failed because of a bug:\n{self.bug.rstrip()}"
+        if code == -signal.SIGKILL:
+            return f"was killed by signal {-code}, probably because the machine or the pod ran out of memory"
         if code < 0:
             return f"was killed by signal {-code}"
         last = next((line for line in reversed(output.splitlines()) if line.strip()), "it left no message")
