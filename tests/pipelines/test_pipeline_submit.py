@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from facts import tells
 from fake_cluster import FakeCluster
 from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
+from port_forward import PortForward
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
 from s3_support import S3Server
 from typer.testing import CliRunner, Result
@@ -36,6 +39,7 @@ from fedloom.errors import (
     WorkerLostError,
     from_json,
 )
+from fedloom.kubeflow import api as api_module
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow
 from fedloom.kubeflow.authentication import api_credential
@@ -296,6 +300,29 @@ def test_a_failed_submission_leaves_nothing_behind(
     api.faults = []
     assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 1)
+
+
+def test_a_port_forward_that_restarts_ends_no_submission(
+    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwarded = PortForward(("127.0.0.1", int(api.host.rpartition(":")[2])))
+    listed = api.hears("GET /experiments")
+
+    def restart() -> None:
+        assert listed.wait(WAIT_S)
+        forwarded.stop()
+        time.sleep(6)
+        forwarded.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    result = fedloom("--kubeflow", f"http://127.0.0.1:{forwarded.port}")
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert api.counts() == (1, 1, 1, 1)
+    forwarded.stop()
+    monkeypatch.setattr(api_module, "OUTAGE_S", 0.5)
+    failed(fedloom("--kubeflow", f"http://127.0.0.1:{forwarded.port}"), StorageError)
 
 
 def test_existing_objects_are_kept(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
