@@ -282,9 +282,13 @@ class Kubeflow:
         """Delete a run."""
         self._ask(f"delete the run {run}", self._runs.run_service_delete_run, run)
 
-    def link(self, run: str, *, page: str = "runs") -> str:
+    def page(self, identity: str, *, kind: str = "runs") -> str | None:
+        """Return the URL of the page of a run or another object; None if this host serves no user interface."""
+        return f"{self.host}/#/{kind}/details/{identity}" if self._has_interface else None
+
+    def link(self, run: str) -> str:
         """Return the URL of a run's page, or a description with its id if this host serves no user interface."""
-        return f"{self.host}/#/{page}/details/{run}" if self._has_interface else f"run {run} in the user interface"
+        return self.page(run) or f"run {run} in the user interface"
 
     @cached_property
     def _has_interface(self) -> bool:

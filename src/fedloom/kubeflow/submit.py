@@ -89,10 +89,10 @@ class Uploaded(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Started run, or created schedule: its id, the URL of its page, and the id of its pipeline."""
+    """Started run, or created schedule: its id, the URL of its page if there is one, and the id of its pipeline."""
 
     run: str
-    link: str
+    page: str | None
     pipeline: str
 
 
@@ -127,7 +127,7 @@ def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
             made.pop_all()
     except KeyboardInterrupt as error:
         raise InterruptedRun("interrupted before the run was started; everything created was removed") from error
-    return Started(run, kubeflow.link(run), found.pipeline)
+    return Started(run, kubeflow.page(run), found.pipeline)
 
 
 def submission_mark() -> str:
@@ -308,23 +308,23 @@ class _Progress:
             self._say(f"{task}: a pod has not started for {PENDING_S:g} s: {why} ({where})")
 
 
-def stop_run(kubeflow: Kubeflow, run: str) -> bool:
-    """Stop a run; return False if it has already ended or is being stopped.
+def stop_run(kubeflow: Kubeflow, run: str) -> str | None:
+    """Stop a run; return its state if it has already ended or is being stopped, else None.
 
     Raises
     ------
     FedloomError
         If there is no such run, or Kubeflow rejects the request or fails.
     """
-    if kubeflow.run(run).state in (*ENDS, *STOPPED):
-        return False
+    if (state := str(kubeflow.run(run).state)) in (*ENDS, *STOPPED):
+        return state
     try:
         kubeflow.terminate(run)
     except ExperimentError:  # it ended meanwhile
-        if kubeflow.run(run).state not in (*ENDS, *STOPPED):
+        if (state := str(kubeflow.run(run).state)) not in (*ENDS, *STOPPED):
             raise
-        return False
-    return True
+        return state
+    return None
 
 
 @contextmanager
