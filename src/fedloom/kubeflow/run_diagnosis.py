@@ -144,7 +144,7 @@ def failure_of(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomE
     records = list(_records(partial(kubeflow.log, run), pods)) or list(_records(_log_of_pod(namespace), pods))
     # A task that succeeded when it was retried also has records of failures.
     last = [record for record in records if "SUCCEEDED" not in ends.get(_task_of(record), ())]
-    first = (last or records or [None])[0]
+    first = next(iter(last or records), None)
     early = [pod for pod in workflow_pods(namespace, run, ENDED_EARLY) or () if pod.message]
     for pod in early:
         killed = pod.task in failed and pod.message.startswith(OUT_OF_MEMORY)
