@@ -81,6 +81,14 @@ def test_settings_refuse_a_password_without_showing_it(use: Callable[[str], obje
     assert "ter2" not in str(refused.value)
 
 
+def test_a_bug_in_a_task_of_a_pipeline_shows_no_password() -> None:
+    code = f"from fedloom.kubeflow.steps import step\ndef task(): raise ValueError('{SECRET}')\nstep(task)()"
+    done = subprocess.run(python("-c", code), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "ValueError: http://127.0.0.1:9" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--verbose"], ["--log-format", "json"]])
 def test_the_traceback_of_a_users_own_code_shows_no_password(tmp_path: Path, more: list[str]) -> None:

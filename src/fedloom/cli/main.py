@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from typing import Annotated, Literal, NoReturn
 
 import typer
@@ -42,16 +41,9 @@ from fedloom.cli import (
 )
 from fedloom.cli.characters import write_anything
 from fedloom.core.logs import JsonLines, structured
-from fedloom.core.processes import listen_to_parent, tell_failure
+from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import printable
-from fedloom.errors import (
-    STORAGE_FAILURES,
-    FedloomError,
-    InterruptedRun,
-    arguments_as_options,
-    as_storage_error,
-    without_secrets,
-)
+from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
 
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
@@ -191,7 +183,7 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def _fail(error: FedloomError) -> NoReturn:
     tell_failure(error)
     if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
-        _show_traceback(error)
+        show_traceback(error)
     if structured():
         logging.getLogger("fedloom").error("%s", error, extra={"data": {"exit_code": int(error.exit_code)}})
     else:
@@ -201,9 +193,5 @@ def _fail(error: FedloomError) -> NoReturn:
 
 def _fail_as_bug(error: Exception) -> NoReturn:
     tell_failure(error)
-    _show_traceback(error)
+    show_traceback(error)
     sys.exit(1)
-
-
-def _show_traceback(error: Exception) -> None:
-    typer.echo(without_secrets("".join(traceback.format_exception(error))), err=True, nl=False)

@@ -144,7 +144,16 @@ def tell_failure(error: BaseException) -> None:
     if isinstance(error, FedloomError):
         _report({"failure": error.as_json()})
     else:
-        _report({"bug": without_secrets("".join(traceback.format_exception(error)))})
+        _report({"bug": _traceback(error)})
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print an exception with its traceback to standard error, without user information in URLs."""
+    sys.stderr.write(_traceback(error))
+
+
+def _traceback(error: BaseException) -> str:
+    return without_secrets("".join(traceback.format_exception(error)))
 
 
 def _report(line: Mapping[str, Any]) -> None:
