@@ -46,6 +46,18 @@ IN_PYTHON: Mapping[str, str] = {"no_report": "report=False", "resume": "resume=T
 
 _as_options = False
 
+USER_INFORMATION = re.compile(r"""(?<=://)([^\s"'<>/?#]*|[^\s"'<>/?#@:\[]*:(?!\d*[/?#])[^\s"'<>]*)@""")
+"""User information of a URL; the second form is a password with a character that should have been percent-encoded."""
+
+
+def without_secrets(text: str) -> str:
+    """Return a text whose URLs have no user information, such as ``user:password@``.
+
+    Text that others wrote, such as the message of a library's exception, goes through it before it is shown, logged or
+    published.
+    """
+    return USER_INFORMATION.sub("", text)
+
 
 class ExitCode(IntEnum):
     """Exit code of a FedLoom process. Kubernetes never retries 2, 3, 4 and 8."""
@@ -69,7 +81,8 @@ class FedloomError(Exception):
     Parameters
     ----------
     message
-        A sentence that says what is wrong. It names arguments through :func:`argument`.
+        A sentence that says what is wrong. It names arguments through :func:`argument`. User information in URLs is
+        removed (:func:`without_secrets`), here and in ``hint`` and ``found``.
     hint
         The command or change that fixes the error.
     key
@@ -89,10 +102,10 @@ class FedloomError(Exception):
         found: Any = None,
         allowed: Sequence[Any] | None = None,
     ) -> None:
-        super().__init__(message)
-        self._hint = hint
+        super().__init__(without_secrets(message))
+        self._hint = None if hint is None else without_secrets(hint)
         self.key = key
-        self.found = found
+        self.found = without_secrets(found) if isinstance(found, str) else found
         self.allowed = allowed
         self._as_options = _as_options  # spelled for the front end whose call raised it
 
@@ -125,7 +138,7 @@ class FedloomError(Exception):
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object for :func:`from_json` in another process; values JSON cannot hold become text."""
         return {
-            "class": type(self).__name__,
+            "class": FAILURES[self.exit_code].__name__,  # the public class; the other process may not know a subclass
             "message": super().__str__(),
             "hint": self._hint,
             "key": self.key,
@@ -259,7 +272,7 @@ def _spelled(text: str, *, as_options: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value if value is None or isinstance(value, bool | int | float) else without_secrets(str(value))
 
 
 STORAGE_FAILURES = {

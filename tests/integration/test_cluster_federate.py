@@ -40,6 +40,7 @@ from fedloom.errors import (
     QuorumError,
     RefusedError,
     StorageError,
+    WorkerLostError,
 )
 from fedloom.experiment import Experiment
 from fedloom.runner import assemble
@@ -554,6 +555,29 @@ def test_stopping_a_local_run_stops_its_process(here: Place) -> None:
     while any(alive(pid) for pid in began):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "facts"),
+    [
+        (signal.SIGKILL, QuorumError, ("memory", "tasks.federate.limits.memory", "runtime.workers")),
+        (signal.SIGTERM, InterruptedRun, ()),
+        (signal.SIGSEGV, WorkerLostError, ("signal 11",)),
+    ],
+)
+def test_how_a_local_run_was_ended(here: Place, number: int, kind: type[FedloomError], facts: tuple[str, ...]) -> None:
+    """Only a person or the system asks a run to stop; the kernel kills one that takes too much memory."""
+
+    def end() -> None:
+        until(lambda: any(_is_run(pid) for pid in children(os.getpid())), "a run")
+        for pid in children(os.getpid()):
+            if _is_run(pid):
+                os.kill(pid, number)
+
+    threading.Thread(target=end).start()
+    with pytest.raises(kind) as error:
+        locally(here)
+    assert tells(str(error.value), *facts)
 
 
 def test_a_local_run_ends_after_its_launcher_is_killed(here: Place) -> None:

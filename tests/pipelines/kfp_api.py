@@ -26,7 +26,9 @@ those of kubeflow/pipelines, and of argoproj/argo-workflows where they begin wit
 - What a task printed is at ``/apis/v1alpha1/runs/RUN/nodes/POD/log``, from the container ``main`` or, once the pod is
   gone, from Argo's archive, where it is the artifact ``main-logs``
   (``backend/src/apiserver/resource/resource_manager.go``, ``ReadLog``; ``archive/log.go``). Where there is neither, the
-  status is 200 all the same, and the text tells of an error (``backend/src/apiserver/server/run_log_server.go``). The
+  status is 200 all the same, and the text tells of an error (``backend/src/apiserver/server/run_log_server.go``). An
+  installation for one user looks for the pod in a namespace without a name, and so has only the archive
+  (``resource_manager.go``, ``getNamespaceFromRunId``, ``readRunLogFromPod``). The
   launcher publishes the same text as the artifact ``executor-logs-N`` of attempt N
   (``backend/src/v2/component/launcher_v2.go``, ``qualifyExecutorLogsURI``).
 - A run that is stopped is CANCELING, then FAILED; one that has ended cannot be stopped
@@ -105,6 +107,8 @@ class KubeflowApi:
     script
         Successive views of a run: state, and the author's tasks as (name, state, printed); the last view stays. A name
         that ends in ``(N)`` is an attempt after the first.
+    archives
+        Whether Argo archives the logs of pods.
     interface
         Whether the address also serves the user interface, as a cluster's gateway does.
     """
@@ -114,6 +118,7 @@ class KubeflowApi:
     tokens: dict[str, int] = field(default_factory=dict)
     gateway: Gateway | None = None
     login_page: bool = False
+    archives: bool = True
     interface: bool = True
     pipelines: dict[str, Json] = field(default_factory=dict)
     versions: dict[str, Json] = field(default_factory=dict)
@@ -304,7 +309,7 @@ class KubeflowApi:
     def log(self, run: str, pod: str) -> bytes:
         """Return the output of a pod."""
         self.found(self.runs, run, "run")
-        if pod not in self.logs:
+        if pod not in self.logs or not (self.archives or self.namespaces):
             return json.dumps({"error_message": f"Failed to read logs from pod {pod}"}).encode()
         return self.logs[pod].encode()
 

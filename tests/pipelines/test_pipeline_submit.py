@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,13 @@ from facts import tells
 from fake_cluster import FakeCluster
 from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
+from port_forward import PortForward
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
 from s3_support import S3Server
 from typer.testing import CliRunner, Result
 
 from fedloom.cli.main import app
+from fedloom.cluster.api import Api, Unreachable
 from fedloom.errors import (
     ExperimentError,
     FedloomError,
@@ -32,8 +36,10 @@ from fedloom.errors import (
     QuorumError,
     RefusedError,
     StorageError,
+    WorkerLostError,
     from_json,
 )
+from fedloom.kubeflow import api as api_module
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow
 from fedloom.kubeflow.authentication import api_credential
@@ -296,6 +302,29 @@ def test_a_failed_submission_leaves_nothing_behind(
     assert api.counts() == (1, 1, 1, 1)
 
 
+def test_a_port_forward_that_restarts_ends_no_submission(
+    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwarded = PortForward(("127.0.0.1", int(api.host.rpartition(":")[2])))
+    listed = api.hears("GET /experiments")
+
+    def restart() -> None:
+        assert listed.wait(WAIT_S)
+        forwarded.stop()
+        time.sleep(6)
+        forwarded.start()
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    result = fedloom("--kubeflow", f"http://127.0.0.1:{forwarded.port}")
+    thread.join()
+    assert result.exit_code == 0, result.output
+    assert api.counts() == (1, 1, 1, 1)
+    forwarded.stop()
+    monkeypatch.setattr(api_module, "OUTAGE_S", 0.5)
+    failed(fedloom("--kubeflow", f"http://127.0.0.1:{forwarded.port}"), StorageError)
+
+
 def test_existing_objects_are_kept(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     assert fedloom("--kubeflow", api.host).exit_code == 0
     api.faults = [Fault("POST /runs", status=500)]
@@ -455,54 +484,181 @@ def test_a_pod_that_does_not_start_is_reported_once(
     monkeypatch.setattr(submitting, "PENDING_S", 0.0)
     api.script = [("RUNNING", [("plan", "PENDING", "")])] * 4 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
     output = fedloom("--kubeflow", api.host, "--wait").output
-    assert output.count(f"kubectl describe workflows,pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}") == 1
+    where = f"kubectl describe workflows,pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}"
+    assert [line for line in output.splitlines() if where in line and line.startswith("plan: ")] == [
+        line for line in output.splitlines() if "kubectl" in line
+    ]
+    assert output.count(where) == 1
+
+
+LISTING = {"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}
+READING = {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch, api: KubeflowApi) -> Iterator[Callable[..., FakeCluster]]:
+    """Return a function that gives a run its Workflow, and the user rights to list Workflows and read logs."""
+    with FakeCluster(images={"component:1": []}, namespace="kubeflow") as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([LISTING, READING])))
+        create = api.create_run
+
+        def watch(**tasks: tuple[tuple[str, str], tuple[str, str]]) -> FakeCluster:
+            def started(self: KubeflowApi, query: Any, body: Any) -> Any:
+                made = create(query, body)
+                cluster.add_workflow(kfp_api.WORKFLOW, {"pipeline/runid": made["run_id"]}, argo_nodes(tasks))
+                return made
+
+            monkeypatch.setattr(kfp_api, "ROUTES", [
+                ("POST", "/runs", started) if route[:2] == ("POST", "/runs") else route for route in kfp_api.ROUTES
+            ])  # fmt: skip
+            return cluster
+
+        yield watch
+
+
+def argo_nodes(tasks: Mapping[str, tuple[tuple[str, str], tuple[str, str]]]) -> dict[str, dict[str, Any]]:
+    """Return the nodes of a Workflow, given phase and message of the driver and the executor of each task.
+
+    A node's boundary is the group that it is in, an attempt's that of all attempts (argo-workflows,
+    ``workflow/controller/operator.go``, ``initializeNode``; ``dag.go``, ``executeDAGTask``).
+    """
+    nodes: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, kind: str, boundary: str, phase: str = "Running", message: str = "") -> str:
+        identity = f"{kfp_api.WORKFLOW}-{len(nodes) + 1}"
+        about = {"id": identity, "displayName": name, "type": kind, "phase": phase, "boundaryID": boundary}
+        nodes[identity] = about | {"startedAt": f"2026-01-01T00:00:{len(nodes):02}Z"} | (
+            {"message": message} if message else {}
+        )  # fmt: skip
+        return identity
+
+    def attempt(name: str, kind: str, boundary: str, phase: str = "Running", message: str = "") -> str:
+        add(name, "Retry", boundary, phase, message)
+        return add(f"{name}(0)", kind, boundary, phase, message)
+
+    root = attempt("root", "DAG", add(kfp_api.WORKFLOW, "DAG", ""))
+    for name, (driver, executor) in tasks.items():
+        attempt(f"{name}-driver", "Pod", root, *driver)
+        attempt("executor", "Pod", attempt(name, "DAG", root), *executor)
+    return nodes
+
+
+DONE, WAITING = ("Succeeded", "done"), ("Omitted", "")
 
 
 @pytest.mark.cluster
-def test_the_workflow_explains_why_pods_did_not_start_or_were_not_created(
-    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+def test_the_workflow_tells_why_each_pod_does_not_start_and_which_task_it_belongs_to(
+    api: KubeflowApi,
+    fedloom: Callable[..., Result],
+    watched: Callable[..., FakeCluster],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Use nodes as Argo writes them (workflow_types.go), for users who may list Workflows."""
     monkeypatch.setattr(submitting, "PENDING_S", 0.0)
+    failed_before = ("Failed", "Error (exit code 1)")
+    watched(
+        plan=(DONE, failed_before),
+        fetch=(DONE, ("Pending", "ImagePullBackOff: no such image")),
+        grid=(DONE, ("Pending", "Unschedulable: 0/2 nodes are available")),
+    )
+    tasks = [("plan", "SUCCEEDED", ""), ("fetch", "PENDING", ""), ("grid", "PENDING", "")]
+    api.script = [("RUNNING", tasks)] * 4 + [("SUCCEEDED", [])]
+    lines = [line for line in fedloom("--kubeflow", api.host, "--wait").output.splitlines() if "not started" in line]
+    assert len(lines) == 2
+    assert tells(lines[0], "fetch: ", "ImagePullBackOff: no such image")
+    assert tells(lines[1], "grid: ", "Unschedulable: 0/2 nodes are available")
+
+
+@pytest.mark.cluster
+def test_a_chain_of_healthy_drivers_is_not_reported_and_a_pod_that_is_stuck_after_it_is(
+    api: KubeflowApi,
+    fedloom: Callable[..., Result],
+    watched: Callable[..., FakeCluster],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pod of some task is pending all the time, but no single one for long, except the last."""
+    monkeypatch.setattr(submitting, "PENDING_S", 0.15)
+    watched(last=(DONE, ("Pending", "ImagePullBackOff: no such image")))
+    names = [f"task-{i}" for i in range(20)]
+    api.script = [
+        ("RUNNING", [*((n, "SUCCEEDED", "") for n in names[:i]), (names[i], "PENDING", "")]) for i in range(20)
+    ]
+    done = [(name, "SUCCEEDED", "") for name in names]
+    api.script += [("RUNNING", [*done, ("last", "PENDING", "")])] * 30 + [("SUCCEEDED", done)]
+    lines = [line for line in fedloom("--kubeflow", api.host, "--wait").output.splitlines() if "not started" in line]
+    assert len(lines) == 1
+    assert tells(lines[0], "last: ", "ImagePullBackOff: no such image")
+
+
+@pytest.mark.cluster
+def test_the_workflow_explains_why_pods_were_not_created(
+    api: KubeflowApi, fedloom: Callable[..., Result], watched: Callable[..., FakeCluster], monkeypatch: Any
+) -> None:
     account = 'pods "x" is forbidden: error looking up service account kubeflow/pipeline-runner: not found'
-    nodes = {
-        "w-1": {"type": "Pod", "phase": "Pending", "displayName": "plan-driver(0)", "message": "ImagePullBackOff: no"},
-        "w-2": {"type": "Retry", "phase": "Error", "displayName": "plan", "message": "of its attempt"},
-        "w-3": {"type": "Pod", "phase": "Error", "displayName": "executor(0)", "message": account},
-        "w-4": {"type": "Pod", "phase": "Succeeded", "displayName": "executor(0)", "message": "done"},
-        "w-5": {"type": "Pod", "phase": "Failed", "displayName": "executor(1)", "message": "OOMKilled (exit code 137)"},
-    }
-    rights = [{"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}]
-    pending = [("RUNNING", [("plan", "PENDING", "")])] * 3
-    api.script = [*pending, ("FAILED", [("plan", "FAILED", ""), ("fetch", submitting.OMITTED, "")])]
-    with FakeCluster(images={}, namespace="kubeflow") as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for(rights)))
-        create = api.create_run
+    cluster = watched(plan=(("Error", account), WAITING), fetch=(DONE, ("Failed", "Error (exit code 1)")))
+    api.script = [("FAILED", [("plan", "FAILED", ""), ("grid", submitting.OMITTED, "")])]
+    result = fedloom("--kubeflow", api.host, "--wait")
+    assert tells(failed(result, QuorumError), f"plan: {account}", "fetch: Error (exit code 1)")
+    assert "grid" not in result.output
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([])))
+    again = CliRunner().invoke(app, ["pipeline", "wait", *api.runs, "--kubeflow", api.host])
+    assert account not in failed(again, QuorumError)
 
-        def started(self: KubeflowApi, query: Any, body: Any) -> Any:
-            made = create(query, body)
-            cluster.add_workflow("w", {"pipeline/runid": made["run_id"]}, nodes)
-            return made
 
-        monkeypatch.setattr(kfp_api, "ROUTES", [
-            ("POST", "/runs", started) if route[:2] == ("POST", "/runs") else route for route in kfp_api.ROUTES
-        ])  # fmt: skip
-        result = fedloom("--kubeflow", api.host, "--wait")
-        message = failed(result, QuorumError)
-        for text in (result.output, message):
-            assert tells(text, "plan-driver(0): ImagePullBackOff: no", account, "OOMKilled (exit code 137)")
-            assert not tells(text, "of its attempt")
-        assert "fetch" not in result.output
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([])))
-        again = CliRunner().invoke(app, ["pipeline", "wait", *api.runs, "--kubeflow", api.host])
-        assert "OOMKilled" not in failed(again, QuorumError)
+@pytest.mark.cluster
+@pytest.mark.parametrize("printed", [None, InterruptedRun, WorkerLostError])
+def test_a_lack_of_memory_is_told_with_the_setting_to_raise(
+    api: KubeflowApi,
+    fedloom: Callable[..., Result],
+    watched: Callable[..., FakeCluster],
+    printed: type[FedloomError] | None,
+) -> None:
+    """What a task records after the kernel has killed one of its processes is only a consequence."""
+    watched(federate=(DONE, ("Failed", "OOMKilled (exit code 137)")))
+    record = "" if printed is None else recorded(printed("federate: a process was killed by signal 9"))
+    api.script = [("FAILED", [("federate", "FAILED", record)])]
+    message = failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
+    assert tells(message, "federate", "OOMKilled", "tasks.federate.limits.memory", "--pods")
+
+
+@pytest.mark.cluster
+def test_another_reason_of_the_task_is_kept_if_an_earlier_attempt_lacked_memory(
+    api: KubeflowApi, fedloom: Callable[..., Result], watched: Callable[..., FakeCluster]
+) -> None:
+    watched(federate=(DONE, ("Failed", "OOMKilled (exit code 137)")))
+    api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("federate: not admitted")))])]
+    assert "not admitted" in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
+
+
+@pytest.mark.cluster
+def test_the_record_of_a_failure_is_read_from_the_pod_if_argo_archives_no_logs(
+    api: KubeflowApi, fedloom: Callable[..., Result], watched: Callable[..., FakeCluster], monkeypatch: Any
+) -> None:
+    """A Kubeflow for one user then reads no log at all. The error is one that only the task's process knows."""
+    cluster = watched(federate=(DONE, ("Failed", "Error (exit code 1)")))
+    api.archives = False
+    record = recorded(Unreachable("federate: the API does not answer", hint="look"))
+    api.script = [("FAILED", [("federate", "FAILED", record)])]
+    assert "without a recorded reason" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
+    name = next(pod for pod, printed in api.logs.items() if printed)
+    command = ["sh", "-c", f"echo '{record}'; exit 1"]
+    containers = [{"name": "main", "image": "component:1", "command": command}]
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}}
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    Api("kubeflow").create({**pod, "spec": {"restartPolicy": "Never", "containers": containers}})
+    until(lambda: cluster.pods()[0]["status"]["phase"] == "Failed", "the pod ends")
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([LISTING, READING])))
+    again = CliRunner().invoke(app, ["pipeline", "wait", *api.runs, "--kubeflow", api.host])
+    assert "the API does not answer" in failed(again, WorkerLostError)
 
 
 def test_an_address_without_a_user_interface_gets_no_link(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.interface = False
     output = fedloom("--kubeflow", api.host).output
     assert "#/runs/details" not in output
-    assert next(iter(api.runs)) in output
+    assert output.count(next(iter(api.runs))) == 1
+    output = fedloom("--kubeflow", api.host, "--every", "6h").output
+    assert "run" not in next(line for line in output.splitlines() if next(iter(api.recurring)) in line)
+    assert output.count(next(iter(api.recurring))) == 1
 
 
 def test_other_services_are_recognized(fedloom: Callable[..., Result], s3_server: S3Server) -> None:
@@ -544,6 +700,9 @@ def test_waiting_for_and_stopping_a_run_by_id(api: KubeflowApi, fedloom: Callabl
     (run,) = api.runs
     assert CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host]).exit_code == 0
     assert api.runs[run]["state"] == "CANCELING"
+    again = CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host])
+    assert (again.exit_code, tells(again.output, "being stopped", run)) == (0, True)
+    api.runs[run]["state"] = "CANCELING"
     result = CliRunner().invoke(app, ["pipeline", "wait", run, "--kubeflow", api.host])
     assert "was stopped" in failed(result, InterruptedRun)
     again = CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host])

@@ -8,11 +8,22 @@ import re
 from pathlib import Path
 
 import pytest
+from facts import tells
 
 from fedloom import errors
+from fedloom.cluster.api import Unreachable
 from fedloom.core.digests import RESTORE
 from fedloom.core.processes import TELL_PARENT, ChildReport, listen_to_parent, tell_failure, tell_notice
-from fedloom.errors import FAILURES, ExperimentError, FedloomError, argument, arguments_as_options, from_json, spelled
+from fedloom.errors import (
+    FAILURES,
+    ExperimentError,
+    FedloomError,
+    WorkerLostError,
+    argument,
+    arguments_as_options,
+    from_json,
+    spelled,
+)
 from fedloom.runs.listing import RESUME
 
 SOURCE = Path(errors.__file__).parent
@@ -72,7 +83,16 @@ def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pyt
     assert reported.bug is not None
     assert reported.bug.endswith("ValueError: a bug\n")
     assert reported.ended(1) == f"failed because of a bug:\n{reported.bug.rstrip()}"
-    assert ChildReport(tmp_path / "none").ended(-9) == "was killed by signal 9"
+    assert tells(ChildReport(tmp_path / "none").ended(-9), "killed by signal 9", "memory")
+    assert ChildReport(tmp_path / "none").ended(-11) == "was killed by signal 11"
+
+
+def test_an_error_of_a_class_that_only_its_process_knows_is_passed_on(tmp_path: Path) -> None:
+    file = tmp_path / "reports.jsonl"
+    file.write_text(json.dumps({"failure": Unreachable("no answer", hint="look").as_json()}) + "\n")
+    found = ChildReport(file).failure
+    assert isinstance(found, WorkerLostError)
+    assert str(found) == "no answer\n  look"
 
 
 def options_in_errors(path: Path) -> list[int]:

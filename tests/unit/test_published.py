@@ -483,6 +483,21 @@ def test_logs_are_copied_for_any_outcome_of_the_run(store: Store, tmp_path: Path
     assert [entry.name for entry in store.entries()] == ["logs/aggregator.jsonl"]
 
 
+def test_the_log_of_a_killed_aggregator_is_continued_elsewhere_and_a_longer_one_is_kept(
+    store: Store, tmp_path: Path
+) -> None:
+    """Its machine may be gone with its folder; if it is not, its log has lines that were not yet published."""
+    folder = run_folder(tmp_path / "a", 1)
+    folder.append("logs/aggregator.jsonl", {"message": "first"})
+    aggregator(tmp_path / "a", store, "a").publish(1)
+    folder.append("logs/aggregator.jsonl", {"message": "killed"})
+    for name, lines in (("b", ["first"]), ("a", ["first", "killed"])):
+        assert aggregator(tmp_path / name, store, "b").restore()
+        resumed = RunFolder(tmp_path / name)
+        resumed.append("logs/aggregator.jsonl", {"message": "second"})
+        assert [line["message"] for line in resumed.objects("logs/aggregator.jsonl")] == [*lines, "second"]
+
+
 # --- with the round loop ----------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,16 @@ class BreaksAtOnce(Breaks):
         raise RuntimeError("nobody at home")
 
 
+class Unreachable(Breaks):
+    """Tracker whose library quotes the address of its server, as MLflow's does: with the password in it."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            urllib.request.urlopen(f"{os.environ['MLFLOW_TRACKING_URI']}/api")
+        except OSError as error:
+            raise RuntimeError(f"API request to {os.environ['MLFLOW_TRACKING_URI']}/api failed: {error}") from error
+
+
 @pytest.fixture
 def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
@@ -103,6 +114,7 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: extra-trackers\nVersion: 0.1\n")
     (about / "entry_points.txt").write_text(
         "[fedloom.observers]\nbreaks = test_tracking:Breaks\natonce = test_tracking:BreaksAtOnce\n"
+        "unreachable = test_tracking:Unreachable\n"
         "absent = not_installed_at_all.part:Thing\n"
     )
     monkeypatch.syspath_prepend(str(site))
@@ -122,6 +134,24 @@ def test_a_failing_tracker_does_not_stop_a_run(task: dict[str, Any], tmp_path: P
     assert len(output) == 2
     assert tells(output[0], "tracking", "atonce", "RuntimeError", "nobody at home")
     assert tells(output[1], "tracking", "breaks", "OSError", "disk of the tracker is full")
+
+
+@pytest.mark.usefixtures("plugged")
+def test_a_password_in_the_address_of_a_tracker_is_not_shown_or_stored(
+    task: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:hunter2@tracker.invalid:9")
+    seen = Notices()
+    run = fedloom.run(task, out=tmp_path / "run", report=False, progress=seen, tracking=["unreachable"])
+    assert any(tells(text, "unreachable", "http://tracker.invalid:9/api") for text in seen.said)
+    stored = [path.read_bytes() for path in run.folder.rglob("*") if path.is_file()]
+    assert any(b"http://tracker.invalid:9/api" in content for content in stored)
+    assert not any(b"hunter2" in content for content in stored)
+    assert "hunter2" not in "".join((*seen.said, caplog.text, *capfd.readouterr()))
 
 
 @pytest.mark.usefixtures("plugged")

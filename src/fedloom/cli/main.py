@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from typing import Annotated, Literal, NoReturn
 
 import typer
@@ -42,7 +41,7 @@ from fedloom.cli import (
 )
 from fedloom.cli.characters import write_anything
 from fedloom.core.logs import JsonLines, structured
-from fedloom.core.processes import listen_to_parent, tell_failure
+from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import printable
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
 
@@ -160,13 +159,9 @@ def main() -> NoReturn:
     except _Terminated:
         _fail(InterruptedRun("stopped on request"))
     except OSError as error:
-        if error.errno not in STORAGE_FAILURES:
-            tell_failure(error)
-            raise
-        _fail(as_storage_error(error))
+        _fail(as_storage_error(error)) if error.errno in STORAGE_FAILURES else _fail_as_bug(error)
     except Exception as error:
-        tell_failure(error)
-        raise
+        _fail_as_bug(error)
     raise AssertionError("typer's app always exits")
 
 
@@ -199,9 +194,15 @@ def _terminated(number: int, frame: object) -> NoReturn:
 def _fail(error: FedloomError) -> NoReturn:
     tell_failure(error)
     if logging.getLogger("fedloom").isEnabledFor(logging.DEBUG):
-        traceback.print_exception(error)
+        show_traceback(error)
     if structured():
         logging.getLogger("fedloom").error("%s", error, extra={"data": {"exit_code": int(error.exit_code)}})
     else:
         typer.echo(f"error: {printable(str(error), keep=KEPT)}", err=True)
     sys.exit(error.exit_code)
+
+
+def _fail_as_bug(error: Exception) -> NoReturn:
+    tell_failure(error)
+    show_traceback(error)
+    sys.exit(1)

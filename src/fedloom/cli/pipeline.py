@@ -220,11 +220,11 @@ def _submit(
     with _terminable():
         if timing is not None:
             made = schedules.schedule_pipeline(api, order, timing, _say)
-            typer.echo(f"schedule {made.run}: {timing}: {made.link}")
+            typer.echo(": ".join(filter(None, (f"schedule {made.run}", str(timing), made.page))))
             _remove_versions(api, made.pipeline, keep_versions)
             return
         started = submit.submit_pipeline(api, order, _say)
-        typer.echo(f"run {started.run}: {started.link}")
+        typer.echo(": ".join(filter(None, (f"run {started.run}", started.page))))
         _remove_versions(api, started.pipeline, keep_versions)
         if wait:
             _await(api, started.run, terminate=terminate_on_interrupt)
@@ -314,10 +314,8 @@ def _stop(
     from fedloom.kubeflow import submit
 
     api = connected(kubeflow)
-    if submit.stop_run(api, run):
-        typer.echo(f"stopping {api.link(run)}")
-    else:
-        typer.echo(f"has already ended: {api.link(run)}")
+    words = {None: "stopping", "CANCELING": "is already being stopped:"}
+    typer.echo(f"{words.get(submit.stop_run(api, run), 'has already ended:')} {api.link(run)}")
 
 
 def _await(kubeflow: Kubeflow, run: str, *, terminate: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.core.processes import ChildReport, environment, python
-from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
+from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError, argument
 
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, runpy, signal, sys
@@ -25,6 +26,11 @@ runpy.run_module("fedloom", run_name="__main__", alter_sys=True)
 
 The new process sets this up itself: a ``preexec_fn`` may crash in a process with threads.
 """
+
+STOPPING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals by which a person or the system asks a process to stop; any other that ends it is a crash."""
+
+AGAIN = "run it again to continue"
 
 STOP_S = 60.0
 """Seconds that a run may take to stop: the current round, and a checkpoint."""
@@ -127,6 +133,13 @@ def _failure(
         )
     if reports.failure is not None:
         return reports.failure
-    if code < 0:
-        return InterruptedRun(f"fedloom run was ended by signal {-code}", hint="run it again to continue")
-    return WorkerLostError(f"fedloom run {reports.ended(code, last)}", hint="run it again to continue")
+    if -code in STOPPING:
+        return InterruptedRun(f"fedloom run was ended by signal {-code}", hint=AGAIN)
+    ended = f"fedloom run {reports.ended(code, last)}"
+    if code == -signal.SIGKILL:
+        return QuorumError(
+            ended,
+            hint="raise the memory limit (of a Kubeflow task: tasks.federate.limits.memory in the file of "
+            f"{argument('pods')}), or lower runtime.workers; then {AGAIN}",
+        )
+    return WorkerLostError(ended, hint=AGAIN)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from fedloom.core.settings import Settings
 from fedloom.core.words import parsed_json
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, without_secrets
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.storage.claim import claims_of
@@ -52,6 +52,12 @@ def _names_of_others(words: dict[str, str]) -> dict[str, str]:
     return words
 
 
+def _without_password(text: str) -> str:
+    if without_secrets(text) != text:
+        raise ValueError("everyone who may read pods or runs sees it: give a URL with a password in a Secret")
+    return text
+
+
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 
 
@@ -72,6 +78,7 @@ def is_gpu(resource: str) -> bool:
 
 Quantities = Annotated[dict[str, str | int], AfterValidator(_are_quantities)]
 Image = Annotated[str, AfterValidator(check_image)]
+Public = Annotated[str, AfterValidator(_without_password)]
 Words = Annotated[dict[str, str], AfterValidator(_names_of_others)]
 KubernetesObject = dict[str, Any]
 """Kubernetes object passed on unchanged; the API server validates it."""
@@ -91,7 +98,7 @@ class AggregatorPod(Resources):
 
     tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Tolerations.")
     node_selector: dict[str, str] = Field(default={}, description="Node selector.")
-    env: dict[str, str] = Field(
+    env: dict[str, Public] = Field(
         default={}, description="Additional environment variables, such as `FEDLOOM_TRACK` and `MLFLOW_TRACKING_URI`."
     )
     env_secrets: tuple[str, ...] = Field(
@@ -140,7 +147,7 @@ class ClusterSettings(Settings):
         "`labelSelector`; null: spread over nodes where possible; `[]`: none.",
     )
     runtime_class: str | None = Field(default=None, description="Runtime class of worker pods, such as `nvidia`.")
-    env: dict[str, str] = Field(
+    env: dict[str, Public] = Field(
         default={}, description="Environment of aggregator and workers, such as proxies and SSL_CERT_FILE."
     )
     volumes: tuple[KubernetesObject, ...] = Field(
@@ -171,7 +178,7 @@ class ClusterSettings(Settings):
             "no authentication."
         ),
     )
-    s3_endpoint: str | None = Field(
+    s3_endpoint: Public | None = Field(
         default=None,
         description="Endpoint of the object store for pods; null: the launcher's own $FEDLOOM_S3_ENDPOINT, which takes "
         "precedence for the launcher itself.",

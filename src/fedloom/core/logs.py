@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from fedloom.errors import without_secrets
+
 FIELDS = ("run", "phase", "round", "attempt", "client", "worker", "exchange")
 """Context fields of a line, from the record (``extra``) or from :func:`lines_about`."""
 
@@ -37,13 +39,14 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return ``time``, ``level``, ``logger``, ``message``, known :data:`FIELDS`, ``data`` and ``trace`` as JSON.
 
-        ``data`` holds the numbers of a round or an evaluation, if the record carries them.
+        ``data`` holds the numbers of a round or an evaluation, if the record carries them. User information in URLs is
+        removed.
         """
         line: dict[str, Any] = {
             "time": round(record.created, 3),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": without_secrets(record.getMessage()),
         }
         own = {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
         known = {**_about(), **own}
@@ -51,7 +54,7 @@ class JsonLines(logging.Formatter):
         if hasattr(record, "data"):
             line["data"] = record.data
         if record.exc_info:
-            line["trace"] = self.formatException(record.exc_info)
+            line["trace"] = without_secrets(self.formatException(record.exc_info))
         return json.dumps(line)  # ASCII: no line ends or terminal escapes
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import FedloomError, from_json
+from fedloom.errors import FedloomError, from_json, without_secrets
 
 TELL_PARENT = "FEDLOOM_TELL_PARENT"
 """Environment variable of a child: the file for its reports to the parent."""
@@ -112,6 +113,8 @@ class ChildReport:
         """Describe how a child that reported no failure ended, with the last line of its standard error."""
         if self.bug is not None:
             return f"failed because of a bug:\n{self.bug.rstrip()}"
+        if code == -signal.SIGKILL:
+            return f"was killed by signal {-code}, probably because the machine or the pod ran out of memory"
         if code < 0:
             return f"was killed by signal {-code}"
         last = next((line for line in reversed(output.splitlines()) if line.strip()), "it left no message")
@@ -133,7 +136,7 @@ def ends_with_parent() -> bool:
 
 def tell_notice(text: str) -> None:
     """Report a line for the user to the parent, if it collects reports."""
-    _report({"notice": text})
+    _report({"notice": without_secrets(text)})
 
 
 def tell_failure(error: BaseException) -> None:
@@ -141,7 +144,16 @@ def tell_failure(error: BaseException) -> None:
     if isinstance(error, FedloomError):
         _report({"failure": error.as_json()})
     else:
-        _report({"bug": "".join(traceback.format_exception(error))})
+        _report({"bug": _traceback(error)})
+
+
+def show_traceback(error: BaseException) -> None:
+    """Print an exception with its traceback to standard error, without user information in URLs."""
+    sys.stderr.write(_traceback(error))
+
+
+def _traceback(error: BaseException) -> str:
+    return without_secrets("".join(traceback.format_exception(error)))
 
 
 def _report(line: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from fedloom.errors import without_secrets
+
 DEEPEST = 50
 """Maximum nesting of lists and objects in JSON from a peer."""
 
@@ -36,9 +38,10 @@ def printable(text: str, limit: int | None = None, keep: str = "") -> str:
     r"""Return at most ``limit`` characters of a text, made safe for logs, terminals and JSON Lines files.
 
     Characters that do not print (control characters, line separators, terminal escapes, bidirectional marks) become
-    escapes such as ``\x1b``, except for those in ``keep``.
+    escapes such as ``\x1b``, except for those in ``keep``. User information in URLs is removed.
     """
-    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text[:limit])
+    text = without_secrets(text)[:limit]
+    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown)[:limit]
 
 
@@ -63,8 +66,8 @@ def first_of(names: Sequence[str], most: int) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """Return a text as part of one line, truncated to ``most`` characters."""
-    line = " ".join(text.split())
+    """Return a text as part of one line, truncated to ``most`` characters, without user information in URLs."""
+    line = " ".join(without_secrets(text).split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,9 @@ log = logging.getLogger("fedloom.kubeflow")
 
 TIMEOUT_S = (8, 60)
 """Timeouts in seconds: to connect, and for a response."""
+
+OUTAGE_S = 30.0
+"""Seconds for which requests to an installation that has answered before are repeated: a restarted port-forward."""
 
 LOG_BYTES = 1 << 20
 """Bytes kept from the end of a log."""
@@ -104,6 +108,7 @@ class Kubeflow:
         self._experiments = kfp_server_api.ExperimentServiceApi(client)
         self._runs = kfp_server_api.RunServiceApi(client)
         self._place = Place(host, namespace)
+        self._has_answered = False
         self.host = host
         self.namespace = namespace
 
@@ -133,6 +138,7 @@ class Kubeflow:
                 speaks = "does not speak HTTP/1.1; it may be a gRPC port"
                 raise ExperimentError(self._not_kubeflow(speaks)) from error
             raise self._unreachable(error) from error
+        self._has_answered = True
         if "json" not in str(headers.get("Content-Type")):
             raise ExperimentError(self._not_kubeflow(f"answers with a page of type {headers.get('Content-Type')}"))
         if health.multi_user and self.namespace is None:
@@ -253,18 +259,18 @@ class Kubeflow:
         path = "/apis/v1alpha1/runs/{run}/nodes/{pod}/log"
         end = b""  # end of the log, where a failure is recorded
         try:
-            answer = self._ask(
-                f"read the log of {pod}",
+            answer = self._send(
                 self._client.call_api,
                 path,
                 "GET",
                 {"run": run, "pod": pod},
                 auth_settings=["Bearer"],
                 _preload_content=False,
+                _request_timeout=TIMEOUT_S,
             )
             for piece in answer.stream(LOG_BYTES):
                 end = (end + piece)[-LOG_BYTES:]
-        except (FedloomError, HTTPError) as error:  # the run's failure is reported without it
+        except (self.models.ApiException, HTTPError) as error:  # the run's failure is reported without it
             log.debug("cannot read the log of %s: %s", pod, error)
         return end.decode(errors="replace")
 
@@ -276,9 +282,13 @@ class Kubeflow:
         """Delete a run."""
         self._ask(f"delete the run {run}", self._runs.run_service_delete_run, run)
 
-    def link(self, run: str, *, page: str = "runs") -> str:
+    def page(self, identity: str, *, kind: str = "runs") -> str | None:
+        """Return the URL of the page of a run or another object; None if this host serves no user interface."""
+        return f"{self.host}/#/{kind}/details/{identity}" if self._has_interface else None
+
+    def link(self, run: str) -> str:
         """Return the URL of a run's page, or a description with its id if this host serves no user interface."""
-        return f"{self.host}/#/{page}/details/{run}" if self._has_interface else f"run {run} in the user interface"
+        return self.page(run) or f"run {run} in the user interface"
 
     @cached_property
     def _has_interface(self) -> bool:
@@ -327,14 +337,19 @@ class Kubeflow:
         return self._ask(f"look for the {kind} {name}", find, *arguments, filter=json.dumps(by_name), **named)
 
     def _ask(self, what: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        from urllib3.exceptions import HTTPError
+        from urllib3.exceptions import HTTPError, MaxRetryError
 
-        try:
-            found = self._send(call, *arguments, _request_timeout=TIMEOUT_S, **named)
-        except self.models.ApiException as error:
-            raise self._failure(what, error) from error
-        except HTTPError as error:
-            raise self._unreachable(error) from error
+        until = time.monotonic() + (OUTAGE_S if self._has_answered else 0.0)
+        while True:
+            try:
+                found = self._send(call, *arguments, _request_timeout=TIMEOUT_S, **named)
+                break
+            except self.models.ApiException as error:
+                raise self._failure(what, error) from error
+            except HTTPError as error:
+                # urllib3 retries only what may be repeated, so this is not a POST that may have been received.
+                if not isinstance(error, MaxRetryError) or time.monotonic() > until:
+                    raise self._unreachable(error) from error
         if "html" in str(self._client.last_response.getheader("Content-Type")):  # read as an object without values
             raise login_required(self._place, "a login page", self._credential)
         return found

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+from fedloom.core.urls import service_url
 from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError, argument
 
@@ -142,12 +143,8 @@ def api_host(host: str | None, *, in_cluster: bool) -> str:
             f"Give the URL of Kubeflow Pipelines as {argument('kubeflow')}, or in-cluster in a pod.",
             key="kubeflow.host",
         )
-    if urlsplit(host).scheme not in ("http", "https") or not urlsplit(host).netloc:
-        raise ExperimentError(
-            f"{argument('kubeflow')} must be a URL such as https://kubeflow.example/pipeline (got {host}).",
-            key="kubeflow.host",
-        )
-    return host.rstrip("/")
+    form = "a URL such as https://kubeflow.example/pipeline"
+    return service_url(host, argument("kubeflow"), form, key="kubeflow.host", path=True)
 
 
 def api_credential(

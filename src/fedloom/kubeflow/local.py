@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from fedloom.core.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
-from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument, without_secrets
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import load_pipeline, parameters
 
@@ -82,7 +82,7 @@ def run_pipeline(
         with _stopping(process, say) as stopped, log.open("w", encoding="utf-8") as file:
             _give(process, json.dumps(order))
             for line in _lines(process):
-                line = made.sub(str(out), line)
+                line = without_secrets(made.sub(str(out), line))
                 file.write(line)
                 if everything or (shown := PROGRESS.search(COLOURS.sub("", line))):
                     say(line.rstrip("\n") if everything else shown[1].removeprefix(steps.MARK))  # type: ignore[index]

@@ -15,8 +15,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
+from fedloom.core.urls import service_url
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, StorageError, argument
 from fedloom.kubeflow.authentication import secret_text
@@ -70,14 +71,8 @@ class ModelRegistry:
     """
 
     def __init__(self, url: str, token: str | None = None, ca_file: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-            raise ExperimentError(
-                f"{argument('registry')} must be a URL such as https://registry.example (got {url}).",
-                key="registry",
-                found=url,
-            )
-        self.url = url.rstrip("/").removesuffix(API)
+        form = "a URL such as https://registry.example"
+        self.url = service_url(url, argument("registry"), form, key="registry", path=True).removesuffix(API)
         self._token = token
         try:
             context = ssl.create_default_context(cafile=ca_file)

@@ -216,8 +216,8 @@ def schedule_pipeline(kubeflow: Kubeflow, order: Order, timing: Timing, say: Say
             made.pop_all()
     except KeyboardInterrupt as error:
         raise InterruptedRun("interrupted before the schedule was created; everything created was removed") from error
-    link = kubeflow.link(run.recurring_run_id, page="recurringrun")
-    return Started(run.recurring_run_id, link, found.pipeline)
+    page = kubeflow.page(run.recurring_run_id, kind="recurringrun")
+    return Started(run.recurring_run_id, page, found.pipeline)
 
 
 def _withdraw(kubeflow: Kubeflow, experiment: str, mark: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from fedloom.cluster.settings import completed_from, settings_from_file
+from fedloom.cluster.settings import Public, completed_from, settings_from_file
 from fedloom.core.settings import Settings
 from fedloom.kubeflow.api import Kubeflow
 from fedloom.kubeflow.authentication import api_credential, api_host
@@ -53,7 +53,7 @@ class KubeflowSettings(Settings):
     storage_secret_keys: dict[str, str] = Field(
         default={}, description="Key of that Secret for each environment variable, where it is not the variable's name."
     )
-    s3_endpoint: str | None = Field(default=None, description="Endpoint of the store, if that Secret has none.")
+    s3_endpoint: Public | None = Field(default=None, description="Endpoint of the store, if that Secret has none.")
     serve_secret: str | None = Field(
         default=None, description="Secret with the credentials for --serve: ca.crt; tls.crt and tls.key, or token."
     )

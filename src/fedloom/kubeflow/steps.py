@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from fedloom.core.processes import listen_to_parent, tell_failure
+from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
 from fedloom.storage.claim import claim_place
@@ -63,6 +63,9 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
             if error.errno not in STORAGE_FAILURES:
                 raise
             failure = as_storage_error(error)
+        except Exception:  # a bug: Kubeflow's executor lets Python show it, in the log of the pod
+            sys.excepthook = lambda kind, error, trace: show_traceback(error)
+            raise
         print(f"error: {failure}", file=sys.stderr, flush=True)
         failure = failure.within(body.__name__.removesuffix("_task"))
         print(f"{FAILURE_MARK}{json.dumps(failure.as_json())}", flush=True)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedloom
-from fedloom.core.words import parsed_json
 from fedloom.errors import (
     ExperimentError,
     FedloomError,
     InterruptedRun,
-    QuorumError,
     RefusedError,
     StorageError,
-    from_json,
 )
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 from fedloom.kubeflow.pods import PipelineChanges
-from fedloom.kubeflow.run_diagnosis import cluster_reasons, diagnostic_command
-from fedloom.kubeflow.steps import FAILURE_MARK
+from fedloom.kubeflow.run_diagnosis import (
+    PODS_NAMESPACE,
+    author_tasks,
+    diagnostic_command,
+    failure_of,
+    workflow_pods,
+)
 from fedloom.kubeflow.store_secret import StoreSecret
 
 POLL_S = 5.0
@@ -38,25 +39,8 @@ ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 STOPPED = ("CANCELING", "CANCELED")
 OMITTED = "RUNTIME_STATE_UNSPECIFIED"
 """State of a task that is not run because one before it has failed."""
-PODS_NAMESPACE = "kubeflow"
-"""Namespace of the runs' pods on a single-user installation."""
 PENDING_S = 60.0
 """Seconds that a pod may be pending before a hint is shown."""
-
-INTERNAL = re.compile(
-    r".*-driver|root|executor|iteration-item|iteration-iterations(\(\d+:\d+\))?"
-    r"|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
-)
-"""Pattern of the names of nodes that Kubeflow adds, except the workflow; all others are the author's tasks."""
-
-ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
-"""Pattern of an attempt's name: a node that Argo may retry has a child for each attempt, numbered from 0."""
-
-EXECUTOR_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
-"""Templates of the pods that run components; a pod is named after its workflow, template and node.
-
-The names of pods with annotations or labels begin with ``metadata-ANNOTATIONS-LABELS-``, the numbers of each.
-"""
 
 UPLOADED = "Uploaded by fedloom."
 """Description of the versions that FedLoom uploads; it removes no others."""
@@ -105,10 +89,10 @@ class Uploaded(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Started run, or created schedule: its id, the URL of its page, and the id of its pipeline."""
+    """Started run, or created schedule: its id, the URL of its page if there is one, and the id of its pipeline."""
 
     run: str
-    link: str
+    page: str | None
     pipeline: str
 
 
@@ -143,7 +127,7 @@ def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
             made.pop_all()
     except KeyboardInterrupt as error:
         raise InterruptedRun("interrupted before the run was started; everything created was removed") from error
-    return Started(run, kubeflow.link(run), found.pipeline)
+    return Started(run, kubeflow.page(run), found.pipeline)
 
 
 def submission_mark() -> str:
@@ -278,7 +262,7 @@ def wait_for_run(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL
         return
     if stopped:  # Kubeflow ends a stopped run as FAILED
         raise InterruptedRun(f"the run was stopped: {kubeflow.link(run)}")
-    raise _failure(kubeflow, now, nodes)
+    raise failure_of(kubeflow, now, nodes)
 
 
 class _Progress:
@@ -288,113 +272,59 @@ class _Progress:
         self._run, self._namespace = run, kubeflow.namespace or PODS_NAMESPACE
         self._say = say
         self._shown: dict[str, str] = {}
-        self._pending_since: float | None = None
+        self._pending_since: dict[str, float] = {}
+        self._told: set[str] = set()
 
     def update(self, nodes: Sequence[Any]) -> None:
-        """Report changes, and a command to diagnose a pod that has been pending for long."""
-        for node, name, attempt in _author_tasks(nodes):
+        """Report changes, and once for each pod that it has been pending for long."""
+        for node, name, attempt in author_tasks(nodes):
             if attempt == 0 or node.state in (None, OMITTED) or self._shown.get(node.task_id) == node.state:
                 continue
             self._shown[node.task_id] = node.state
             self._say(f"{name}{f', attempt {attempt + 1}' if attempt else ''}: {node.state.lower()}")
-        if not any(node.state == "PENDING" for node in nodes):
-            self._pending_since = None
-        elif self._pending_since is None:
-            self._pending_since = time.monotonic()
-        elif time.monotonic() - self._pending_since > PENDING_S:
-            self._pending_since = float("inf")  # once is enough
-            why = "; ".join(cluster_reasons(self._namespace, self._run)) or "its image or resources may be missing"
-            where = diagnostic_command(self._namespace, self._run)
-            self._say(f"a pod has not started for {PENDING_S:g} s: {why} ({where})")
+        now, pending = time.monotonic(), [node for node in nodes if node.state == "PENDING" and not node.child_tasks]
+        self._pending_since = {node.task_id: self._pending_since.get(node.task_id, now) for node in pending}
+        late = [node for node in pending if now - self._pending_since[node.task_id] > PENDING_S]
+        if late := [node for node in late if node.task_id not in self._told]:
+            self._told |= {node.task_id for node in late}
+            self._report_pending(late, nodes)
+
+    def _report_pending(self, late: Sequence[Any], nodes: Sequence[Any]) -> None:
+        """Report pods that have been pending for long, with the Workflow's reasons if they can be read."""
+        where = diagnostic_command(self._namespace, self._run)
+        pods = workflow_pods(self._namespace, self._run, ("Pending",))
+        for node in late:
+            if pods is None:
+                running = {name: None for one, name, _ in author_tasks(nodes) if one.state in ("PENDING", "RUNNING")}
+                driver = (node.display_name or "").partition("-driver(")
+                task, why = driver[0] if driver[1] else " or ".join(running), ""
+            else:  # only the Workflow tells which task a pod belongs to
+                pod = next((pod for pod in pods if pod.name == node.display_name and pod.node not in self._told), None)
+                if pod is None:  # it has started meanwhile
+                    continue
+                self._told.add(pod.node)
+                task, why = pod.task, str(pod).removeprefix(f"{pod.task}: ")
+            why = why or "its image or resources may be missing"
+            self._say(f"{task}: a pod has not started for {PENDING_S:g} s: {why} ({where})")
 
 
-def _author_tasks(nodes: Sequence[Any]) -> Iterator[tuple[Any, str, int | None]]:
-    """Yield the nodes of the author's tasks, with the author's name and the attempt (None: of all)."""
-    # Ids of nodes are the workflow's name and a number; the workflow is a node, too.
-    ids = [child.pod_name for node in nodes for child in node.child_tasks or () if child.pod_name]
-    workflows = {one.rpartition("-")[0] for one in ids}
-    for node in nodes:
-        attempt = ATTEMPT.fullmatch(node.display_name or "")
-        name = attempt[1] if attempt else node.display_name or ""
-        if not INTERNAL.fullmatch(name) and name not in workflows:
-            yield node, name, int(attempt[2]) if attempt else None
-
-
-def _failure(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomError:
-    run = ended.run_id
-    ends: dict[str, set[str]] = {}  # end states by task
-    for node, name, attempt in _author_tasks(nodes):
-        if attempt is None:
-            ends.setdefault(name, set()).add(node.state)
-    failed = [name for name, states in ends.items() if "FAILED" in states]
-    records = list(_records(kubeflow, run, nodes, _executor_templates(kubeflow, ended)))
-    # A task that succeeded when it was retried also has records of failures.
-    last = [record for record in records if "SUCCEEDED" not in ends.get(record.message.partition(": ")[0], ())]
-    if records:
-        first = (last or records)[0]
-        return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
-    names = ", ".join(failed) or "the run"
-    namespace = kubeflow.namespace or PODS_NAMESPACE
-    unknown = "possibly a missing image, service account or quota, lack of memory, or a deadline"
-    why = "; ".join(cluster_reasons(namespace, run)) or unknown
-    return QuorumError(
-        f"{names} failed without a recorded reason ({why})",
-        hint=f"{kubeflow.link(run)}, or {diagnostic_command(namespace, run)}",
-    )
-
-
-def _executor_templates(kubeflow: Kubeflow, run: Any) -> list[str]:
-    """Return the templates of the pods that run components in a run (``container.go`` of Kubeflow's compiler)."""
-    reference, found = run.pipeline_version_reference, set()
-    if reference is not None and reference.pipeline_version_id:
-        with suppress(FedloomError):  # its version was deleted, or cannot be read
-            for pod in _executors(kubeflow.version_spec(reference.pipeline_id, reference.pipeline_version_id)):
-                if metadata := pod.get("podMetadata"):
-                    counts = (len(metadata.get(key, ())) for key in ("annotations", "labels"))
-                    found.add("-".join(("metadata", *map(str, counts), "")))
-    return [f"{prefix}{template}" for prefix in ("", *sorted(found)) for template in EXECUTOR_TEMPLATES]
-
-
-def _executors(spec: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the pods of a version's tasks."""
-    platform = (spec or {}).get("platform_spec") or {}
-    of_kubernetes = (platform.get("platforms") or {}).get("kubernetes") or {}
-    yield from ((of_kubernetes.get("deploymentSpec") or {}).get("executors") or {}).values()
-
-
-def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any], templates: Sequence[str]) -> Iterator[FedloomError]:
-    """Yield the failures that the pods of failed tasks have recorded (:func:`fedloom.kubeflow.steps.step`).
-
-    Kubeflow's launcher exits with 1 whatever a component's exit code is, and the API does not report a task's error.
-    """
-    failed = [node for node in nodes if node.state == "FAILED"]
-    children = dict.fromkeys(child.pod_name for node in failed for child in node.child_tasks or () if child.pod_name)
-    for child in children:
-        workflow, _, number = child.rpartition("-")
-        for template in templates:
-            for line in kubeflow.log(run, f"{workflow}-{template}-{number}").splitlines():
-                if line.startswith(FAILURE_MARK):
-                    with suppress(ValueError, KeyError, TypeError):
-                        yield from_json(parsed_json(line.removeprefix(FAILURE_MARK)))
-
-
-def stop_run(kubeflow: Kubeflow, run: str) -> bool:
-    """Stop a run; return False if it has already ended or is being stopped.
+def stop_run(kubeflow: Kubeflow, run: str) -> str | None:
+    """Stop a run; return its state if it has already ended or is being stopped, else None.
 
     Raises
     ------
     FedloomError
         If there is no such run, or Kubeflow rejects the request or fails.
     """
-    if kubeflow.run(run).state in (*ENDS, *STOPPED):
-        return False
+    if (state := str(kubeflow.run(run).state)) in (*ENDS, *STOPPED):
+        return state
     try:
         kubeflow.terminate(run)
     except ExperimentError:  # it ended meanwhile
-        if kubeflow.run(run).state not in (*ENDS, *STOPPED):
+        if (state := str(kubeflow.run(run).state)) not in (*ENDS, *STOPPED):
             raise
-        return False
-    return True
+        return state
+    return None
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TrackerObserver, find_trackers
 from fedloom.runner.training_privacy import has_secret_noise, with_noise
+from fedloom.runs.files import AGGREGATOR_LOG
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
 from fedloom.security.audit import Audit
@@ -188,7 +189,7 @@ class Engine:
         self.hold_folder()
         folder, e, options = self.folder, self.experiment, self.options
         folder.make(e.located().resolved_yaml())
-        self._keep_log(folder.logs / "aggregator.jsonl")
+        self._keep_log(folder.path / AGGREGATOR_LOG)
         if not self.is_open or has_normalization(self.parts.manifest):
             folder.write("partition.json", self.parts.manifest.to_json())
         folder.write_json("environment.json", assemble.fingerprint(e))

@@ -8,11 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedloom.core.plugins import entries
 from fedloom.core.processes import tell_notice
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, without_secrets
 from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:
@@ -149,8 +150,9 @@ class TrackerObserver(RunObserver):
             call()
         except Exception as error:
             self._trackers.pop(name, None)
-            log.warning("tracker %s failed", name, exc_info=error)
-            reason = (str(error).splitlines() or [""])[0]
+            # As text: a handler of the user's own would show the exception with a password in its URL.
+            log.warning("tracker %s failed\n%s", name, without_secrets("".join(format_exception(error)).rstrip()))
+            reason = without_secrets((str(error).splitlines() or [""])[0])
             self.notice(
                 f"tracking: {name} failed and is disabled for the rest of the run ({type(error).__name__}: {reason})"
             )

@@ -40,7 +40,7 @@ from pydantic import TypeAdapter
 
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError
-from fedloom.runs.files import CHECKPOINTS, EXPERIMENT
+from fedloom.runs.files import AGGREGATOR_LOG, CHECKPOINTS, EXPERIMENT
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import Absent, Store
 from fedloom.storage.base import parts_of
@@ -178,6 +178,8 @@ class PublishedRun:
             for name, blobs in record.files.items():
                 known = list(map(blob_digest, before.get(name, ())))
                 wanted = self._checkpoints or not name.startswith(f"{CHECKPOINTS}/")
+                if name == AGGREGATOR_LOG and self.record is None and (self._path / name).exists():
+                    wanted = False  # this folder's log goes on after what was published of it
                 if wanted and known != list(map(blob_digest, blobs)):
                     self._stage(name, known, blobs, staging / name, part)
                     changed.append(name)

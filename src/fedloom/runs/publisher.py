@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from fedloom.core.words import parsed_json
 from fedloom.errors import StorageError, argument
-from fedloom.runs.files import CHECKPOINTS, RELEASES, SUMMARY
+from fedloom.runs.files import AGGREGATOR_LOG, CHECKPOINTS, RELEASES, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import (
     FOLDER,
@@ -160,11 +160,13 @@ class Publisher(PublishedRun):
         self._store.remove([f"blobs/{blob}" for blob in blobs if blob < last and blob not in named])
 
     def _needed(self) -> list[str]:
-        """Return the files that a resumed run may read: checkpoints and top-level files, but no logs or figures."""
+        """Return the files that a resumed run may read or continue: checkpoints, top-level files and its log."""
         return [
             name
             for name in self._everything()
-            if "/" not in name or (name.startswith(f"{CHECKPOINTS}/") and name.endswith(".safetensors"))
+            if "/" not in name
+            or name == AGGREGATOR_LOG
+            or (name.startswith(f"{CHECKPOINTS}/") and name.endswith(".safetensors"))
         ]
 
     def _everything(self) -> list[str]:

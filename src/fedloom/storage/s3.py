@@ -24,6 +24,7 @@ from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, SSLError
 
+from fedloom.core.urls import service_url
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.storage.base import Absent, Store, StoredObject, Taken, parts_of
 from fedloom.storage.folder import opened, staged, storing
@@ -122,7 +123,13 @@ class Service:
         if not Path(certificates).is_file():
             raise ExperimentError(f"SSL_CERT_FILE must be a file with certificates (got {certificates}).")
         return cls(
-            endpoint=_endpoint(environment.get(ENDPOINT) or "https://s3.amazonaws.com", endpoint_from),
+            endpoint=service_url(
+                environment.get(ENDPOINT) or "https://s3.amazonaws.com",
+                endpoint_from,
+                "http(s)://HOST:PORT",
+                key=endpoint_from,
+                path=False,
+            ),
             region=environment.get("AWS_REGION") or "us-east-1",
             access_key=environment[CREDENTIALS[0]],
             secret_key=environment[CREDENTIALS[1]],
@@ -130,20 +137,6 @@ class Service:
             certificates=certificates,
             endpoint_from=endpoint_from,
         )
-
-
-def _endpoint(text: str, name: str) -> str:
-    if "@" in text:  # the text before it may contain a password, which must not be shown
-        raise ExperimentError(f"{name} must be http(s)://HOST:PORT, without a user name.", key=name)
-    refusal = ExperimentError(f"{name} must be http(s)://HOST:PORT (got {text}).", key=name, found=text)
-    try:
-        split = urlsplit(text)
-        split.port  # noqa: B018 - raises if it is no number
-    except ValueError:
-        raise refusal from None
-    if split.scheme not in ("http", "https") or not split.hostname or split.path not in ("", "/") or split.query:
-        raise refusal
-    return f"{split.scheme}://{split.netloc}"
 
 
 class Connection:
