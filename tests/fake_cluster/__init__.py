@@ -6,10 +6,10 @@
 
 What it covers is what a launcher of FedLoom uses. Services, Pods (their logs, evictions and forwarded ports), Jobs,
 Secrets, Events, Workflows that nothing runs, one namespace and its deletion; quotas of objects and of pods' resources;
-create, read, list, watch, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them; manifests are checked
-strictly against the schemas of Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per
-index), ``maxFailedIndexes``, pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner:
-background, foreground. Pods: one node with a capacity, unknown images, missing Secrets and volumes, environment from
+create, read, list, watch, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them; the second after the API
+server's start in which it knows no roles; manifests are checked strictly against the schemas of Kubernetes. Jobs:
+completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``, pod failure policy,
+pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods: one node with a capacity, unknown images, missing Secrets and volumes, environment from
 Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
 
 How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
@@ -31,6 +31,7 @@ import secrets
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -202,6 +203,11 @@ class FakeCluster:
     def fail(self, verb: str, resource: str, code: int, reason: str, message: str, times: int = 1) -> None:
         """Answer the next requests of a kind with an error: ``fail("create", "jobs", 403, "Forbidden", "quota")``."""
         self.api.failures.append(Failure(verb, resource, ApiError(code, reason, message), times))
+
+    def restart_api(self, seconds: float = 1.0, code: int = 403) -> None:
+        """Restart the API server: it refuses every user of roles for a while, with 403 or 401, and ends every watch."""
+        self.api.started, self.api.starts_with = time.monotonic() + seconds, code
+        self.expire()
 
     def expire(self) -> None:
         """Expire the history: every open watch, and every one from an older version, is answered with 410."""
