@@ -9,8 +9,9 @@ Secrets, Events, Workflows that nothing runs, one namespace and its deletion; qu
 create, read, list, watch, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them; the second after the API
 server's start in which it knows no roles; manifests are checked strictly against the schemas of Kubernetes. Jobs:
 completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``, pod failure policy,
-pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods: one node with a capacity, unknown images, missing Secrets and volumes, environment from
-Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
+pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods: one
+node with a capacity, unknown images, missing Secrets and volumes, environment
+from Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
 
 How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
 ``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
@@ -174,6 +175,10 @@ class FakeCluster:
     def add_quota(self, name: str, **hard: str) -> None:
         """Limit objects and resources: ``add_quota("few", **{"count/jobs.batch": "2"})``."""
         self._quotas.all.append(Quota(name, hard))
+
+    def add_limit_range(self, **limits: str) -> None:
+        """Give containers of Jobs default limits: ``add_limit_range(memory="512Mi")``."""
+        self._quotas.default_limits.update(limits)
 
     def objects(self, plural: str, selector: str = "") -> list[Object]:
         """Return every object of a kind, as ``"jobs"``."""

@@ -464,6 +464,29 @@ def test_status_gives_the_reason_if_a_federation_does_not_start_or_has_failed(
 DENIED = 'services is forbidden: User "u" cannot get resource "services": RBAC: role "launcher" not found'
 
 
+@pytest.mark.parametrize(
+    ("changes", "pods", "reason"),
+    [
+        ({"worker_image": "cuda:2"}, None, "cuda:2"),
+        ({"worker": {"requests": {"cpu": "1000"}}}, None, "Insufficient cpu"),
+        ({}, "1", "exceeded quota: few"),
+    ],
+    ids=["image", "node", "quota"],
+)
+def test_status_and_logs_give_the_reason_if_workers_do_not_start(
+    place: Place, settings_file: Path, changes: dict[str, Any], pods: str | None, reason: str
+) -> None:
+    place.program("exec sleep 60")
+    if pods is not None:
+        place.cluster.add_quota("few", pods=pods)
+    settings_file.write_text(json.dumps({**SETTINGS, **changes}))
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    command(*submit, "--partition", place.partition, "--run-id", "mine")
+    until(lambda: "running, 0 of 2 workers run" in command("status", "mine"), "an aggregator without workers")
+    until(lambda: reason in command("status", "mine"), "a reason")
+    assert reason in command("logs", "mine", "--worker", 0, code=2)
+
+
 def test_a_launcher_that_is_refused_for_a_moment_while_it_adopts_removes_nothing(
     place: Place, settings_file: Path
 ) -> None:

@@ -591,6 +591,17 @@ def test_an_exceeded_quota_exits_with_4_and_names_the_setting(
     assert world.nothing_left()
 
 
+def test_default_limits_below_our_requests_exit_with_4_and_name_the_setting(world: World) -> None:
+    world.cluster.add_limit_range(memory="512Mi")
+    launcher = world.launcher()
+    with pytest.raises(RefusedError) as error:
+        launcher.run()
+    words = ["512Mi", "cluster.aggregator.limits.memory", "cluster.aggregator.requests.memory", "limitrange"]
+    assert [word for word in words if word not in str(error.value)] == []
+    launcher.remove(wait=True)
+    assert world.nothing_left()
+
+
 def test_a_manifest_rejected_by_the_api_is_reported(world: World) -> None:
     bad = world.federation(tolerations=({"tolerationSeconds": "soon"},))
     with pytest.raises(ExperimentError, match="tolerationSeconds"):
