@@ -5,20 +5,21 @@
         kubernetes.config.load_kube_config(str(cluster.kubeconfig))
 
 What it covers is what a launcher of FedLoom uses. Services, Pods (their logs, evictions and forwarded ports), Jobs,
-Secrets, Events, Workflows that nothing runs, one namespace and its deletion; quotas of objects and of pods' resources;
-create, read, list, watch, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them; the second after the API
-server's start in which it knows no roles; manifests are checked strictly against the schemas of Kubernetes. Jobs:
-completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``, pod failure policy,
-pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods: one
-node with a capacity, unknown images, missing Secrets and volumes, environment
-from Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
+Secrets, Events, PodDisruptionBudgets, Workflows that nothing runs, one namespace and its deletion; quotas of objects
+and of pods' resources, default limits; create, read, list, watch, delete, with 401, 403, 404, 409, 410, 422 and 429 as
+the API gives them; the second after the API server's start in which it knows no roles; manifests are checked strictly
+against the schemas of Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per index),
+``maxFailedIndexes``, pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner:
+background, foreground. Pods: one node with a capacity, unknown images, missing Secrets and volumes, environment from
+Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
 
 How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
 ``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
 forwards to its ready pods. So a program that follows its arguments runs unchanged.
 
-Where behaviour is not in Kubernetes' documentation, the modules name the source file that shows it: ``jobs``
-(finalizers of pods), ``kubelet`` (containers, volumes), ``namespaces`` (deletion), ``server`` (admission).
+Where behaviour is not in Kubernetes' documentation, the modules name the source file that shows it: ``disruptions``
+(budgets), ``jobs`` (finalizers of pods), ``kubelet`` (containers, volumes), ``namespaces`` (deletion), ``quotas``
+(default limits), ``server`` (admission, a start of the API server).
 
 It speaks plain HTTP. It needs Linux, where all of 127.0.0.0/8 is the machine's own.
 """
@@ -40,6 +41,7 @@ from typing import Self
 
 import yaml
 
+from fake_cluster.disruptions import Disruptions
 from fake_cluster.jobs import JobController
 from fake_cluster.kubelet import Kubelet, Scheduler
 from fake_cluster.namespaces import NamespaceController, namespace_object
@@ -99,7 +101,8 @@ class FakeCluster:
         self._quotas = Quotas(self._store)
         self._jobs = JobController(self._store, self._quotas, backoff_s)
         self._forwarders: dict[tuple[str, int], tuple[str, Forwarder]] = {}
-        self.api = Api(self._store, self.kubelet, self._network, self._quotas)
+        self._disruptions = Disruptions(self._store)
+        self.api = Api(self._store, self.kubelet, self._network, self._quotas, self._disruptions)
         self._server = Server(self.api)
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True),
@@ -224,6 +227,7 @@ class FakeCluster:
                 self._store.collect_garbage()
                 self._namespaces.tick()
                 self._jobs.tick()
+                self._disruptions.tick()
                 self.node.tick()
                 self.kubelet.tick()
                 self._forward()

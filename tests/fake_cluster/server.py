@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from fake_cluster.disruptions import Disruptions
 from fake_cluster.kubelet import Kubelet
 from fake_cluster.network import Network
 from fake_cluster.portforward import accept, forward
@@ -90,6 +91,7 @@ class Api:
     kubelet: Kubelet
     network: Network
     quotas: Quotas
+    disruptions: Disruptions
     identities: dict[str, Identity] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
@@ -278,9 +280,11 @@ class Api:
                 "message": "Eviction API: evicting", "lastTransitionTime": now(),
             })  # fmt: skip
 
-        self.store.modify(*named, disrupt)
-        grace = (request.body.get("deleteOptions") or {}).get("gracePeriodSeconds")
-        self.store.delete(*named, grace_s=grace)
+        with self.store.changed:  # two evictions at once must not both find the other's pod healthy
+            self.disruptions.check(self.store.get(*named))
+            self.store.modify(*named, disrupt)
+            grace = (request.body.get("deleteOptions") or {}).get("gracePeriodSeconds")
+            self.store.delete(*named, grace_s=grace)
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
     def _log(self, request: Request) -> Iterator[bytes] | str:

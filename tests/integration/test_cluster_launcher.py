@@ -7,7 +7,9 @@ output. Whole federations are in ``test_cluster_federate.py`` and in ``tests/e2e
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import shutil
 import socket
 import sys
 import threading
@@ -302,8 +304,6 @@ def test_an_evicted_aggregator_is_replaced_regardless_of_retries(world: World) -
 
 
 def _token() -> str:
-    import os
-
     tree = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
     return str(tree["users"][0]["user"]["token"])
 
@@ -659,6 +659,20 @@ def test_lost_rights_and_refused_content_are_told_apart(world: World) -> None:
         with pytest.raises(RefusedError, match=message[:8]):
             api.create(completed(aggregator_job(world.federation()), "any", [], 1))
     assert world.cluster.api.requests.count(("create", "jobs")) == 2
+
+
+def test_a_new_login_ends_the_refusal_of_an_old_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = world.folder / "kubeconfig"
+    shutil.copyfile(os.environ["KUBECONFIG"], path)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
+    ended = in_background(world.launcher().run)
+    until(lambda: ("watch", "jobs") in world.cluster.api.requests, "a watch")
+    del world.cluster.api.identities[_token()]  # it has expired
+    (world.folder / "go").touch()
+    until(lambda: any("answers 401" in line for line in world.said), "it is told")
+    shutil.copyfile(world.cluster.kubeconfig_for(RULES), path)
+    assert ended() is None
 
 
 def test_rights_that_stay_lost_end_with_4_and_remove_nothing(world: World) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -96,16 +97,23 @@ class Api:
                 "backend kubernetes needs the package kubernetes, which is not installed",
                 hint="pip install 'fedloom[kubernetes]'",
             ) from error
-        configuration, own = _configuration(client.Configuration())
-        configuration.retries = 0  # _call retries: more slowly, and only what may be repeated
-        self._client = client.ApiClient(configuration)
+        own = self._connect()
         self._exceptions = client.exceptions.ApiException
-        self.server = str(configuration.host)
         self.namespace = namespace or own
         self.patience_s = patience_s
         self._say = say
         self._allowed: set[str] = set()  # rights that these credentials have had, as in missing_rights
         self._lost = False  # the user knows that rights are lost
+
+    def _connect(self) -> str:
+        """Connect with the current credentials, and return their namespace."""
+        from kubernetes import client
+
+        configuration, own = _configuration(client.Configuration())
+        configuration.retries = 0  # _call retries: more slowly, and only what may be repeated
+        self._client = client.ApiClient(configuration)
+        self.server = str(configuration.host)
+        return own
 
     def create(self, manifest: Manifest) -> Manifest | None:
         """Create an object and return it; None if its name is taken."""
@@ -276,6 +284,9 @@ class Api:
                     if not self._has_lost(right, failure):
                         raise failure from error
                     refusal = failure
+                    if isinstance(failure, _Unauthorized):
+                        with suppress(FedloomError):  # the user may have logged in again
+                            self._connect()
                 problem = f"answers {error.status} {_message(error)}"
             except (HTTPError, OSError, ValueError) as error:
                 problem = f"cannot be reached: {_innermost(error)}"
