@@ -418,13 +418,13 @@ def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
 
     Failures do not change the outcome, since the objects expire.
     """
-    acts: list[Callable[[], None]] = [lambda: launcher.save_logs(out / "logs")]
-    acts += [launcher.remove] if launcher.over else []
-    for act in acts:
+    acts: dict[str, Callable[[], None]] = {"saving logs": lambda: launcher.save_logs(out / "logs")}
+    acts |= {"removing the federation": launcher.remove} if launcher.over else {}
+    for what, act in acts.items():
         try:
             act()
         except (FedloomError, OSError) as error:
-            say(f"while removing the federation: {error}")
+            say(f"while {what}: {error}")
             if isinstance(error, AWAY):
                 return
 
