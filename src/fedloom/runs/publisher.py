@@ -163,7 +163,7 @@ class Publisher(PublishedRun):
         try:
             self._store.create(record_name(record.number), text.encode())
         except Taken:
-            raise self._overtaken(record.number) from None
+            raise self._overtaken(self._newest()) from None
         self.record, self._blobs = record, _by_digest(record)
         named = {blob for blobs in record.files.values() for blob in blobs}
         blobs = (entry.name.removeprefix("blobs/") for entry in self._store.entries("blobs/"))
