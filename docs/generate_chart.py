@@ -1,4 +1,4 @@
-"""Write ``charts/fedloom/README.md`` from the chart's values and their comments."""
+"""Write the chart's README.md and the descriptions in its values.schema.json from the comments of its values.yaml."""
 
 from __future__ import annotations
 
@@ -27,6 +27,47 @@ def readme(values: Path = CHART / "values.yaml") -> str:
     text = values.read_text()
     rows = [f"| `{key}` | {default} | {comment} |" for key, default, comment in documented(text)]
     return HEAD + "\n".join(rows) + "\n"
+
+
+def schema(chart: Path = CHART) -> str:
+    """Return the text of the schema, in which every value has its comment as description."""
+    tree = json.loads((chart / "values.schema.json").read_text())
+    text = (chart / "values.yaml").read_text()
+    for path, comment in [*sections(text), *((key, comment) for key, _, comment in documented(text))]:
+        node = tree
+        for name in path.split("."):
+            parent, last, node = node["properties"], name, node["properties"][name]
+        rest = {key: value for key, value in node.items() if key != "description"}
+        parent[last] = {"description": comment, **rest}
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def sections(text: str) -> list[tuple[str, str]]:
+    """Return the key and the comment of every mapping of documented values, in order.
+
+    Raises
+    ------
+    ValueError
+        If a mapping has no comment.
+    """
+    lines = text.splitlines()
+    keys = [key for key, _, _ in documented(text)]
+    found: list[tuple[str, str]] = []
+
+    def walk(node: yaml.Node, path: tuple[str, ...]) -> None:
+        assert isinstance(node, yaml.MappingNode)
+        for key, below in node.value:
+            name = ".".join((*path, key.value))
+            if name in keys:
+                continue
+            before = lines[key.start_mark.line - 1].strip()
+            if not before.startswith("# "):
+                raise ValueError(f"{name}: add a comment before it")
+            found.append((name, before.removeprefix("# ")))
+            walk(below, (*path, key.value))
+
+    walk(yaml.compose(text), ())
+    return found
 
 
 def documented(text: str) -> list[tuple[str, str, str]]:
@@ -60,3 +101,4 @@ def documented(text: str) -> list[tuple[str, str, str]]:
 
 if __name__ == "__main__":
     (CHART / "README.md").write_text(readme())
+    (CHART / "values.schema.json").write_text(schema())

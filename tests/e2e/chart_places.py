@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import helm
 import yaml
 from e2e_places import MARK, Place
+from kubernetes.client import PolicyV1Api
 from kubernetes.client.exceptions import ApiException
 from run_processes import until
 
@@ -51,6 +52,7 @@ class OnProcesses:
     def __init__(self, place: Place, folder: Path, name: str) -> None:
         self.name, self._place, self._folder = name, place, folder
         self.instance = "fed"
+        self._policy = PolicyV1Api(place.api)
         self._history: list[Mapping[str, Any]] = []
         self._wanted: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -69,6 +71,10 @@ class OnProcesses:
                 with suppress(ApiException):
                     core.delete_namespaced_config_map(name, namespace)
                 core.create_namespaced_config_map(namespace, item)
+            elif item["kind"] == "PodDisruptionBudget":
+                with suppress(ApiException):
+                    self._policy.delete_namespaced_pod_disruption_budget(name, namespace)
+                self._policy.create_namespaced_pod_disruption_budget(namespace, item)
             elif item["kind"] == "Service" and item["spec"].get("ports"):
                 for port in item["spec"]["ports"]:
                     port["targetPort"] = port["port"]  # as the containers' ports are by default
@@ -114,6 +120,8 @@ class OnProcesses:
                 core.delete_namespaced_config_map(name, namespace)
             with suppress(ApiException):
                 core.delete_namespaced_service(name, namespace)
+            with suppress(ApiException):
+                self._policy.delete_namespaced_pod_disruption_budget(name, namespace)
         assert not core.list_namespaced_pod(namespace, label_selector=chosen).items
 
     def _rendered(self, values: Mapping[str, Any], *arguments: str) -> list[dict[str, Any]]:

@@ -102,9 +102,19 @@ class Place:
         return named
 
     def evict(self, pod: str) -> None:
-        """Ask a pod to leave its node, as a drain of the node does."""
+        """Ask a pod to leave its node, as a drain does: again until its disruption budget, if any, allows it."""
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": self.namespace}}
-        self.core.create_namespaced_pod_eviction(pod, self.namespace, body)
+
+        def asked() -> bool:
+            try:
+                self.core.create_namespaced_pod_eviction(pod, self.namespace, body)
+            except ApiException as error:
+                if error.status != 429:
+                    raise
+                return False
+            return True
+
+        until(asked, f"{pod} may be evicted", self.patience_s)
 
     def ended(self, pod: str) -> tuple[int, str]:
         """Wait for one of our pods to end; return its exit code and output."""

@@ -102,7 +102,7 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
         until(lambda: published_round(place, fed.name) >= 6, f"{fed.name} trains again", place.patience_s)
         drained = [aggregator, *(f"{fed.name}-worker-{i}" for i in range(2))]
         left = {pod: uid(place, pod) for pod in drained}
-        for pod in drained:  # as a drain of the only node does; the pods' folders are lost
+        for pod in drained:  # as a drain does: one worker after the other; the pods' folders are lost
             place.evict(pod)
         for pod, before in left.items():
             until(lambda pod=pod, before=before: uid(place, pod) not in (before, None), "another", place.patience_s)

@@ -5,10 +5,11 @@
         kubernetes.config.load_kube_config(str(cluster.kubeconfig))
 
 What it covers is what a launcher of FedLoom uses. Services, Pods (their logs, evictions and forwarded ports), Jobs,
-Secrets, Events, Workflows that nothing runs, one namespace and its deletion; quotas of objects and of pods' resources;
-create, read, list, watch, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them; manifests are checked
-strictly against the schemas of Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per
-index), ``maxFailedIndexes``, pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner:
+Secrets, Events, PodDisruptionBudgets, Workflows that nothing runs, one namespace and its deletion; quotas of objects
+and of pods' resources, default limits; create, read, list, watch, delete, with 401, 403, 404, 409, 410, 422 and 429 as
+the API gives them; the second after the API server's start in which it knows no roles; manifests are checked strictly
+against the schemas of Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per index),
+``maxFailedIndexes``, pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner:
 background, foreground. Pods: one node with a capacity, unknown images, missing Secrets and volumes, environment from
 Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
 
@@ -16,8 +17,9 @@ How a process is made to feel like a container: mount paths in its arguments and
 ``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
 forwards to its ready pods. So a program that follows its arguments runs unchanged.
 
-Where behaviour is not in Kubernetes' documentation, the modules name the source file that shows it: ``jobs``
-(finalizers of pods), ``kubelet`` (containers, volumes), ``namespaces`` (deletion), ``server`` (admission).
+Where behaviour is not in Kubernetes' documentation, the modules name the source file that shows it: ``disruptions``
+(budgets), ``jobs`` (finalizers of pods), ``kubelet`` (containers, volumes), ``namespaces`` (deletion), ``quotas``
+(default limits), ``server`` (admission, a start of the API server).
 
 It speaks plain HTTP. It needs Linux, where all of 127.0.0.0/8 is the machine's own.
 """
@@ -31,6 +33,7 @@ import secrets
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +41,7 @@ from typing import Self
 
 import yaml
 
+from fake_cluster.disruptions import Disruptions
 from fake_cluster.jobs import JobController
 from fake_cluster.kubelet import Kubelet, Scheduler
 from fake_cluster.namespaces import NamespaceController, namespace_object
@@ -97,7 +101,8 @@ class FakeCluster:
         self._quotas = Quotas(self._store)
         self._jobs = JobController(self._store, self._quotas, backoff_s)
         self._forwarders: dict[tuple[str, int], tuple[str, Forwarder]] = {}
-        self.api = Api(self._store, self.kubelet, self._network, self._quotas)
+        self._disruptions = Disruptions(self._store)
+        self.api = Api(self._store, self.kubelet, self._network, self._quotas, self._disruptions)
         self._server = Server(self.api)
         self._threads = [
             threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True),
@@ -174,6 +179,10 @@ class FakeCluster:
         """Limit objects and resources: ``add_quota("few", **{"count/jobs.batch": "2"})``."""
         self._quotas.all.append(Quota(name, hard))
 
+    def add_limit_range(self, **limits: str) -> None:
+        """Give containers of Jobs default limits: ``add_limit_range(memory="512Mi")``."""
+        self._quotas.default_limits.update(limits)
+
     def objects(self, plural: str, selector: str = "") -> list[Object]:
         """Return every object of a kind, as ``"jobs"``."""
         return [item for item in self._store.list(RESOURCES[plural])[0] if selects(selector, None, item)]
@@ -203,6 +212,11 @@ class FakeCluster:
         """Answer the next requests of a kind with an error: ``fail("create", "jobs", 403, "Forbidden", "quota")``."""
         self.api.failures.append(Failure(verb, resource, ApiError(code, reason, message), times))
 
+    def restart_api(self, seconds: float = 1.0, code: int = 403) -> None:
+        """Restart the API server: it refuses every user of roles for a while, with 403 or 401, and ends every watch."""
+        self.api.started, self.api.starts_with = time.monotonic() + seconds, code
+        self.expire()
+
     def expire(self) -> None:
         """Expire the history: every open watch, and every one from an older version, is answered with 410."""
         self._store.compact()
@@ -213,6 +227,7 @@ class FakeCluster:
                 self._store.collect_garbage()
                 self._namespaces.tick()
                 self._jobs.tick()
+                self._disruptions.tick()
                 self.node.tick()
                 self.kubelet.tick()
                 self._forward()

@@ -207,6 +207,7 @@ class JobController:
         namespace = self._store.get(RESOURCES["namespaces"], "", pod["metadata"]["namespace"])
         if "deletionTimestamp" in namespace["metadata"]:
             raise ApiError(403, "Forbidden", "the namespace is being terminated")
+        self._quotas.limit(pod)
         self._quotas.charge(PODS, pod)
 
     def _stop(self, pods: list[Object]) -> None:

@@ -1,4 +1,9 @@
-"""Quotas of objects and of pods' resources, charged on create, before the name is checked."""
+"""Quotas of objects and of pods' resources, charged on create, before the name is checked; default limits.
+
+A LimitRange sets the limits that a container lacks, and the pod is validated afterwards
+(``plugin/pkg/admission/limitranger`` and ``pkg/apis/core/validation`` of kubernetes/kubernetes): a request above such a
+limit is refused as if the pod had set it itself.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,29 @@ class Quotas:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.all: list[Quota] = []
+        self.default_limits: dict[str, str] = {}
+        """Limits of a LimitRange."""
+
+    def limit(self, pod: Object) -> None:
+        """Set a pod's default limits.
+
+        Raises
+        ------
+        ApiError
+            422, with the message of the API, if a container requests more.
+        """
+        for i, container in enumerate(pod["spec"]["containers"]):
+            resources = container.setdefault("resources", {})
+            limits = {**self.default_limits, **(resources.get("limits") or {})}
+            resources.update({"limits": limits} if limits else {})
+            for kind, asked in (resources.get("requests") or {}).items():
+                if kind in limits and quantity(asked) > quantity(limits[kind]):
+                    raise ApiError(
+                        422,
+                        "Invalid",
+                        f'Pod "{pod["metadata"]["name"]}" is invalid: spec.containers[{i}].resources.requests: Invalid '
+                        f'value: "{asked}": must be less than or equal to {kind} limit of {limits[kind]}',
+                    )
 
     def charge(self, resource: Resource, item: Object) -> None:
         """Charge every quota for an object, whether it can then be created or not.

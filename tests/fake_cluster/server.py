@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from fake_cluster.disruptions import Disruptions
 from fake_cluster.kubelet import Kubelet
 from fake_cluster.network import Network
 from fake_cluster.portforward import accept, forward
@@ -90,10 +91,29 @@ class Api:
     kubelet: Kubelet
     network: Network
     quotas: Quotas
+    disruptions: Disruptions
     identities: dict[str, Identity] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Verb and resource of every request, oldest first."""
+    started: float = 0.0
+    """Moment from which the server knows its roles, or its accounts if ``starts_with`` is 401."""
+    starts_with: int = 403
+
+    def check_started(self, identity: Identity, what: str) -> None:
+        """Refuse a user of roles for as long as the server has not read them after its start.
+
+        As real ones do (kubernetes/kubernetes#121635): bindings are read before roles. A user without rules is one of
+        the group system:masters, which needs no role.
+        """
+        if identity.rules is None or time.monotonic() >= self.started:
+            return
+        if self.starts_with == 401:
+            raise ApiError(401, "Unauthorized", "Unauthorized")
+        role = (
+            '[clusterrole.rbac.authorization.k8s.io "system:basic-user" not found, role "fedloom-launcher" not found]'
+        )
+        raise ApiError(403, "Forbidden", f"{what}: RBAC: {role}")
 
     def answer(self, request: Request, identity: Identity) -> Object | Iterator[bytes] | str:
         """Return one answer: an object, a stream, or text.
@@ -104,6 +124,7 @@ class Api:
             For every failure.
         """
         self.requests.append((request.verb, request.qualified))
+        self.check_started(identity, self._forbidden(request, identity))
         needed = {request.verb, *(["create"] if request.sub == "portforward" else [])}  # as in newer API servers
         if not all(identity.may(verb, request.resource.group, request.qualified) for verb in needed):
             raise ApiError(403, "Forbidden", self._forbidden(request, identity))
@@ -123,6 +144,12 @@ class Api:
 
     def review(self, spec: Object, identity: Identity) -> Object:
         """Answer a SelfSubjectAccessReview."""
+        named = "selfsubjectaccessreviews.authorization.k8s.io"
+        self.check_started(
+            identity,
+            f'{named} is forbidden: User "{identity.user}" cannot create resource "selfsubjectaccessreviews" in API '
+            'group "authorization.k8s.io" at the cluster scope',
+        )
         asked = spec.get("resourceAttributes") or {}
         resource = asked.get("resource", "") + (f"/{asked['subresource']}" if asked.get("subresource") else "")
         allowed = identity.may(asked.get("verb", ""), asked.get("group", ""), resource)
@@ -253,9 +280,11 @@ class Api:
                 "message": "Eviction API: evicting", "lastTransitionTime": now(),
             })  # fmt: skip
 
-        self.store.modify(*named, disrupt)
-        grace = (request.body.get("deleteOptions") or {}).get("gracePeriodSeconds")
-        self.store.delete(*named, grace_s=grace)
+        with self.store.changed:  # two evictions at once must not both find the other's pod healthy
+            self.disruptions.check(self.store.get(*named))
+            self.store.modify(*named, disrupt)
+            grace = (request.body.get("deleteOptions") or {}).get("gracePeriodSeconds")
+            self.store.delete(*named, grace_s=grace)
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
 
     def _log(self, request: Request) -> Iterator[bytes] | str:

@@ -462,6 +462,103 @@ def test_status_gives_the_reason_if_a_federation_does_not_start_or_has_failed(
     assert "starting" in command("status", "no-image")
 
 
+DENIED = 'services is forbidden: User "u" cannot get resource "services": RBAC: role "launcher" not found'
+
+
+@pytest.mark.parametrize(
+    ("changes", "pods", "reason"),
+    [
+        ({"worker_image": "cuda:2"}, None, "cuda:2"),
+        ({"worker": {"requests": {"cpu": "1000"}}}, None, "Insufficient cpu"),
+        ({}, "1", "exceeded quota: few"),
+    ],
+    ids=["image", "node", "quota"],
+)
+def test_status_and_logs_give_the_reason_if_workers_do_not_start(
+    place: Place, settings_file: Path, changes: dict[str, Any], pods: str | None, reason: str
+) -> None:
+    place.program("exec sleep 60")
+    if pods is not None:
+        place.cluster.add_quota("few", pods=pods)
+    settings_file.write_text(json.dumps({**SETTINGS, **changes}))
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    command(*submit, "--partition", place.partition, "--run-id", "mine")
+    until(lambda: "running, 0 of 2 workers run" in command("status", "mine"), "an aggregator without workers")
+    until(lambda: reason in command("status", "mine"), "a reason")
+    assert reason in command("logs", "mine", "--worker", 0, code=2)
+
+
+def test_a_launcher_that_is_refused_for_a_moment_while_it_adopts_removes_nothing(
+    place: Place, settings_file: Path
+) -> None:
+    place.program("exec sleep 60")
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    submit += ["--partition", place.partition]
+    command(*submit)
+    before = {job["metadata"]["uid"] for job in place.cluster.objects("jobs")}
+    place.cluster.fail("get", "services", 403, "Forbidden", DENIED)
+    command(*submit)
+    place.cluster.fail("get", "services", 422, "Invalid", "no retry helps")
+    assert "no retry helps" in command(*submit, code=2)
+    assert {job["metadata"]["uid"] for job in place.cluster.objects("jobs")} == before
+    assert ("delete", "jobs") not in place.cluster.api.requests
+
+
+def test_a_launcher_with_an_error_of_its_own_leaves_the_federation_running(place: Place) -> None:
+    place.program("exec sleep 60")
+    requests = place.cluster.api.requests
+
+    def fail() -> None:
+        until(lambda: ("watch", "jobs") in requests, "a watch")
+        place.cluster.fail("list", "jobs", 400, "BadRequest", "no retry helps")
+
+    threading.Thread(target=fail).start()
+    with pytest.raises(ExperimentError, match="no retry helps"):
+        place.federate()
+    assert len(place.cluster.objects("jobs")) == 2
+    assert ("delete", "jobs") not in requests
+    assert any("the federation continues" in line for line in place.said)
+
+
+def test_a_federation_that_finished_while_its_launcher_could_not_look_is_fetched(place: Place) -> None:
+    """Its objects may have been removed since, after ``ttl_s``."""
+    place.program("exec sleep 60")
+    run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('run', 'federate')}")
+
+    def finish() -> None:
+        until(lambda: ("watch", "jobs") in place.cluster.api.requests, "a watch")
+        run.write("summary.json", b"{}")
+        Api().delete("Job", f"fl-{identity('run', 'federate')}-aggregator")
+
+    threading.Thread(target=finish).start()
+    out = place.federate()
+    assert (out / "summary.json").read_bytes() == b"{}"
+
+
+def test_logs_of_failed_pods_are_fetched_with_a_federation_that_has_ended(place: Place, settings_file: Path) -> None:
+    first = place.folder / "first"
+    place.program(
+        f"test $1 = worker && {{ echo no memory; mkdir {first} && exit 7; exec sleep 60; }}\n"
+        f"until test -e {place.folder}/go; do sleep 0.05; done; echo done"
+    )
+    settings_file.write_text(json.dumps({**SETTINGS, "workers": 1, "retries": 1}))
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    submit += ["--partition", place.partition, "--run-id", "mine"]
+    command(*submit)
+    workers = lambda: [pod for pod in place.cluster.pods() if "-worker-" in pod["metadata"]["name"]]  # noqa: E731
+    until(lambda: len(workers()) == 2, "a second worker")
+    run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('mine', 'federate')}")
+    run.write("summary.json", b"{}")
+    (place.folder / "go").touch()
+    until(lambda: "finished" in command("status", "mine"), "its end")
+    failed, *_ = [pod["metadata"]["name"] for pod in workers()]
+    command(*submit, "--out", place.folder / "out")
+    logs = {path.stem: path.read_text() for path in (place.folder / "out" / "logs").iterdir()}
+    assert logs[failed] == "no memory\n"
+    assert "done\n" in logs.values()
+    until(place.nothing_left, "the end of all objects")
+
+
 def test_submit_rejects_invalid_settings(place: Place, settings_file: Path) -> None:
     submit = ["submit", place.file, "--cluster", settings_file, "--partition", place.partition]
     assert tells(command(*submit, code=2), "storage", "s3://")

@@ -7,7 +7,9 @@ output. Whole federations are in ``test_cluster_federate.py`` and in ``tests/e2e
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import shutil
 import socket
 import sys
 import threading
@@ -87,7 +89,8 @@ class World:
         )
 
     def launcher(self, federation: FederationSpec | None = None, **options: Any) -> Launcher:
-        return Launcher(federation or self.federation(), Api(patience_s=2.0), self.said.append, **options)
+        api = Api(patience_s=2.0, say=self.said.append)
+        return Launcher(federation or self.federation(), api, self.said.append, **options)
 
     def names(self, plural: str) -> list[str]:
         return sorted(item["metadata"]["name"] for item in self.cluster.objects(plural))
@@ -301,8 +304,6 @@ def test_an_evicted_aggregator_is_replaced_regardless_of_retries(world: World) -
 
 
 def _token() -> str:
-    import os
-
     tree = yaml.safe_load(Path(os.environ["KUBECONFIG"]).read_text())
     return str(tree["users"][0]["user"]["token"])
 
@@ -590,6 +591,17 @@ def test_an_exceeded_quota_exits_with_4_and_names_the_setting(
     assert world.nothing_left()
 
 
+def test_default_limits_below_our_requests_exit_with_4_and_name_the_setting(world: World) -> None:
+    world.cluster.add_limit_range(memory="512Mi")
+    launcher = world.launcher()
+    with pytest.raises(RefusedError) as error:
+        launcher.run()
+    words = ["512Mi", "cluster.aggregator.limits.memory", "cluster.aggregator.requests.memory", "limitrange"]
+    assert [word for word in words if word not in str(error.value)] == []
+    launcher.remove(wait=True)
+    assert world.nothing_left()
+
+
 def test_a_manifest_rejected_by_the_api_is_reported(world: World) -> None:
     bad = world.federation(tolerations=({"tolerationSeconds": "soon"},))
     with pytest.raises(ExperimentError, match="tolerationSeconds"):
@@ -608,6 +620,93 @@ def test_requests_to_an_unavailable_api_are_retried(world: World) -> None:
         world.cluster.fail(verb, resource, 503, "ServiceUnavailable", "apiserver is shutting down")
     world.cluster.fail("watch", "jobs", 500, "InternalError", "etcdserver: leader changed")
     world.launcher().run()
+
+
+@pytest.mark.parametrize("code", [403, 401])
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_launcher_outlasts_an_api_server_that_knows_no_roles_after_its_start(
+    world: World, code: int, adopted: bool
+) -> None:
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
+    if adopted:
+        world.launcher().ensure()
+    ended = in_background(world.launcher().run)
+    requests = world.cluster.api.requests
+    until(lambda: ("watch", "jobs") in requests, "a watch")
+    before = {job["metadata"]["uid"] for job in world.cluster.objects("jobs")}
+    world.cluster.restart_api(3.0, code)  # longer than this launcher repeats single requests
+    lists = requests.count(("list", "jobs"))
+    until(lambda: requests.count(("list", "jobs")) >= lists + 3, "refused requests")
+    until(lambda: any(f"answers {code}" in line for line in world.said), "it is told")
+    (world.folder / "go").touch()
+    assert ended() is None
+    assert {job["metadata"]["uid"] for job in world.cluster.objects("jobs")} == before
+    assert ("delete", "jobs") not in requests
+
+
+def test_lost_rights_and_refused_content_are_told_apart(world: World) -> None:
+    """A right is requested again if it was there; what a quota or a policy rejects is not."""
+    api = Api(patience_s=5.0)
+    assert api.missing_rights() == []
+    api.select("Event")  # allowed
+    world.cluster.fail(
+        "list", "events", 403, "Forbidden", 'events is forbidden: User "u" cannot list resource "events"'
+    )
+    assert api.events("any") == []
+    assert world.cluster.api.requests.count(("list", "events")) == 3  # refused once, then answered
+    for message in ("exceeded quota: few", 'admission webhook "policy.example" denied the request: no label team'):
+        world.cluster.fail("create", "jobs", 403, "Forbidden", f'jobs.batch "x" is forbidden: {message}')
+        with pytest.raises(RefusedError, match=message[:8]):
+            api.create(completed(aggregator_job(world.federation()), "any", [], 1))
+    assert world.cluster.api.requests.count(("create", "jobs")) == 2
+
+
+def test_a_new_login_ends_the_refusal_of_an_old_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = world.folder / "kubeconfig"
+    shutil.copyfile(os.environ["KUBECONFIG"], path)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
+    ended = in_background(world.launcher().run)
+    until(lambda: ("watch", "jobs") in world.cluster.api.requests, "a watch")
+    del world.cluster.api.identities[_token()]  # it has expired
+    (world.folder / "go").touch()
+    until(lambda: any("answers 401" in line for line in world.said), "it is told")
+    shutil.copyfile(world.cluster.kubeconfig_for(RULES), path)
+    assert ended() is None
+
+
+def test_rights_that_stay_lost_end_with_4_and_remove_nothing(world: World) -> None:
+    world.program(aggregator="exec sleep 60")
+    launcher = world.launcher(world.federation(deadline_s=5))
+    launcher.ensure()
+    world.cluster.restart_api(60.0)
+    with pytest.raises(RefusedError, match=r"RBAC(.|\n)*components/federate/rbac\.yaml"):
+        launcher.run()
+    assert not launcher.over
+    assert all("deletionTimestamp" not in job["metadata"] for job in world.cluster.objects("jobs"))
+
+
+def test_a_launcher_without_an_api_asks_whether_the_run_is_finished(world: World) -> None:
+    world.program(aggregator="exec sleep 60")
+    done = threading.Event()
+    ended = in_background(world.launcher(finished=done.is_set).run)
+    until(lambda: ("watch", "jobs") in world.cluster.api.requests, "a watch")
+    world.cluster.restart_api(60.0)
+    until(lambda: any("waiting for the Kubernetes API" in line for line in world.said), "it is told")
+    done.set()
+    assert isinstance(ended(), RefusedError)  # well before the deadline of the federation
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_only_the_creator_may_remove_a_federation_that_cannot_start(world: World, adopted: bool) -> None:
+    federation = world.federation(worker_image="cuda:2")
+    world.program(aggregator="exec sleep 60")
+    if adopted:
+        world.launcher(federation).ensure()
+    launcher = world.launcher(federation)
+    with pytest.raises(ExperimentError, match="cuda:2"):
+        launcher.run()
+    assert launcher.over is not adopted
 
 
 def test_requests_to_an_absent_api_time_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.cluster
 
 NS = "federations"
 SLEEP = "exec sleep 600"
+BUDGET = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget"}
 LOOP = "while :; do sleep 0.05; done"
 
 
@@ -190,6 +191,31 @@ def test_too_many_failed_indexes_end_a_job_and_its_other_pods(cluster: Cluster) 
     status = cluster.ended("job")
     assert last(status)[1] == "MaxFailedIndexesExceeded"
     assert {pod.status.phase for pod in cluster.pods("job")} <= {"Failed"}
+
+
+def test_a_disruption_budget_refuses_evictions_until_the_replacement_is_ready(cluster: Cluster) -> None:
+    slow = f"trap 'sleep 3; exit 1' TERM; {LOOP}"
+    cluster.job("served", slow, spec={"completions": 2, "parallelism": 2, "podReplacementPolicy": "Failed"})
+    first, second = cluster.running("served", 2)
+    labels = {"batch.kubernetes.io/job-name": "served"}
+    spec = {"maxUnavailable": 1, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": {"matchLabels": labels}}
+    policy = client.PolicyV1Api(cluster.core.api_client)
+    policy.create_namespaced_pod_disruption_budget(NS, {"metadata": {"name": "one"}, "spec": spec, **BUDGET})
+
+    def evict(pod: str) -> int:
+        try:
+            body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": NS}}
+            cluster.core.create_namespaced_pod_eviction(pod, NS, body)
+        except ApiException as error:
+            return int(error.status)
+        return 201
+
+    assert evict(first) == 201
+    assert evict(second) == 429
+    until(lambda: evict(second) == 201, "the first is replaced", 60)
+    policy.delete_namespaced_pod_disruption_budget("one", NS)
+    for pod in cluster.running("served", 2):
+        assert evict(pod) == 201
 
 
 def test_an_exit_code_ends_a_job_and_an_eviction_does_not(cluster: Cluster) -> None:

@@ -231,6 +231,34 @@ def test_a_second_aggregator_takes_over_and_the_first_stops(
     assert scores(tmp_path / "b" / "run") == scores(stateful.undisturbed)
 
 
+def test_an_aggregator_that_another_has_overtaken_says_so_and_takes_the_run_up(
+    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
+) -> None:
+    """The first one lives on, and its workers remove the states that the second one would start from."""
+    store, late = stateful.store("runs/overtaken"), tmp_path / "b" / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        other = int(probe.getsockname()[1])
+    with (
+        started(*stateful.aggregator("overtaken", tmp_path / "a" / "run", port), environment=elsewhere("a")) as first,
+        started(*stateful.worker("overtaken", "w0", port), environment=elsewhere("w0")) as worker,
+    ):
+        until(lambda: len([*store.entries("published/")]) >= 2, "round 1, published")
+        first.send_signal(signal.SIGSTOP)
+        with started(*stateful.aggregator("overtaken", late, other), environment=elsewhere("b")) as second:
+            until(lambda: any((late / "checkpoints").glob("*.safetensors")), "the second has read the run")
+            first.send_signal(signal.SIGCONT)
+            ended(first, 0)
+            ended(worker, 0)
+            summary = store.read("summary.json")
+            with started(*stateful.worker("overtaken", "w1", other), environment=elsewhere("w1")):
+                output = ended(second, 6)
+    assert tells(output, "another aggregator", 6, "--resume"), output
+    fedloom(*stateful.aggregator("overtaken", late, other), environment=elsewhere("b-again"))
+    assert store.read("summary.json") == summary
+    assert scores(late) == scores(stateful.undisturbed)
+
+
 @pytest.mark.exhaustive  # real deadlines: half a minute
 def test_a_run_without_watchers_ends(stateful: Place, elsewhere: Any, tmp_path: Path, port: int) -> None:
     run = tmp_path / "a" / "run"

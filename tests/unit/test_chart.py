@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_the_chart_readme_is_up_to_date() -> None:
 
 def test_every_value_has_a_schema_and_every_key_of_the_schema_a_value() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    refused = {"global", "replicaCount", "persistence", "config", "secret", "token"}
+    refused = {"global", "enabled", "replicaCount", "persistence", "config", "secret", "token"}
 
     def compare(value: Any, rule: dict[str, Any], path: str) -> None:
         rule = schema["$defs"][rule["$ref"].rpartition("/")[2]] if "$ref" in rule else rule
@@ -85,6 +85,23 @@ def test_every_value_has_a_schema_and_every_key_of_the_schema_a_value() -> None:
             compare(inside, rule["properties"][key], f"{path}.{key}")
 
     compare(values(), schema, "")
+
+
+def test_every_key_of_the_schema_has_a_description() -> None:
+    text = (CHART / "values.schema.json").read_text()
+    assert generator().schema() == text, "make docs"
+
+    def without(node: Any, path: str) -> Iterator[str]:
+        if isinstance(node, list):
+            for item in node:
+                yield from without(item, path)
+        if isinstance(node, dict):
+            for name, inside in node.items():
+                yield from without(inside, f"{path}.{name}")
+                if path.endswith(".properties") and not inside.get("description"):
+                    yield f"{path}.{name}"
+
+    assert list(without(json.loads(text), "")) == []
 
 
 def test_chart_and_project_have_the_same_version() -> None:
@@ -268,6 +285,35 @@ def test_workers_with_a_gpu_are_placed_by_node_labels(tmp_path: Path) -> None:
         else:
             assert not {"runtimeClassName", "nodeSelector"} & set(pod)
             assert not any("/" in resource for resource in given)
+
+
+def test_the_trial_store_and_the_test_pod_are_placed_by_their_values(tmp_path: Path) -> None:
+    base = yaml.safe_load((CHART / "ci" / "trial-values.yaml").read_text())
+    taint = {"key": "dedicated", "operator": "Exists", "effect": "NoSchedule"}
+    own = {part: {"nodeSelector": {"pool": part}, "tolerations": [taint]} for part in ("seaweedfs", "test")}
+    text = installed(merged(base, own), tmp_path)
+    pods = dict(helm.pods(text))
+    for part in own:
+        pod = pods.pop(f"fed-fedloom-{part}")
+        assert (pod["nodeSelector"], pod["tolerations"]) == ({"pool": part}, [taint])
+        assert "topologySpreadConstraints" not in pod
+    assert pods
+    assert not any({"nodeSelector", "tolerations"} & set(pod) for pod in pods.values())
+
+
+@pytest.mark.parametrize("more", [{}, {"enabled": True}, {"enabled": False}])
+def test_the_chart_is_a_part_of_another(more: dict[str, bool], tmp_path: Path) -> None:
+    """The parent's ``condition`` is a value of the part."""
+    shutil.copytree(CHART, tmp_path / "parent" / "charts" / "fedloom")
+    part = {"name": "fedloom", "version": ">=0", "condition": "fedloom.enabled"}
+    about = {"apiVersion": "v2", "name": "parent", "version": "0.1.0", "dependencies": [part]}
+    (tmp_path / "parent" / "Chart.yaml").write_text(yaml.safe_dump(about))
+    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"global": {"x": 1}, "fedloom": {**base, **more}}))
+    done = helm.run("template", "fed", tmp_path / "parent", "-f", values, "--kube-version", "1.35.0")
+    assert done.returncode == 0, done.stderr
+    assert bool(helm.objects(done.stdout)) is more.get("enabled", True)
 
 
 def test_a_store_needs_no_volume() -> None:

@@ -212,6 +212,14 @@ def test_a_missing_key_is_named(write: Write, key: str) -> None:
     assert "missing" in refusal(write(yaml.safe_dump(value)), key=key)
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [("federation.secure_aggregation", "{}"), ("evaluation", "{}"), ("federation.privacy", "{clip: ..., delta: ...}")],
+)
+def test_true_in_place_of_a_mapping_is_told_which_mapping_is_meant(write: Write, key: str, meant: str) -> None:
+    assert tells(refusal(write(GOOD), f"{key}=true", key=key), "true", meant)
+
+
 def test_all_errors_are_reported_at_once_with_their_lines(write: Write) -> None:
     text = GOOD.replace("name: quickstart", "name: quickstart\nsede: 2").replace("rounds: 400", "rounds: -1")
     text = text.replace("name: fedavg", "name: fedavg, epocs: 1").replace("clients: 100", "clients: ten")

@@ -22,7 +22,10 @@ from published_runs import aggregator, run_folder
 from s3_support import S3Server
 from test_states import made as federation_that_remembers
 
-from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
+from fedloom.errors import DataError, ExitCode, ExperimentError, QuorumError, StorageError
+from fedloom.experiment import parse_experiment
+from fedloom.runner.options import RunOptions
+from fedloom.runner.publication import Publication
 from fedloom.runner.serve import waiting
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
@@ -30,6 +33,14 @@ from fedloom.runs.published import SEGMENTS, PublishedRun, segments
 from fedloom.runs.publisher import Publisher
 from fedloom.storage import Absent, Store, open_store
 from fedloom.storage.folder import FolderStore, copy_atomically
+
+SMALL = """
+name: small
+data: {dataset: fashion-mnist, partition: {scheme: classes, clients: 10, classes_per_client: 2}}
+model: {name: logistic}
+algorithm: {name: fedavg, local: {epochs: 1, batch_size: 8, lr: 0.05}}
+federation: {rounds: 9, clients_per_round: 4}
+"""
 
 
 def contents(path: Path) -> dict[str, str]:
@@ -382,6 +393,40 @@ def test_a_published_finished_run_equals_the_local_one(store: Store, tmp_path: P
     assert store.read("summary.json") == (tmp_path / "b" / "summary.json").read_bytes()
     with pytest.raises(StorageError, match="another aggregator"):
         a.finish()
+
+
+def test_a_round_that_fails_because_another_aggregator_is_ahead_ends_with_that_reason(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one's workers have removed the states of clients that only this one still needs."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://{s3_server.new_bucket()}/runs/two"
+    run_folder(tmp_path / "a", 3)
+    first = aggregator(tmp_path / "a", open_store(url), "first")
+    first.publish(3)
+    small = parse_experiment(SMALL)
+    second = Publication(RunFolder(tmp_path / "b"), small, RunOptions(publish=url, resume=True))
+    second.connect()
+    assert second.restore("second", lambda found, where: None)
+
+    def fail() -> None:
+        with second.logs_kept():
+            raise QuorumError("no client has its state")
+
+    with pytest.raises(QuorumError):  # nobody is ahead
+        fail()
+    for round in (4, 6):
+        run_folder(tmp_path / "a", round)
+        first.publish(round)
+    with pytest.raises(StorageError) as error:
+        fail()
+    assert tells(str(error.value), "another aggregator", "first", 6, "second")
+    publish = second.publish
+    assert publish is not None
+    with pytest.raises(StorageError) as error:
+        publish(4)
+    assert tells(str(error.value), "another aggregator", "first", 6, "second")
 
 
 def test_checkpoints_of_a_finished_run_are_stored_once(store: Store, tmp_path: Path) -> None:

@@ -225,8 +225,8 @@ def _described(status: Status, progress: Activity | None) -> str:
     )
     again = f", attempt {status.attempt}" if status.attempt > 1 else ""
     lines = [f"{status.name}: {how}{again}", f"  run id {status.run_id}, since {status.created}, run {status.run}"]
-    message = status.detail or ("" if progress is None else progress.message)
-    return "\n".join([*lines, *(f"  {line}" for line in message.splitlines())])
+    messages = [status.detail, "" if progress is None else progress.message]
+    return "\n".join([*lines, *(f"  {line}" for message in messages for line in message.splitlines())])
 
 
 def seconds(text: str | None) -> float | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -46,10 +48,19 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 CONNECT_S, READ_S = 10.0, 30.0
 PASSING = (429, 500, 502, 503, 504)
 """Status codes of an API server that is overloaded or being replaced."""
+ROUTE = re.compile(r"/apis?/.*?/namespaces/[^/]+/(?P<resource>[^/]+)(?P<name>/[^/]+)?(?P<sub>/[^/]+)?")
 
 
 class Unreachable(WorkerLostError):
     """No response from the API server; everything on the cluster keeps running."""
+
+
+class LostRights(RefusedError):
+    """Refusal of requests that were allowed before; everything on the cluster keeps running."""
+
+
+AWAY = (Unreachable, LostRights)
+"""Errors after which nothing is known about the cluster's objects."""
 
 
 class Api:
@@ -62,7 +73,11 @@ class Api:
     namespace
         Default: that of the pod, else of the kubeconfig's context, else ``default``.
     patience_s
-        Seconds for which requests are repeated while the API server does not respond or is temporarily unavailable.
+        Seconds for which requests are repeated while the API server does not respond, is temporarily unavailable, or
+        refuses what it has allowed before: for about a second after its start, it may know no roles
+        (kubernetes/kubernetes#121635).
+    say
+        Called with a line for the user when rights are lost.
 
     Raises
     ------
@@ -72,7 +87,9 @@ class Api:
         If there are no credentials.
     """
 
-    def __init__(self, namespace: str | None = None, *, patience_s: float = 20.0) -> None:
+    def __init__(
+        self, namespace: str | None = None, *, patience_s: float = 20.0, say: Callable[[str], None] = log.warning
+    ) -> None:
         try:
             from kubernetes import client
         except ModuleNotFoundError as error:
@@ -80,13 +97,23 @@ class Api:
                 "backend kubernetes needs the package kubernetes, which is not installed",
                 hint="pip install 'fedloom[kubernetes]'",
             ) from error
+        own = self._connect()
+        self._exceptions = client.exceptions.ApiException
+        self.namespace = namespace or own
+        self.patience_s = patience_s
+        self._say = say
+        self._allowed: set[str] = set()  # rights that these credentials have had, as in missing_rights
+        self._lost = False  # the user knows that rights are lost
+
+    def _connect(self) -> str:
+        """Connect with the current credentials, and return their namespace."""
+        from kubernetes import client
+
         configuration, own = _configuration(client.Configuration())
         configuration.retries = 0  # _call retries: more slowly, and only what may be repeated
         self._client = client.ApiClient(configuration)
-        self._exceptions = client.exceptions.ApiException
         self.server = str(configuration.host)
-        self.namespace = namespace or own
-        self.patience_s = patience_s
+        return own
 
     def create(self, manifest: Manifest) -> Manifest | None:
         """Create an object and return it; None if its name is taken."""
@@ -155,10 +182,10 @@ class Api:
             response.release_conn()
 
     def events(self, name: str) -> list[Manifest]:
-        """Return the events of an object, oldest first; none if reading events is not allowed."""
+        """Return the events of an object, oldest first; none if they cannot be read, or not now."""
         try:
             found, _ = self.select("Event", fields=f"involvedObject.name={name}")
-        except (RefusedError, _Absent):
+        except (RefusedError, Unreachable, _Absent):
             return []
         return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
@@ -206,6 +233,8 @@ class Api:
         """Return the needed rights that these credentials lack, such as ``create jobs``."""
         missing = []
         for verb, group, name in needed:
+            if f"{verb} {name}" in self._allowed:
+                continue
             resource, _, sub = name.partition("/")
             asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
             asked |= {"subresource": sub} if sub else {}
@@ -218,7 +247,9 @@ class Api:
                 answer = self._call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
             except (_Absent, _Forbidden):  # rights cannot be queried; then the first request that needs one fails
                 return []
-            if not answer.get("status", {}).get("allowed", False):
+            if answer.get("status", {}).get("allowed", False):
+                self._allowed.add(f"{verb} {name}")
+            else:
                 missing.append(f"{verb} {name}")
         return missing
 
@@ -238,25 +269,47 @@ class Api:
         """Make a request, and repeat it while the server is unavailable; all our requests may be repeated."""
         from urllib3.exceptions import HTTPError
 
-        until = time.monotonic() + self.patience_s
+        until, right = time.monotonic() + self.patience_s, _right(method, path)
         pause_s = 0.25
         while True:
+            refusal: FedloomError | None = None
             try:
                 response = self._once(method, path, query, body, read_s=READ_S)
+                self._allowed.add(right)
+                self._lost = False
                 return response.data.decode(errors="replace") if text else parsed_json(response.data)
             except self._exceptions as error:
                 if error.status not in PASSING:  # 0 means a rejected certificate
-                    raise self._failure(error, f"{method} {path}") from error
+                    failure = self._failure(error, f"{method} {path}")
+                    if not self._has_lost(right, failure):
+                        raise failure from error
+                    refusal = failure
+                    if isinstance(failure, _Unauthorized):
+                        with suppress(FedloomError):  # the user may have logged in again
+                            self._connect()
                 problem = f"answers {error.status} {_message(error)}"
             except (HTTPError, OSError, ValueError) as error:
                 problem = f"cannot be reached: {_innermost(error)}"
+            if refusal is not None and not self._lost:
+                self._lost = True
+                self._say(f"the Kubernetes API at {self.server} {problem}; it has allowed this before: trying again")
             if time.monotonic() + pause_s > until:
+                if refusal is not None:
+                    raise LostRights(refusal.message, hint=refusal.hint)
                 raise Unreachable(
                     f"the Kubernetes API at {self.server} {problem}",
                     hint="check KUBECONFIG, the network and the cluster; then start again with the same run id",
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 8.0)
+
+    def _has_lost(self, right: str, failure: FedloomError) -> bool:
+        """Return True if a request failed for want of a right that these credentials have had."""
+        if isinstance(failure, _Absent | _Conflict | _Invalid):  # the request was allowed
+            self._allowed.add(right)
+        if isinstance(failure, _Unauthorized):
+            return bool(self._allowed)
+        return isinstance(failure, _Forbidden) and right in self._allowed
 
     def _once(
         self,
@@ -290,7 +343,7 @@ class Api:
         if error.status == 409:
             return _Conflict(f"{where}: {message}")
         if error.status == 401:
-            return RefusedError(
+            return _Unauthorized(
                 f"the Kubernetes API at {self.server} does not accept these credentials: {message}",
                 hint="log in again, or set KUBECONFIG to a valid kubeconfig",
             )
@@ -316,8 +369,21 @@ class _Invalid(ExperimentError):
     """HTTP 400 or 422: the API server rejects the manifest."""
 
 
+class _Unauthorized(RefusedError):
+    """HTTP 401: the credentials are not accepted."""
+
+
 class _Forbidden(RefusedError):
     """HTTP 403: the credentials are valid but insufficient."""
+
+
+def _right(method: str, path: str) -> str:
+    """Return the right that a request needs, such as ``get pods/log``."""
+    found = ROUTE.fullmatch(path)
+    if found is None:
+        return f"{method} {path}"
+    verb = {"GET": "get" if found["name"] else "list", "POST": "create"}.get(method, method.lower())
+    return f"{verb} {found['resource']}{found['sub'] or ''}"
 
 
 def rights_hint(namespace: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.cluster import local
-from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
+from fedloom.cluster.api import AWAY, FORWARDING, Api, in_cluster, own_pod, rights_hint
 from fedloom.cluster.manifests import (
     INSTANCE,
     RUN_ID,
@@ -26,10 +26,10 @@ from fedloom.cluster.manifests import (
     resources,
     run_path,
 )
+from fedloom.cluster.published_run import collect, is_finished, publish_experiment
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig, is_gpu
-from fedloom.core import digests
 from fedloom.core.words import pluralize
-from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
+from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
 from fedloom.storage.claim import claim_place
@@ -170,10 +170,8 @@ def submit_federation(
     Raises
     ------
     FedloomError
-        If it cannot be started. The objects that this call created are then removed.
+        If it cannot be started. The objects that this call created, or of a federation that has failed, are removed.
     """
-    from fedloom.cluster.launcher import Occupied
-
     step = _Step(experiment, partition, cluster, run_id, "federate", TaskConfig(), True, say)
     if cluster.orphan_after_s is not None:
         raise ExperimentError(
@@ -188,10 +186,9 @@ def submit_federation(
         return Submitted(name, run.url)
     try:
         launcher.ensure()
-    except (Occupied, Unreachable):
-        raise
     except FedloomError:
-        launcher.remove()
+        if launcher.over:
+            launcher.remove()
         raise
     return Submitted(name, run.url)
 
@@ -211,40 +208,52 @@ class _Step:
 
 
 def _on_kubernetes(step: _Step, out: Path) -> None:
-    from fedloom.cluster.launcher import Occupied, delete
+    from fedloom.cluster.launcher import Deleted, delete, save_logs
 
-    cluster, say = step.cluster, step.say
-    run, launcher = _prepared(step)
+    cluster, say, name = step.cluster, step.say, f"fl-{identity(step.run_id, step.task)}"
+    run, launcher = _prepared(step, out / "logs")
     if launcher is None:
         say(f"this federation has already ended: fetching {run.url}")
-        _collect(run, out, say)
+        collect(run, out, say)
         try:  # objects that an earlier launcher did not delete
-            delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(step.run_id, step.task)}")
-        except FedloomError as error:
+            api, selector = Api(cluster.namespace, say=say), f"{INSTANCE}={name}"
+            save_logs(api, api.select("Pod", selector)[0], out / "logs")
+            delete(api, selector)
+        except (FedloomError, OSError) as error:
             say(f"any remaining objects expire by themselves: {error}")
         return
     keep = (
         f"the federation continues: start again with run id {step.run_id} to adopt it, or end it: "
-        f"fedloom cluster stop fl-{identity(step.run_id, step.task)}"
+        f"fedloom cluster stop {name}"
     )
     try:
         with _terminable(say, "" if cluster.delete_on_interrupt else keep):
-            launcher.run()
-            _collect(run, out, say)
-    except (Occupied, Unreachable):  # another federation's objects, or ours running on unreachably: do not delete
-        raise
+            try:
+                launcher.run()
+            except (Deleted, *AWAY):  # it may have finished meanwhile, and may have been removed since
+                if not launcher.finished():
+                    raise
+                launcher.over = True
+            collect(run, out, say)
     except (_Stopped, KeyboardInterrupt):
         if cluster.delete_on_interrupt:
             launcher.remove()
         raise
     except FedloomError:
         _save_logs_and_remove(launcher, out, say)
+        if launcher.attached and not launcher.over:
+            say(keep)
         raise
     _save_logs_and_remove(launcher, out, say)
 
 
-def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
+def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | None]:
     """Check the settings and publish the pods' inputs.
+
+    Parameters
+    ----------
+    logs
+        Folder for the logs of a failed attempt that is restarted.
 
     Returns
     -------
@@ -262,9 +271,9 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     store, plain = _store(experiment, cluster)
     run = store.under(run_path(experiment.name, step.run_id, step.task))
     store.check()
-    if _finished(run, experiment):
+    if is_finished(run, experiment):
         return run, None
-    api, inside = Api(cluster.namespace), in_cluster()
+    api, inside = Api(cluster.namespace, say=say), in_cluster()
     _check_rights(api, cluster, inside=inside)
     watched = cluster.orphan_after_s is not None or (inside and not step.unattended)
     if cluster.token_secret is not None and watched and not os.environ.get(TOKEN):
@@ -293,8 +302,15 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     workers = pluralize(federation.workers, "worker")
     say(f"federation {federation.name} in namespace {api.namespace}, {workers}; run {run.url}")
     publish(step.partition, shards)
-    _publish_experiment(run, experiment)
-    return run, Launcher(federation, api, say, owners=_owners(api), inside=inside)
+    publish_experiment(run, experiment)
+
+    def finished() -> bool:
+        try:
+            return is_finished(run, experiment)
+        except FedloomError:  # the store may be away, too
+            return False
+
+    return run, Launcher(federation, api, say, owners=_owners(api), inside=inside, finished=finished, logs=logs)
 
 
 def storage_environment(cluster: ClusterSettings) -> dict[str, str]:
@@ -397,69 +413,20 @@ def _permission(experiment: Experiment) -> dict[str, str]:
     return {FACTORIES: ",".join(experiment.code)} if experiment.code else {}
 
 
-def _finished(run: Store, experiment: Experiment) -> bool:
-    """Return True if this exact run has been published completely."""
-    from fedloom.runs.files import SUMMARY
-    from fedloom.storage import Absent
-
-    try:
-        run.read(SUMMARY)
-        return _experiment_at(run) == experiment.resolved_yaml().encode()
-    except Absent:
-        return False
-
-
-def _publish_experiment(run: Store, experiment: Experiment) -> None:
-    from fedloom.storage import Taken
-
-    text = experiment.resolved_yaml().encode()
-    try:
-        run.create("experiment.yaml", text)
-    except Taken:
-        if _experiment_at(run) != text:
-            raise ExperimentError(
-                f"{run.url} holds another experiment, which ran with the same run id and task",
-                hint="use another run id or task",
-            ) from None
-
-
-def _experiment_at(run: Store) -> bytes:
-    """Return the experiment of a run, as published for the aggregator or with the finished run."""
-    try:
-        return digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
-    except digests.Damaged as error:
-        raise DataError(f"{run.url}/experiment.yaml is damaged: {error}", hint="use another run id or task") from error
-
-
-def _collect(run: Store, out: Path, say: Say) -> None:
-    """Fetch a finished run's folder, and print its location.
-
-    Raises
-    ------
-    DataError
-        If the run is incomplete.
-    """
-    from fedloom.runs.files import SUMMARY
-    from fedloom.runs.published import STORE_FOLDERS
-
-    names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in STORE_FOLDERS]
-    if SUMMARY not in names:
-        raise DataError(f"{run.url}: the federation has ended without a {SUMMARY}")
-    for name in sorted(names, key=lambda name: name == SUMMARY):
-        run.download(name, out / name)
-    say(f"the run is in {out}")
-    if "report.html" not in names:  # its pod reported this, but its log will soon be deleted
-        say(f"it has no report, because the aggregator's image cannot create one; create it here: fedloom report {out}")
-
-
 def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
-    """Save the logs and delete the objects; failures do not change the outcome, since the objects expire."""
-    acts: tuple[Callable[[], None], ...] = (lambda: launcher.save_logs(out / "logs"), lambda: launcher.remove())
-    for act in acts:
+    """Save the logs, and delete the objects of a federation that is over.
+
+    Failures do not change the outcome, since the objects expire.
+    """
+    acts: dict[str, Callable[[], None]] = {"saving logs": lambda: launcher.save_logs(out / "logs")}
+    acts |= {"removing the federation": launcher.remove} if launcher.over else {}
+    for what, act in acts.items():
         try:
             act()
         except (FedloomError, OSError) as error:
-            say(f"while removing the federation: {error}")
+            say(f"while {what}: {error}")
+            if isinstance(error, AWAY):
+                return
 
 
 @contextmanager

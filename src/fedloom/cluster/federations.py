@@ -24,10 +24,10 @@ from fedloom.cluster.manifests import (
     label,
     phase_of,
 )
-from fedloom.cluster.pod_diagnosis import diagnose, diagnose_events
+from fedloom.cluster.pod_diagnosis import count_missing, diagnose, diagnose_events
 from fedloom.cluster.progress_client import launchers_credentials
 from fedloom.cluster.tunnel import Tunnel
-from fedloom.errors import AbandonedError, ExperimentError, RefusedError
+from fedloom.errors import AbandonedError, ExperimentError, RefusedError, argument
 from fedloom.federation.activity import Activity
 from fedloom.transport.control import follow
 
@@ -51,7 +51,7 @@ class Status:
     state
         ``starting``, ``running``, ``finished`` or ``failed``.
     detail
-        Reason why it does not start, or why it failed; else empty.
+        Reason why it, or one of its workers, does not start, or why it failed; else empty.
     attempt
         Number of the attempt, from 1.
     created
@@ -131,7 +131,7 @@ def federation_logs(api: Api, status: Status, *, worker: int | None = None, foll
     Raises
     ------
     ExperimentError
-        If there is no such pod.
+        If there is no such pod, or it has not started; the message has the reason.
     """
     component = AGGREGATOR if worker is None else WORKER
     selector = f"{INSTANCE}={status.name},{COMPONENT}={component}" + ("" if worker is None else f",{INDEX}={worker}")
@@ -140,13 +140,19 @@ def federation_logs(api: Api, status: Status, *, worker: int | None = None, foll
         if not pods:
             which = component if worker is None else f"worker {worker} of {status.workers}"
             raise ExperimentError(
-                f"federation {status.name} has no pod of its {which}", hint=f"logs at its end: {status.run}/logs/"
+                f"federation {status.name} has no pod of its {which}{_after_colon(status.detail)}",
+                hint=f"logs at its end: {status.run}/logs/",
             )
         pod = pods[-1]
         if phase_of(pod) != "Pending" or not followed:
             break
         time.sleep(ANNOUNCEMENT_INTERVAL_S)
     name = pod["metadata"]["name"]
+    if phase_of(pod) == "Pending":
+        raise ExperimentError(
+            f"{name} has not started, and has no log{_after_colon(_waiting(api, [pod]))}",
+            hint=f"{argument('follow')} waits for it",
+        )
     yield from api.follow_log(name, component) if followed else api.log(name, component).splitlines()
 
 
@@ -167,8 +173,10 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
     if end := end_of(root):
         state = "finished" if end.complete else "failed"
         detail = "" if end.complete else str(aggregator_failure(end, exits(pods, AGGREGATOR)))
-    elif aggregator_pod(pods) is None:
-        state, detail = "starting", _waiting(api, [root, *pods])
+    else:
+        state = "running" if aggregator_pod(pods) is not None else "starting"
+        late = [job for job in (root, *workers) if count_missing(job, _pods_of(job, pods))]
+        detail = _waiting(api, [*late, *(pod for pod in pods if diagnose(pod) is not None)])
     running = [pod for pod in pods if get_label(pod, COMPONENT) == WORKER and phase_of(pod) == "Running"]
     return Status(
         name=get_label(root, INSTANCE),
@@ -184,8 +192,12 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
     )
 
 
+def _pods_of(job: Manifest, pods: Sequence[Manifest]) -> list[Manifest]:
+    return [pod for pod in pods if get_label(pod, COMPONENT) == get_label(job, COMPONENT)]
+
+
 def _waiting(api: Api, things: Sequence[Manifest]) -> str:
-    """Return why a federation does not start, if a pod or an event gives a reason."""
+    """Return why pods are missing or do not start, if a pod or an event gives a reason."""
     for thing in things:
         seen = diagnose(thing) if "completions" not in thing["spec"] else None
         if seen is None or not seen.reason:
@@ -193,3 +205,7 @@ def _waiting(api: Api, things: Sequence[Manifest]) -> str:
         if seen is not None and seen.reason:
             return f"{thing['metadata']['name']}: {seen.reason}: {seen.message}"
     return ""
+
+
+def _after_colon(reason: str) -> str:
+    return f": {reason}" if reason else ""

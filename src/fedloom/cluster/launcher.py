@@ -8,12 +8,12 @@ a time to live, and an aggregator without a launcher ends by itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from fedloom.cluster.api import FORWARDING, Api, Kind
+from fedloom.cluster.api import AWAY, FORWARDING, Api, Kind
 from fedloom.cluster.exit_status import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.manifests import (
     AGGREGATOR,
@@ -44,8 +44,13 @@ SETTLED_POLL_S = 15.0
 DELETE_TIMEOUT_S = 120.0
 REFUSED_PAUSE_S = 1.0
 """Pause after a refused create: a quota is charged shortly before another launcher's new object becomes visible."""
-API_PATIENCE_S = 300.0
 KINDS: tuple[Kind, ...] = ("Job", "Service")
+
+_T = TypeVar("_T")
+
+
+class Deleted(WorkerLostError):
+    """Somebody else has deleted a Job of the federation."""
 
 
 class Occupied(ExperimentError):
@@ -67,6 +72,17 @@ class Launcher:
         References to the owners of the federation, with which it is deleted.
     inside
         True if this process runs in a pod of the cluster, which can reach Services.
+    finished
+        Returns True if the federation's run is complete, which is asked while the API server is away.
+    logs
+        Folder for the logs of a failed attempt that is restarted; None keeps none.
+
+    Attributes
+    ----------
+    attached
+        True once its objects exist.
+    over
+        True once the federation may be removed: it has ended, or this launcher has created it and it cannot start.
     """
 
     def __init__(
@@ -77,12 +93,17 @@ class Launcher:
         *,
         owners: Sequence[Manifest] = (),
         inside: bool = False,
+        finished: Callable[[], bool] = lambda: False,
+        logs: Path | None = None,
     ) -> None:
+        self.attached = self.over = False
+        self.finished = finished
         self._federation = federation
         self._api = api
         self._say = say
         self._owners = owners
         self._inside = inside
+        self._logs = logs
         self._digest = federation.digest()
         s = federation.settings
         self._monitors = {
@@ -92,6 +113,8 @@ class Launcher:
         self._reported: set[str] = set()
         self._said_last = ""
         self._own: set[str] = set()  # uids of objects created or adopted here; nothing else is ever removed
+        self._created: set[str] = set()
+        self._started = False  # all pods have run at once, or rounds have begun
 
     def run(self) -> None:
         """Create or adopt the federation, and return when it has ended successfully.
@@ -99,28 +122,38 @@ class Launcher:
         Raises
         ------
         FedloomError
-            The federation's error. Its objects still exist: see :meth:`save_logs` and :meth:`remove`.
+            The federation's error, or this launcher's. The objects still exist: see ``over``, :meth:`save_logs` and
+            :meth:`remove`.
         """
         address = self.ensure()
         if address is None:
             return
-        patience_s, self._api.patience_s = self._api.patience_s, API_PATIENCE_S
-        try:
-            with self._reached(address) as reached:
-                client = ProgressClient(
-                    reached, self._say, orphan_after_s=self._federation.orphan_after_s, reached=self._report_pods
-                )
-                with client.following():
-                    self._watch(client)
-        finally:
-            self._api.patience_s = patience_s
+        with self._reached(address) as reached:
+            client = ProgressClient(
+                reached, self._say, orphan_after_s=self._federation.orphan_after_s, reached=self._report_pods
+            )
+            with client.following():
+                self._watch(client)
+
+    def _outlast(self, request: Callable[[], _T]) -> _T:
+        """Repeat requests while the API server is away, for as long as the federation may run."""
+        until, told = time.monotonic() + self._federation.settings.deadline_s, False
+        while True:
+            try:
+                return request()
+            except AWAY as error:
+                if time.monotonic() > until or self.finished():
+                    raise
+                if not told:
+                    told = True
+                    self._say(f"waiting for the Kubernetes API; the federation keeps running: {error.message}")
 
     @contextmanager
     def _reached(self, address: str) -> Iterator[str]:
         """Yield the address of the aggregator: its Service inside the cluster, else a tunnel through the API."""
         if self._inside:
             yield address
-        elif missing := self._api.missing_rights(FORWARDING):
+        elif missing := self._outlast(lambda: self._api.missing_rights(FORWARDING)):
             self._say(f"progress is not shown: these credentials do not allow {', '.join(missing)}")
             yield address
         else:
@@ -140,8 +173,19 @@ class Launcher:
         Occupied
             If an object of one of these names exists with another specification.
         FedloomError
-            If an adopted federation has failed in a way that another attempt would only repeat.
+            If an adopted federation has failed in a way that another attempt would only repeat, or an object cannot be
+            created; those that this call created are then removed.
         """
+        try:
+            return self._ensure()
+        except (Occupied, *AWAY):
+            raise
+        except FedloomError:
+            with suppress(FedloomError):  # the objects expire
+                self._delete(self._created)
+            raise
+
+    def _ensure(self) -> str | None:
         attempt = 1
         while True:
             root = self._create_or_adopt(
@@ -151,28 +195,28 @@ class Launcher:
             if end is None:
                 break
             if end.complete:
+                self.over = True
                 return None
             failure = aggregator_failure(end, exits(self._pods(), AGGREGATOR))
             if failure.exit_code in FINAL:
+                self.over = True
                 raise failure
             attempt = attempt_number(root) + 1
             self._say(f"restarting the failed federation, attempt {attempt}; it failed because: {failure}")
+            if self._logs is not None:
+                self.save_logs(self._logs)
             self.remove(wait=True)
         owners = [owner(root)]
         found = self._create_or_adopt(completed(service(self._federation), self._digest, owners))
         self._create_or_adopt(completed(worker_job(self._federation), self._digest, owners))
+        self.attached = True
         host = found.get("spec", {}).get("clusterIP") or f"{self._federation.name}.{self._federation.namespace}.svc"
         return f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
 
     def save_logs(self, folder: Path) -> None:
-        """Write the logs of the aggregator's pods, and of failed workers, to a folder, one file each."""
-        for pod in self._pods() if self._own else ():
-            component = get_label(pod, COMPONENT)
-            if component == AGGREGATOR or phase_of(pod) == "Failed":
-                log = self._api.log(pod["metadata"]["name"], component)
-                if log:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    (folder / f"{pod['metadata']['name']}.log").write_text(log)
+        """Write the logs of the federation's pods to a folder, as :func:`save_logs`."""
+        if self._own:
+            save_logs(self._api, self._pods(), folder)
 
     def remove(self, *, wait: bool = False) -> None:
         """Delete the objects that this launcher created or adopted; with ``wait``, return when they no longer exist.
@@ -182,11 +226,9 @@ class Launcher:
         WorkerLostError
             If an object, or one of its pods, still exists after two minutes.
         """
-        # Look up all objects first: deleting a Job may delete what it owns.
-        for kind, found in self._own_objects(KINDS):
-            self._api.delete(kind, found["metadata"]["name"], found["metadata"]["uid"])
+        self._delete(self._own)
         until = time.monotonic() + DELETE_TIMEOUT_S
-        while wait and (left := self._own_objects((*KINDS, "Pod"))):
+        while wait and (left := self._owned((*KINDS, "Pod"), self._own)):
             if time.monotonic() > until:
                 names = ", ".join(f"{kind} {found['metadata']['name']}" for kind, found in left)
                 raise WorkerLostError(
@@ -194,6 +236,11 @@ class Launcher:
                     hint="see why with kubectl describe, then start again with the same run id",
                 )
             time.sleep(0.5)
+
+    def _delete(self, uids: set[str]) -> None:
+        # Look up all objects first: deleting a Job may delete what it owns.
+        for kind, found in self._owned(KINDS, uids):
+            self._api.delete(kind, found["metadata"]["name"], found["metadata"]["uid"])
 
     def _create_or_adopt(self, manifest: Manifest) -> Manifest:
         """Adopt the object of a name, or create it.
@@ -210,6 +257,7 @@ class Launcher:
                 made = self._create(kind, manifest)
                 if made is not None:
                     self._own.add(made["metadata"]["uid"])
+                    self._created.add(made["metadata"]["uid"])
                     self._say(f"created {kind} {name}")
                     return made
             elif not found["metadata"].get("deletionTimestamp"):
@@ -248,32 +296,39 @@ class Launcher:
     def _watch(self, client: ProgressClient) -> None:
         ended: Manifest | None = None  # the workers' Job, once it has ended without failing the federation
         while True:
-            jobs, version = self._api.select("Job", self._federation.selector)
-            by_name = {job["metadata"]["name"]: job for job in jobs}
-            aggregator = self._present(by_name.get(f"{self._federation.name}-{AGGREGATOR}"), AGGREGATOR)
-            pods = self._pods()
+            jobs, version, pods = self._outlast(self._look)
+            aggregator = self._present(jobs, AGGREGATOR)
             self._report_exits(pods)
             if not client.under_way:
                 self._report_phases(pods)
             if end := end_of(aggregator):
+                self.over = True
                 if end.complete:
                     return
                 raise aggregator_failure(end, exits(pods, AGGREGATOR))
             # An ended Job is removed after cluster.ttl_s, and the aggregator may run longer than that.
-            workers = ended or self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
+            workers = ended or self._present(jobs, WORKER)
             finished = client.latest is not None and client.latest.phase == "finished"
             if ended is None and (end := end_of(workers)):
                 failure = None if finished else workers_failure(workers, end, exits(pods, WORKER))
                 if failure is not None:
+                    self.over = True
                     raise failure
                 ended = workers
             settled = self._diagnose_pods(aggregator, workers, pods, client)
             self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
 
+    def _look(self) -> tuple[dict[str, Manifest], str, list[Manifest]]:
+        """Return the federation's Jobs by component, the version of that state, and the pods."""
+        jobs, version = self._api.select("Job", self._federation.selector)
+        return {get_label(job, COMPONENT): job for job in jobs}, version, self._pods()
+
     def _diagnose_pods(
         self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], client: ProgressClient
     ) -> bool:
         settled = True
+        running = sum(phase_of(pod) == "Running" for pod in pods)
+        self._started = self._started or client.under_way or running > self._federation.workers
         for component, job in ((AGGREGATOR, aggregator), (WORKER, workers)):
             if end_of(job):
                 continue
@@ -282,12 +337,15 @@ class Launcher:
             settled = settled and quiet
             # After the rounds have started, a worker that cannot run counts as lost: the quorum decides.
             if error is not None and (component == AGGREGATOR or not client.under_way):
+                self.over = aggregator["metadata"]["uid"] in self._created and not self._started
                 raise error
         return settled
 
-    def _present(self, job: Manifest | None, component: str) -> Manifest:
+    def _present(self, jobs: Mapping[str, Manifest], component: str) -> Manifest:
+        job = jobs.get(component)
         if job is None or job["metadata"].get("deletionTimestamp"):
-            raise WorkerLostError(
+            self.over = True
+            raise Deleted(
                 f"Job {self._federation.name}-{component} was deleted while the federation ran",
                 hint="it was ended; start it again with the same run id to continue from the published state",
             )
@@ -324,16 +382,27 @@ class Launcher:
     def _pods(self) -> list[Manifest]:
         return self._api.select("Pod", self._federation.selector)[0]
 
-    def _own_objects(self, kinds: Sequence[Kind]) -> list[tuple[Kind, Manifest]]:
-        """Return the existing objects that this launcher created or adopted, and those that they own."""
-        own = []
+    def _owned(self, kinds: Sequence[Kind], uids: set[str]) -> list[tuple[Kind, Manifest]]:
+        """Return the existing objects with these uids and those that they own, whose uids are added."""
+        owned = []
         for kind in kinds:
             for found in self._api.select(kind, self._federation.selector)[0]:
                 uid = found["metadata"]["uid"]
-                if uid in self._own or _owners(found) & self._own:
-                    self._own.add(uid)
-                    own.append((kind, found))
-        return own
+                if uid in uids or _owners(found) & uids:
+                    uids.add(uid)
+                    owned.append((kind, found))
+        return owned
+
+
+def save_logs(api: Api, pods: Sequence[Manifest], folder: Path) -> None:
+    """Write the logs of the aggregator's pods, and of failed workers, to a folder, one file each."""
+    for pod in pods:
+        name, component = pod["metadata"]["name"], get_label(pod, COMPONENT)
+        if component == AGGREGATOR or phase_of(pod) == "Failed":
+            log = api.log(name, component)
+            if log:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{name}.log").write_text(log)
 
 
 def delete(api: Api, selector: str) -> list[str]:

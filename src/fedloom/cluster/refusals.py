@@ -9,6 +9,8 @@ from fedloom.errors import ExperimentError, FedloomError, RefusedError
 EXCEEDED = re.compile(r"exceeded quota: (?P<quota>[^\s,]+)(?:, requested: (?P<requested>.+?), used: )?")
 UNSPECIFIED = re.compile(r"failed quota: (?P<quota>[^\s:]+): must specify (?P<needed>.+)")
 FOR = re.compile(r"(?P<resources>[a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: (?P<containers>[a-z0-9-]+(?:,[a-z0-9-]+)*)")
+TOO_LOW = re.compile(r'Pod "[^"]*" is invalid: .*must be less than or equal to (?P<resource>[a-z0-9./-]+) limit')
+"""A default limit below a request: a LimitRange sets it before the API server validates the pod."""
 WEBHOOK = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request')
 UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
 """Missing right, which is not a refusal of the request's content."""
@@ -33,6 +35,13 @@ def diagnose_refusal(message: str) -> tuple[type[FedloomError], str] | None:
         asked = _asked(found["requested"] or "", message)
         hint = f"request less ({asked}), or have the quota raised: kubectl describe quota {found['quota']}"
         return RefusedError, hint
+    if found := TOO_LOW.search(message):
+        own = _asked(f"{found['resource']}=", message)
+        raised = own.replace(".requests.", ".limits.")
+        return (
+            RefusedError,
+            f"set {raised}, or lower {own}: a LimitRange has a lower limit: kubectl describe limitrange",
+        )
     if found := WEBHOOK.search(message):
         return RefusedError, f"change the cluster setting named above, or ask the operator of {found['name']}"
     if "violates PodSecurity" in message:

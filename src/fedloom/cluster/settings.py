@@ -144,7 +144,7 @@ class ClusterSettings(Settings):
     topology_spread: tuple[KubernetesObject, ...] | None = Field(
         default=None,
         description="Topology spread constraints of worker pods, each for the federation's workers unless it has a "
-        "`labelSelector`; null: spread over nodes where possible; `[]`: none.",
+        "`labelSelector`; null: prefer to spread over nodes, which does not prevent pods on one node; `[]`: none.",
     )
     runtime_class: str | None = Field(default=None, description="Runtime class of worker pods, such as `nvidia`.")
     env: dict[str, Public] = Field(

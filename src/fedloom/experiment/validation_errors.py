@@ -112,7 +112,8 @@ def _explained(detail: ErrorDetails, schema: Schema, value: Any) -> SettingError
     if kind == "missing":
         return SettingError(path, f"missing; it {_allowed_values(schema, path, value, None) or detail['msg']}")
     must = "must be a finite number" if kind == "finite_number" else _allowed_values(schema, path, value, found)
-    return SettingError(path, f"{must or detail['msg']} (got {abbreviated(found)})")
+    turned_on = _mapping_for_true(schema, path, value) if found is True else ""
+    return SettingError(path, f"{must or detail['msg']} (got {abbreviated(found)}){turned_on}")
 
 
 def describe(node: Schema, root: Schema) -> str:
@@ -252,6 +253,15 @@ def _allowed_values(schema: Schema, path: KeyPath, value: Any, found: Any) -> st
     if not allowed:
         return ""
     return f"did you mean {meant}? It must be {allowed}" if meant else f"must be {allowed}"
+
+
+def _mapping_for_true(schema: Schema, path: KeyPath, value: Any) -> str:
+    """Return the mapping to write in place of ``true``, if the key takes one."""
+    for node in _walk(schema, path, value)[1]:
+        if node.get("type") == "object":
+            needed = ", ".join(f"{key}: ..." for key in node.get("required", ()))
+            return f"; write {{{needed}}}" + ("" if needed else " for the defaults")
+    return ""
 
 
 def _allowed_keys(schema: Schema, path: KeyPath, value: Any) -> str:

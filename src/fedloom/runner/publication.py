@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fedloom.errors import ExperimentError, FedloomError, argument
+from fedloom.errors import ExperimentError, FedloomError, QuorumError, argument
 from fedloom.experiment import Experiment
 from fedloom.runner.options import RunOptions
 from fedloom.runs.folder import RunFolder
@@ -102,9 +102,13 @@ class Publication:
 
     @contextmanager
     def logs_kept(self) -> Iterator[None]:
-        """Publish the logs of a failing run, which its user may not be able to read otherwise."""
+        """Publish the logs of a failing run, which its user may not be able to read otherwise.
+
+        Raise StorageError in place of a round's error if another aggregator has continued the run.
+        """
         try:
-            yield
+            with self._fenced():
+                yield
         except FedloomError as error:
             log.error("%s", error)
             if self._published is not None:
@@ -112,6 +116,15 @@ class Publication:
                     self._published.log_files()
                 except FedloomError as another:
                     log.warning("cannot publish the logs: %s", another)
+            raise
+
+    @contextmanager
+    def _fenced(self) -> Iterator[None]:
+        try:
+            yield
+        except QuorumError:
+            if self._published is not None:
+                self._published.check_newest()
             raise
 
 

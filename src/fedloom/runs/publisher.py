@@ -131,6 +131,23 @@ class Publisher(PublishedRun):
         self._record(Record(self.record.number + 1, self.record.round, self._incarnation, files))
         log.info("published the finished run at %s", self.url)
 
+    def check_newest(self) -> None:
+        """Raise StorageError if another aggregator has published since this one read or published the run.
+
+        Client states that only this one needs are then gone, and every round fails.
+        """
+        number = self._newest()
+        if number > (0 if self.record is None else self.record.number):
+            raise self._overtaken(number)
+
+    def _overtaken(self, number: int) -> StorageError:
+        other = self.read(number)
+        return StorageError(
+            f"{self.url}: another aggregator ({other.incarnation[:12]}) has published round {other.round} meanwhile, "
+            f"so this one ({self._incarnation[:12]}) stops.",
+            hint=f"let one aggregator at a time work on a run; {argument('resume')} continues from the published state",
+        )
+
     def log_files(self) -> None:
         """Copy the current logs, which document why a run ended."""
         for name in self._everything():
@@ -146,13 +163,7 @@ class Publisher(PublishedRun):
         try:
             self._store.create(record_name(record.number), text.encode())
         except Taken:
-            other = self.read(record.number)
-            raise StorageError(
-                f"{self.url}: another aggregator ({other.incarnation[:12]}) has published round {other.round} "
-                f"meanwhile, so this one ({self._incarnation[:12]}) stops.",
-                hint=f"let one aggregator at a time work on a run; {argument('resume')} continues from the published "
-                "state",
-            ) from None
+            raise self._overtaken(self._newest()) from None
         self.record, self._blobs = record, _by_digest(record)
         named = {blob for blobs in record.files.values() for blob in blobs}
         blobs = (entry.name.removeprefix("blobs/") for entry in self._store.entries("blobs/"))
