@@ -41,7 +41,7 @@ from fedloom.models.module_state import (
     constants_of,
     layout_of,
     least_batch,
-    moving_buffers,
+    moving_tensors,
     running_statistics,
     seeded,
     theta_of,
@@ -67,10 +67,11 @@ class _Findings(NamedTuple):
     """Findings about a module that require calling it."""
 
     trial: TrialData
-    moving: tuple[str, ...]  # buffers
+    moving: tuple[str, ...]  # buffers and frozen parameters
     tried: Tried
     head: Head | None
     least_batch: int
+    renormalizes: bool  # a call in evaluation mode changes trained parameters, as nn.Embedding(max_norm=1) does
 
 
 _FOUND: dict[Hashable, _Findings] = {}
@@ -149,6 +150,7 @@ class ModuleModel(FlatModel):
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.needs_whole_batches = bool(moving or batch_layers(self._module))
         self.constrained, self.least_batch = bool(moving), found.least_batch
+        self._renormalizes = found.renormalizes
         self.predicts_by_batch = bool(without_statistics(self._module))
         warn_of_batches(self._module)
         log_outputs(type(self._module).__name__, self._call)
@@ -225,6 +227,8 @@ class ModuleModel(FlatModel):
         In evaluation two copies of the example form the batch, which gives the same result. An exported program does
         not distinguish this case.
         """
+        if self._renormalizes and not self._trains:  # θ belongs to the caller
+            parameters = {name: parameters[name].clone() for name, _ in self.layout.entries}
         by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
         if not by_batch or torch.compiler.is_exporting() or len(first_input(x)) != 1:
             return function(parameters, x)
@@ -273,10 +277,19 @@ def _found(
     call = call_of(module, x, output)
     x, others = within_tables(copied(module).eval(), call, x, others)
     trial = TrialData(x, others, trial_targets(task, ROWS, outputs, target_shape), task, outputs)
-    moving = moving_buffers(module, x)
+    moving = moving_tensors(module, x)
     found = tried(module, layout_of(module, moving, None, local=False), call, trial)
     last = head_of(module, found.call, x, others, head)
-    return _Findings(trial, moving, found, last, least_batch(module, x))
+    return _Findings(trial, moving, found, last, least_batch(module, x), _renormalizes(module, found, x))
+
+
+def _renormalizes(module: nn.Module, found: Tried, x: ModuleInputs) -> bool:
+    """Return True if a call in evaluation mode changes the parameters that it is given."""
+    theta = theta_of(module, found.layout)
+    leaves = found.layout.leaves(theta)
+    with torch.no_grad():
+        ModuleFunction(copied_around(module).eval(), found.layout.buffers, found.call)(leaves, x)
+    return not torch.equal(found.layout.join(leaves), theta)
 
 
 def remember(module: nn.Module, name: str | None = None) -> str:

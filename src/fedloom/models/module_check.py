@@ -26,7 +26,7 @@ from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
 from fedloom.models.module_kernels import ConvolutionSizes
 from fedloom.models.module_layers import at_layer, copied, copied_around, named
-from fedloom.models.module_state import batch_layers, theta_of, without_statistics
+from fedloom.models.module_state import batch_layers, displace, theta_of, untrained, without_statistics
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
 
@@ -194,21 +194,26 @@ class _Trial:
         function, x, rows = self._function(training=training), self.data.x, len(self.data.y)
         moved: list[Tensor] = []
 
-        def call(x: ModuleInputs, *, seed: int = 0, note: bool = False, watch: bool = False) -> Tensor:
+        def call(
+            x: ModuleInputs, *, seed: int = 0, note: bool = False, watch: bool = False, apart: bool = False
+        ) -> Tensor:
             module, noted = function.module, self.noted if training else None
             noting = draws_noted(module, self.generators, noted, watch=watch) if note else nullcontext()
             at = at_layer(module, f"for inputs {shapes(x)} {mode}")
             parameters = self._contiguous(requires_grad=training)  # fresh buffers
+            if apart:
+                displace(parameters.values())
             with torch.set_grad_enabled(training), drawing_with(seed), noting, at:
                 outputs = function(parameters, x)
             moved[:] = [self.layout.join(parameters).detach()]
             return outputs.detach()  # without its graph, which has all parameters
 
-        buffers = {name: b.clone() for name, b in function.module.named_buffers()}
+        kept = {**untrained(function.module), **dict(function.module.named_buffers())}
+        kept = {name: t.clone() for name, t in kept.items()}
         names = {name for name, _ in function.module.named_parameters()}
         first = call(x, note=True)
         self._check_outputs(first, rows)
-        self._check_tensors_kept(function.module, names, buffers, mode, moved[0])
+        self._check_tensors_kept(function.module, names, kept, mode, moved[0])
         once = moved[0]
         for seed in range(1, _SEEDS if self.noted else 1):
             self._check_outputs(call(x, seed=seed, note=True), rows)
@@ -216,6 +221,7 @@ class _Trial:
         by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
         alone = call(x if by_batch else mapped(x, lambda t: t[1:2]), note=True, watch=True)
         self._check_outputs(alone, rows if by_batch else 1)
+        call(x, apart=True)
         self._require(
             torch.equal(first, call(x)) and torch.equal(once, moved[0]),
             f"gives different outputs for the same inputs {mode}. Draw only from the global generators of torch, numpy "
@@ -347,9 +353,9 @@ class _Trial:
             raise ExperimentError(f"{self.what} gives NaN for inputs of mean 0 and deviation 1, or random integers")
 
     def _check_tensors_kept(
-        self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str, theta: Tensor
+        self, module: nn.Module, names: set[str], before: Mapping[str, Tensor], mode: str, theta: Tensor
     ) -> None:
-        """Reject new parameters, and buffers that change in evaluation or that are not part of θ.
+        """Reject new parameters, and tensors that change in evaluation or that are not part of θ.
 
         Integers may count calls in training: a module whose outputs depend on them is rejected by another check.
         """
@@ -362,16 +368,17 @@ class _Trial:
             )
         moved = self.layout.divided(self.layout.split(theta)).buffers
         still = self.layout.divided(self.layout.split(self.theta)).buffers
-        for name, b in module.named_buffers():
-            counts = module.training and not b.is_floating_point()
-            kept = name in buffers and torch.equal(buffers[name], b)
+        buffers = dict(module.named_buffers())
+        for name, t in {**untrained(module), **buffers}.items():
+            counts = module.training and not t.is_floating_point()
+            kept = name in before and torch.equal(before[name], t)
             if name in moved and not module.training:
                 kept = torch.equal(moved[name], still[name])
             if not kept and not counts:
-                layer = name.rpartition(".")[0]
+                layer, kind = name.rpartition(".")[0], "buffer" if name in buffers else "frozen parameter"
                 raise ExperimentError(
-                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when called {mode}. "
-                    "Buffers must be constants, or floating-point tensors that change only in training"
+                    f"{named(layer, module.get_submodule(layer))} changes its {kind} {name} when called {mode}. Buffers and frozen parameters must be constants, or "
+                    "floating-point tensors that change only in training"
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
