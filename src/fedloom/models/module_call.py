@@ -59,6 +59,10 @@ class ModuleCall:
         True if the outputs of a single example lack the axis of the batch.
     probabilities
         Function after which the module's outputs are probabilities; ``""`` where they are logits, or numbers.
+    exponential
+        True if the module gives logarithms of the numbers, as ``PoissonNLLLoss`` takes them.
+    whole
+        True if the module's own loss takes all that the module returns, False if it takes the tensor of outputs.
     """
 
     by_name: bool = False
@@ -69,10 +73,8 @@ class ModuleCall:
     classes_first: bool = False
     squeezes: bool = False
     probabilities: Literal["", "sigmoid", "softmax"] = ""
-
-    def raw(self, module: Any, x: ModuleInputs) -> Tensor:
-        """Call a module, and return the tensor of its result."""
-        return self.read(module, self.result(module, x))
+    exponential: bool = False
+    whole: bool = False
 
     def result(self, module: Any, x: ModuleInputs) -> Any:
         """Call a module, and return its result."""
@@ -80,14 +82,19 @@ class ModuleCall:
 
     def __call__(self, module: Any, x: ModuleInputs) -> Tensor:
         """Call a module, and return outputs as the task needs them, ``[b, *output_shape]``."""
-        found = self.raw(module, x)
-        return self.shaped(found[None] if self.squeezes and len(first_input(x)) == 1 else found)
+        return self.shaped(self.outputs(module, self.result(module, x), len(first_input(x))))
+
+    def outputs(self, module: Any, found: Any, rows: int) -> Tensor:
+        """Return the tensor of outputs in a module's result for a number of examples, with the axis of the batch."""
+        read = self.read(module, found)
+        return read[None] if self.squeezes and rows == 1 else read
 
     def shaped(self, found: Tensor) -> Tensor:
         """Return a module's tensor as the outputs that the task needs; probabilities become logits."""
         if self.probabilities:
             log_p = found.clamp(min=_LEAST).log()
             found = log_p if self.probabilities == "softmax" else log_p - (1 - found).clamp(min=_LEAST).log()
+        found = found.exp() if self.exponential else found
         if self.shape is None:
             return found
         if self.classes_first:
@@ -99,11 +106,11 @@ class ModuleCall:
 
     def unshaped(self, outputs: Tensor) -> Tensor:
         """Return outputs in the shape and unit in which the module gave them, for its own loss."""
-        found = outputs
+        found = outputs.log() if self.exponential else outputs
         if self.classes_first:
             found = outputs.transpose(1, 2)
         elif self.given is not None:
-            found = (outputs[:, 1] - outputs[:, 0] if self.binary else outputs).reshape(-1, *self.given)
+            found = (outputs[:, 1] - outputs[:, 0] if self.binary else found).reshape(-1, *self.given)
         if self.probabilities:
             found = found.exp() if self.probabilities == "softmax" else found.sigmoid()
         return found
@@ -209,6 +216,18 @@ def _parts(found: Any) -> dict[str | int, Any]:
 
 def _shape_or_type(part: Any) -> str:
     return str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__
+
+
+@cache
+def log_setting(name: str, loss: str) -> None:
+    """Warn once that an attribute ``loss`` is no function, as in models that choose their loss by its name."""
+    _log.warning("%s.loss is %s and not a function, so the task's loss is trained", name, loss)
+
+
+@cache
+def log_step(name: str) -> None:
+    """Log once which methods of a ``LightningModule`` a run calls."""
+    _log.info("%s.training_step is trained; its optimizers, hooks and logs are not used (algorithm.local)", name)
 
 
 @cache

@@ -20,6 +20,7 @@ from fedloom.models.flat import Layout
 from fedloom.models.module_call import call_of
 from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
 from fedloom.models.module_layers import class_and_text, copied
+from fedloom.models.module_loss import per_example
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Normalization layers: batch and instance normalization, and those of each example."""
@@ -37,8 +38,8 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Modu
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module = uncompiled(make())
-        if isinstance(criterion := getattr(module, "loss", None), _Loss) and criterion.reduction == "mean":
-            criterion.reduction = "none"  # training averages the losses of a batch
+        if isinstance(criterion := getattr(module, "loss", None), _Loss):
+            per_example(criterion)
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             try:
                 with torch.no_grad():
@@ -89,7 +90,8 @@ def displace(parameters: Iterable[Tensor]) -> None:
     """Move trained parameters in place, those at zero too, each by its own distance."""
     generator = torch.Generator().manual_seed(0)
     for p in parameters:
-        p.mul_(0.5 + torch.rand(p.shape, generator=generator)).add_(torch.randn(p.shape, generator=generator), alpha=1e-3)
+        p.mul_(0.5 + torch.rand(p.shape, generator=generator))
+        p.add_(torch.randn(p.shape, generator=generator), alpha=1e-3)
 
 
 def least_batch(module: nn.Module, x: ModuleInputs) -> int:
