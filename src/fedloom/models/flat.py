@@ -233,6 +233,9 @@ class FlatModel(FlatNetwork):
     constants: Mapping[str, Tensor] = MappingProxyType({})
     """Tensors outside θ that the outputs depend on, the same in every process: frozen parameters and fixed buffers."""
 
+    tied: Mapping[str, str] = MappingProxyType({})
+    """Further names of tensors that have several, with the name under which θ or the constants have them."""
+
     unsaved: frozenset[str] = frozenset()
     """Constants that a saved model leaves out, as ``state_dict`` does: buffers that are not persistent."""
 

@@ -53,6 +53,7 @@ from fedloom.models.module_state import (
     running_statistics,
     seeded,
     theta_of,
+    tied_names,
     uncompiled,
     warn_of_batches,
     warn_of_examples,
@@ -157,6 +158,7 @@ class ModuleModel(FlatModel):
         self.needs_result = self._call.whole
         self.raw_targets = task.target_kind == "regression" and takes_raw_targets(self._module)
         self.constants = constants_of(self._module, self.layout)
+        self.tied = tied_names(self._module)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.steps = isinstance(own_loss(self._module), TrainingStep)  # whose loss is that of a batch
         self.needs_whole_batches = bool(moving or batch_layers(self._module) or self.steps)

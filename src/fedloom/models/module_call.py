@@ -82,12 +82,12 @@ class ModuleCall:
 
     def __call__(self, module: Any, x: ModuleInputs) -> Tensor:
         """Call a module, and return outputs as the task needs them, ``[b, *output_shape]``."""
-        return self.shaped(self.outputs(module, self.result(module, x), len(first_input(x))))
+        return self.shaped(self.outputs(module, self.result(module, x), x))
 
-    def outputs(self, module: Any, found: Any, rows: int) -> Tensor:
-        """Return the tensor of outputs in a module's result for a number of examples, with the axis of the batch."""
+    def outputs(self, module: Any, found: Any, x: ModuleInputs) -> Tensor:
+        """Return the tensor of outputs in a module's result for ``x``, with the axis of the batch."""
         read = self.read(module, found)
-        return read[None] if self.squeezes and rows == 1 else read
+        return read[None] if self.squeezes and len(first_input(x)) == 1 else read
 
     def shaped(self, found: Tensor) -> Tensor:
         """Return a module's tensor as the outputs that the task needs; probabilities become logits."""

@@ -68,7 +68,7 @@ class ModuleFunction:
             All that the module returns for ``x``, or the tensor of outputs, in the module's shape and unit.
         """
         own, like = own_loss(self.module), first_input(x)
-        taken = found if self.call.whole else self.call.outputs(self.module, found, len(like))
+        taken = found if self.call.whole else self.call.outputs(self.module, found, x)
         if not isinstance(own, _Loss):
             losses: Tensor = self._call(own, parameters, like.device, taken, y)
             return losses

@@ -147,6 +147,13 @@ def constants_of(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in tensors.items() if name not in entries}
 
 
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tensors that several layers share, with the first name of each."""
+    first: dict[int, str] = {}
+    named = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
+
+
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a short digest of each tensor: of its type, shape and values."""
     found = {}

@@ -36,8 +36,6 @@ def _autocast(function: _Forward) -> _Forward:
         like = next(iter(parameters.values()))
         with torch.autocast(like.device.type, torch.bfloat16):
             found = function(parameters, x)
-        return tree_map(
-            lambda t: t.to(like.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, found
-        )
+        return tree_map(lambda t: t.to(like.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, found)
 
     return computed
