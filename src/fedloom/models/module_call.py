@@ -140,6 +140,8 @@ class ModuleCall:
         if isinstance(found, Tensor):
             return found
         parts, field = _parts(found), self.field
+        if isinstance(field, str) and field.isdecimal() and field not in parts:
+            field = int(field)
         if isinstance(field, int) and field not in parts:
             field = [*parts, *[field] * (field + 1)][field]  # position of a named part
         chosen = parts.get(field)
@@ -149,10 +151,11 @@ class ModuleCall:
         listed = ", ".join(f"{key} ({_shape_or_type(part)})" for key, part in parts.items())
         if not parts:
             raise UnreadOutputError(f"{of} must return a tensor of outputs (got a {type(found).__name__})")
-        chosen_as = f"model.output is {self.field}" if self.field != LOGITS else f"there is no tensor {LOGITS}"
+        why = f"there is no tensor {LOGITS}. Set `model.output` to the one that holds the outputs"
+        if self.field != LOGITS:
+            why = f"model.output is {self.field!r}, which is no tensor among them. Choose one of them"
         raise UnreadOutputError(
-            f"{of} returns a {type(found).__name__} of {listed}, and {chosen_as}. Set `model.output` to the one that "
-            "holds the outputs",
+            f"{of} returns a {type(found).__name__} of {listed}, and {why}",
             key="model.output",
             found=self.field,
             allowed=[key for key, part in parts.items() if isinstance(part, Tensor)],

@@ -155,11 +155,18 @@ class _Trial:
         found = read.read(self.module, given)
         fit = fitted(found)
         if fit is None:
-            what = "logits" if task.target_kind == "classification" else f"outputs for {task.name}"
-            raise ExperimentError(
-                f"{self.what} must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} "
-                f"{list(found.shape)})"
+            of_classes = task.target_kind == "classification"
+            what = "logits" if of_classes else f"outputs for {task.name}"
+            problem = (
+                f"must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} {list(found.shape)})"
             )
+            if of_classes and tuple(found.shape) in ((rows,), (rows, 1)):
+                raise ExperimentError(
+                    f'{self.what}: set task="regression" (in a file data.source.task) if the targets are numbers, '
+                    f"such as ratings or counts: whole numbers are read as classes, here {self.data.outputs}. A model "
+                    f"of classes {problem}"
+                )
+            raise ExperimentError(f"{self.what} {problem}")
         return replace(fit, field=read.field)
 
     def of_probabilities(self) -> ModuleCall:
