@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import re
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from facts import tells
 from torch import nn
 
 import fedloom
@@ -56,7 +60,34 @@ def accuracy(found: torch.Tensor, y: torch.Tensor) -> float:
     return float((found.argmax(1) == y).double().mean())
 
 
+def taken() -> nn.Module:
+    """Return a network whose layers have names of attributes of exported programs."""
+    return nn.Sequential(OrderedDict(code=nn.Linear(4, 8), graph=nn.BatchNorm1d(8), meta=nn.Linear(8, 2)))
+
+
+def counting() -> nn.Module:
+    """Return a network of logarithms of counts."""
+    made = nn.Linear(4, 1)
+    made.loss = nn.PoissonNLLLoss()
+    return made
+
+
+class TiedTokens(nn.Module):
+    """Language model with one table for its input and its output, and a function that ONNX does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.lm_head(torch.special.bessel_j0(self.embed(x)))
+        return found
+
+
 CASES: dict[str, tuple[Any, Any, nn.Module, Any]] = {
+    "accuracy of layers named code": (ROWS, (ROWS[:, 0] > 2).astype(int), taken(), accuracy),
+    "rmse of counts": (ROWS, RNG.poisson(np.exp(ROWS[:, 0] / 4)).astype(np.float32), counting(), rmse),
     "rmse": (ROWS, PRICES, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), rmse),
     "rmse of a frozen backbone": (ROWS, PRICES, frozen(), rmse),
     "mean_iou": (IMAGES, MASKS, convolutions(), mean_iou),
@@ -68,7 +99,8 @@ CASES: dict[str, tuple[Any, Any, nn.Module, Any]] = {
 def test_exported_models_reproduce_the_evaluation(case: str, tmp_path: Path) -> None:
     x, y, model, metric = CASES[case]
     clients = {name: (x[rows], y[rows]) for name, rows in (("a", slice(0, N)), ("b", slice(N, None)))}
-    data = fedloom.Federated.from_arrays(clients, root=tmp_path / "data", held_out_fraction=0.0)
+    keys = {"task": "regression"} if metric is rmse else {}
+    data = fedloom.Federated.from_arrays(clients, root=tmp_path / "data", held_out_fraction=0.0, **keys)
     experiment = {
         "name": "exports",
         "data": data,
@@ -89,6 +121,34 @@ def test_exported_models_reproduce_the_evaluation(case: str, tmp_path: Path) -> 
             found = metric(predict(tensors["test_x"]).detach(), tensors["test_y"])
             expected = float(measured[client][f"personal_{case.split()[0]}_unmasked"])
             assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_weights_of_a_tied_head_say_how_to_load_them(tmp_path: Path) -> None:
+    clients = {name: (TOKENS[rows], TOKENS[rows]) for name, rows in (("a", slice(0, N)), ("b", slice(N, None)))}
+    data = fedloom.Federated.from_arrays(clients, root=tmp_path / "data", held_out_fraction=0.0, task="next_token")
+    experiment = {
+        "name": "tied",
+        "data": data,
+        "algorithm": {"name": "fedavg", "local": {"steps": 2, "batch_size": 8, "lr": 0.05}},
+        "federation": {"rounds": 1, "clients_per_round": 2},
+        "runtime": {"workers": 0},
+    }
+    run = fedloom.run(experiment, model=TiedTokens(), out=tmp_path / "run", report=False, progress=False)
+    made = run.models("a")
+    made.save(tmp_path / "m.safetensors")
+    weights = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    (line,) = re.findall(r"`(weights\[.*?)`", (tmp_path / "m.md").read_text().split("several names")[1])
+    name, first = re.findall(r'"(.*?)"', line)
+    weights[name] = weights[first]
+    net = TiedTokens().eval()
+    net.load_state_dict(weights)
+    x = torch.from_numpy(TOKENS[:4])
+    torch.testing.assert_close(net(x).softmax(-1), made(x))
+    pytest.importorskip("onnxscript")
+    with pytest.raises(fedloom.errors.ExperimentError) as refused:
+        made.save(tmp_path / "m.onnx")
+    assert tells(str(refused.value), "ONNX", "bessel_j0")
+    assert not {"\x1b", "\\x1b"} & set(str(refused.value).split("["))
 
 
 class Mixed(nn.Module):

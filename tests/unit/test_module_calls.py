@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from facts import refusing
 from test_local_data import TASK, people
 from test_module_check import Small, model_of, small_group
 from test_module_model import refused
@@ -22,6 +23,7 @@ from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
+from fedloom.errors import ExperimentError
 from fedloom.models.module import ModuleModel
 from fedloom.models.module_inputs import SingleInput, trial_inputs
 from fedloom.models.registry import ModuleSettings
@@ -65,6 +67,7 @@ class Returns(Small):
         (lambda z: {"a": z, "b": 3}, None),
         (lambda z: (z, z[:, :1]), None),
         (lambda z: (2 * z, z), 1),
+        (lambda z: (2 * z, z), "1"),
         (lambda z: Pair(2 * z, z), 1),
         (lambda z: [z], 0),
     ],
@@ -78,6 +81,7 @@ class Returns(Small):
         "only tensor",
         "before a binary one",
         "position",
+        "position as text",
         "position of a field",
         "list",
     ],
@@ -162,6 +166,15 @@ def test_a_custom_loss_gets_the_modules_outputs() -> None:
     module.load_state_dict(model.layout.split(theta))
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
     torch.testing.assert_close(model.loss(model.layout.leaves(theta), x, y), module.loss(module(x), y))
+
+
+@pytest.mark.parametrize("axes", [(1,), ()])
+def test_one_number_for_several_classes_is_told_about_regression_first(axes: tuple[int, ...]) -> None:
+    layers = [nn.Linear(3, 1), *([] if axes else [nn.Flatten(0)])]
+    with refusing(ExperimentError, "[3, 55]") as refused_model:
+        ModuleModel(lambda: nn.Sequential(*layers), (3,), 55, "features")
+    message = str(refused_model.value)
+    assert message.index('task="regression"') < message.index("logits")
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["tuple", "mapping"])

@@ -33,6 +33,7 @@ from fedloom.evaluation.measure import metrics
 from fedloom.experiment import of
 from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
+from fedloom.models.module_inputs import SingleInput
 from fedloom.models.predictors import predictors_of
 from fedloom.runner import assemble
 from fedloom.runner.constants import are_close, figures_of
@@ -73,6 +74,24 @@ class Average(nn.Module):
         return x - self.mean[:, None, None]
 
 
+class Teacher(nn.Module):
+    """Convolution with a frozen teacher, an exponential average of it that equals it at the start and predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Conv2d(4, 4, 1)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for t, p in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    t.mul_(0.9).add_(p, alpha=0.1)
+            return self.student(x) + 0.1 * self.teacher(x)
+        found: Tensor = 1.1 * self.teacher(x)
+        return found
+
+
 NORMS: dict[str, Any] = {
     "batch": lambda: nn.BatchNorm2d(4),
     "batch without statistics": lambda: nn.BatchNorm2d(4, track_running_stats=False),
@@ -81,6 +100,7 @@ NORMS: dict[str, Any] = {
     "instance with statistics": lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
     "group": lambda: nn.GroupNorm(2, 4),
     "an average of its own": Average,
+    "a frozen teacher": Teacher,
     "spectral": lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)),
 }
 
@@ -145,7 +165,7 @@ def test_buffers_are_not_decayed_clipped_or_pulled() -> None:
     torch.testing.assert_close(*ends)
 
 
-@pytest.mark.parametrize("norm", ["batch", "batch, slow", "instance with statistics", "group", "an average of its own"])
+@pytest.mark.parametrize("norm", ["batch", "batch, slow", "instance with statistics", "group", "a frozen teacher"])
 @pytest.mark.parametrize("batch_size", [4, 100])
 def test_stacked_clients_equal_single_ones(norm: str, batch_size: int) -> None:
     """A finished client, here the smaller one, changes no buffers; batches of different lengths are not stacked."""
@@ -240,6 +260,65 @@ def test_measuring_and_predicting_change_no_statistics() -> None:
     assert not torch.equal(local.join(w), before)
     assert set(w) | set(w.buffers) == dict(m.layout.entries).keys()
     assert not set(w) & set(w.buffers)
+
+
+def test_a_frozen_teacher_that_moves_belongs_to_each_client() -> None:
+    m, (client, other) = model("a frozen teacher"), examples(20, 20)
+    assert m.layout.buffers == ("1.teacher.weight", "1.teacher.bias")
+    assert not m.constants
+    theta, s = m.init(torch.Generator().manual_seed(1)), LocalSGD(steps=3, batch_size=8, lr=0.1)
+    predicted = m.logits(theta, client.test.x)
+    train(m, group([other]), theta[None] + 1, s)
+    assert torch.equal(m.logits(theta, client.test.x), predicted)
+
+
+class Hidden(nn.Module):
+    """Module that keeps its teacher in a list, where torch does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(3, 3)
+        self.teacher = [copy.deepcopy(self.student)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.teacher[0].weight.lerp_(self.student.weight, 0.1)
+        found: Tensor = self.student(x)
+        return found
+
+
+class MovesInEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.teacher = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9)
+        found: Tensor = self.teacher(self.first(x))
+        return found
+
+
+@pytest.mark.parametrize(("made", "named"), [(Hidden, "teacher"), (MovesInEvaluation, "teacher.weight")])
+def test_other_teachers_that_move_are_rejected_by_name(made: Any, named: str) -> None:
+    with pytest.raises(ExperimentError) as error:
+        ModuleModel(made, (3,), 3, "features")
+    assert tells(str(error.value), named)
+
+
+def test_predicting_leaves_renormalized_embeddings_as_they_are() -> None:
+    """nn.Embedding(max_norm=...) changes its weight in every call, in evaluation mode too."""
+
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 4, max_norm=0.5), nn.Flatten(), nn.Linear(12, 3))
+
+    m = ModuleModel(made, {"": SingleInput("integers", (3,), 9)}, 3, "integers")
+    theta, x = m.init(torch.Generator().manual_seed(1)), torch.randint(9, (5, 3))
+    before, net = theta.clone(), made().eval()
+    net.load_state_dict(m.layout.split(before.clone()))
+    torch.testing.assert_close(m.logits(theta, x), net(x))
+    assert torch.equal(theta, before)
 
 
 def test_a_batch_of_one_example_is_reported(tmp_path: Path) -> None:

@@ -61,6 +61,13 @@ class Right:
         return float(sums[0] / sums[1])
 
 
+class Within(Right):
+    """Metric whose class needs an argument."""
+
+    def __init__(self, distance: float) -> None:
+        self.distance = distance
+
+
 def likelihood(outputs: Tensor, y: Tensor) -> Tensor:
     return outputs.gather(1, y[:, None]).squeeze(1).exp()
 
@@ -88,6 +95,8 @@ def test_named_functions_also_run_in_workers(tmp_path: Path, module: str, monkey
 def test_metrics_that_cannot_be_computed_are_rejected_before_the_run(tmp_path: Path, module: str) -> None:
     with refusing(ExperimentError, "runtime.workers", "0"):
         run(tmp_path, [likelihood], runtime__workers=1)
+    with refusing(ExperimentError, "evaluation.metrics", "Within", "distance"):
+        run(tmp_path, [Within])
     with refusing(ExperimentError, "evaluation.metrics", "rmse", "accuracy"):
         run(tmp_path, ["rmse"])
     with refusing(ExperimentError, "evaluation.metrics", "acuracy", "package:function"):

@@ -201,7 +201,7 @@ class LocalTrainer(TrainBatches):
 
     def _value(self, model: FlatModel, w: Parameters, p: Batch) -> Tensor:
         if not self.stacked:
-            return (model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
+            return (model.loss(w, p.x, p.y) * model.batch_weights(p.y, p.weight)).sum(0, keepdim=True)
         before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
         absent = None if self._absent is None else self._absent[: len(p.weight)]
         losses = stacked_losses(model, w, p.x, p.y, p.weight, absent)

@@ -64,7 +64,7 @@ class Anchored(DerivedModel):
         buffers = parameters.buffers if isinstance(parameters, Leaves) else {}
         once = self.model.layout.head_is_linear  # else the model is called twice, and its buffers move once
         z = self.model.features(parameters if once else Leaves(parameters, _copied(buffers)), x)
-        own = with_forward(self.model, self.forward)
+        own = with_forward(self.model, self.forward) if once else self.model
         return own.loss(Leaves({**parameters, FEATURES: z}, buffers), x, y) + self.term(parameters, z.flatten(1), x, y)
 
     @abstractmethod

@@ -219,11 +219,14 @@ class PFedBayesClient(base.ClientAlgorithm):
 
 
 def likelihood_of(model: FlatModel) -> FlatModel:
-    """Return the model with -log p(y | x) of its task as its loss; a loss that the model defines is taken as this."""
-    if model.own_loss:
-        return model
+    """Return the model with -log p(y | x) of its task as its loss; a loss that the model defines is taken as this.
+
+    Examples are independent, so that each counts alike.
+    """
     view = copy.copy(model)
-    view.loss = partial(_negative_log_likelihood, model)  # type: ignore[method-assign]
+    view.batch_weights = lambda y, weight: weight  # type: ignore[method-assign]
+    if not model.own_loss:
+        view.loss = partial(_negative_log_likelihood, model)  # type: ignore[method-assign]
     view.in_training = lambda: likelihood_of(model.in_training())  # type: ignore[method-assign]
     return view
 

@@ -39,6 +39,7 @@ def stacked_losses(
     ) -> Tensor:
         return (model if absent is None else masked(model, absent)).loss(Leaves(w, buffers), x, y)
 
+    weight = model.batch_weights(y, weight)
     if len(weight) == 1:  # as a client alone: vmap takes as long as a small model
         # The gradient of leaf[0] would be copied into zeros.
         leaves = Leaves({name: leaf.squeeze(0) for name, leaf in w.items()}, {n: b[0] for n, b in w.buffers.items()})

@@ -84,6 +84,10 @@ class Targets:
         """Return the targets with a normalization."""
         return replace(self, mean=found.mean, std=found.std)
 
+    def raw(self) -> Targets:
+        """Return the targets with the normalization that changes nothing."""
+        return self.normalized(Normalization((0.0,) * self.numbers, (1.0,) * self.numbers))
+
     def plain(self) -> Targets:
         """Return the targets without a normalization, as cards and comparisons have them."""
         return self.normalized(NOTHING)

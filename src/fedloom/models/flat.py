@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -205,6 +206,12 @@ class FlatModel(FlatNetwork):
     needs_labels: bool = True
     """True if the loss uses labels."""
 
+    raw_targets: bool = False
+    """True if numbers as targets, and its outputs, are in their own units, because its loss takes them so."""
+
+    needs_result: bool = False
+    """True if its own loss takes more than its outputs, which can then not be changed before the loss."""
+
     has_features: bool = True
     """True if the model has a penultimate representation."""
 
@@ -225,6 +232,9 @@ class FlatModel(FlatNetwork):
 
     constants: Mapping[str, Tensor] = MappingProxyType({})
     """Tensors outside θ that the outputs depend on, the same in every process: frozen parameters and fixed buffers."""
+
+    tied: Mapping[str, str] = MappingProxyType({})
+    """Further names of tensors that have several, with the name under which θ or the constants have them."""
 
     unsaved: frozenset[str] = frozenset()
     """Constants that a saved model leaves out, as ``state_dict`` does: buffers that are not persistent."""
@@ -271,6 +281,14 @@ class FlatModel(FlatNetwork):
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return logits, ``[b, *input_shape] -> [b, C]``."""
 
+    def result(self, parameters: Mapping[str, Tensor], x: Tensor) -> Any:
+        """Return what the model's own loss takes; by default the outputs of ``forward``."""
+        return self.forward(parameters, x)
+
+    def unshaped(self, outputs: Tensor) -> Any:
+        """Return what the model's own loss takes, given the outputs of ``forward``."""
+        return outputs
+
     def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
         """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``, of leaves ``[g, *shape]``.
 
@@ -301,6 +319,13 @@ class FlatModel(FlatNetwork):
         assert y is not None
         return self.task.loss(self.forward(parameters, x), y)
 
+    def batch_weights(self, y: Tensor | None, weight: Tensor) -> Tensor:
+        """Return the weights of the losses of a batch, ``[..., b]``; see :meth:`PredictionTask.batch_weights`.
+
+        Examples count alike in a model's own loss.
+        """
+        return weight if y is None or self.own_loss else self.task.batch_weights(y, weight)
+
 
 FACTS = tuple(name for name in FlatModel.__annotations__ if name != "layout")
 """Names of the attributes that describe a model to its users."""
@@ -321,6 +346,10 @@ class DerivedModel(FlatModel):
         vars(self).update({name: getattr(model, name) for name in FACTS})
         self.model, self.layout = model, layout
 
+    def batch_weights(self, y: Tensor | None, weight: Tensor) -> Tensor:
+        """Return those of the model that is called."""
+        return self.model.batch_weights(y, weight)
+
 
 def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> FlatModel:
     """Return the same model, including its own loss, with another ``forward``, in training too.
@@ -329,6 +358,7 @@ def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tens
     """
     view = copy.copy(model)
     view.forward = forward  # type: ignore[assignment, method-assign]
+    view.result = lambda parameters, x: model.unshaped(forward(parameters, x))  # type: ignore[method-assign]
     view.forward_together = lambda parameters, x: None  # type: ignore[method-assign]
     view.in_training = lambda: view  # type: ignore[method-assign]
     return view
@@ -341,5 +371,15 @@ def masked(model: FlatModel, absent: Tensor) -> FlatModel:
     ----------
     absent
         ``[C]`` bool.
+
+    Raises
+    ------
+    ExperimentError
+        If the model's own loss takes more than the logits.
     """
+    if model.needs_result:
+        raise ExperimentError(
+            "mask_absent hides logits, but the loss of this model takes all that `forward` returns; set it to false",
+            key="algorithm.local.mask_absent",
+        )
     return with_forward(model, lambda parameters, x: model.forward(parameters, x).masked_fill(absent, -torch.inf))

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_map
 
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of, log_outputs
+from fedloom.models.module_call import call_of, log_outputs, log_setting, log_step
 from fedloom.models.module_check import TrialData, Tried, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import Head, head_of
@@ -35,16 +36,24 @@ from fedloom.models.module_inputs import (
     trial_inputs,
 )
 from fedloom.models.module_layers import check_copyable, check_layers, copied, copied_around, hollowed, is_tied
+from fedloom.models.module_loss import (
+    TrainingStep,
+    criterion_weights,
+    gives_logarithms,
+    own_loss,
+    takes_raw_targets,
+)
 from fedloom.models.module_ranges import within_tables
 from fedloom.models.module_state import (
     batch_layers,
     constants_of,
     layout_of,
     least_batch,
-    moving_buffers,
+    moving_tensors,
     running_statistics,
     seeded,
     theta_of,
+    tied_names,
     uncompiled,
     warn_of_batches,
     warn_of_examples,
@@ -67,10 +76,11 @@ class _Findings(NamedTuple):
     """Findings about a module that require calling it."""
 
     trial: TrialData
-    moving: tuple[str, ...]  # buffers
+    moving: tuple[str, ...]  # buffers and frozen parameters
     tried: Tried
     head: Head | None
     least_batch: int
+    renormalizes: bool  # a call in evaluation mode changes trained parameters, as nn.Embedding(max_norm=1) does
 
 
 _FOUND: dict[Hashable, _Findings] = {}
@@ -143,15 +153,24 @@ class ModuleModel(FlatModel):
         self.layout = replace(
             layout_of(self._module, moving, self._head if separable else None, local=buffers == "local"),
             channels_last=found.tried.layout.channels_last,
-            logits_apart=last is not None and not last.gives_logits,
+            logits_apart=last is not None and (not last.gives_logits or self._call.whole),
         )
+        self.needs_result = self._call.whole
+        self.raw_targets = task.target_kind == "regression" and takes_raw_targets(self._module)
         self.constants = constants_of(self._module, self.layout)
+        self.tied = tied_names(self._module)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
-        self.needs_whole_batches = bool(moving or batch_layers(self._module))
+        self.steps = isinstance(own_loss(self._module), TrainingStep)  # whose loss is that of a batch
+        self.needs_whole_batches = bool(moving or batch_layers(self._module) or self.steps)
         self.constrained, self.least_batch = bool(moving), found.least_batch
+        self._renormalizes = found.renormalizes
         self.predicts_by_batch = bool(without_statistics(self._module))
         warn_of_batches(self._module)
         log_outputs(type(self._module).__name__, self._call)
+        if self.steps:
+            log_step(type(self._module).__name__)
+        elif not self.own_loss and (setting := getattr(self._module, "loss", None)) is not None:
+            log_setting(type(self._module).__name__, repr(setting)[:40])
         self._module = hollowed(self._module)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
@@ -217,19 +236,32 @@ class ModuleModel(FlatModel):
 
     def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return outputs, ``[b, *input_shape] -> [b, *output_shape]``."""
-        return self._called(self._own(), parameters, x)
+        found: Tensor = self._called(self._own(), parameters, x)
+        return found
 
-    def _called(self, function: ModuleFunction, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
+    def result(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Any:
+        """Return all that the module returns for inputs, or the inputs if its loss calls it."""
+        return self._called(self._own().for_loss, parameters, x)
+
+    def unshaped(self, outputs: Tensor) -> Tensor:
+        """Return outputs in the shape and unit in which the module gave them."""
+        return self._call.unshaped(outputs)
+
+    def _called(
+        self, function: Callable[[Mapping[str, Tensor], ModuleInputs], Any], parameters: Mapping[str, Tensor], x: Any
+    ) -> Any:
         """Call the module, also for a batch of one that is normalized by the batch.
 
         In evaluation two copies of the example form the batch, which gives the same result. An exported program does
         not distinguish this case.
         """
+        if self._renormalizes and not self._trains:  # θ belongs to the caller
+            parameters = {name: parameters[name].clone() for name, _ in self.layout.entries}
         by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
         if not by_batch or torch.compiler.is_exporting() or len(first_input(x)) != 1:
             return function(parameters, x)
         if not self._trains:
-            return function(parameters, mapped(x, lambda t: torch.cat([t, t])))[:1]
+            return tree_map(lambda t: t[:1], function(parameters, mapped(x, lambda t: torch.cat([t, t]))))
         try:
             return function(parameters, x)
         except ValueError as error:
@@ -241,14 +273,19 @@ class ModuleModel(FlatModel):
     @property
     def own_loss(self) -> bool:
         """True if the module has a ``loss``."""
-        return hasattr(self._module, "loss")
+        return own_loss(self._module) is not None
 
     def loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs, y: Tensor | None) -> Tensor:
-        """Return the loss of each example, ``[b]``: the module's ``loss(logits, y)`` if it has one."""
+        """Return the loss of each example, ``[b]``: the module's ``loss(outputs, y)`` if it has one."""
         if not self.own_loss:
             assert y is not None
             return self.task.loss(self.forward(parameters, x), y)
-        return self._own().loss(parameters, self.forward(parameters, x), y)
+        return self._own().loss(parameters, x, self.result(parameters, x), y)
+
+    def batch_weights(self, y: Tensor | None, weight: Tensor) -> Tensor:
+        """Return the weights of the losses of a batch, ``[..., b]``; a criterion of torch averages as torch does."""
+        own = own_loss(self._module)
+        return super().batch_weights(y, weight) if own is None or y is None else criterion_weights(own, y, weight)
 
     def _own(self) -> ModuleFunction:
         """Return this thread's copy of the module, in this model's mode, as a function."""
@@ -270,13 +307,23 @@ def _found(
 ) -> _Findings:
     """Try a module, and return the findings."""
     x, others = (trial_inputs(described, seed) for seed in (0, 1))
-    call = call_of(module, x, output)
+    call = replace(call_of(module, x, output), exponential=gives_logarithms(module))
     x, others = within_tables(copied(module).eval(), call, x, others)
-    trial = TrialData(x, others, trial_targets(task, ROWS, outputs, target_shape), task, outputs)
-    moving = moving_buffers(module, x)
+    y = trial_targets(task, ROWS, outputs, target_shape, raw=takes_raw_targets(module))
+    trial = TrialData(x, others, y, task, outputs)
+    moving = moving_tensors(module, x)
     found = tried(module, layout_of(module, moving, None, local=False), call, trial)
     last = head_of(module, found.call, x, others, head)
-    return _Findings(trial, moving, found, last, least_batch(module, x))
+    return _Findings(trial, moving, found, last, least_batch(module, x), _renormalizes(module, found, x))
+
+
+def _renormalizes(module: nn.Module, found: Tried, x: ModuleInputs) -> bool:
+    """Return True if a call in evaluation mode changes the parameters that it is given."""
+    theta = theta_of(module, found.layout)
+    leaves = found.layout.leaves(theta)
+    with torch.no_grad():
+        ModuleFunction(copied_around(module).eval(), found.layout.buffers, found.call)(leaves, x)
+    return not torch.equal(found.layout.join(leaves), theta)
 
 
 def remember(module: nn.Module, name: str | None = None) -> str:

@@ -59,6 +59,10 @@ class ModuleCall:
         True if the outputs of a single example lack the axis of the batch.
     probabilities
         Function after which the module's outputs are probabilities; ``""`` where they are logits, or numbers.
+    exponential
+        True if the module gives logarithms of the numbers, as ``PoissonNLLLoss`` takes them.
+    whole
+        True if the module's own loss takes all that the module returns, False if it takes the tensor of outputs.
     """
 
     by_name: bool = False
@@ -69,10 +73,8 @@ class ModuleCall:
     classes_first: bool = False
     squeezes: bool = False
     probabilities: Literal["", "sigmoid", "softmax"] = ""
-
-    def raw(self, module: Any, x: ModuleInputs) -> Tensor:
-        """Call a module, and return the tensor of its result."""
-        return self.read(module, self.result(module, x))
+    exponential: bool = False
+    whole: bool = False
 
     def result(self, module: Any, x: ModuleInputs) -> Any:
         """Call a module, and return its result."""
@@ -80,14 +82,19 @@ class ModuleCall:
 
     def __call__(self, module: Any, x: ModuleInputs) -> Tensor:
         """Call a module, and return outputs as the task needs them, ``[b, *output_shape]``."""
-        found = self.raw(module, x)
-        return self.shaped(found[None] if self.squeezes and len(first_input(x)) == 1 else found)
+        return self.shaped(self.outputs(module, self.result(module, x), x))
+
+    def outputs(self, module: Any, found: Any, x: ModuleInputs) -> Tensor:
+        """Return the tensor of outputs in a module's result for ``x``, with the axis of the batch."""
+        read = self.read(module, found)
+        return read[None] if self.squeezes and len(first_input(x)) == 1 else read
 
     def shaped(self, found: Tensor) -> Tensor:
         """Return a module's tensor as the outputs that the task needs; probabilities become logits."""
         if self.probabilities:
             log_p = found.clamp(min=_LEAST).log()
             found = log_p if self.probabilities == "softmax" else log_p - (1 - found).clamp(min=_LEAST).log()
+        found = found.exp() if self.exponential else found
         if self.shape is None:
             return found
         if self.classes_first:
@@ -99,11 +106,11 @@ class ModuleCall:
 
     def unshaped(self, outputs: Tensor) -> Tensor:
         """Return outputs in the shape and unit in which the module gave them, for its own loss."""
-        found = outputs
+        found = outputs.log() if self.exponential else outputs
         if self.classes_first:
             found = outputs.transpose(1, 2)
         elif self.given is not None:
-            found = (outputs[:, 1] - outputs[:, 0] if self.binary else outputs).reshape(-1, *self.given)
+            found = (outputs[:, 1] - outputs[:, 0] if self.binary else found).reshape(-1, *self.given)
         if self.probabilities:
             found = found.exp() if self.probabilities == "softmax" else found.sigmoid()
         return found
@@ -133,6 +140,8 @@ class ModuleCall:
         if isinstance(found, Tensor):
             return found
         parts, field = _parts(found), self.field
+        if isinstance(field, str) and field.isdecimal() and field not in parts:
+            field = int(field)
         if isinstance(field, int) and field not in parts:
             field = [*parts, *[field] * (field + 1)][field]  # position of a named part
         chosen = parts.get(field)
@@ -142,10 +151,11 @@ class ModuleCall:
         listed = ", ".join(f"{key} ({_shape_or_type(part)})" for key, part in parts.items())
         if not parts:
             raise UnreadOutputError(f"{of} must return a tensor of outputs (got a {type(found).__name__})")
-        chosen_as = f"model.output is {self.field}" if self.field != LOGITS else f"there is no tensor {LOGITS}"
+        why = f"there is no tensor {LOGITS}. Set `model.output` to the one that holds the outputs"
+        if self.field != LOGITS:
+            why = f"model.output is {self.field!r}, which is no tensor among them. Choose one of them"
         raise UnreadOutputError(
-            f"{of} returns a {type(found).__name__} of {listed}, and {chosen_as}. Set `model.output` to the one that "
-            "holds the outputs",
+            f"{of} returns a {type(found).__name__} of {listed}, and {why}",
             key="model.output",
             found=self.field,
             allowed=[key for key, part in parts.items() if isinstance(part, Tensor)],
@@ -209,6 +219,18 @@ def _parts(found: Any) -> dict[str | int, Any]:
 
 def _shape_or_type(part: Any) -> str:
     return str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__
+
+
+@cache
+def log_setting(name: str, loss: str) -> None:
+    """Warn once that an attribute ``loss`` is no function, as in models that choose their loss by its name."""
+    _log.warning("%s.loss is %s and not a function, so the task's loss is trained", name, loss)
+
+
+@cache
+def log_step(name: str) -> None:
+    """Log once which methods of a ``LightningModule`` a run calls."""
+    _log.info("%s.training_step is trained; its optimizers, hooks and logs are not used (algorithm.local)", name)
 
 
 @cache

@@ -6,13 +6,15 @@ Modules that a run could not use or reproduce are rejected here, with the layer 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
+from torch.utils._pytree import tree_leaves
 
 from fedloom.core.draws import drawing_with
 from fedloom.core.garbage import collection_paused
@@ -23,10 +25,11 @@ from fedloom.models.module_call import LostAxisError, ModuleCall, UnreadOutputEr
 from fedloom.models.module_compare import ROUNDING, attributes, near
 from fedloom.models.module_draws import GLOBAL, NumpyGenerators, draws_noted
 from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
+from fedloom.models.module_inputs import ModuleInputs, first_input, mapped, shapes
 from fedloom.models.module_kernels import ConvolutionSizes
 from fedloom.models.module_layers import at_layer, copied, copied_around, named
-from fedloom.models.module_state import batch_layers, theta_of, without_statistics
+from fedloom.models.module_loss import TrainingStep, own_loss
+from fedloom.models.module_state import batch_layers, displace, theta_of, untrained, without_statistics
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
 
@@ -93,6 +96,7 @@ def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: TrialData) 
     with torch.random.fork_rng(devices=[]), collection_paused():
         trial = replace(trial, call=trial.fitting_call())
         trial = replace(trial, call=trial.of_probabilities())
+        trial = replace(trial, call=trial.call_for_loss())
         trial, _ = trial.checked(training=True)
         trial, outputs = trial.checked(training=False)
         kernels = any(len(shape) == 4 for _, shape in layout.entries)
@@ -151,11 +155,18 @@ class _Trial:
         found = read.read(self.module, given)
         fit = fitted(found)
         if fit is None:
-            what = "logits" if task.target_kind == "classification" else f"outputs for {task.name}"
-            raise ExperimentError(
-                f"{self.what} must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} "
-                f"{list(found.shape)})"
+            of_classes = task.target_kind == "classification"
+            what = "logits" if of_classes else f"outputs for {task.name}"
+            problem = (
+                f"must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} {list(found.shape)})"
             )
+            if of_classes and tuple(found.shape) in ((rows,), (rows, 1)):
+                raise ExperimentError(
+                    f'{self.what}: set task="regression" (in a file data.source.task) if the targets are numbers, '
+                    f"such as ratings or counts: whole numbers are read as classes, here {self.data.outputs}. A model "
+                    f"of classes {problem}"
+                )
+            raise ExperimentError(f"{self.what} {problem}")
         return replace(fit, field=read.field)
 
     def of_probabilities(self) -> ModuleCall:
@@ -177,6 +188,35 @@ class _Trial:
         with torch.no_grad(), drawing_with(0):
             return self._function(training=False)(Leaves(moved, own.buffers), self.data.x)
 
+    def call_for_loss(self) -> ModuleCall:
+        """Return the call with what the module's own loss takes: all of the result, or else the outputs in it."""
+        function = self._function(training=True)
+        if not self.has_loss:
+            return self.call
+        if isinstance(own_loss(self.module), TrainingStep):
+            return replace(self.call, whole=True)
+        leaves = self._contiguous()
+        at = at_layer(function.module, f"for inputs {shapes(self.data.x)} in training mode")
+        with torch.no_grad(), drawing_with(0), at:
+            found = function.result(leaves, self.data.x)
+        if isinstance(found, Tensor):
+            return self.call
+        function.call = replace(self.call, whole=True)
+        with torch.no_grad(), suppress(Exception):  # a loss of the outputs alone
+            if function.loss(leaves, self.data.x, found, self.data.y).shape == (len(self.data.y),):
+                return function.call
+        try:
+            self.call.read(self.module, found)
+        except UnreadOutputError:
+            return replace(self.call, field=self.fitting_call(training=True).field)
+        return self.call
+
+    @cached_property
+    def has_loss(self) -> bool:
+        """True if the module has a loss of its own, other than a criterion of torch, which takes a tensor."""
+        own = own_loss(self.module)
+        return own is not None and not isinstance(own, _Loss)
+
     def checked(self, *, training: bool) -> tuple[_Trial, Tensor]:
         """Check calls in one mode; return this trial with a call that fits the mode, and the outputs."""
         trial = self
@@ -192,30 +232,37 @@ class _Trial:
         """Call the module in one mode, also with a single input and again with the same inputs; return its outputs."""
         mode = "in training mode" if training else "in evaluation mode"
         function, x, rows = self._function(training=training), self.data.x, len(self.data.y)
+        own = training and self.has_loss  # its outputs in training may be any
         moved: list[Tensor] = []
 
-        def call(x: ModuleInputs, *, seed: int = 0, note: bool = False, watch: bool = False) -> Tensor:
+        def call(
+            x: ModuleInputs, *, seed: int = 0, note: bool = False, watch: bool = False, apart: bool = False
+        ) -> Tensor:
             module, noted = function.module, self.noted if training else None
             noting = draws_noted(module, self.generators, noted, watch=watch) if note else nullcontext()
             at = at_layer(module, f"for inputs {shapes(x)} {mode}")
             parameters = self._contiguous(requires_grad=training)  # fresh buffers
+            if apart:
+                displace(parameters.values())
             with torch.set_grad_enabled(training), drawing_with(seed), noting, at:
-                outputs = function(parameters, x)
+                found = function.result(parameters, x) if own else function(parameters, x)
             moved[:] = [self.layout.join(parameters).detach()]
-            return outputs.detach()  # without its graph, which has all parameters
+            return _joined(found, len(first_input(x))).detach()  # without its graph, which has all parameters
 
-        buffers = {name: b.clone() for name, b in function.module.named_buffers()}
+        kept = {**untrained(function.module), **dict(function.module.named_buffers())}
+        kept = {name: t.clone() for name, t in kept.items()}
         names = {name for name, _ in function.module.named_parameters()}
         first = call(x, note=True)
-        self._check_outputs(first, rows)
-        self._check_tensors_kept(function.module, names, buffers, mode, moved[0])
+        self._check_outputs(first, rows, own=own)
+        self._check_tensors_kept(function.module, names, kept, mode, moved[0])
         once = moved[0]
         for seed in range(1, _SEEDS if self.noted else 1):
-            self._check_outputs(call(x, seed=seed, note=True), rows)
+            self._check_outputs(call(x, seed=seed, note=True), rows, own=own)
         before = attributes(function.module)
         by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
         alone = call(x if by_batch else mapped(x, lambda t: t[1:2]), note=True, watch=True)
-        self._check_outputs(alone, rows if by_batch else 1)
+        self._check_outputs(alone, rows if by_batch else 1, own=own)
+        call(x, apart=True)
         self._require(
             torch.equal(first, call(x)) and torch.equal(once, moved[0]),
             f"gives different outputs for the same inputs {mode}. Draw only from the global generators of torch, numpy "
@@ -231,7 +278,7 @@ class _Trial:
         )
         draws = training and bool(self.noted)  # alone, an example has other draws than in a batch
         self._require(
-            bool(by_batch) or draws or near(alone, first[1:2]),
+            bool(by_batch) or draws or alone.numel() * rows != first.numel() or near(alone, first[1:2].view_as(alone)),
             f"gives different outputs for a single input and for the same input in a batch {mode}, so that a "
             "prediction would depend on evaluation.batch_size. Normalize each example separately",
         )
@@ -306,7 +353,7 @@ class _Trial:
             draws_noted(module, self.generators, self.noted),
             at_layer(module, "in a training step"),
         ):
-            losses = self._losses(function, at, function(at, self.data.x), self.data.y)
+            losses = self._losses(function, at)
             if not losses.requires_grad:
                 raise ExperimentError(
                     f"{self.what}: no parameter has a gradient in training mode. Compute the outputs from parameters, "
@@ -315,15 +362,17 @@ class _Trial:
             gradients = torch.autograd.grad(losses.mean(), list(at.values()), materialize_grads=True)
         return dict(zip(at, gradients, strict=True))
 
-    def _losses(self, function: ModuleFunction, leaves: Mapping[str, Tensor], outputs: Tensor, y: Tensor) -> Tensor:
-        if not function.own_loss:
-            return self.data.task.loss(outputs, y)
+    def _losses(self, function: ModuleFunction, leaves: Mapping[str, Tensor]) -> Tensor:
+        x, y = self.data.x, self.data.y
+        own = own_loss(function.module)
+        name = "training_step" if isinstance(own, TrainingStep) else "loss(outputs, y), of each example,"
+        if own is None:
+            return self.data.task.loss(function(leaves, x), y)
+        found = function.for_loss(leaves, x)
         try:
-            losses = function.loss(leaves, outputs, y)
+            losses = function.loss(leaves, x, found, y)
         except Exception as error:
-            raise ExperimentError(
-                f"{self.what}.loss(logits, y) must return a loss per example ({type(error).__name__}: {error})"
-            ) from error
+            raise ExperimentError(f"{self.what}.{name} must return a loss ({type(error).__name__}: {error})") from error
         if not isinstance(losses, Tensor) or losses.shape != (len(y),):
             found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ExperimentError(
@@ -332,8 +381,8 @@ class _Trial:
             )
         return losses
 
-    def _check_outputs(self, outputs: Tensor, rows: int) -> None:
-        wanted = (rows, *self.data.output_shape)
+    def _check_outputs(self, outputs: Tensor, rows: int, *, own: bool) -> None:
+        wanted = tuple(outputs.shape) if own else (rows, *self.data.output_shape)
         if rows == 1 and outputs.shape == wanted[1:] and not self.call.squeezes:
             raise LostAxisError(
                 f"{self.what} must return logits, {list(wanted)}, for 1 input (got {list(outputs.shape)})"
@@ -347,9 +396,9 @@ class _Trial:
             raise ExperimentError(f"{self.what} gives NaN for inputs of mean 0 and deviation 1, or random integers")
 
     def _check_tensors_kept(
-        self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str, theta: Tensor
+        self, module: nn.Module, names: set[str], before: Mapping[str, Tensor], mode: str, theta: Tensor
     ) -> None:
-        """Reject new parameters, and buffers that change in evaluation or that are not part of θ.
+        """Reject new parameters, and tensors that change in evaluation or that are not part of θ.
 
         Integers may count calls in training: a module whose outputs depend on them is rejected by another check.
         """
@@ -362,16 +411,18 @@ class _Trial:
             )
         moved = self.layout.divided(self.layout.split(theta)).buffers
         still = self.layout.divided(self.layout.split(self.theta)).buffers
-        for name, b in module.named_buffers():
-            counts = module.training and not b.is_floating_point()
-            kept = name in buffers and torch.equal(buffers[name], b)
+        buffers = dict(module.named_buffers())
+        for name, t in {**untrained(module), **buffers}.items():
+            counts = module.training and not t.is_floating_point()
+            kept = name in before and torch.equal(before[name], t)
             if name in moved and not module.training:
                 kept = torch.equal(moved[name], still[name])
             if not kept and not counts:
-                layer = name.rpartition(".")[0]
+                layer, kind = name.rpartition(".")[0], "buffer" if name in buffers else "frozen parameter"
                 raise ExperimentError(
-                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when called {mode}. "
-                    "Buffers must be constants, or floating-point tensors that change only in training"
+                    f"{named(layer, module.get_submodule(layer))} changes its {kind} {name} when called {mode}. "
+                    "Buffers and frozen parameters must be constants, or floating-point tensors that change only in "
+                    "training"
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
@@ -385,6 +436,14 @@ class _Trial:
                 f"{mode}, so that results may depend on the number of calls, and on evaluation.batch_size. Keep no "
                 "state in a module: compute it from the inputs, or leave it out"
             )
+
+
+def _joined(found: Any, rows: int) -> Tensor:
+    """Return all numbers of a result that belong to examples, ``[rows, ...]``."""
+    if isinstance(found, Tensor):
+        return found
+    parts = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.dim() and len(t) == rows]
+    return torch.cat([t.flatten(1).float() if t.dim() > 1 else t[:, None].float() for t in parts], 1)
 
 
 def _is_in_unit_interval(z: Tensor) -> bool:

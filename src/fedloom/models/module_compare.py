@@ -44,6 +44,8 @@ def _comparable(value: Any, levels: int) -> Any:
         case Tensor():
             content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             return str(value.dtype), tuple(value.shape), content.numpy().tobytes()
+        case nn.Module():  # hidden from the module that holds it, in a list
+            return {name: _comparable(t, 0) for name, t in (*value.named_parameters(), *value.named_buffers())}
         case np.ndarray():
             return str(value.dtype), value.shape, value.tobytes()
         case torch.Generator():

@@ -12,6 +12,7 @@ from torch.nn.modules.loss import _Loss
 from fedloom.models.flat import Leaves
 from fedloom.models.module_call import AS_IT_IS, ModuleCall
 from fedloom.models.module_inputs import ModuleInputs, first_input
+from fedloom.models.module_loss import TrainingStep, own_loss
 
 Place: TypeAlias = tuple[dict[str, Tensor | None], str, str]
 """Place of a tensor: the dict of its layer, the key there, and its name in θ."""
@@ -38,7 +39,6 @@ class ModuleFunction:
     def __init__(self, module: nn.Module, buffers: Collection[str] = (), call: ModuleCall = AS_IT_IS) -> None:
         self.module = module
         self.call = call
-        self.own_loss = hasattr(module, "loss")
         found = places(module)
         self._buffers = [place for place in found if place[2] in buffers]
         self._places = [place for place in found if place[2] in buffers or _is_trained(place[0][place[1]])]
@@ -55,13 +55,27 @@ class ModuleFunction:
         """Return all that the module returns for ``x``."""
         return self._call(self.call.result, parameters, first_input(x).device, self.module, x)
 
-    def loss(self, parameters: Mapping[str, Tensor], outputs: Tensor, y: Tensor | None) -> Tensor:
-        """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does."""
-        own: Any = self.module.loss
-        found: Tensor = self._call(own, parameters, outputs.device, self.call.unshaped(outputs), y)
-        if isinstance(own, _Loss) and found.dim() > 1:
-            found = found.flatten(1).mean(1)
-        return found
+    def for_loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Any:
+        """Return what the loss needs first: all that the module returns for ``x``, or ``x`` for a training step."""
+        return x if isinstance(own_loss(self.module), TrainingStep) else self.result(parameters, x)
+
+    def loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs, found: Any, y: Tensor | None) -> Tensor:
+        """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does.
+
+        Parameters
+        ----------
+        found
+            All that the module returns for ``x``, or the tensor of outputs, in the module's shape and unit.
+        """
+        own, like = own_loss(self.module), first_input(x)
+        taken = found if self.call.whole else self.call.outputs(self.module, found, x)
+        if not isinstance(own, _Loss):
+            losses: Tensor = self._call(own, parameters, like.device, taken, y)
+            return losses
+        if y is not None and y.is_floating_point() and y.numel() == taken.numel():
+            y = y.reshape(taken.shape)  # axes of length one
+        losses = self._call(own, parameters, like.device, taken, y)
+        return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def _call(self, function: Any, parameters: Mapping[str, Tensor], device: torch.device, *args: Any) -> Any:
         if device != self._device:

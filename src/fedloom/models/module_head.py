@@ -91,7 +91,8 @@ def _ending(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs) -> 
     if found.shape != outputs.shape and found.shape != (*outputs.shape, 1):
         return None
     same = torch.equal(found.reshape(outputs.shape), outputs)
-    return Head(name, features.dim() == 2, not call.binary and not call.probabilities) if same else None
+    gives_logits = not (call.binary or call.probabilities or call.exponential)
+    return Head(name, features.dim() == 2, gives_logits) if same else None
 
 
 def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs, others: ModuleInputs) -> Head | None:
@@ -129,7 +130,7 @@ def _observed(
     hook = module.get_submodule(name).register_forward_hook(lambda _, inputs, output: given.append((inputs[0], output)))
     try:
         with torch.no_grad(), drawing_with(0):
-            outputs = call.raw(module, x)
+            outputs = call.read(module, call.result(module, x))
     finally:
         hook.remove()
     return given, outputs

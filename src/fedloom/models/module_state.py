@@ -1,10 +1,10 @@
-"""Tensors of a PyTorch module: trained parameters, buffers that move in training, and constants."""
+"""Tensors of a PyTorch module: trained parameters, tensors that calls in training move, and constants."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -20,6 +20,7 @@ from fedloom.models.flat import Layout
 from fedloom.models.module_call import call_of
 from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
 from fedloom.models.module_layers import class_and_text, copied
+from fedloom.models.module_loss import per_example
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Normalization layers: batch and instance normalization, and those of each example."""
@@ -37,8 +38,8 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Modu
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         module = uncompiled(make())
-        if isinstance(criterion := getattr(module, "loss", None), _Loss) and criterion.reduction == "mean":
-            criterion.reduction = "none"  # training averages the losses of a batch
+        if isinstance(criterion := getattr(module, "loss", None), _Loss):
+            per_example(criterion)
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             try:
                 with torch.no_grad():
@@ -57,20 +58,40 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return found
 
 
-def moving_buffers(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
-    """Return the names of the floating-point buffers that a call in training mode changes.
+def moving_tensors(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
+    """Return the names of the floating-point buffers and frozen parameters that a call in training mode changes.
 
-    Empty if the call fails, which the check of the module reports with the layer.
+    The module is called as it is, and with other trained parameters, which also move a teacher that equals its student
+    at the start. Calls that fail move nothing: the check of the module reports them with the layer.
     """
-    tried = copied(module).train()
-    before = {name: b.clone() for name, b in tried.named_buffers()}
-    try:
-        with torch.enable_grad(), drawing_with(0):
-            call_of(tried, x).result(tried, x)
-    except Exception:  # the check names the layer
-        return ()
-    after = dict(tried.named_buffers())
-    return tuple(name for name, b in before.items() if b.is_floating_point() and _has_moved(b, after.get(name)))
+    kept = {**untrained(module), **dict(module.named_buffers())}
+    moving: set[str] = set()
+    for apart in (False, True):
+        tried = copied(module).train()
+        if apart:
+            displace(p for p in tried.parameters() if p.requires_grad)
+        try:
+            with torch.enable_grad(), drawing_with(0):
+                call_of(tried, x).result(tried, x)
+        except Exception:  # the check names the layer
+            continue
+        after = {**untrained(tried), **dict(tried.named_buffers())}
+        moving |= {name for name, t in kept.items() if t.is_floating_point() and _has_moved(t, after.get(name))}
+    return tuple(name for name in kept if name in moving)
+
+
+def untrained(module: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen parameters by name."""
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+@torch.no_grad()
+def displace(parameters: Iterable[Tensor]) -> None:
+    """Move trained parameters in place, those at zero too, each by its own distance."""
+    generator = torch.Generator().manual_seed(0)
+    for p in parameters:
+        p.mul_(0.5 + torch.rand(p.shape, generator=generator))
+        p.add_(torch.randn(p.shape, generator=generator), alpha=1e-3)
 
 
 def least_batch(module: nn.Module, x: ModuleInputs) -> int:
@@ -91,10 +112,11 @@ def _has_moved(before: Tensor, after: Tensor | None) -> bool:
 
 
 def layout_of(module: nn.Module, buffers: tuple[str, ...], last: str | None, *, local: bool) -> Layout:
-    """Return the layout of θ: the body's parameters, the moving buffers, and those of and below the layer ``last``."""
+    """Return the layout of θ: the body's parameters, the moving tensors, and those of and below the layer ``last``."""
     named = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
     head = [name for name in named if last is not None and name.startswith(f"{last}.")]
-    shapes = named | {name: tuple(module.get_buffer(name).shape) for name in buffers}
+    others = {**untrained(module), **dict(module.named_buffers())}
+    shapes = named | {name: tuple(others[name].shape) for name in buffers}
     order = [*(name for name in named if name not in head), *buffers, *head]
     return Layout(
         tuple((name, shapes[name]) for name in order),
@@ -123,6 +145,13 @@ def constants_of(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     entries = dict(layout.entries)
     return {name: t.detach() for name, t in tensors.items() if name not in entries}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tensors that several layers share, with the first name of each."""
+    first: dict[int, str] = {}
+    named = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

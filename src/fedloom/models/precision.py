@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fedloom.models.flat import FlatModel, with_forward
 
-_Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Tensor]
+_Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Any]
 
 
 def bfloat16(model: FlatModel) -> FlatModel:
@@ -22,6 +23,7 @@ def bfloat16(model: FlatModel) -> FlatModel:
 
     view = with_forward(model, _autocast(model.forward))
     view.in_bfloat16 = True
+    view.result = _autocast(model.result)  # type: ignore[assignment, method-assign]
     view.features = _autocast(model.features)  # type: ignore[assignment, method-assign]
     view.in_training = lambda: bfloat16(model.in_training())  # type: ignore[method-assign]
     return view
@@ -30,10 +32,10 @@ def bfloat16(model: FlatModel) -> FlatModel:
 def _autocast(function: _Forward) -> _Forward:
     """Return a function of parameters and inputs that computes in bfloat16, with outputs of the parameters' type."""
 
-    def computed(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def computed(parameters: Mapping[str, Tensor], x: Tensor) -> Any:
         like = next(iter(parameters.values()))
         with torch.autocast(like.device.type, torch.bfloat16):
             found = function(parameters, x)
-        return found.to(like.dtype)
+        return tree_map(lambda t: t.to(like.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, found)
 
     return computed

@@ -320,10 +320,17 @@ class ModuleSettings(ModelChoice):
         make = make if self.lora is None else adapted(make, self.lora)
         check_codes(make, input_shape, kind)
         keys = (self.head, self.initial, self.buffers, self.output)
-        model: FlatModel = ModuleModel(make, input_shape, classes, kind, *keys, task, target_shape)
-        if self.precision == "bfloat16":
-            model = bfloat16(model)
-            model.check_steps()
+        made = ModuleModel(make, input_shape, classes, kind, *keys, task, target_shape)
+        if self.precision == "float32":
+            return made
+        if made.steps:
+            raise ExperimentError(
+                "model.precision: the module's training_step runs in float32; set float32 (got bfloat16)",
+                key="model.precision",
+                found=self.precision,
+            )
+        model = bfloat16(made)
+        model.check_steps()
         return model
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:

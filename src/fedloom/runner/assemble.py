@@ -68,6 +68,8 @@ class RunContext:
 
     def examples_of(self, dataset: FederatedDataset) -> Callable[[str], ClientData]:
         """Return a function of a client's id that returns its data as the model takes them."""
+        if dataset.manifest.targets != self.setup.targets:  # the model takes numbers in their own units
+            dataset = dataset.described_by(dataclasses.replace(dataset.manifest, targets=self.setup.targets))
         return dataset.standardized if self.standardizes else dataset.client
 
     @property
@@ -124,14 +126,17 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     if (until := experiment.federation.until) is not None:
         until.check(plan.task.headline)
     found = fitted(experiment.model, manifest.specs, manifest.outputs, plan.task, plan.targets.shape)
-    model, kind = found.model, manifest.kind
+    model, kind, targets = found.model, manifest.kind, manifest.targets
+    if model.raw_targets and targets is not None:
+        targets = targets.raw()
+        plan = evaluation_plan(experiment, dataclasses.replace(manifest, targets=targets))
     brought = isinstance(experiment.data, OwnData)
     setup = Setup(
         model=model,
         classes=manifest.classes,
         input_shape=manifest.input_shape,
         kind="features" if found.standardizes and kind == "integers" else kind,
-        targets=manifest.targets,
+        targets=targets,
         clients=0 if brought else len(trained_on.clients),
         dtype=DTYPE,
         roster=() if brought else trained_on.roster,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -39,6 +41,7 @@ CARD = "fedloom.json"
 """File of the model's card in the folder of an adapter, and inside a program of ``torch.export``."""
 
 ONNX = "fedloom[onnx]"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ class PersonalModel(nn.Module):
         super().__init__()
         self.card = card
         self._predict = predictor.predict
+        self._renamed: dict[str, str] = {}
         self._network = predictor.model if type(predictor) is ModelPredictor else None
         for name, tensor in predictor.named().items():
             _put(self, name.split("."), tensor)
@@ -198,7 +202,13 @@ class PersonalModel(nn.Module):
                 raise DataError(f"x must be a dict of {', '.join(specs)} (got {found})", key="x")
             inputs = {name: self._normalized(x[name], name, spec) for name, spec in specs.items()}
         named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        if self._renamed:
+            named = {self._name(name): tensor for name, tensor in named.items()}
         return self._finished(self._predict(named, inputs))
+
+    def _name(self, exported: str) -> str:
+        first, *rest = exported.split(".")
+        return ".".join((self._renamed.get(first, first), *rest))
 
     def _normalized(self, x: Any, name: str, spec: InputSpec) -> Tensor:
         """Return an input tensor as the network takes it."""
@@ -296,6 +306,8 @@ class PersonalModel(nn.Module):
             with warnings.catch_warnings():  # it takes channels-last kernels for views, and warns
                 warnings.simplefilter("ignore")
                 torch.export.save(self._program(), content, extra_files={CARD: card})
+                content.seek(0)
+                torch.export.load(content).module()(self.example)  # a program may be saved that cannot be loaded
         except Exception as error:
             raise _unexportable("torch.export", error, FORMATS[0]) from error
         return content.getvalue()
@@ -320,11 +332,17 @@ class PersonalModel(nn.Module):
         return content
 
     def _program(self) -> Any:
+        """Return the exported program; layers named like attributes of its class, such as ``code``, get a ``_``."""
+        view, program = copy.copy(self), torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
+        for kind in ("_modules", "_parameters", "_buffers"):
+            taken = {name: f"{name}_" for name in vars(self)[kind] if hasattr(program, name)}
+            vars(view)[kind] = {taken.get(name, name): value for name, value in vars(self)[kind].items()}
+            view._renamed = view._renamed | {new: name for name, new in taken.items()}
         with torch.no_grad():
-            self(self.example)  # a module copies its constants at its first call, which must not be traced
+            view(self.example)  # a module copies its constants at its first call, which must not be traced
         batch = {0: torch.export.Dim("b", min=1)}
         named = dict.fromkeys(self.card.specs, batch)
-        return torch.export.export(self, (self.example,), dynamic_shapes=(named.get("", named),))
+        return torch.export.export(view, (self.example,), dynamic_shapes=(named.get("", named),))
 
     def _readme(self, name: str) -> str:
         """Return a short text on how to use the weights."""
@@ -334,12 +352,21 @@ class PersonalModel(nn.Module):
                 f"Weights of a `{c.model}` for client {c.client}: {self._origin()}.",
                 f'Load them with `weights = safetensors.torch.load_file("{name}")`: a `state_dict` of '
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
+                *self._tied(),
                 *self._usage(),
                 "The key `fedloom` of the file's metadata has the same information as JSON. The formats .pt2 and .onnx "
                 "include the network.",
                 "",
             )
         )
+
+    def _tied(self) -> list[str]:
+        """Return a sentence on tensors that are saved once and have several names in the network."""
+        tied = {} if self._network is None else self._network.tied
+        if not tied:
+            return []
+        lines = "; ".join(f'`weights["{name}"] = weights["{first}"]`' for name, first in tied.items())
+        return [f"Tensors with several names are in the file once. Before `load_state_dict`, set {lines}."]
 
     def _adapter_readme(self, beside: bool) -> str:
         """Return a short text on how to use the adapter."""
@@ -420,9 +447,13 @@ def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
 
 
 def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
-    reason = printable((str(error).splitlines() or [""])[0], 200)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    text = _COLOURS.sub("", str(cause)).strip()
+    reason = printable(text.splitlines()[0] if text else "", 200)
     return ExperimentError(
-        f"This model cannot be exported by {what} ({type(error).__name__}: {reason}); save it as {others}."
+        f"This model cannot be exported by {what} ({type(cause).__name__}: {reason}); save it as {others}."
     )
 
 

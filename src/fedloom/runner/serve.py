@@ -88,7 +88,7 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
             "high": manifest.high,
             "tokenizer": manifest.tokenizer,
             "inputs": manifest.inputs,
-            "targets": manifest.targets,
+            "targets": parts.setup.targets,
         }
     )
     if constants := digests_of_run(parts):

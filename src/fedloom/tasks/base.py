@@ -92,6 +92,15 @@ class PredictionTask(Settings):
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example, ``[b, *output_shape], [b, *target_shape] -> [b]``."""
 
+    def batch_weights(self, y: Tensor, weight: Tensor) -> Tensor:
+        """Return the weights of the losses of a batch, ``[..., b]``, given those by which its examples count alike.
+
+        The loss of a batch is the weighted sum. Padding has weight 0. Weights depend on targets where the loss is a
+        mean of more than examples, such as of all tokens of a batch.
+        """
+        del y
+        return weight
+
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return -log p(y | x) of each example up to a constant, shapes as in :meth:`loss`, by default the loss."""
         return self.loss(outputs, y)

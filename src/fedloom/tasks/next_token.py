@@ -17,7 +17,7 @@ from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
 
 class NextToken(CategoricalTask):
-    """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a sequence.
+    """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a batch's tokens.
 
     ``y[t]`` is the target of output t: the token after input t. Where the targets equal the inputs, as language models
     expect, :func:`~fedloom.tasks.tokens.next_tokens` moves them by one place when data are packed.
@@ -30,6 +30,11 @@ class NextToken(CategoricalTask):
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="part of each target that is spread evenly over all tokens in training"
+    )
+    mean_over: Literal["tokens", "sequences"] = Field(
+        default="tokens",
+        description="mean in the loss of a batch: over all of its targets that count, as in a plain loop, or over its "
+        "sequences, each with the mean over its own targets",
     )
     target_kind = "next_token"
     class_axis = -1
@@ -50,6 +55,16 @@ class NextToken(CategoricalTask):
             label_smoothing=self.label_smoothing,
         )
         return each.reshape(y.shape).sum(1) / counted.sum(1).clamp(min=1)
+
+    def batch_weights(self, y: Tensor, weight: Tensor) -> Tensor:
+        """Return weights of sequences by their numbers of targets, unless each sequence counts alike."""
+        if self.mean_over == "sequences":
+            return weight
+        # In float64, so that sequences of one length keep their weights to the bit.
+        share = weight.double()
+        counted = share * _counted(y, self.ignore_index).flatten(weight.dim()).sum(-1)
+        factor = ratio(share.sum(-1, keepdim=True), counted.sum(-1, keepdim=True)).nan_to_num(0.0)
+        return (counted * factor).to(weight.dtype)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the targets that count, which are independent given the outputs."""

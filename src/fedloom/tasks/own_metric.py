@@ -79,7 +79,15 @@ class OwnMetric(MetricSums):
         std: Sequence[float] = (),
     ) -> None:
         self._name = name.rpartition(":")[2].rpartition(".")[2]
-        self._function = function = function() if isinstance(function, type) else function
+        if isinstance(function, type):
+            try:
+                function = function()
+            except Exception as error:
+                raise self._error(
+                    f"is a class that cannot be called without arguments ({error}); give an instance, or a class whose "
+                    "arguments have defaults"
+                ) from error
+        self._function = function
         self._mean, self._std = tuple(mean), tuple(std)
         self._sums: Callable[[Tensor, Tensor], Any] = getattr(function, "sums", self._mean_sums)
         self._value: Callable[[Tensor], Any] = getattr(function, "value", lambda sums: sums[1] / sums[0])

@@ -8,15 +8,20 @@ from torch import Tensor
 from fedloom.tasks.base import PredictionTask
 
 
-def trial_targets(task: PredictionTask, rows: int, outputs: int, target_shape: tuple[int, ...]) -> Tensor:
-    """Return targets that a data set of the task with K outputs could have, ``[rows, *target_shape]``."""
+def trial_targets(
+    task: PredictionTask, rows: int, outputs: int, target_shape: tuple[int, ...], *, raw: bool = False
+) -> Tensor:
+    """Return targets that a data set of the task with K outputs could have, ``[rows, *target_shape]``.
+
+    Numbers are standardized, or ``raw``: 0 or 1, which counts, events and measurements can be.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (rows, *target_shape)
     if task.target_kind == "classification":
         return torch.arange(rows) % outputs
-    if task.target_kind == "regression":
+    if task.target_kind == "regression" and not raw:
         return torch.randn(shape, generator=generator)
-    if task.target_kind == "multilabel":
+    if task.target_kind in ("multilabel", "regression"):
         return torch.randint(2, shape, generator=generator).float()
     return torch.randint(outputs, shape, generator=generator)
 
