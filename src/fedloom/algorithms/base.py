@@ -211,10 +211,7 @@ class ClientAlgorithm:
         return {get_type_hints(getattr(cls, name))["opening"]: name for name in marked}
 
     def trains(self, opening: type[Message]) -> bool:
-        """Return whether messages of this class open a conversation of a training round.
-
-        Noise, clipping and client states follow from it, so it depends on nothing that the server can choose freely.
-        """
+        """Return whether this class of message opens a training round; noise, clipping and states follow from it."""
         return self._openings().get(opening) not in self.personalizing
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
@@ -448,15 +445,8 @@ class Algorithm(ABC):
     def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> Any:
         """Return settings under which a new client discloses nothing beyond the private message.
 
-        Parameters
-        ----------
-        clip
-            C, or None for that of the settings.
-
-        Raises
-        ------
-        NotImplementedError
-            If a method sets ``answers_privately`` without overriding this.
+        The norm ``clip`` is that of the settings if it is None. A method that sets ``answers_privately`` overrides
+        this; otherwise NotImplementedError is raised.
         """
         raise NotImplementedError(f"{self.name} adds no noise to what a new client discloses")
 
