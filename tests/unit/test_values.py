@@ -569,6 +569,49 @@ def test_missing_labels_are_named_in_training_and_from_new_clients(tmp_path: Pat
         assert tells(str(error.value), "label missing", "2 places", place)
 
 
+MARKERS = ("NA", "N/A", "#N/A", "NULL", "null", "None", "<NA>", "nan", "")
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_texts_that_mark_missing_values_are_no_classes_at_any_entry_point(
+    entrance: Callable[..., Any], tmp_path: Path
+) -> None:
+    label = np.array([(*MARKERS, "yes", "no", "none")[i % (len(MARKERS) + 3)] for i in range(N)], dtype=object)
+    with pytest.raises(DataError) as error:
+        entrance(table(label), tmp_path)
+    assert tells(str(error.value), "45 errors", "label missing", "40 places", "'NA'", "'#N/A'")
+
+
+def test_cells_that_mark_missing_values_are_no_owners_features_or_targets(tmp_path: Path) -> None:
+    cells = ["NA" if i == 7 else str(i % 5) for i in range(N)]
+    table(np.arange(N) % 2, cell=cells).to_csv(tmp_path / "t.csv", index=False)
+    for request, what in (
+        (Request(None, client="cell"), "client missing"),
+        (Request(None), "value missing"),
+        (Request(None, targets=("cell",), task="regression"), "target missing"),
+    ):
+        with pytest.raises(DataError) as error:
+            pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=request))
+        assert tells(str(error.value), what, "1 place", "line 9", "'NA'")
+
+
+def test_a_given_class_may_have_the_name_of_a_marker(tmp_path: Path) -> None:
+    regions = ["NA", "EU"] * 30
+    own = Own(kind="features", input_shape=(1,), classes=("NA", "EU"))
+    table(regions).to_csv(tmp_path / "t.csv", index=False)
+    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own))).card
+    assert sum(card.class_counts[split][0] for split in card.class_counts) == N // 2
+    given = {"a": (np.random.default_rng(0).normal(size=(N, 1)), regions)}
+    data = fedloom.Federated.from_arrays(given, classes=["NA", "EU"], root=tmp_path).open()
+    assert data.manifest.class_names == ("NA", "EU")
+    wanted = replace(WANTED, class_names=("NA", "EU"))
+    found = Newcomer.from_arrays("me", FOUR, regions[:4], wanted).client("me").train.y
+    assert found is not None
+    assert found.tolist() == [0, 1, 0, 1]
+    with pytest.raises(DataError):
+        fedloom.Federated.from_arrays(given, classes=["NA", ""], root=tmp_path)
+
+
 def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
     """Check columns of a table, the features that an experiment names, and a new client's labels."""
     composed, apart = "caf\u00e9", "cafe\u0301"

@@ -80,7 +80,7 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
 WITH_TEXT = ("huggingface", "table")
 """Data sets whose columns may be texts."""
 
-READ = 3
+READ = 4
 """Version of the reading rules; sources read under another version are read again."""
 
 COLUMNS = (

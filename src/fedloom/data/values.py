@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -36,8 +36,8 @@ LARGE, EXPANSION = 2**30, 100
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
-MISSING = ("", "nan", "NaN")
-"""Text that marks a missing label or owner."""
+MISSING = frozenset(("", "#N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"))
+"""Texts that mark a missing value, as R, SQL, Python, pandas and spreadsheets write it."""
 
 TRUTHS = {"true": 1.0, "false": 0.0}
 
@@ -131,10 +131,11 @@ class Rounding:
         return [int(i) for i in np.flatnonzero((shares <= COARSE) & ((shares > VISIBLE) | (self._integers > 0)))]
 
 
-def label_text(value: object) -> str | None:
+def label_text(value: object, classes: Collection[str] = ()) -> str | None:
     """Return the name for a label or an owner: whole numbers as digits; None if missing.
 
-    Text is in Unicode's composed form, so that two spellings that look alike are one name.
+    Text is in Unicode's composed form, so that two spellings that look alike are one name. A text that marks a missing
+    value is a name if it is one of ``classes``, which are given.
 
     Raise ValueError if it is neither text nor a number.
     """
@@ -149,7 +150,7 @@ def label_text(value: object) -> str | None:
         value = value.item()
     if isinstance(value, str):
         text = composed(value.strip())
-        return None if text in MISSING else text
+        return None if text in MISSING and text not in classes else text
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float | Decimal):

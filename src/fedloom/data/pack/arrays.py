@@ -325,10 +325,10 @@ def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
     names: list[str] = []
     for given in classes:
         try:
-            name = label_text(given)
+            name = label_text(given, (str(given).strip(),))
         except ValueError as error:
             raise DataError(f"classes: {error}; give a name for each class") from None
-        if name is None:
+        if not name:
             raise DataError(f"classes: {given!r} is a missing label; give a name for each class")
         names.append(name)
     if not names:
@@ -367,7 +367,7 @@ def numbered(
             f"{errors.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are not classes; "
             "labels must be whole numbers or class names"
         )
-    labels = names_of((label for part in ys for label in part.tolist()), where, errors)
+    labels = names_of((label for part in ys for label in part.tolist()), where, errors, classes=classes)
     if classes is not None and kinds <= set("iuf"):
         if in_order or kind == "tokens" or not are_numbers(classes):
             y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, errors)

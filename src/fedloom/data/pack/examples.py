@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -138,6 +138,8 @@ class Request:
         Axis of features and integers along which they are standardized.
     text
         Column of texts that become tokens, if any.
+    classes
+        Names of the classes in the order of the labels, which are integers from 0, where the source has such names.
     """
 
     own: Own | None
@@ -153,6 +155,7 @@ class Request:
     integers: bool | tuple[str, ...] = False
     channel_axis: ChannelAxis = "first"
     text: TextColumn | None = None
+    classes: tuple[str, ...] | None = None
 
     @property
     def wanted_task(self) -> TaskName | None:
@@ -291,17 +294,28 @@ def spec_of(kind: TensorKind, x: NDArray[Any], channel_axis: ChannelAxis = "firs
 
 
 def names_of(
-    labels: Iterable[object], where: Callable[[int], str], errors: ValidationErrors, what: str = "label"
+    labels: Iterable[object],
+    where: Callable[[int], str],
+    errors: ValidationErrors,
+    what: str = "label",
+    classes: Sequence[str] | None = None,
 ) -> list[str | None]:
-    """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid."""
+    """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid.
+
+    Record those that are missing or invalid. ``classes`` are those given, if any.
+    """
     known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
     names: list[str | None] = []
     for i, label in enumerate(labels):
         key = (type(label), label) if isinstance(label, str | bytes | int | float) else (type(label), str(label))
         if key not in known:
-            known[key] = _name_of(label)
+            known[key] = _name_of(label, classes or ())
         name, fault = known[key]
-        if fault is not None:
+        if name is None and isinstance(label, str) and label.strip():
+            errors.add(f"{what} missing, by its text; rename it if it is a name", f"{where(i)}: {label!r}")
+        elif name is None:
+            errors.add(f"{what} missing", where(i))
+        elif fault is not None:
             errors.add(f"a {what} must be text or a whole number", f"{where(i)}: {fault}")
         names.append(name)
     plain = plain_numbers(name for name, _ in known.values() if name)
@@ -310,15 +324,12 @@ def names_of(
 
 def owner_names(owners: Iterable[object], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...]:
     """Return owners as text; record those that are missing."""
-    names = names_of(owners, where, errors, "client")
-    missing = [i for i, name in enumerate(names) if not name]
-    errors.add_many("client missing", len(missing), (where(i) for i in missing))
-    return tuple(name or "" for name in names)
+    return tuple(name or "" for name in names_of(owners, where, errors, "client"))
 
 
-def _name_of(label: object) -> tuple[str | None, str | None]:
+def _name_of(label: object, classes: Collection[str]) -> tuple[str | None, str | None]:
     try:
-        return label_text(label), None
+        return label_text(label, classes), None
     except ValueError as error:
         return "?", str(error)
 
@@ -334,9 +345,7 @@ def positions(
         classes = _classes_of(labels, where, errors)
     place = {composed(name): i for i, name in enumerate(classes)}
     y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
-    missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
-    errors.add_many("label missing", len(missing), (where(i) for i in missing))
     consecutive = are_numbers(classes) and tuple(classes) == tuple(map(str, range(len(classes))))
     allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
     errors.add_many(

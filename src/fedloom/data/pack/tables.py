@@ -37,7 +37,7 @@ from fedloom.data.pack.examples import (
 from fedloom.data.pack.targets import inferred_task, read_targets
 from fedloom.data.pack.tokens import tokenized
 from fedloom.data.targets import Targets
-from fedloom.data.values import EXACT, TRUTHS, is_whole, number
+from fedloom.data.values import EXACT, MISSING, TRUTHS, is_whole, number
 from fedloom.errors import DataError
 
 ROWS = 4096
@@ -120,9 +120,12 @@ class TableBuilder:
             y, targets, of_targets = self._read_targets(specs)
             notes += of_targets
         elif self.label is not None:
-            labels = names_of(self.labels, self.where, errors)
-            y, classes = positions(labels, None if own is None else own.classes, self.where, errors)
-            notes += notes_of_classes(classes) if own is None else ()
+            names = self.request.classes
+            given = (None if names is None else tuple(map(str, range(len(names))))) if own is None else classes
+            labels = names_of(self.labels, self.where, errors, classes=given)
+            y, found = positions(labels, given, self.where, errors)
+            classes = found if names is None else names
+            notes += notes_of_classes(classes) if given is None else ()
         named = "" in specs and specs[""].kind in ("pixels", "tokens")
         split = None
         if self.split is not None:
@@ -163,7 +166,7 @@ class TableBuilder:
             for j, cell in enumerate(row):
                 found = _cell_number(cell)
                 if found is None:
-                    missing = cell is None or not str(cell).strip()
+                    missing = cell is None or str(cell).strip() in MISSING
                     fault = "target missing" if missing else "target that is not a number"
                     errors.add(fault, f"{self.where(i)}, column {self.header[self.targets[j]]}: {cell!r}")
                 else:
@@ -419,7 +422,7 @@ class _CsvReader:
 
 def _fault(text: str, found: float | None, truth: float | None) -> str | None:
     if found is None and truth is None:
-        return "not a number" if text.strip() else "value missing"
+        return "value missing" if text.strip() in MISSING else "not a number"
     if found is not None and abs(found) > EXACT and is_whole(text):
         return "integer beyond 2^53, which cannot be a feature"
     return None
