@@ -258,12 +258,21 @@ def test_only_text_in_ascii_digits_is_a_number(text: str, value: float | None) -
     assert number(text) == value
 
 
-def test_codes_with_underscores_are_not_numbers(tmp_path: Path) -> None:
-    rows = "\n".join(f"{'12_34' if i == 3 else i},{'ny'[i % 2]}" for i in range(N))
+@pytest.mark.parametrize("code", ["12_34", "5\0"])
+def test_codes_and_damaged_cells_are_not_numbers(code: str, tmp_path: Path) -> None:
+    rows = "\n".join(f"{code if i == 3 else i},{'ny'[i % 2]}" for i in range(N))
     (tmp_path / "t.csv").write_text(f"code,label\n{rows}\n")
     with pytest.raises(DataError) as error:
         pack(tmp_path / "t.csv", tmp_path / "out", PackSettings())
-    assert tells(str(error.value), "1 place", "line 5, column code", "12_34")
+    assert tells(str(error.value), "not a number", "1 place", "line 5, column code", repr(code))
+
+
+def test_labels_with_nul_characters_are_no_classes_of_their_own(tmp_path: Path) -> None:
+    label = np.array(["no", "yes", "yes\0"], dtype=object)[np.arange(N) % 3]
+    for entrance in (of_csv, of_parquet, of_frame):
+        with pytest.raises(DataError) as error:
+            entrance(table(label), tmp_path)
+        assert tells(str(error.value), "label", "20 places", repr("yes\0"))
 
 
 def test_binary_text_of_parquet_is_text(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ def label_text(value: object, classes: Collection[str] = ()) -> str | None:
         value = value.item()
     if isinstance(value, str):
         text = composed(value.strip())
+        if "\0" in text:
+            raise ValueError(f"{text!r:.60} has a NUL character")
         return None if text in MISSING and text not in classes else text
     if isinstance(value, bool | int):
         return str(value)

@@ -429,9 +429,12 @@ def _fault(text: str, found: float | None, truth: float | None) -> str | None:
 
 
 def _plain_numbers(rows: Sequence[Sequence[str]]) -> NDArray[np.float64] | None:
-    """Return the numbers in rows of text; None if each cell needs a check, because float() accepts more forms."""
+    """Return the numbers in rows of text; None if each cell needs a check, because float() accepts more forms.
+
+    Numpy also drops NUL characters at the end of a text.
+    """
     joined = "".join(text for row in rows for text in row)
-    if "_" in joined or not joined.isascii():
+    if "_" in joined or "\0" in joined or not joined.isascii():
         return None
     try:
         values = np.array(rows).astype(np.float64)
