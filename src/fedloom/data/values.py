@@ -91,13 +91,16 @@ def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class Rounding:
-    """Precision that 32-bit floats keep for f columns of numbers, which arrive in chunks."""
+    """Precision that 32-bit floats keep for f columns of numbers, which arrive in chunks, and columns that count."""
 
     def __init__(self, columns: int) -> None:
         self._low = np.full(columns, np.inf)
         self._high = np.full(columns, -np.inf)
         self._error = np.zeros(columns)
         self._integers = np.zeros(columns, dtype=np.int64)
+        self._last = np.full(columns, -np.inf)
+        self._rising = np.arange(columns)
+        self._rows = 0
 
     def add(self, values: NDArray[np.float64], kept: NDArray[np.float32]) -> None:
         """Add ``[m, f]`` values, and the same values as stored; those that are not finite are ignored."""
@@ -109,6 +112,9 @@ class Rounding:
         self._high = np.maximum(self._high, np.where(finite, values, -np.inf).max(0))
         self._error = np.maximum(self._error, error.max(0))
         self._integers += np.count_nonzero((error > 0) & (values == np.floor(values)), axis=0)
+        some = np.vstack([self._last[self._rising], values[:, self._rising]])
+        self._rising = self._rising[((some[1:] > some[:-1]) & (some[1:] == np.floor(some[1:]))).all(0)]
+        self._last, self._rows = values[-1], self._rows + len(values)
 
     def shares(self, spread: Sequence[float] | None = None) -> NDArray[np.float64]:
         """Return the largest rounding error of each column, as a fraction of its range or of a known spread.
@@ -124,6 +130,10 @@ class Rounding:
     def lost(self, spread: Sequence[float] | None = None) -> list[int]:
         """Return the columns for which 32 bits lose too much precision."""
         return [int(i) for i in np.flatnonzero(self.shares(spread) > COARSE)]
+
+    def counting(self) -> list[int]:
+        """Return the columns with another whole number in each row, in ascending order, like an id or an index."""
+        return self._rising.tolist() if self._rows > FEW else []
 
     def noted(self) -> list[int]:
         """Return the columns that are kept with notable changes: rounded integers, or visible rounding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,9 +259,14 @@ class Batches:
             len(lost),
             (self.name(j) for j in lost),
         )
-        notes = (f"rounded to the precision of 32-bit floats: {listed([self.name(j) for j in noted])}",)
+        notes = [f"rounded to the precision of 32-bit floats: {listed([self.name(j) for j in noted])}"] if noted else []
+        if counting := self._rounding.counting():
+            notes.append(
+                f"another whole number in each row, in order: {listed([self.name(j) for j in counting])}; if it is an "
+                "id or numbers the rows, leave it out: it tells nothing of new examples"
+            )
         x = np.concatenate([np.zeros((0, *self.shape), dtype=DTYPES[self.kind]), *self._kept])
-        return x, notes if noted else ()
+        return x, tuple(notes)
 
 
 @dataclass
@@ -291,6 +297,23 @@ def spec_of(kind: TensorKind, x: NDArray[Any], channel_axis: ChannelAxis = "firs
     high = int(x.max(initial=0)) + 1 if kind == "integers" else None
     axis = channel_axis if kind in ("features", "integers") and x.ndim > 2 else "first"
     return InputSpec(kind, tuple(int(size) for size in x.shape[1:]), channel_axis=axis, high=high)
+
+
+MOST_CHANNELS = 4
+"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
+
+
+def notes_on_axes(called: str, spec: InputSpec) -> tuple[str, ...]:
+    """Return a note if the last axis of features, rather than the first, looks like that of channels."""
+    shape = spec.shape
+    if spec.kind != "features" or spec.channel_axis == "last" or len(shape) < 2:
+        return ()
+    if not shape[0] > MOST_CHANNELS >= shape[-1]:
+        return ()
+    return (
+        f"{called} has inputs of shape {list(shape)}, whose first axis is taken for channels, each with a mean of its "
+        "own; if the last one is that of channels, set channel_axis: last, or give numpy.moveaxis(x, -1, 1)",
+    )
 
 
 def names_of(
@@ -358,11 +381,28 @@ def _quoted(label: str | None) -> str:
     return str(label) if label and are_numbers((label,)) else repr(label)
 
 
-def notes_of_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return a note for the owner of integer labels, unless the labels are 0, 1, 2 and so on."""
-    if not are_numbers(classes) or tuple(classes) == tuple(map(str, range(len(classes)))):
-        return ()
-    return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+def notes_of_classes(classes: Sequence[str], several: str) -> tuple[str, ...]:
+    """Return a note on integer labels, unless they are 0, 1, 2 and so on, or on labels that list several others.
+
+    ``several`` says how to give several labels of an example.
+    """
+    if are_numbers(classes):
+        if tuple(classes) == tuple(map(str, range(len(classes)))):
+            return ()
+        return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+    for mark in SEPARATORS:
+        parts = {name: [part.strip() for part in name.split(mark)] for name in classes if mark in name}
+        known = Counter(part for name in classes for part in parts.get(name, [name]))
+        if lists := [name for name, own in parts.items() if all(own) and any(known[part] > 1 for part in own)]:
+            return (
+                f"{pluralize(len(lists), 'class is a list', 'classes are lists')} of others: {listed(lists, 5)}; if an "
+                f"example has several labels, give {several} for multilabel (pandas: label.str.get_dummies({mark!r}))",
+            )
+    return ()
+
+
+SEPARATORS = "|;"
+"""Marks between labels in a cell that lists several."""
 
 
 def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from fedloom.data.pack.examples import (
     split_positions,
     undecodable_line,
 )
-from fedloom.data.pack.targets import inferred_task, read_targets
+from fedloom.data.pack.targets import inferred_task, notes_on_one_hot, one_hot_rows, read_targets
 from fedloom.data.pack.tokens import tokenized
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXACT, MISSING, TRUTHS, is_whole, number
@@ -116,16 +116,12 @@ class TableBuilder:
         classes = () if own is None else own.classes
         notes, targets = self.notes, None
         x, changed, specs = self._inputs()
-        if self.targets:
+        if self.targets and self.request.wanted_task != "classification":
             y, targets, of_targets = self._read_targets(specs)
             notes += of_targets
-        elif self.label is not None:
-            names = self.request.classes
-            given = (None if names is None else tuple(map(str, range(len(names))))) if own is None else classes
-            labels = names_of(self.labels, self.where, errors, classes=given)
-            y, found = positions(labels, given, self.where, errors)
-            classes = found if names is None else names
-            notes += notes_of_classes(classes) if given is None else ()
+        elif self.targets or self.label is not None:
+            y, classes, of_classes = self._read_classes()
+            notes += of_classes
         named = "" in specs and specs[""].kind in ("pixels", "tokens")
         split = None
         if self.split is not None:
@@ -158,9 +154,29 @@ class TableBuilder:
         assert self.text is not None, "the table has a column of texts"
         return f"{self.where(i)}, column {self.header[self.text]}"
 
-    def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
-        """Return the numbers of the columns of targets, their description, and notes."""
-        errors, request = self.batches.errors, self.request
+    def _read_classes(self) -> tuple[NDArray[np.int64], tuple[str, ...], tuple[str, ...]]:
+        """Return the position of each row's class, the classes, and notes.
+
+        Columns of targets that are 0 but for one 1 are classes of their names.
+        """
+        errors, request, labels = self.batches.errors, self.request, self.labels
+        given = None if request.own is None else request.own.classes
+        if self.targets:
+            values, names = self._target_values(), [self.header[i] for i in self.targets]
+            wrong = np.flatnonzero(~one_hot_rows(values)).tolist()
+            fault = "not exactly one 1 among 0 in the targets, as task classification needs; label names one column"
+            errors.add_many(fault, len(wrong), map(self.where, wrong))
+            labels, given = [names[j] for j in values.argmax(1).tolist()], given or tuple(names)
+        elif request.classes is not None:
+            given = tuple(map(str, range(len(request.classes))))
+        y, classes = positions(names_of(labels, self.where, errors, classes=given), given, self.where, errors)
+        several = f"a column of 0 and 1 for each, named by {request.called('targets')},"
+        notes = notes_of_classes(classes, several) if given is None else ()
+        return y, classes if request.classes is None else request.classes, notes
+
+    def _target_values(self) -> NDArray[np.float64]:
+        """Return the numbers of the columns of targets, ``[n, k]``; record those that are missing or no numbers."""
+        errors = self.batches.errors
         values = np.zeros((len(self.numbers), len(self.targets)))
         for i, row in enumerate(self.numbers):
             for j, cell in enumerate(row):
@@ -171,6 +187,11 @@ class TableBuilder:
                     errors.add(fault, f"{self.where(i)}, column {self.header[self.targets[j]]}: {cell!r}")
                 else:
                     values[i, j] = found
+        return values
+
+    def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
+        """Return the numbers of the columns of targets, their description, and notes."""
+        errors, request, values = self.batches.errors, self.request, self._target_values()
         own = None if request.own is None else request.own.wanted
         names = tuple(self.header[i] for i in self.targets) if own is None else own.names
         single = not request.targets if own is None else not own.shape
@@ -178,7 +199,10 @@ class TableBuilder:
         task = request.wanted_task or inferred_task([y], specs)
         if task == "classification":  # whole numbers, in one column or several
             task = "regression"
-        return read_targets([y], task, specs, self.where, errors, names=names)
+        y, targets, notes = read_targets([y], task, specs, self.where, errors, names=names)
+        if task == "multilabel" and request.wanted_task is None:
+            notes += notes_on_one_hot([y], request.called("task"))
+        return y, targets, notes
 
 
 def table_builder(
