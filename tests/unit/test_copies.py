@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -22,10 +23,11 @@ import fedloom
 from fedloom.cli.main import app
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.copies import choose_about, equal_inputs, first_groups
-from fedloom.data.datasets import Pool, RawDataset
-from fedloom.data.datasets.base import Owners
+from fedloom.data.datasets import Dataset, Pool, RawDataset
+from fedloom.data.datasets.base import DataFile, Owners
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
+from fedloom.data.partition import notes_of, partition_dataset
 from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import (
     ClassesScheme,
@@ -246,6 +248,28 @@ def test_a_split_column_with_duplicates_is_noted_on_the_command_line(
         caplog.clear()
         assert CliRunner().invoke(app, ["partition", str(tmp_path / "e.yaml")]).exit_code == 0
         assert any(tells(text, "split", 10, "10 test examples") for text in warned(caplog))
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_repeated_inputs_of_published_data_are_noted_and_stay_where_they_are(repeated: bool, tmp_path: Path) -> None:
+    x, y = RNG.normal(size=(80, 2)).astype(np.float32), np.arange(80) % 2
+    if repeated:
+        x[60:70] = x[:10]
+    official = RawDataset(Pool(x[:60], y[:60]), Pool(x[60:], y[60:]))
+    content = x.tobytes()
+    (tmp_path / "datasets/published").mkdir(parents=True)
+    (tmp_path / "datasets/published/x").write_bytes(content)
+    files = (DataFile("x", len(content), hashlib.sha256(content).hexdigest()),)
+    source = Dataset("published", "", ("a", "b"), (2,), "", lambda contents: official, files, kind="features")
+    given_settings = PartitionSettings(IidScheme(clients=2), 1, 0.0, 1 / 6)
+    folder = partition_dataset(source, given_settings, root=tmp_path)
+    train, validation, test = (rows(FederatedDataset.open(folder), split) for split in SPLITS)
+    assert len(train) + len(validation) == 60
+    assert bool(train & test) is repeated
+    assert not train & validation
+    notes = notes_of(folder)
+    assert len(notes) == repeated
+    assert all(tells(note, "0 validation", f"{len(train & test)} test examples", "published") for note in notes)
 
 
 def test_damaged_notes_are_rejected_and_rewritten(tmp_path: Path) -> None:

@@ -74,6 +74,72 @@ def test_saved_folders_hold_tables_lists_and_images(tmp_path: Path) -> None:
     assert read(tmp_path / "table", tmp_path, label="price").manifest.task == "regression"
 
 
+def labelled(labels: Any, kind: Any, start: int = 0, **columns: Any) -> Any:
+    """Return a table of numbers, different from ``start`` on, with labels of a kind of ``datasets``."""
+    columns = {"a": [start + i + 0.5 for i in range(len(labels))], **columns}
+    return datasets.Dataset.from_dict(columns | {"label": labels}).cast_column("label", kind)
+
+
+@needs_datasets
+def test_labels_of_columns_and_lists_keep_their_names(tmp_path: Path) -> None:
+    named = datasets.ClassLabel(names=["negative", "NA", "1.0", "unused"])
+    labelled(CLASSES.tolist(), named).save_to_disk(str(tmp_path / "column"))
+    rows = {"input_ids": TOKENS.tolist()}
+    labelled(CLASSES.tolist(), named, **rows).remove_columns("a").save_to_disk(str(tmp_path / "lists"))
+    for name in ("column", "lists"):
+        manifest = read(tmp_path / name, tmp_path).manifest
+        assert manifest.class_names == ("negative", "NA", "1.0", "unused")
+        for entry in manifest.clients:
+            assert [count > 0 for count in entry.class_counts["train"]] == [True, True, True, False]
+    tags = [[int(token) % 3 for token in row] for row in TOKENS]
+    kind = datasets.Sequence(named)
+    labelled(tags, kind, **rows).remove_columns("a").save_to_disk(str(tmp_path / "tags"))
+    targets = read(tmp_path / "tags", tmp_path).manifest.targets
+    assert targets is not None
+    assert (targets.task, targets.outputs, targets.names) == ("next_token", 4, ("negative", "NA", "1.0", "unused"))
+
+
+@needs_datasets
+@pytest.mark.parametrize("mark", [-1, None, "no column"])
+def test_splits_without_labels_are_left_out(mark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = datasets.ClassLabel(names=["no", "yes"]), datasets.Value("int64"), datasets.Value("float32")
+    for number, kind in enumerate(kinds):
+        test = labelled([-1 if mark == "no column" else mark] * 30, kind, start=200)
+        splits = {
+            "train": labelled([0, 1] * 60, kind),
+            "validation": labelled([0, 1] * 15, kind, start=150),
+            "test": test.remove_columns("label") if mark == "no column" else test,
+        }
+        for without in ("none", "validation"):
+            path = tmp_path / f"{number} {without}"
+            parts = {name: part for name, part in splits.items() if name != without}
+            datasets.DatasetDict(parts).save_to_disk(str(path))
+            caplog.clear()
+            manifest = read(path, tmp_path / "data").manifest
+            assert manifest.class_names == (("no", "yes") if number == 0 else ("0", "1"))
+            tested = sum(entry.test for entry in manifest.clients)
+            assert tested == (30 if without == "none" else 24)  # the validation split, or a fifth
+
+
+@needs_datasets
+def test_a_split_whose_labels_are_all_minus_one_stays_if_training_has_that_label(tmp_path: Path) -> None:
+    numbers = datasets.Value("int64")
+    splits = {"train": labelled([-1, 1] * 30, numbers), "test": labelled([-1] * 10, numbers, start=100)}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "signs"))
+    manifest = read(tmp_path / "signs", tmp_path / "data", task="regression").manifest
+    assert sum(entry.test for entry in manifest.clients) == 10
+
+
+@needs_datasets
+def test_missing_labels_among_others_are_rejected(tmp_path: Path) -> None:
+    named = datasets.ClassLabel(names=["no", "yes"])
+    for labels, facts in (([0, 1, -1] * 10, ("-1", "10 places", "row 2")), ([-1] * 30, ("train", "label"))):
+        path = tmp_path / str(len(set(labels)))
+        datasets.DatasetDict(train=labelled(labels, named), test=labelled([0, 1], named, 50)).save_to_disk(str(path))
+        with refusing(DataError, *facts):
+            read(path, tmp_path / "data")
+
+
 @needs_datasets
 def test_texts_of_saved_folders_become_tokens(tmp_path: Path) -> None:
     from test_texts import column, tokenizer_at

@@ -12,7 +12,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from facts import mentions
+from facts import mentions, refusing
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -108,6 +108,122 @@ def test_targets_define_their_task(
     found = torch.cat([dataset.client(client).train.y for client in manifest.roster])
     assert found.dtype == dtype
     assert found.shape[1:] == shape
+
+
+ONE_HOT = np.eye(4)[CLASSES]
+
+
+def noted(caplog: pytest.LogCaptureFixture, *facts: object) -> bool:
+    """Return True if a warning names these facts; forget the warnings so far."""
+    found = any(mentions(record.message, *facts) for record in caplog.records if record.levelno == logging.WARNING)
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_])
+def test_rows_with_one_1_are_noted_and_are_classes_on_request(
+    dtype: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    y = ONE_HOT.astype(dtype)
+    assert opened(FEATURES, y, tmp_path).manifest.task == "multilabel"
+    assert noted(caplog, "exactly one 1", "task: classification")
+    for classes in (None, ["p", "q", "r", "s"], ["7", "5", "3", "1"]):
+        dataset = opened(FEATURES, y, tmp_path, task="classification", classes=classes)
+        assert dataset.manifest.class_names == tuple(classes or "0123")
+        for client in dataset.manifest.roster:
+            shard = dataset.tensors(client)
+            rows = [int(np.flatnonzero((row == FEATURES).all(1))[0]) for row in shard["train_x"].numpy()]
+            assert shard["train_y"].tolist() == CLASSES[rows].tolist()
+    assert not noted(caplog, "exactly one 1")
+    with refusing(DataError, "4 columns", "p, q"):
+        opened(FEATURES, y, tmp_path, task="classification", classes=["p", "q"])
+    several = y.copy()
+    several[0] = 1
+    opened(FEATURES, several, tmp_path)
+    assert not noted(caplog, "exactly one 1")
+    with refusing(DataError, "[60, 4]"):
+        opened(FEATURES, several, tmp_path, task="classification")
+
+
+def test_columns_with_one_1_are_classes_of_their_names_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["red", "green", "blue", "none"]
+    frame = pandas.DataFrame(FEATURES, columns=list("abcd")).assign(
+        **{name: ONE_HOT[:, i].astype(int) for i, name in enumerate(names)}
+    )
+    frame.to_csv(tmp_path / "t.csv", index=False)
+
+    def read(**source: Any) -> Manifest:
+        source |= {"path": str(tmp_path / "t.csv"), "targets": names}
+        data = {"dataset": "table", "source": source, "root": str(tmp_path)}
+        return fedloom.Federated({**data, "partition": {"scheme": "iid", "clients": 2}}).open().manifest
+
+    assert read().task == "multilabel"
+    assert noted(caplog, "data.source.task: classification")
+    manifest = read(task="classification")
+    assert (manifest.task, manifest.class_names) == ("classification", tuple(names))
+    assert [count > 0 for count in manifest.clients[0].class_counts["train"]] == [True, True, True, False]
+    scheme = {"scheme": "iid", "clients": 2}
+    again = fedloom.Federated.from_frame(frame, label=names, task="classification", scheme=scheme, root=tmp_path)
+    assert [entry.sha256 for entry in again.open().manifest.clients] == [entry.sha256 for entry in manifest.clients]
+    frame.loc[3, "none"] = 1
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    with refusing(DataError, "exactly one 1", "line 5", "label"):
+        read(task="classification")
+
+
+@pytest.mark.parametrize(("labels", "listed"), [
+    (("action", "comedy", "action|comedy"), True),
+    (("a; b", "b; c", "a; c"), True),
+    (("T-shirt|top", "trouser", "dress"), False),
+])  # fmt: skip
+def test_cells_that_list_several_labels_are_noted(
+    labels: tuple[str, ...], listed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    y = np.array(labels)[CLASSES]
+    assert opened(FEATURES, y, tmp_path).manifest.class_names == tuple(sorted(labels))
+    assert noted(caplog, "multilabel", "get_dummies", labels[-1]) is listed
+    frame = pandas.DataFrame(FEATURES, columns=list("abcd")).assign(label=y)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    packed = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings())
+    assert any(mentions(note, "targets", labels[-1]) for note in packed.notes) is listed
+
+
+@pytest.mark.parametrize(
+    ("column", "counts"),
+    [
+        (np.arange(2 * N), True),
+        (np.arange(2 * N) * 7 + 1000, True),
+        (np.arange(2 * N) / 2, False),
+        (np.arange(2 * N)[::-1], False),
+        (np.arange(2 * N) // 2, False),
+    ],
+)
+def test_columns_that_number_the_rows_are_noted(
+    column: NDArray[Any], counts: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    frame = pandas.DataFrame({"patient": column, "age": FEATURES[:, 0], "label": CLASSES})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    packed = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings())
+    assert any(mentions(note, "column patient", "leave it out") for note in packed.notes) is counts
+    assert not any(mentions(note, "age") for note in packed.notes)
+    fedloom.Federated.from_frame(frame, label="label", scheme={"scheme": "iid", "clients": 2}, root=tmp_path)
+    assert noted(caplog, "column patient", "leave it out") is counts
+
+
+@pytest.mark.parametrize(("shape", "last"), [
+    ((8, 8, 3), True), ((20, 3), True), ((9, 6, 6, 1), True),
+    ((3, 8, 8), False), ((1, 4, 8, 8), False), ((4,), False), ((64, 32), False), ((2, 2), False),
+])  # fmt: skip
+def test_features_whose_last_axis_looks_like_channels_are_noted(
+    shape: tuple[int, ...], last: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = RNG.normal(size=(2 * N, *shape)).astype(np.float32)
+    opened(x, CLASSES, tmp_path)
+    assert noted(caplog, "channel_axis: last", list(shape), "moveaxis") is last
+    opened(x, CLASSES, tmp_path, channel_axis="last")
+    assert not noted(caplog, "channel_axis")
 
 
 def test_regression_targets_are_standardized_over_training_data_of_seen_clients(tmp_path: Path) -> None:

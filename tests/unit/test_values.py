@@ -258,12 +258,21 @@ def test_only_text_in_ascii_digits_is_a_number(text: str, value: float | None) -
     assert number(text) == value
 
 
-def test_codes_with_underscores_are_not_numbers(tmp_path: Path) -> None:
-    rows = "\n".join(f"{'12_34' if i == 3 else i},{'ny'[i % 2]}" for i in range(N))
+@pytest.mark.parametrize("code", ["12_34", "5\0"])
+def test_codes_and_damaged_cells_are_not_numbers(code: str, tmp_path: Path) -> None:
+    rows = "\n".join(f"{code if i == 3 else i},{'ny'[i % 2]}" for i in range(N))
     (tmp_path / "t.csv").write_text(f"code,label\n{rows}\n")
     with pytest.raises(DataError) as error:
         pack(tmp_path / "t.csv", tmp_path / "out", PackSettings())
-    assert tells(str(error.value), "1 place", "line 5, column code", "12_34")
+    assert tells(str(error.value), "not a number", "1 place", "line 5, column code", repr(code))
+
+
+def test_labels_with_nul_characters_are_no_classes_of_their_own(tmp_path: Path) -> None:
+    label = np.array(["no", "yes", "yes\0"], dtype=object)[np.arange(N) % 3]
+    for entrance in (of_csv, of_parquet, of_frame):
+        with pytest.raises(DataError) as error:
+            entrance(table(label), tmp_path)
+        assert tells(str(error.value), "label", "20 places", repr("yes\0"))
 
 
 def test_binary_text_of_parquet_is_text(tmp_path: Path) -> None:
@@ -567,6 +576,49 @@ def test_missing_labels_are_named_in_training_and_from_new_clients(tmp_path: Pat
         with pytest.raises(DataError) as error:
             use()
         assert tells(str(error.value), "label missing", "2 places", place)
+
+
+MARKERS = ("NA", "N/A", "#N/A", "NULL", "null", "None", "<NA>", "nan", "")
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_texts_that_mark_missing_values_are_no_classes_at_any_entry_point(
+    entrance: Callable[..., Any], tmp_path: Path
+) -> None:
+    label = np.array([(*MARKERS, "yes", "no", "none")[i % (len(MARKERS) + 3)] for i in range(N)], dtype=object)
+    with pytest.raises(DataError) as error:
+        entrance(table(label), tmp_path)
+    assert tells(str(error.value), "45 errors", "label missing", "40 places", "'NA'", "'#N/A'")
+
+
+def test_cells_that_mark_missing_values_are_no_owners_features_or_targets(tmp_path: Path) -> None:
+    cells = ["NA" if i == 7 else str(i % 5) for i in range(N)]
+    table(np.arange(N) % 2, cell=cells).to_csv(tmp_path / "t.csv", index=False)
+    for request, what in (
+        (Request(None, client="cell"), "client missing"),
+        (Request(None), "value missing"),
+        (Request(None, targets=("cell",), task="regression"), "target missing"),
+    ):
+        with pytest.raises(DataError) as error:
+            pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=request))
+        assert tells(str(error.value), what, "1 place", "line 9", "'NA'")
+
+
+def test_a_given_class_may_have_the_name_of_a_marker(tmp_path: Path) -> None:
+    regions = ["NA", "EU"] * 30
+    own = Own(kind="features", input_shape=(1,), classes=("NA", "EU"))
+    table(regions).to_csv(tmp_path / "t.csv", index=False)
+    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own))).card
+    assert sum(card.class_counts[split][0] for split in card.class_counts) == N // 2
+    given = {"a": (np.random.default_rng(0).normal(size=(N, 1)), regions)}
+    data = fedloom.Federated.from_arrays(given, classes=["NA", "EU"], root=tmp_path).open()
+    assert data.manifest.class_names == ("NA", "EU")
+    wanted = replace(WANTED, class_names=("NA", "EU"))
+    found = Newcomer.from_arrays("me", FOUR, regions[:4], wanted).client("me").train.y
+    assert found is not None
+    assert found.tolist() == [0, 1, 0, 1]
+    with pytest.raises(DataError):
+        fedloom.Federated.from_arrays(given, classes=["NA", ""], root=tmp_path)
 
 
 def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:

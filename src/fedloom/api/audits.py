@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedloom.api.calls import folders, observer_of, with_module
 from fedloom.api.run import Run
+from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def audit(
     from fedloom import experiment as experiments
     from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
 
-    folder, place = None if out is None else Path(out), None if partition is None else str(partition)
+    folder, place = None if out is None else expanded(out), None if partition is None else str(partition)
     options = CanaryOptions(canaries, of, folder, place, norm, seed, report, folders(packed))
     e = experiments.of(what, **with_module(overrides))
     return Run(audit_with_canaries(e, options, observer_of(progress)))

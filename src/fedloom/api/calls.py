@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.api.run import Comparison, Run, Sweep
+from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
 from fedloom.runner.personalization import PersonalizationRequest
 
@@ -385,7 +386,7 @@ def privacy_cost(
     from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
 
     e = experiments.of(experiment, **with_module(overrides))
-    kept = None if ledger is None else Path(ledger)
+    kept = None if ledger is None else expanded(ledger)
     return cost_of(e, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds, kept))
 
 
@@ -448,9 +449,9 @@ def run_options(
     from fedloom.runner.options import RunOptions
 
     return RunOptions(
-        out=None if out is None else Path(out),
+        out=None if out is None else expanded(out),
         resume=resume,
-        replay=None if replay is None else Path(replay),
+        replay=None if replay is None else expanded(replay),
         partition=None if partition is None else str(partition),
         data=folders(packed),
         observe=folders(observe),
@@ -463,7 +464,7 @@ def run_options(
 
 def folders(one_or_more: str | Path | Iterable[str | Path]) -> tuple[Path, ...]:
     """Return the folders that an argument names."""
-    return tuple(map(Path, [one_or_more] if isinstance(one_or_more, str | Path) else one_or_more))
+    return tuple(map(expanded, [one_or_more] if isinstance(one_or_more, str | Path) else one_or_more))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fedloom.api.frames import frame_from_csv, frame_from_lines
+from fedloom.core.home import expanded
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.tasks.headline import GROUPS, headline_of, values_of
@@ -227,7 +228,7 @@ class Run:
 
         one = isinstance(clients, str)
         wanted = [clients] if isinstance(clients, str) else clients
-        made = client_models(self.folder, wanted, str(checkpoint), predictor, [Path(folder) for folder in packed])
+        made = client_models(self.folder, wanted, str(checkpoint), predictor, [expanded(folder) for folder in packed])
         return next(iter(made.values())) if one else made
 
     def report(self) -> Path:
@@ -361,11 +362,9 @@ class Comparison:
 
     def write(self, folder: str | Path) -> Path:
         """Write ``compare.html``, tables and figures to a folder; return the path of the page."""
-        from fedloom.reporting.compare_report import PAGE, check_out, write_comparison
+        from fedloom.reporting.compare_report import write_comparison
 
-        check_out(Path(folder))
-        write_comparison(self._comparison, Path(folder))
-        return Path(folder) / PAGE
+        return write_comparison(self._comparison, folder)
 
     def __repr__(self) -> str:
         from fedloom.reporting.compare_tables import as_text, headings

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli.options import Commands
+
 if TYPE_CHECKING:
     from fedloom.security.certificates import Made
 
-app = typer.Typer(
+app = Commands(
     help="A CA and certificates for TLS trials; production uses an existing CA.",
     no_args_is_help=True,
     rich_markup_mode=None,

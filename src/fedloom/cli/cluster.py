@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import Set
+from fedloom.cli.options import Commands, Set
 
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
     from fedloom.federation.activity import Activity
     from fedloom.runs.retention import StoredFolder
 
-app = typer.Typer(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Argument(help="The federation: fl-..., or its run id.", metavar="NAME")]
 Namespace = Annotated[

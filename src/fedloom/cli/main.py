@@ -40,6 +40,7 @@ from fedloom.cli import (
     worker,
 )
 from fedloom.cli.characters import write_anything
+from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import printable
@@ -51,7 +52,7 @@ KEPT = "\n\t"
 TRACED = ("run", "aggregator", "worker")
 """Commands that take part in rounds."""
 
-app = typer.Typer(
+app = Commands(
     name="fedloom",
     help="Personalized federated learning: one experiment file, on one machine or many.",
     no_args_is_help=True,
@@ -81,7 +82,7 @@ app.command("ledger")(ledger.ledger_command)
 app.command("schema")(schema.schema)
 app.command("device")(device.device_command)
 
-data_app = typer.Typer(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
+data_app = Commands(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("fetch")(data.fetch_command)
 data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)

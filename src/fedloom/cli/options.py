@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
+
+from fedloom.core.home import expanded
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ExperimentFile = Annotated[
     str, typer.Argument(help="The experiment file, or its URL in a store, s3://BUCKET/NAME.yaml.", metavar="EXPERIMENT")
@@ -73,6 +78,29 @@ Metrics = Annotated[
     str | None,
     typer.Option(help="Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
 ]
+
+
+class Commands(typer.Typer):
+    """Group of commands whose paths may begin with ``~``, which a shell leaves in ``--out=~/run``."""
+
+    def command(self, *names: Any, **settings: Any) -> Callable[[F], F]:
+        """Return a decorator that adds a command."""
+        return super().command(*names, cls=_Command, **settings)
+
+
+class _Command(TyperCommand):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command with expanded paths: values of type Path, and texts that begin with ``~/``."""
+        ctx.params = {name: _expanded(value) for name, value in ctx.params.items()}
+        return super().invoke(ctx)
+
+
+def _expanded(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_expanded, value))
+    if isinstance(value, str):  # such as DIR|URL
+        return str(expanded(value)) if value.startswith("~/") else value
+    return expanded(value) if isinstance(value, Path) else value
 
 
 def refuse_options(values: Mapping[str, object], reason: str) -> None:

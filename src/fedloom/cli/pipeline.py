@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Set, Space, TrialCount
+from fedloom.cli.options import Commands, Set, Space, TrialCount
 from fedloom.cli.pipeline_arguments import pipeline_arguments, plan_order, text_of
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.api import Kubeflow
 
-app = typer.Typer(help="Kubeflow pipelines.", no_args_is_help=True, rich_markup_mode=None)
+app = Commands(help="Kubeflow pipelines.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[
     str, typer.Argument(help="personalized_federation, compare_methods or unseen_clients.", metavar="NAME")

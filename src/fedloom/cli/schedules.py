@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli.options import Commands
 from fedloom.cli.pipeline import KubeflowOption, connected
 
-app = typer.Typer(
+app = Commands(
     help="Recurring runs of pipelines, which `fedloom pipeline submit --cron` or `--every` creates.",
     no_args_is_help=True,
     rich_markup_mode=None,

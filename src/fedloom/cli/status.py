@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.options import ClientCredentials, InsecureClient, Json
+from fedloom.cli.options import ClientCredentials, Commands, InsecureClient, Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,7 +105,7 @@ def clients_command(
     print_table(pluralize(len(rows), "client"), headings, rows, texts=texts)
 
 
-federation = typer.Typer(
+federation = Commands(
     help="Control a running federation; needs the role admin.", no_args_is_help=True, rich_markup_mode=None
 )
 

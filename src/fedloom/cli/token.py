@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None)
+from fedloom.cli.options import Commands
+
+app = Commands(help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None)
 
 TokensFile = Annotated[
     Path,

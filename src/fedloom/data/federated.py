@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.core.home import expanded
 from fedloom.data.input_spec import InputSpec, Normalization, input_key, unnamed
 from fedloom.data.inputs import Inputs, count, each_named
 from fedloom.data.manifest import (
@@ -118,7 +119,7 @@ class FederatedDataset:
             folder that is removed with the data set.
         """
         if not is_url(where):
-            return cls(Path(where), read_manifest(Path(where)))
+            return cls(expanded(where), read_manifest(expanded(where)))
         source = Remote(open_store(where))
         manifest = source.manifest()
         return cls(source.cached(manifest, cache), manifest, source)

@@ -44,9 +44,10 @@ from fedloom.data.listing import files_below
 from fedloom.data.manifest import read_stored, text_fault
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.collections import read_medmnist, read_saved
-from fedloom.data.pack.columns import read_frame, read_parquet
+from fedloom.data.pack.columns import PARQUET, read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
+from fedloom.data.pack.medical import HOW_TO_READ, is_medical
 from fedloom.data.pack.saved import cached
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.requirements import Words
@@ -70,12 +71,12 @@ Reader = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
 
 READERS: Mapping[str, Mapping[str, Reader]] = {
     "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
-    "folder": {"": read_images},
-    "huggingface": {"": read_saved},
+    "folder": {"/": read_images},
+    "huggingface": {"/": read_saved},
     "medmnist": {".npz": read_medmnist},
-    "table": {".csv": read_csv, ".parquet": read_parquet, ".pq": read_parquet},
+    "table": {".csv": read_csv, **dict.fromkeys((*PARQUET, "/"), read_parquet)},
 }
-"""Readers by data set and file extension; a folder has no extension."""
+"""Readers by data set and file extension; ``/`` stands for a folder."""
 
 WITH_TEXT = ("huggingface", "table")
 """Data sets whose columns may be texts."""
@@ -95,9 +96,9 @@ class LocalFiles(Settings):
     path: str = Field(
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/ and test/ above, or images/NAME.png and "
-        "masks/NAME.png; the .csv or .parquet file; the .npz or .safetensors file with x and y; MedMNIST's .npz file; "
-        "or the folder saved by datasets, or OWNER/NAME of a data set in its local cache. A relative path starts from "
-        "the current folder; a run records it as an absolute one.",
+        "masks/NAME.png; the .csv or .parquet file, or the folder of .parquet files; the .npz or .safetensors file "
+        "with x and y; MedMNIST's .npz file; or the folder saved by datasets, or OWNER/NAME of a data set in its local "
+        "cache. A relative path starts from the current folder; a run records it as an absolute one.",
     )
     client: str | None = Field(
         default=None,
@@ -362,12 +363,14 @@ def _located(dataset: str, files: LocalFiles, path: Path) -> Path:
 def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     folders = {"folder": "a folder of images", "huggingface": "a folder saved by datasets (save_to_disk)"}
-    what = folders.get(dataset, f"a file that ends in {', '.join(readers)}")
+    files = f"a file that ends in {', '.join(end for end in readers if end != '/')}"
+    what = folders.get(dataset, files + ", or a folder of Parquet files" * (dataset == "table"))
     if not path.exists():
         raise ExperimentError(f"data.source.path: {path.absolute()} does not exist; give {what}")
-    ending = path.suffix.lower() if path.is_file() else ""
-    if path.is_dir() is not (dataset in folders) or ending not in (readers if path.is_file() else ("",)):
-        raise ExperimentError(f"data.source.path: {path} is not of the dataset type {dataset}; give {what}")
+    ending = "/" if path.is_dir() else path.suffix.lower() if path.is_file() else ""
+    if ending not in readers:
+        hint = HOW_TO_READ if is_medical(path) else None
+        raise ExperimentError(f"data.source.path: {path} is not of the dataset type {dataset}; give {what}", hint=hint)
     return readers[ending]
 
 

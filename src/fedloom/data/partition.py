@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from fedloom.core.words import pluralize
 from fedloom.data import datasets
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.copies import input_digests
 from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.input_spec import (
@@ -136,8 +139,30 @@ def _make(
             for name, pool in (("train", official.train), ("test", official.test)):
                 check_pool(source, name, pool)
             assignment = assign_examples(official, source.classes, settings, source.name, source.targets)
+            notes = (*_notes_on_trained_inputs(source.name, official, assignment), *assignment.notes)
+            assignment = replace(assignment, notes=notes)
         with published(folder) as staging:
             write(staging, source, checksums, official, settings, assignment)
+
+
+def _notes_on_trained_inputs(name: str, official: RawDataset, assignment: Assignment) -> list[str]:
+    """Return a note if inputs occur in training and are held out, in data whose equal inputs are not kept together.
+
+    Windows of a text are left out, since they repeat like the text.
+    """
+    if official.equal is not None or (official.owners is not None and official.owners.overlap):
+        return []
+    digests = [*input_digests(official.train.inputs), *input_digests(official.test.inputs)]
+    of_split = {split: [digests[i] for mine in assignment.examples[split] for i in mine.tolist()] for split in SPLITS}
+    trained = set(of_split["train"])
+    validation, test = (sum(each in trained for each in of_split[split]) for split in SPLITS[1:])
+    if not validation + test:
+        return []
+    return [
+        f"{validation:,} validation and {pluralize(test, 'test example')} have inputs that clients also train on: "
+        f"{name} repeats inputs, and they stay where its split and the scheme put them, so that results compare with "
+        "published ones. Only own data keep equal inputs in one split"
+    ]
 
 
 def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -36,8 +36,8 @@ LARGE, EXPANSION = 2**30, 100
 
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
 _WHOLE = re.compile(r"(-?[0-9]+)(?:\.0*)?")
-MISSING = ("", "nan", "NaN")
-"""Text that marks a missing label or owner."""
+MISSING = frozenset(("", "#N/A", "#NA", "<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"))
+"""Texts that mark a missing value, as R, SQL, Python, pandas and spreadsheets write it."""
 
 TRUTHS = {"true": 1.0, "false": 0.0}
 
@@ -91,13 +91,16 @@ def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class Rounding:
-    """Precision that 32-bit floats keep for f columns of numbers, which arrive in chunks."""
+    """Precision that 32-bit floats keep for f columns of numbers, which arrive in chunks, and columns that count."""
 
     def __init__(self, columns: int) -> None:
         self._low = np.full(columns, np.inf)
         self._high = np.full(columns, -np.inf)
         self._error = np.zeros(columns)
         self._integers = np.zeros(columns, dtype=np.int64)
+        self._last = np.full(columns, -np.inf)
+        self._rising = np.arange(columns)
+        self._rows = 0
 
     def add(self, values: NDArray[np.float64], kept: NDArray[np.float32]) -> None:
         """Add ``[m, f]`` values, and the same values as stored; those that are not finite are ignored."""
@@ -109,6 +112,9 @@ class Rounding:
         self._high = np.maximum(self._high, np.where(finite, values, -np.inf).max(0))
         self._error = np.maximum(self._error, error.max(0))
         self._integers += np.count_nonzero((error > 0) & (values == np.floor(values)), axis=0)
+        some = np.vstack([self._last[self._rising], values[:, self._rising]])
+        self._rising = self._rising[((some[1:] > some[:-1]) & (some[1:] == np.floor(some[1:]))).all(0)]
+        self._last, self._rows = values[-1], self._rows + len(values)
 
     def shares(self, spread: Sequence[float] | None = None) -> NDArray[np.float64]:
         """Return the largest rounding error of each column, as a fraction of its range or of a known spread.
@@ -125,16 +131,21 @@ class Rounding:
         """Return the columns for which 32 bits lose too much precision."""
         return [int(i) for i in np.flatnonzero(self.shares(spread) > COARSE)]
 
+    def counting(self) -> list[int]:
+        """Return the columns with another whole number in each row, in ascending order, like an id or an index."""
+        return self._rising.tolist() if self._rows > FEW else []
+
     def noted(self) -> list[int]:
         """Return the columns that are kept with notable changes: rounded integers, or visible rounding."""
         shares = self.shares()
         return [int(i) for i in np.flatnonzero((shares <= COARSE) & ((shares > VISIBLE) | (self._integers > 0)))]
 
 
-def label_text(value: object) -> str | None:
+def label_text(value: object, classes: Collection[str] = ()) -> str | None:
     """Return the name for a label or an owner: whole numbers as digits; None if missing.
 
-    Text is in Unicode's composed form, so that two spellings that look alike are one name.
+    Text is in Unicode's composed form, so that two spellings that look alike are one name. A text that marks a missing
+    value is a name if it is one of ``classes``, which are given.
 
     Raise ValueError if it is neither text nor a number.
     """
@@ -149,7 +160,9 @@ def label_text(value: object) -> str | None:
         value = value.item()
     if isinstance(value, str):
         text = composed(value.strip())
-        return None if text in MISSING else text
+        if "\0" in text:
+            raise ValueError(f"{text!r:.60} has a NUL character")
+        return None if text in MISSING and text not in classes else text
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float | Decimal):

@@ -58,7 +58,7 @@ def load_experiment(path: str | Path, overrides: Overrides = (), *, begun: Path 
         If the store of a URL fails or denies access.
     """
     text = _read(path)
-    own = not is_url(path) and not _is_of_run(Path(path))
+    own = not is_url(path) and not _is_of_run(expanded(path))
     return parse_experiment(text, overrides, source=str(path), begun=begun, own=own)
 
 
@@ -92,7 +92,7 @@ def _read(path: str | Path) -> str:
             place, _, name = str(path).rpartition("/")
             content = open_store(place).read(name)
         else:
-            content = read_file(Path(path))
+            content = read_file(expanded(path))
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{path} is not a UTF-8 text file (byte {error.start})") from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
+from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
 from fedloom.core.words import first_of, shortened
 from fedloom.errors import ExperimentError
@@ -230,7 +231,7 @@ def read_space(where: str | Path | Mapping[str, Any] | SearchSpace, *, trials: i
     else:
         source = str(where)
         try:
-            text = read_file(Path(where)).decode("utf-8")
+            text = read_file(expanded(where)).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
             raise ExperimentError(f"{source} cannot be read: {why}", key="space") from error

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedloom.core.home import expanded
 from fedloom.core.words import pluralize
 from fedloom.errors import ExperimentError, StorageError, argument
 from fedloom.reporting.compare import RunComparison
@@ -45,7 +46,7 @@ def write_comparison(comparison: RunComparison, out: str | Path) -> Path:
     StorageError
         If it cannot be written.
     """
-    out = Path(out)
+    out = expanded(out)
     check_out(out)
     check_installed("matplotlib", "jinja2", "pandas", extra="compare")
     page = page_of(comparison)

@@ -13,10 +13,10 @@ import re
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.core.home import expanded
 from fedloom.data.own import read_card
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
@@ -105,7 +105,7 @@ def _check_for_server(request: PersonalizationRequest) -> None:
     check_checkpoint(str(request.checkpoint))
     request.check_privacy()
     if request.data is not None:
-        read_card(Path(request.data))
+        read_card(expanded(request.data))
 
 
 def _from_run(request: PersonalizationRequest) -> PersonalModel:
@@ -155,7 +155,7 @@ def _trained_client(folder: RunFolder, request: PersonalizationRequest) -> str |
     """Return the id that a packed client had in the training of a run; None if its examples took no part."""
     if request.data is None:
         return None
-    sha256 = read_card(Path(request.data)).sha256
+    sha256 = read_card(expanded(request.data)).sha256
     return next((each.id for each in folder.manifest().clients if each.seen and each.sha256 == sha256), None)
 
 

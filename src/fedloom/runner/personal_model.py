@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fedloom.core.home import expanded
 from fedloom.core.words import printable
 from fedloom.data.input_spec import (
     DTYPES,
@@ -262,7 +263,7 @@ class PersonalModel(nn.Module):
         StorageError
             If the file cannot be written.
         """
-        path = Path(path)
+        path = expanded(path)
         check_format(path)
         if path.suffix == ".peft":
             files = self.peft_files()

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedloom.core.home import expanded
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage import is_url
 
@@ -55,7 +56,9 @@ class PersonalizationRequest:
         from fedloom.security.options import ClientOptions
         from fedloom.security.tokens import checked_token
 
-        options = ClientOptions.of(None if self.credentials is None else Path(self.credentials), insecure=self.insecure)
+        options = ClientOptions.of(
+            None if self.credentials is None else expanded(self.credentials), insecure=self.insecure
+        )
         if self.token is None:
             return options
         return replace(options, token_file=None, token=checked_token(self.token, "token"))
@@ -79,7 +82,7 @@ class PersonalizationRequest:
         if self.y is not None or self.client is not None:
             key = "client" if self.y is None else "y"
             raise ExperimentError(f"{key} cannot be combined with a packed folder, which contains it.", key=key)
-        return Newcomer.from_folder(Path(self.data), problem, features)
+        return Newcomer.from_folder(expanded(self.data), problem, features)
 
     def check_privacy(self) -> None:
         """Raise ExperimentError, with the invalid argument, unless ε, δ, C, ledger and budget form a valid request."""
@@ -145,4 +148,4 @@ class PersonalizationRequest:
 
 def is_run(where: str) -> bool:
     """Return whether ``where`` is a run (an existing folder or a URL) rather than an address."""
-    return is_url(where) or Path(where).is_dir()
+    return is_url(where) or expanded(where).is_dir()

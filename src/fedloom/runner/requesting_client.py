@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.core.home import expanded
 from fedloom.core.words import printable
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import FederatedDataset
@@ -132,7 +132,7 @@ class RequestingClient:
                 key="epsilon",
                 found=epsilon,
             )
-        return PrivacyAccountant(Path(self.request.ledger), self.request.budget)
+        return PrivacyAccountant(expanded(self.request.ledger), self.request.budget)
 
     def spend(self, accountant: PrivacyAccountant | None) -> PrivacyGuarantee | None:
         """Return the privacy guarantee; record it in the ledger, if any, before anything is released."""

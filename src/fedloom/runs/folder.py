@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.core.home import expanded
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError, ExperimentError
 from fedloom.runs.files import EXPERIMENT, JOURNAL, METRICS, PARTITION, SUMMARY, Lines, RunFiles, checkpoint_files
@@ -68,7 +69,7 @@ class RunFolder(RunFiles):
             Called with a number of seconds to wait while nothing is published; returns whether to check again.
         """
         if not is_url(where):
-            folder = Path(where)
+            folder = expanded(where)
             if not (folder / EXPERIMENT).is_file():
                 what = (
                     f"has no {EXPERIMENT}" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.core.home import expanded
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, argument
 from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION
@@ -98,7 +99,7 @@ def finished_runs(paths: Sequence[str | Path]) -> tuple[list[RunFolder], list[st
     """
     found: dict[Path, RunFolder] = {}
     notices: list[str] = []
-    for path in map(Path, paths):
+    for path in map(expanded, paths):
         inside = [RunFolder(path)] if (path / EXPERIMENT).is_file() else _runs_directly_in(path)
         finished = [run for run in inside if run.is_finished]
         if not finished and inside[0].path == path:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError, argument, spelled
 from fedloom.security.access import Access
 from fedloom.security.credentials import KeyPair, check_valid, read_ca, read_key_pair
@@ -68,7 +69,7 @@ def credential_files(
                 key="credentials",
                 found=folder,
             )
-    named = {name: Path(environment[FILES[name]]) for name in fields if environment.get(FILES[name])}
+    named = {name: expanded(environment[FILES[name]], FILES[name]) for name in fields if environment.get(FILES[name])}
     return {**named, **found}
 
 

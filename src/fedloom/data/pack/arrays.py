@@ -19,6 +19,7 @@ from fedloom.core.words import named_twice
 from fedloom.data.input_spec import InputSpec, Kind, RawInputs, TensorKind, named_arrays, unnamed
 from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.examples import (
+    MOST_CHANNELS,
     Batches,
     Examples,
     OnProgress,
@@ -28,11 +29,20 @@ from fedloom.data.pack.examples import (
     listed,
     names_of,
     notes_of_classes,
+    notes_on_axes,
     owner_names,
     positions,
     spec_of,
 )
-from fedloom.data.pack.targets import inferred_task, read_targets, tokens_to_predict, without_ones
+from fedloom.data.pack.targets import (
+    inferred_task,
+    is_one_hot,
+    names_of_ones,
+    notes_on_one_hot,
+    read_targets,
+    tokens_to_predict,
+    without_ones,
+)
 from fedloom.data.targets import SHAPES
 from fedloom.data.values import are_numbers, as_numbers, found_classes, label_text
 from fedloom.errors import DataError, argument
@@ -40,9 +50,6 @@ from fedloom.tasks.names import TaskName
 
 VALUES = 2**22
 """Number of values processed at once, unless one example has more."""
-
-MOST_CHANNELS = 4
-"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,10 +231,16 @@ def _joined(
         y, targets, of_targets = read_targets(ys, task, specs, where, errors, names=named, outputs=outputs)
         if task == "next_token":
             y, of_targets = tokens_to_predict(x, y)
+        if task == "multilabel" and request.wanted_task is None:
+            of_targets += notes_on_one_hot(ys, request.called("task"))
         return replace(known, y=y, targets=targets, notes=(*notes, *of_targets))
+    if is_one_hot(ys):
+        given = given or tuple(map(str, range(ys[0].shape[1])))
+        ys = [names_of_ones(y, given, errors.source) for y in ys]
+        parts = [replace(part, y=y) for part, y in zip(parts, ys, strict=True)]
     _check_labels(parts, errors)
     labels, classes = numbered(ys, given, known.kind, where, errors, in_order=in_order)
-    notes += notes_of_classes(classes) if given is None else ()
+    notes += notes_of_classes(classes, "y of 0 and 1, [n, K]") if given is None else ()
     return replace(known, y=labels, classes=classes, notes=notes)
 
 
@@ -298,6 +311,8 @@ def _inputs(
         x[name], of_input = batches.joined()
         specs[name] = spec_of(kind, x[name], request.channel_axis) if spec is None else spec
         notes += of_input
+        if spec is None:
+            notes += notes_on_axes(f"x.{name}" if name else "x", specs[name])
     return x, specs, notes
 
 
@@ -325,10 +340,10 @@ def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
     names: list[str] = []
     for given in classes:
         try:
-            name = label_text(given)
+            name = label_text(given, (str(given).strip(),))
         except ValueError as error:
             raise DataError(f"classes: {error}; give a name for each class") from None
-        if name is None:
+        if not name:
             raise DataError(f"classes: {given!r} is a missing label; give a name for each class")
         names.append(name)
     if not names:
@@ -367,7 +382,7 @@ def numbered(
             f"{errors.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are not classes; "
             "labels must be whole numbers or class names"
         )
-    labels = names_of((label for part in ys for label in part.tolist()), where, errors)
+    labels = names_of((label for part in ys for label in part.tolist()), where, errors, classes=classes)
     if classes is not None and kinds <= set("iuf"):
         if in_order or kind == "tokens" or not are_numbers(classes):
             y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, errors)

@@ -16,7 +16,7 @@ from fedloom.data.pack.arrays import examples_of, read_npz
 from fedloom.data.pack.columns import read_frame
 from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, listed
 from fedloom.data.pack.items import read_items
-from fedloom.data.pack.saved import saved_splits
+from fedloom.data.pack.saved import class_names, saved_splits
 from fedloom.data.pack.tokens import IDS, TokenizedTexts, tokenized
 from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
@@ -67,8 +67,9 @@ def read_saved(path: Path, request: Request, errors: ValidationErrors, on_progre
     Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is not such a data set.
     """
     on_progress("reading the data set", 0, None)
-    parts, splits, notes = saved_splits(path)
+    parts, splits, notes = saved_splits(path, request.targets or (request.label,))
     columns = next(iter(parts.values())).features
+    request = replace(request, classes=class_names(columns.get(request.label)))
     if images := [name for name, kind in columns.items() if type(kind).__name__ == "Image"]:
         examples = _of_images(parts, splits, images, request, str(path))
     else:
@@ -93,16 +94,14 @@ def _of_images(
             f"({request.called('label')}) are needed; images with masks are read from a folder of both, or from arrays"
         )
     given: dict[str, RawInputs] = {}
-    classes: Sequence[str] | None = None
     owners: list[str] = []
     for (name, part), split in zip(parts.items(), splits, strict=True):
         items = [(row[images[0]], row[request.label]) for row in part]
         prefix = "" if split is None else f"{SPLITS[split]}_"
         given[f"{prefix}x"], given[f"{prefix}y"], _ = read_items(items, f"{where} {name}".strip())
-        classes = getattr(part.features[request.label], "names", None)
         if request.client is not None:
             owners += [str(each) for each in part[request.client]]
-    examples = examples_of([(None, given)], classes, request)
+    examples = examples_of([(None, given)], request.classes, request)
     return examples if request.client is None else replace(examples, owners=tuple(owners))
 
 
@@ -147,7 +146,7 @@ def _of_lists(
         given[f"{prefix}y"] = np.asarray(labels)
         owners += [] if request.client is None else [str(each) for each in frame[request.client]]
     errors.refuse()
-    examples = examples_of([(None, given)], None, request)
+    examples = examples_of([(None, given)], request.classes, request)
     of_text = {(name or IDS if "" not in examples.specs else name): spec for name, spec in tokens.specs.items()}
     examples = replace(examples, specs={**examples.specs, **of_text})
     return examples if request.client is None else replace(examples, owners=tuple(owners))

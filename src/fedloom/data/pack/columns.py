@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, check_unpacked
+from fedloom.data.listing import files_below
+from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, check_unpacked, listed
 from fedloom.data.pack.tables import ROWS, TableBuilder, table_builder
 from fedloom.data.pack.targets import inferred_task
 from fedloom.data.values import as_numbers, found_classes
@@ -24,11 +25,21 @@ NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 """Numpy type that holds a numeric column, by the kind code of its dtype."""
 
 
-def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
-    """Read a Parquet file with one column for each number of an input.
+PARQUET = (".parquet", ".pq")
+"""File extensions of Parquet files, and of the parts of a folder."""
 
-    Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
-    feature column that is not numeric.
+
+def has_parts(folder: Path) -> bool:
+    """Return True if the files in a folder are Parquet files, besides those that their writer adds (``_SUCCESS``)."""
+    endings = {path.suffix.lower() for path in files_below(folder) if not path.name.startswith("_")}
+    return bool(endings) and endings <= set(PARQUET)
+
+
+def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
+    """Read a Parquet file with one column for each number of an input; or a folder of such files, in order of name.
+
+    Raise ExperimentError if pyarrow is not installed; DataError if a file is not Parquet, lacks a column, or has a
+    feature column that is not numeric; or a folder has no such file, or folders of them.
     """
     try:
         import pyarrow as arrow
@@ -38,25 +49,58 @@ def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_prog
             f"reading {path} needs pyarrow, which is not installed",
             hint="pip install 'fedloom[parquet]', or pack a CSV file",
         ) from None
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema, total = file.schema_arrow, file.metadata.num_rows
-            table = table_builder(list(schema.names), request, errors, "row", _index_of(schema))
-            check_unpacked(path, 8 * total * (len(table.inputs) + 1))
-            of_numbers = arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean
-            for name in table.features:
-                if not any(is_one(schema.field(name).type) for is_one in of_numbers):
-                    errors.add(NOT_NUMBERS, f"{name}: {schema.field(name).type}")
-            errors.refuse()
-            for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys(table.features + table.named))):
-                first = len(table.places)
-                on_progress("reading rows", first, total)
-                columns = [_of_arrow(batch.column(name)) for name in table.features]
-                texts = {name: batch.column(name).to_pylist() for name in table.named}
-                _take(table, columns, texts, range(first + 1, first + batch.num_rows + 1))
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
-    return table.examples()
+    table: TableBuilder | None = None
+    files, notes = _parts(path) if path.is_dir() else ([path], ())
+    for part in files:
+        try:
+            with parquet.ParquetFile(part) as file:
+                schema = file.schema_arrow
+                if table is None:
+                    table = table_builder(list(schema.names), request, errors, "row", _index_of(schema))
+                elif set(schema.names) != set(table.header):
+                    names = listed(schema.names), listed(table.header)
+                    raise DataError(f"{part} has the columns {names[0]}; {files[0].name} has {names[1]}")
+                check_unpacked(part, 8 * file.metadata.num_rows * (len(table.inputs) + 1))
+                _add_file(table, file, "" if part == path else f" of {part.name}", on_progress)
+        except (arrow.ArrowException, OSError) as error:
+            raise DataError(f"{part} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
+    assert table is not None, "a folder without parts was refused"
+    examples = table.examples()
+    return replace(examples, notes=(*examples.notes, *notes))
+
+
+def _add_file(table: TableBuilder, file: Any, whose: str, on_progress: OnProgress) -> None:
+    """Add the rows of a Parquet file; errors call its i-th row ``row i`` and ``whose``."""
+    from pyarrow.types import is_boolean, is_floating, is_integer
+
+    errors = table.batches.errors
+    for name in table.features:
+        kind = file.schema_arrow.field(name).type
+        if not (is_integer(kind) or is_floating(kind) or is_boolean(kind)):
+            errors.add(NOT_NUMBERS, f"{name}: {kind}")
+    errors.refuse()
+    done = 0
+    for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys(table.features + table.named))):
+        on_progress("reading rows", done, file.metadata.num_rows)
+        columns = [_of_arrow(batch.column(name)) for name in table.features]
+        texts = {name: batch.column(name).to_pylist() for name in table.named}
+        _take(table, columns, texts, [f"{done + i}{whose}" for i in range(1, batch.num_rows + 1)])
+        done += batch.num_rows
+
+
+def _parts(folder: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the Parquet files of a folder, and a note on others; names that begin with ``_`` are the writer's own."""
+    files = [path for path in files_below(folder) if not path.name.startswith("_")]
+    parts = [path for path in files if path.suffix.lower() in PARQUET]
+    if not parts:
+        raise DataError(f"{folder} has no files that end in {', '.join(PARQUET)}")
+    if deeper := [path for path in parts if path.parent != folder]:
+        raise DataError(
+            f"{folder}: {deeper[0].relative_to(folder)} is in a folder of its own, whose name may be a column; give "
+            "parts that are in one folder, as pandas.read_parquet(FOLDER).to_parquet(FILE) writes them"
+        )
+    others = [path.name for path in files if path not in parts]
+    return parts, (f"files left out: {listed(others)}",) if others else ()
 
 
 def _index_of(schema: Any) -> tuple[str, ...]:

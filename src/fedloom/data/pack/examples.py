@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -138,6 +139,8 @@ class Request:
         Axis of features and integers along which they are standardized.
     text
         Column of texts that become tokens, if any.
+    classes
+        Names of the classes in the order of the labels, which are integers from 0, where the source has such names.
     """
 
     own: Own | None
@@ -153,6 +156,7 @@ class Request:
     integers: bool | tuple[str, ...] = False
     channel_axis: ChannelAxis = "first"
     text: TextColumn | None = None
+    classes: tuple[str, ...] | None = None
 
     @property
     def wanted_task(self) -> TaskName | None:
@@ -255,9 +259,14 @@ class Batches:
             len(lost),
             (self.name(j) for j in lost),
         )
-        notes = (f"rounded to the precision of 32-bit floats: {listed([self.name(j) for j in noted])}",)
+        notes = [f"rounded to the precision of 32-bit floats: {listed([self.name(j) for j in noted])}"] if noted else []
+        if counting := self._rounding.counting():
+            notes.append(
+                f"another whole number in each row, in order: {listed([self.name(j) for j in counting])}; if it is an "
+                "id or numbers the rows, leave it out: it tells nothing of new examples"
+            )
         x = np.concatenate([np.zeros((0, *self.shape), dtype=DTYPES[self.kind]), *self._kept])
-        return x, notes if noted else ()
+        return x, tuple(notes)
 
 
 @dataclass
@@ -290,18 +299,46 @@ def spec_of(kind: TensorKind, x: NDArray[Any], channel_axis: ChannelAxis = "firs
     return InputSpec(kind, tuple(int(size) for size in x.shape[1:]), channel_axis=axis, high=high)
 
 
+MOST_CHANNELS = 4
+"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
+
+
+def notes_on_axes(called: str, spec: InputSpec) -> tuple[str, ...]:
+    """Return a note if the last axis of features, rather than the first, looks like that of channels."""
+    shape = spec.shape
+    if spec.kind != "features" or spec.channel_axis == "last" or len(shape) < 2:
+        return ()
+    if not shape[0] > MOST_CHANNELS >= shape[-1]:
+        return ()
+    return (
+        f"{called} has inputs of shape {list(shape)}, whose first axis is taken for channels, each with a mean of its "
+        "own; if the last one is that of channels, set channel_axis: last, or give numpy.moveaxis(x, -1, 1)",
+    )
+
+
 def names_of(
-    labels: Iterable[object], where: Callable[[int], str], errors: ValidationErrors, what: str = "label"
+    labels: Iterable[object],
+    where: Callable[[int], str],
+    errors: ValidationErrors,
+    what: str = "label",
+    classes: Sequence[str] | None = None,
 ) -> list[str | None]:
-    """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid."""
+    """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid.
+
+    Record those that are missing or invalid. ``classes`` are those given, if any.
+    """
     known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
     names: list[str | None] = []
     for i, label in enumerate(labels):
         key = (type(label), label) if isinstance(label, str | bytes | int | float) else (type(label), str(label))
         if key not in known:
-            known[key] = _name_of(label)
+            known[key] = _name_of(label, classes or ())
         name, fault = known[key]
-        if fault is not None:
+        if name is None and isinstance(label, str) and label.strip():
+            errors.add(f"{what} missing, by its text; rename it if it is a name", f"{where(i)}: {label!r}")
+        elif name is None:
+            errors.add(f"{what} missing", where(i))
+        elif fault is not None:
             errors.add(f"a {what} must be text or a whole number", f"{where(i)}: {fault}")
         names.append(name)
     plain = plain_numbers(name for name, _ in known.values() if name)
@@ -310,15 +347,12 @@ def names_of(
 
 def owner_names(owners: Iterable[object], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...]:
     """Return owners as text; record those that are missing."""
-    names = names_of(owners, where, errors, "client")
-    missing = [i for i, name in enumerate(names) if not name]
-    errors.add_many("client missing", len(missing), (where(i) for i in missing))
-    return tuple(name or "" for name in names)
+    return tuple(name or "" for name in names_of(owners, where, errors, "client"))
 
 
-def _name_of(label: object) -> tuple[str | None, str | None]:
+def _name_of(label: object, classes: Collection[str]) -> tuple[str | None, str | None]:
     try:
-        return label_text(label), None
+        return label_text(label, classes), None
     except ValueError as error:
         return "?", str(error)
 
@@ -334,9 +368,7 @@ def positions(
         classes = _classes_of(labels, where, errors)
     place = {composed(name): i for i, name in enumerate(classes)}
     y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
-    missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
-    errors.add_many("label missing", len(missing), (where(i) for i in missing))
     consecutive = are_numbers(classes) and tuple(classes) == tuple(map(str, range(len(classes))))
     allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
     errors.add_many(
@@ -349,11 +381,28 @@ def _quoted(label: str | None) -> str:
     return str(label) if label and are_numbers((label,)) else repr(label)
 
 
-def notes_of_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return a note for the owner of integer labels, unless the labels are 0, 1, 2 and so on."""
-    if not are_numbers(classes) or tuple(classes) == tuple(map(str, range(len(classes)))):
-        return ()
-    return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+def notes_of_classes(classes: Sequence[str], several: str) -> tuple[str, ...]:
+    """Return a note on integer labels, unless they are 0, 1, 2 and so on, or on labels that list several others.
+
+    ``several`` says how to give several labels of an example.
+    """
+    if are_numbers(classes):
+        if tuple(classes) == tuple(map(str, range(len(classes)))):
+            return ()
+        return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+    for mark in SEPARATORS:
+        parts = {name: [part.strip() for part in name.split(mark)] for name in classes if mark in name}
+        known = Counter(part for name in classes for part in parts.get(name, [name]))
+        if lists := [name for name, own in parts.items() if all(own) and any(known[part] > 1 for part in own)]:
+            return (
+                f"{pluralize(len(lists), 'class is a list', 'classes are lists')} of others: {listed(lists, 5)}; if an "
+                f"example has several labels, give {several} for multilabel (pandas: label.str.get_dummies({mark!r}))",
+            )
+    return ()
+
+
+SEPARATORS = "|;"
+"""Marks between labels in a cell that lists several."""
 
 
 def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...]:

@@ -22,9 +22,10 @@ from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
 from fedloom.data.pack.arrays import read_arrays
-from fedloom.data.pack.columns import read_parquet
+from fedloom.data.pack.columns import PARQUET, has_parts, read_parquet
 from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors
 from fedloom.data.pack.images import read_images
+from fedloom.data.pack.medical import HOW_TO_READ, is_medical
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_characters
 from fedloom.data.targets import same_targets
@@ -35,13 +36,12 @@ Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Exam
 
 FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".csv": ("csv", read_csv),
-    ".parquet": ("parquet", read_parquet),
-    ".pq": ("parquet", read_parquet),
+    **dict.fromkeys(PARQUET, ("parquet", read_parquet)),
     ".npz": ("npz", read_arrays),
     ".safetensors": ("safetensors", read_arrays),
     ".txt": ("text", read_characters),
 }
-"""Format and reader by file extension; a folder holds images."""
+"""Format and reader by file extension; a folder holds images, or Parquet files."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def pack(
     Parameters
     ----------
     source
-        A folder of images, or a CSV, Parquet, npz, safetensors or text file.
+        A folder of images or of Parquet files, or a CSV, Parquet, npz, safetensors or text file.
     out
         A new folder, readable only by its owner.
     on_progress
@@ -170,11 +170,14 @@ def _check_targets(examples: Examples, request: Request, source: str) -> None:
 
 def _reader(source: Path) -> tuple[str, Reader]:
     if source.is_dir():
-        return "images", read_images
+        return ("parquet", read_parquet) if has_parts(source) else ("images", read_images)
     if not source.exists():
         raise DataError(f"{source} does not exist")
     if source.suffix.lower() not in FORMATS or not source.is_file():
-        raise ExperimentError(f"{source} must be a folder of images, or a file that ends in {', '.join(FORMATS)}")
+        raise ExperimentError(
+            f"{source} must be a folder of images or of Parquet files, or a file that ends in {', '.join(FORMATS)}",
+            hint=HOW_TO_READ if is_medical(source) else None,
+        )
     return FORMATS[source.suffix.lower()]
 
 

@@ -13,6 +13,7 @@ from fedloom.core.words import composed
 from fedloom.data.listing import files_below, folders_in
 from fedloom.data.pack.examples import SPLIT_NAMES, Examples, OnProgress, Request, ValidationErrors, listed, spec_of
 from fedloom.data.pack.masks import has_masks, read_masked
+from fedloom.data.pack.medical import refuse_medical
 from fedloom.data.pack.pixels import ImageStack, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
@@ -29,6 +30,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
     for inputs other than images; DataError if there is no image, an image is invalid, or a folder cannot be read.
     """
     _check_request(folder, request)
+    refuse_medical(folder)
     own = request.own
     given = _are_splits(folder, () if own is None else own.classes)
     depth = int(given) + int(request.client is not None)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.words import pluralize
-from fedloom.data.pack.arrays import MOST_CHANNELS
+from fedloom.data.pack.examples import MOST_CHANNELS
 from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
 from fedloom.data.values import as_array
 from fedloom.errors import DataError

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fedloom.core.home import expanded
 from fedloom.data.pack.examples import SPLIT_NAMES, listed
@@ -68,11 +70,16 @@ def cached(name: str, subset: str | None = None) -> Path:
     return max(versions, key=lambda folder: (folder.stat().st_mtime_ns, str(folder)))
 
 
-def saved_splits(path: Path) -> tuple[dict[str, Any], list[int | None], tuple[str, ...]]:
+def saved_splits(path: Path, labels: Sequence[str]) -> tuple[dict[str, Any], list[int | None], tuple[str, ...]]:
     """Return the tables of a folder by the names of their splits, the positions of these, and notes.
 
     A single table, or a single split for training, has the position None. Splits with other names are left out if there
-    is one for training.
+    is one for training, and so are splits without labels. Without a split for testing, that for validation is used.
+
+    Parameters
+    ----------
+    labels
+        Columns of the labels.
 
     Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is neither a saved data set nor one
     of the cache, or no split is for training.
@@ -88,12 +95,55 @@ def saved_splits(path: Path) -> tuple[dict[str, Any], list[int | None], tuple[st
     places = {name: SPLIT_NAMES.get(name.lower()) for name in whole}
     if 0 not in places.values():
         raise DataError(f"{path}: the splits are {listed(list(whole))}; they must be {', '.join(SPLIT_NAMES)}")
+    training = next(part for name, part in whole.items() if places[name] == 0)
     kept = {name: part for name, part in whole.items() if places[name] is not None}
-    left_out = [name for name in whole if name not in kept]
-    notes = (f"splits left out: {listed(left_out)}",) if left_out else ()
+    if unlabelled := [name for name, part in kept.items() if _is_unlabelled(part, training, labels)]:
+        kept = {name: part for name, part in kept.items() if name not in unlabelled}
+    left_out = [name for name in whole if places[name] is None]
+    notes = [f"splits left out: {listed(left_out)}"] if left_out else []
+    notes += [f"splits without labels, left out: {listed(unlabelled)}"] if unlabelled else []
+    if not any(places[name] == 0 for name in kept):
+        raise DataError(f"{path}: no example for training has a label ({', '.join(labels)})")
     if len(kept) == 1:
-        return {"": next(iter(kept.values()))}, [None], notes
-    return kept, [places[name] for name in kept], notes
+        return {"": next(iter(kept.values()))}, [None], tuple(notes)
+    if 2 not in (places[name] for name in kept):
+        validation = next(name for name in kept if places[name] == 1)
+        places[validation] = 2
+        notes.append(f"no split is for testing: {validation} is used for it")
+    return kept, [places[name] for name in kept], tuple(notes)
+
+
+def class_names(feature: Any) -> tuple[str, ...] | None:
+    """Return the names of the classes of a column, or of lists in it, in the order of the labels; None if unnamed."""
+    while (inner := getattr(feature, "feature", None)) is not None:
+        feature = inner
+    names = getattr(feature, "names", None)
+    return None if names is None else tuple(names)
+
+
+def _is_unlabelled(part: Any, training: Any, labels: Sequence[str]) -> bool:
+    """Return True if a split lacks a column of labels, or it has only nulls and -1, which ``datasets`` uses for both.
+
+    If -1 also occurs among the labels for training, and their names are not known, it is a label.
+    """
+    for name in set(labels) & set(training.column_names):
+        if name not in part.column_names:
+            return True
+        if all(_missing(cell) for cell in _cells(part, name)):
+            named = class_names(part.features[name]) is not None
+            return named or not any(_missing(cell) for cell in _cells(training, name))
+    return False
+
+
+def _cells(part: Any, column: str) -> list[Any]:
+    return list(part.select_columns([column]).to_pandas()[column])
+
+
+def _missing(cell: Any) -> bool:
+    """Return True if a label, or each of a list, is null, not a number, or -1."""
+    if isinstance(cell, list | np.ndarray):
+        return all(map(_missing, cell))
+    return cell is None or cell != cell or cell == -1
 
 
 def _is_cache(path: Path) -> bool:

@@ -34,10 +34,10 @@ from fedloom.data.pack.examples import (
     split_positions,
     undecodable_line,
 )
-from fedloom.data.pack.targets import inferred_task, read_targets
+from fedloom.data.pack.targets import inferred_task, notes_on_one_hot, one_hot_rows, read_targets
 from fedloom.data.pack.tokens import tokenized
 from fedloom.data.targets import Targets
-from fedloom.data.values import EXACT, TRUTHS, is_whole, number
+from fedloom.data.values import EXACT, MISSING, TRUTHS, is_whole, number
 from fedloom.errors import DataError
 
 ROWS = 4096
@@ -116,13 +116,12 @@ class TableBuilder:
         classes = () if own is None else own.classes
         notes, targets = self.notes, None
         x, changed, specs = self._inputs()
-        if self.targets:
+        if self.targets and self.request.wanted_task != "classification":
             y, targets, of_targets = self._read_targets(specs)
             notes += of_targets
-        elif self.label is not None:
-            labels = names_of(self.labels, self.where, errors)
-            y, classes = positions(labels, None if own is None else own.classes, self.where, errors)
-            notes += notes_of_classes(classes) if own is None else ()
+        elif self.targets or self.label is not None:
+            y, classes, of_classes = self._read_classes()
+            notes += of_classes
         named = "" in specs and specs[""].kind in ("pixels", "tokens")
         split = None
         if self.split is not None:
@@ -155,19 +154,44 @@ class TableBuilder:
         assert self.text is not None, "the table has a column of texts"
         return f"{self.where(i)}, column {self.header[self.text]}"
 
-    def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
-        """Return the numbers of the columns of targets, their description, and notes."""
-        errors, request = self.batches.errors, self.request
+    def _read_classes(self) -> tuple[NDArray[np.int64], tuple[str, ...], tuple[str, ...]]:
+        """Return the position of each row's class, the classes, and notes.
+
+        Columns of targets that are 0 but for one 1 are classes of their names.
+        """
+        errors, request, labels = self.batches.errors, self.request, self.labels
+        given = None if request.own is None else request.own.classes
+        if self.targets:
+            values, names = self._target_values(), [self.header[i] for i in self.targets]
+            wrong = np.flatnonzero(~one_hot_rows(values)).tolist()
+            fault = "not exactly one 1 among 0 in the targets, as task classification needs; label names one column"
+            errors.add_many(fault, len(wrong), map(self.where, wrong))
+            labels, given = [names[j] for j in values.argmax(1).tolist()], given or tuple(names)
+        elif request.classes is not None:
+            given = tuple(map(str, range(len(request.classes))))
+        y, classes = positions(names_of(labels, self.where, errors, classes=given), given, self.where, errors)
+        several = f"a column of 0 and 1 for each, named by {request.called('targets')},"
+        notes = notes_of_classes(classes, several) if given is None else ()
+        return y, classes if request.classes is None else request.classes, notes
+
+    def _target_values(self) -> NDArray[np.float64]:
+        """Return the numbers of the columns of targets, ``[n, k]``; record those that are missing or no numbers."""
+        errors = self.batches.errors
         values = np.zeros((len(self.numbers), len(self.targets)))
         for i, row in enumerate(self.numbers):
             for j, cell in enumerate(row):
                 found = _cell_number(cell)
                 if found is None:
-                    missing = cell is None or not str(cell).strip()
+                    missing = cell is None or str(cell).strip() in MISSING
                     fault = "target missing" if missing else "target that is not a number"
                     errors.add(fault, f"{self.where(i)}, column {self.header[self.targets[j]]}: {cell!r}")
                 else:
                     values[i, j] = found
+        return values
+
+    def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
+        """Return the numbers of the columns of targets, their description, and notes."""
+        errors, request, values = self.batches.errors, self.request, self._target_values()
         own = None if request.own is None else request.own.wanted
         names = tuple(self.header[i] for i in self.targets) if own is None else own.names
         single = not request.targets if own is None else not own.shape
@@ -175,7 +199,10 @@ class TableBuilder:
         task = request.wanted_task or inferred_task([y], specs)
         if task == "classification":  # whole numbers, in one column or several
             task = "regression"
-        return read_targets([y], task, specs, self.where, errors, names=names)
+        y, targets, notes = read_targets([y], task, specs, self.where, errors, names=names)
+        if task == "multilabel" and request.wanted_task is None:
+            notes += notes_on_one_hot([y], request.called("task"))
+        return y, targets, notes
 
 
 def table_builder(
@@ -419,16 +446,19 @@ class _CsvReader:
 
 def _fault(text: str, found: float | None, truth: float | None) -> str | None:
     if found is None and truth is None:
-        return "not a number" if text.strip() else "value missing"
+        return "value missing" if text.strip() in MISSING else "not a number"
     if found is not None and abs(found) > EXACT and is_whole(text):
         return "integer beyond 2^53, which cannot be a feature"
     return None
 
 
 def _plain_numbers(rows: Sequence[Sequence[str]]) -> NDArray[np.float64] | None:
-    """Return the numbers in rows of text; None if each cell needs a check, because float() accepts more forms."""
+    """Return the numbers in rows of text; None if each cell needs a check, because float() accepts more forms.
+
+    Numpy also drops NUL characters at the end of a text.
+    """
     joined = "".join(text for row in rows for text in row)
-    if "_" in joined or not joined.isascii():
+    if "_" in joined or "\0" in joined or not joined.isascii():
         return None
     try:
         values = np.array(rows).astype(np.float64)

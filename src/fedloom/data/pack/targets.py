@@ -55,6 +55,35 @@ def without_ones(y: NDArray[Any], task: TaskName | None, specs: Mapping[str, Inp
     return y[:, 0] if any(_plane(spec) == y.shape[2:] for spec in specs.values()) else y
 
 
+def one_hot_rows(y: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return the rows of ``[n, K]`` that have one 1 and are 0 elsewhere, ``[n]``."""
+    return np.asarray(((y == 1).sum(1) == 1) & ((y != 0).sum(1) == 1))
+
+
+def is_one_hot(ys: Sequence[NDArray[Any]]) -> bool:
+    """Return True if targets are rows ``[n, K]``, K > 1, of 0 with exactly one 1."""
+    return all(y.ndim == 2 and y.shape[1] > 1 and y.dtype.kind in "iufb" and bool(one_hot_rows(y).all()) for y in ys)
+
+
+def names_of_ones(y: NDArray[Any], classes: Sequence[str], source: str) -> NDArray[Any]:
+    """Return the name of the class with the 1 of each row, ``[n, K] -> [n]``; raise DataError unless there are K."""
+    if y.shape[1] != len(classes):
+        raise DataError(
+            f"{source}: targets have {y.shape[1]} columns, one for each class; the classes are {listed(classes)}"
+        )
+    return np.asarray(np.array(classes)[y.argmax(1)])
+
+
+def notes_on_one_hot(ys: Sequence[NDArray[Any]], key: str) -> tuple[str, ...]:
+    """Return a note if labels that may hold together never do, with the key that makes them classes."""
+    if not is_one_hot(ys):
+        return ()
+    return (
+        "every row of the targets has exactly one 1, and they are read as several labels of an example (multilabel); "
+        f"if they are classes (one-hot), set {key}: classification",
+    )
+
+
 def read_targets(
     ys: Sequence[NDArray[Any]],
     task: TaskName,
