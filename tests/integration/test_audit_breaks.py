@@ -1,7 +1,8 @@
-"""Audits of trainings that this process breaks on purpose: each break must be found, and correct trainings must pass."""
+"""Audits of trainings that this process breaks on purpose: each break is found, and correct trainings pass."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,13 @@ def less_noise_on_examples(part: float) -> Break:
     )
 
 
+def no_clipping_of_clients(patch: pytest.MonkeyPatch) -> None:
+    """Add updates as they are, at the clients and at the aggregator."""
+    for module in ("clipping", "summation"):
+        patch.setattr(f"fedloom.federation.{module}.clip_factor", lambda norm, clip: 1.0)
+    patch.setattr("fedloom.federation.summation.slack_of", lambda *_: 1e9)
+
+
 def fixed_cohort(patch: pytest.MonkeyPatch) -> None:
     """Draw the cohort of the first round in every round."""
     drawn = PrivateSums.drawn
@@ -158,6 +166,7 @@ CLIENTS: dict[str, tuple[Break, str, dict[str, Any]]] = {
     "no noise": (less_noise_on_clients(0), "noise", {}),
     "no noise, all clients": (less_noise_on_clients(0), "noise", {"federation__clients_per_round": 12}),
     "a third of the noise": (less_noise_on_clients(1 / 3), "noise", {}),
+    "no clipping": (no_clipping_of_clients, "noise", {}),
     "fixed cohort": (fixed_cohort, "sampling", {}),
 }
 EXAMPLES: dict[str, tuple[Break, str, dict[str, Any]]] = {
@@ -173,6 +182,7 @@ EXAMPLES: dict[str, tuple[Break, str, dict[str, Any]]] = {
 CASES = [("clients", name) for name in CLIENTS] + [("examples", name) for name in EXAMPLES]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize(("of", "name"), CASES)
 def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +195,7 @@ def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, m
     assert mentions(audit_verdict(canaries, found["claim"]), "failed")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize("of", ["clients", "examples"])
 @pytest.mark.parametrize("seed", range(3))
@@ -193,3 +204,24 @@ def test_a_correct_training_passes(of: str, claim: float, seed: int, tmp_path: P
     assert found["canaries"]["verdict"] == "passed"
     assert found["canaries"]["failed_by"] == []
     assert mentions(audit_verdict(found["canaries"], found["claim"]), "passed")
+
+
+def test_an_audit_without_power_says_so_before_it_trains(tmp_path: Path) -> None:
+    notices = Notices()
+    found = audited(tmp_path, "clients", 1.0, canaries=8, notices=notices, federation__rounds=1)
+    told, started = notices.events[:2]
+    assert started == "started"
+    power = found["canaries"]["power"]
+    assert mentions(told, "no power", f"{power['canaries']:,}", "0.9")
+    assert found["canaries"]["verdict"] == "no power"
+    assert mentions(audit_verdict(found["canaries"], found["claim"]), "no power", f"{power['canaries']:,}")
+
+
+def test_the_power_is_told_before_the_training(tmp_path: Path) -> None:
+    notices = Notices()
+    found = audited(tmp_path, "examples", 4.0, canaries=100, notices=notices)
+    assert notices.events[1] == "started"
+    power = found["canaries"]["power"]
+    told = float(re.findall(r"noise of at most ([\d.]+) %", notices.events[0])[0])
+    assert told == pytest.approx(100 * power["noise"], abs=5)  # after the training, of the sums that had canaries
+    assert power["refutable"] < found["canaries"]["largest_bound"]

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from facts import mentions
 
 import fedloom
-from fedloom.reporting.words import audit_verdict
 
 UNIFORM, PLAIN = {"weighting": "uniform"}, {"local": {"steps": 2, "lr": 0.05}}
 LOCAL = {"steps": 2, "lr": 0.05, "momentum": 0.0}
@@ -53,7 +51,7 @@ def check_bounds(root: Path, seeds: range) -> list[float]:
         assert found["canaries"]["norm"] == 5.0  # ten clipping norms, which must be clipped
         assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"] < found["canaries"]["largest_bound"]
         estimates.append(found["canaries"]["normal_estimate"]["epsilon"] / found["claim"]["epsilon"])
-        assert mentions(audit_verdict(found["canaries"], found["claim"]), "below")
+        assert found["canaries"]["verdict"] == "passed"
     return estimates
 
 
@@ -71,7 +69,6 @@ def test_the_bound_exceeds_a_claim_without_its_noise(tmp_path: Path) -> None:
     claim = audited(tmp_path, 0, CLIENTS)["claim"]
     found = audited(tmp_path, 0, {**CLIENTS, "noise_multiplier": 1e-6})
     assert found["canaries"]["epsilon"] > claim["epsilon"]
-    assert mentions(audit_verdict(found["canaries"], claim), "exceeds")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from fedloom.attacks.canary_draws import Floats, log_ratios
 from fedloom.attacks.guesses import confidence_of_each, guess_counts, right_guesses
 from fedloom.core.keyed import make_rng
 from fedloom.privacy.accounting import Release
-from fedloom.privacy.audit_bounds import binomial_quantile, normal_quantile, one_run_epsilon, or_null
+from fedloom.privacy.audit_bounds import normal_quantile, one_run_epsilon, or_null
 
 PROBABILITY = 0.9
 """Probability with which an audit finds what it is said to find."""
@@ -32,11 +32,14 @@ TOLERANCE = 0.01
 WANTED = 1 / 3
 """Fraction of the noise that an audit must be able to find: otherwise its verdict is that it has no power."""
 
-SIMULATED = 1000
+SIMULATED = 4000
 """Simulated canaries that are in, and as many that are out."""
 
-MOST_SUMS = 2048
-"""Sums of one kind that are simulated; the scores of more follow from the mean and the deviation of these."""
+REPETITIONS = 60
+"""Simulated audits by these canaries."""
+
+MOST_SUMS = 512
+"""Terms of a score of one kind that are simulated; of more sums, several make one term."""
 
 MOST_CANARIES = 10_000
 """Largest number of canaries that is proposed."""
@@ -105,30 +108,33 @@ class PlannedAudit:
         random, strength = make_rng(0, "audit", "power"), self.strength(0.0)
         scores: tuple[Floats, Floats] = np.zeros(SIMULATED), np.zeros(SIMULATED)
         for release, count in self.sums.items():
-            signal, few = np.array(strength / release.noise_multiplier), min(count, MOST_SUMS)
-            for score, is_in in zip(scores, (True, False), strict=True):
-                part = np.zeros(SIMULATED)
-                for _ in range(few):
-                    x = random.standard_normal(SIMULATED)
-                    if is_in:
-                        x += signal * (random.random(SIMULATED) < release.rate)
-                    part += log_ratios(x, np.array(release.rate), signal)
-                more = count / few
-                score += part.mean() * more + (part - part.mean()) * math.sqrt(more)
+            width = math.ceil(count / MOST_SUMS)  # sums that are simulated as their sum, which shows a little less
+            rate = np.array(1 - (1 - release.rate) ** width)
+            signal = strength / release.noise_multiplier / math.sqrt(width)
+            expected = np.array(signal * max(1.0, width * release.rate))
+            for score, is_in in zip(scores, (1, 0), strict=True):
+                for _ in range(math.ceil(count / width)):
+                    times = is_in * random.binomial(width, release.rate, SIMULATED)
+                    score += log_ratios(random.standard_normal(SIMULATED) + signal * times, rate, expected)
         return scores
 
-    def refutable(self, delta: float, scores: tuple[Floats, Floats] | None = None) -> float:
-        """Return the ε that guesses refute if there is no noise; ``scores`` are the :meth:`simulated` ones."""
-        scores = self.simulated() if scores is None else scores
-        pooled, counts, best = np.concatenate(scores), guess_counts(self.canaries), 0.0
-        coins = np.arange(len(pooled)) < len(scores[0])
-        for ins, outs in counts:
-            ins_of_pooled, outs_of_pooled = (round(len(pooled) * n / self.canaries) for n in (ins, outs))
-            rate = right_guesses(pooled, coins, ins_of_pooled, outs_of_pooled) / (ins_of_pooled + outs_of_pooled)
-            right = binomial_quantile(ins + outs, rate, 1 - PROBABILITY)
-            each = confidence_of_each(GUESSES, len(counts))
-            best = max(best, one_run_epsilon(self.canaries, ins + outs, right, delta=delta, confidence=each))
-        return best
+    def guessed(self) -> list[tuple[int, int]]:
+        """Return pairs of a number of guesses, and of the right ones among them if there is no noise."""
+        ins_scores, outs_scores = self.simulated()
+        random, counts, right = make_rng(0, "audit", "power", "coins"), guess_counts(self.canaries), []
+        for _ in range(REPETITIONS):
+            coins = random.random(self.canaries) < 0.5
+            drawn = (random.random(self.canaries) * SIMULATED).astype(np.int64)
+            found = np.where(coins, ins_scores[drawn], outs_scores[drawn])
+            right.append([right_guesses(found, coins, *pair) for pair in counts])
+        least = np.quantile(np.array(right), 1 - PROBABILITY, axis=0, method="lower")
+        return [(sum(pair), int(n)) for pair, n in zip(counts, least, strict=True)]
+
+    def refutable(self, delta: float, guessed: Sequence[tuple[int, int]] | None = None) -> float:
+        """Return the ε that guesses refute if there is no noise; ``guessed`` is the result of :meth:`guessed`."""
+        guessed = self.guessed() if guessed is None else guessed
+        each = confidence_of_each(GUESSES, len(guessed))
+        return max(one_run_epsilon(self.canaries, r, v, delta=delta, confidence=each) for r, v in guessed)
 
 
 def power_document(
@@ -155,16 +161,21 @@ def _refuting(
     planned: PlannedAudit, more: Sequence[PlannedAudit], claim: float, delta: float
 ) -> Iterator[dict[str, Any]]:
     """Yield numbers of canaries and δ with which guesses refute a claim: with only one changed, if that suffices."""
-    larger = next((p for p in more if p.refutable(delta) > claim), None)
-    if larger is not None:
-        yield {"canaries": larger.canaries, "delta": delta}
+    smaller = None
     for audit in (planned, *more):
-        scores = audit.simulated()
-        smaller = next((d for d in _smaller(delta) if audit.refutable(d, scores) > claim), None)
+        guessed = audit.guessed()
+        if smaller is None and audit.refutable(0.0, guessed) > claim:
+            found = next((d for d in _smaller(delta) if audit.refutable(d, guessed) > claim), None)
+            smaller = None if found is None else {"canaries": audit.canaries, "delta": found}
+        if audit.refutable(delta, guessed) > claim:
+            yield {"canaries": audit.canaries, "delta": delta}
+            break
+    else:
         if smaller is not None:
-            yield {"canaries": audit.canaries, "delta": smaller}
-        if smaller is not None or larger is not None:
-            return
+            yield smaller
+        return
+    if smaller is not None and smaller["canaries"] == planned.canaries:
+        yield smaller
 
 
 def verdict(found: Mapping[str, Any], claim: float | None) -> dict[str, Any]:

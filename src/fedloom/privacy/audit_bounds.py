@@ -44,12 +44,6 @@ def binomial_p_value(k: int, n: int, p: float) -> float:
     return min(1.0, 2 * min(binomial_tail(k, n, p), binomial_tail(n - k, n, 1 - p)))
 
 
-def binomial_quantile(n: int, p: float, level: float) -> int:
-    """Return the largest k that a binomial variable reaches with at least the probability 1 - ``level``."""
-    below = np.cumsum(np.exp(log_binomial(n, p)))
-    return int(np.searchsorted(below, level, side="right"))
-
-
 def normal_quantile(level: float) -> float:
     """Return the quantile of the standard normal distribution."""
     return float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))

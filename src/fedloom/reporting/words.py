@@ -111,7 +111,7 @@ def power_note(power: Mapping[str, Any], claim: float, *, enough: bool) -> str:
     if power["refutable"] is None or power["refutable"] > claim:
         return f"{text}, if there is no noise."
     ways = [f"{way['canaries']:,} canaries at δ = {way['delta']:g}" for way in power["to_refute"]]
-    needed = " or ".join(ways) or "a larger model, or more rounds"
+    needed = " or ".join(ways) or "a larger model, more rounds or more data"
     return f"{text}, even if there is no noise; for the claim of {rounded_up(claim)} they need {needed}."
 
 
