@@ -17,11 +17,15 @@ import fedloom
 from fedloom.algorithms import example_gradients
 from fedloom.algorithms.batches import TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.cli.audit import show_audit
 from fedloom.federation.clipping import Values
 from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.transport import ConversationKey
+from fedloom.reporting.privacy_files import AuditFile
+from fedloom.reporting.report_audit import audit_parts
 from fedloom.reporting.words import audit_verdict
 from fedloom.runner.observer import RunObserver
+from fedloom.runs.folder import RunFolder
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -206,7 +210,7 @@ def test_a_correct_training_passes(of: str, claim: float, seed: int, tmp_path: P
     assert mentions(audit_verdict(found["canaries"], found["claim"]), "passed")
 
 
-def test_an_audit_without_power_says_so_before_it_trains(tmp_path: Path) -> None:
+def test_an_audit_without_power_says_so_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     notices = Notices()
     found = audited(tmp_path, "clients", 1.0, canaries=8, notices=notices, federation__rounds=1)
     told, started = notices.events[:2]
@@ -215,6 +219,12 @@ def test_an_audit_without_power_says_so_before_it_trains(tmp_path: Path) -> None
     assert mentions(told, "no power", f"{power['canaries']:,}", "0.9")
     assert found["canaries"]["verdict"] == "no power"
     assert mentions(audit_verdict(found["canaries"], found["claim"]), "no power", f"{power['canaries']:,}")
+    run = RunFolder(tmp_path / "audit-0" / "run")
+    AuditFile.model_validate(found)
+    (part,) = audit_parts(run)
+    assert ("verdict", "no power") in part.pairs
+    show_audit(run.path)
+    assert mentions(capsys.readouterr().out, "Verdict: no power", "noise about", "twice in a row")
 
 
 def test_the_power_is_told_before_the_training(tmp_path: Path) -> None:
