@@ -45,7 +45,6 @@ def simulated(
         x = random.standard_normal(canaries) + (flags & coins) * strength / Z
         log.add(np.arange(canaries), x, flags, Q, 1 / Z)
     draws = log.draws()
-    assert draws is not None
     return draws, coins
 
 
@@ -94,7 +93,6 @@ def test_guesses_refute_what_they_are_said_to_refute(rate: float, times: int, z:
             taken = random.random(M) < rate
             log.add(np.arange(M), random.standard_normal(M) + (taken & coins) * strength / z, taken, rate, 1 / z)
         draws = log.draws()
-        assert draws is not None
         found = canary_document(draws.scores(M), coins, delta=1e-5, confidence=GUESSES)
         bounds.append(found["epsilon"])
     assert 0 < refutable < found["largest_bound"]
@@ -189,7 +187,6 @@ def test_several_sums_over_one_draw_count_as_one() -> None:
     for _ in range(3):
         log.add_again(np.array([1.0]))
     draws = log.draws()
-    assert draws is not None
     assert len(draws) == 1
     assert draws.x[0] == pytest.approx(2.0)  # 4/√4
 
@@ -212,3 +209,21 @@ def test_a_lower_bound_is_not_shown_above_itself() -> None:
     assert rounded_down(3.749) == "3.74"
     assert rounded_down(0.0) == "0"
     assert rounded_down(math.inf) == "inf"
+
+
+def test_an_audit_without_a_noisy_sum_has_no_power() -> None:
+    coins = np.arange(20) < 10
+    draws = DrawLog().draws()
+    assert noise_estimate(draws, coins, confidence=NOISE, epsilon_at=lambda noise: 1 / noise) is None
+    found = canary_document(draws.scores(20), coins, delta=1e-5, confidence=GUESSES)
+    power = {"noise": PLANNED.noise_found(draws.information(coins))}
+    tests = {"normal_estimate": None, "sampling": sampling_check(draws), "power": power}
+    assert verdict(found | tests, 4.0) == {"verdict": "no power", "failed_by": []}
+
+
+def test_canaries_below_the_clipping_norm_find_less() -> None:
+    half = replace(PLANNED, reach=0.5).noise_found()
+    whole = PLANNED.noise_found()
+    assert half is not None
+    assert whole is not None
+    assert half == pytest.approx(whole / 2, rel=0.01)

@@ -59,13 +59,15 @@ class PlannedAudit:
     sums
         Noisy sums that may contain a given canary, with the number of each kind.
     others
-        Expected number of other units in a sum.
+        Expected number of other units in a sum, besides canaries.
     groups
         Number of groups of canaries that share no sum: clients, if canaries are their examples; else 1.
     dimension
         Number of coordinates of a sum.
     most
         Largest possible number of canaries.
+    reach
+        Norm of a canary's term after clipping, as a fraction of the clipping norm.
     """
 
     canaries: int
@@ -74,6 +76,7 @@ class PlannedAudit:
     groups: int
     dimension: int
     most: int = MOST_CANARIES
+    reach: float = 1.0
 
     def information(self) -> float:
         """Return the expected Σ 1/z² over the sums that contain a canary."""
@@ -89,7 +92,7 @@ class PlannedAudit:
         rate = sum(n * r.rate for r, n in self.sums.items()) / total
         terms = rate * self.canaries / self.groups / 2 + self.others**2
         z = sum(n * r.noise_multiplier for r, n in self.sums.items()) / total
-        return 1 / math.sqrt(noise**2 + max(terms, 1.0) / self.dimension / z**2)
+        return self.reach / math.sqrt(noise**2 + max(terms, 1.0) / self.dimension / z**2)
 
     def noise_found(self, information: float | None = None) -> float | None:
         """Return the largest fraction of the noise that is found to be too little; None if not even its absence is.
@@ -100,7 +103,7 @@ class PlannedAudit:
         if not information:
             return None
         margin = (normal_quantile(NOISE) + normal_quantile(PROBABILITY)) / math.sqrt(information)
-        squared = 1 / (1 + margin) ** 2 - self.strength(0.0) ** -2
+        squared = self.reach**2 * ((1 + margin) ** -2 - self.strength(0.0) ** -2)
         return math.sqrt(squared) if squared > 0 else None
 
     def simulated(self) -> tuple[Floats, Floats]:

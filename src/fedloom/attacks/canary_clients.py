@@ -8,6 +8,7 @@ how often it was added, up to noise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ UPDATE = "delta_theta"
 
 CLEARED = (Quantity.MODEL_UPDATE, Quantity.EMBEDDING_NETWORK_UPDATE, Quantity.DESCRIPTOR_UPDATE, Quantity.GRADIENT)
 """Quantities of which a canary sends zeros, except :data:`UPDATE`."""
+
+
+MOST_NUMBERS = 1 << 25
+"""Numbers of directions that are held at once, if there is more than one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +79,10 @@ class CanarySet:
 
         ``claimed`` is this sum as the accountant counts it.
         """
-        every, drawn = np.arange(len(self.names)), set(cohort)
+        every, drawn, size = np.arange(len(self.names)), set(cohort), len(released)
         taken = np.array([name in drawn for name in self.names])
-        x = signals(random_directions(self.seed, every, len(released)), released)
+        parts = np.array_split(every, min(len(every), math.ceil(len(every) * size / MOST_NUMBERS)))
+        x = np.concatenate([signals(random_directions(self.seed, part, size), released) for part in parts])
         log.add(every, x, taken, claimed.rate, 1 / claimed.noise_multiplier)
 
 

@@ -91,10 +91,11 @@ class DrawLog:
         self._parts[-1] = Draws(last.canary, together, last.taken, last.rate, last.signal)
         self._sums = k + 1
 
-    def draws(self) -> Draws | None:
-        """Return all records; None without any."""
+    def draws(self) -> Draws:
+        """Return all records."""
         if not self._parts:
-            return None
+            nothing = np.zeros(0)
+            return Draws(nothing.astype(np.int64), nothing, nothing.astype(np.bool_), nothing, nothing)
         return Draws(*(np.concatenate([getattr(part, f.name) for part in self._parts]) for f in fields(Draws)))
 
 
@@ -167,7 +168,8 @@ def sampling_check(draws: Draws) -> dict[str, Any]:
     least p-value counts, times the number of tests.
     """
     repeated, second = _consecutive(draws)
-    p_values, expected = [], 0.0
+    p_values: list[float] = []
+    expected = 0.0
     for rate in np.unique(draws.rate):
         group = draws.rate == rate
         p_values.append(binomial_p_value(int(draws.taken[group].sum()), int(group.sum()), float(rate)))
@@ -175,7 +177,7 @@ def sampling_check(draws: Draws) -> dict[str, Any]:
         p_values.append(binomial_p_value(int(again.sum()), len(again), float(rate)))
         expected += float(rate) * len(again)
     return {
-        "p_value": min(1.0, min(p_values) * len(p_values)),
+        "p_value": min(1.0, min(p_values) * len(p_values)) if p_values else 1.0,
         "draws": len(draws),
         "drawn": int(draws.taken.sum()),
         "drawn_expected": float(draws.rate.sum()),

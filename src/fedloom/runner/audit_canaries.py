@@ -189,7 +189,7 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
 def _results(done: _Outcome, coins: NDArray[np.bool_], options: CanaryOptions) -> dict[str, Any]:
     """Return what the canaries show, and the verdict on the claim."""
     claim, delta = claim_of(done.folder), claimed_delta(done.folder)
-    if done.draws is None or done.planned is None:
+    if done.planned is None or done.draws is None:
         assert done.scores is not None
         found = canary_document(done.scores, coins, delta=delta, confidence=CONFIDENCE)
         found["normal_estimate"] = normal_estimate(done.scores, coins, delta=delta, confidence=CONFIDENCE)
@@ -293,7 +293,8 @@ def _run_with_clients(audit: _CanaryRun) -> _Outcome:
         claimed = planned.release(planned.multiplier)
         record = partial(canaries.record, log, claimed=claimed)
         others = planned.cohort * roster / (roster + options.count)
-        audited = PlannedAudit(options.count, {claimed: planned.rounds}, others, 1, size)
+        reach = 1.0 if norm is None else min(1.0, norm / planned.privacy.clip)
+        audited = PlannedAudit(options.count, {claimed: planned.rounds}, others, 1, size, reach=reach)
         known = (audited, _tell_power(audit, planned, audited))
     parts = _train(engine, lambda inner: CanaryClientAlgorithm(inner, canaries), record)
     _check_counted(engine.folder, names)
