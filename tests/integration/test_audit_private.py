@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from facts import mentions
 
 import fedloom
-from fedloom.reporting.words import audit_verdict
 
 UNIFORM, PLAIN = {"weighting": "uniform"}, {"local": {"steps": 2, "lr": 0.05}}
 LOCAL = {"steps": 2, "lr": 0.05, "momentum": 0.0}
@@ -44,26 +42,30 @@ def audited(root: Path, seed: int, privacy: dict[str, Any] | None, **changed: An
     return run.audit
 
 
-def check_bounds(root: Path, seeds: range) -> list[float]:
-    """Check the bounds of some trainings; return the estimates as fractions of their claims."""
-    estimates = []
+def check_bounds(root: Path, seeds: range) -> tuple[list[float], list[str]]:
+    """Check the bounds of some trainings; return the estimates as fractions of their claims, and the verdicts."""
+    estimates, verdicts = [], []
     for seed in seeds:
         found = audited(root, seed, CLIENTS)
         assert found["claim"]["of"] == "clients"
         assert found["canaries"]["norm"] == 5.0  # ten clipping norms, which must be clipped
         assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"] < found["canaries"]["largest_bound"]
         estimates.append(found["canaries"]["normal_estimate"]["epsilon"] / found["claim"]["epsilon"])
-        assert mentions(audit_verdict(found["canaries"], found["claim"]), "below")
-    return estimates
+        verdicts.append(found["canaries"]["verdict"])
+    return estimates, verdicts
 
 
 def test_the_bound_stays_below_the_claim_of_private_training(tmp_path: Path) -> None:
-    check_bounds(tmp_path, range(2))
+    _, verdicts = check_bounds(tmp_path, range(2))
+    assert verdicts == ["passed"] * 2
 
 
 @pytest.mark.exhaustive
 def test_the_bound_stays_below_the_claim_in_20_trainings(tmp_path: Path) -> None:
-    assert sum(check_bounds(tmp_path, range(20))) / 20 == pytest.approx(1, rel=0.4)
+    estimates, verdicts = check_bounds(tmp_path, range(20))
+    assert sum(estimates) / 20 == pytest.approx(1, rel=0.4)
+    assert verdicts.count("failed") <= 3  # more happen with a probability of 1.6 %, if one in 20 fails
+    assert verdicts.count("no power") == 0
 
 
 @pytest.mark.slow
@@ -71,7 +73,6 @@ def test_the_bound_exceeds_a_claim_without_its_noise(tmp_path: Path) -> None:
     claim = audited(tmp_path, 0, CLIENTS)["claim"]
     found = audited(tmp_path, 0, {**CLIENTS, "noise_multiplier": 1e-6})
     assert found["canaries"]["epsilon"] > claim["epsilon"]
-    assert mentions(audit_verdict(found["canaries"], claim), "exceeds")
 
 
 @pytest.mark.slow

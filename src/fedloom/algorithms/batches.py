@@ -88,6 +88,7 @@ class Batch:
     active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
     seed: int | None = None  # of the draws; None if the model draws nothing
     each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
+    rows: Tensor | None = None  # [b], positions in the train split of a single client's noisy step; None for others
 
     @property
     def of_first(self) -> Batch:
@@ -257,7 +258,7 @@ class TrainBatches:
             index = (torch.stack(rows) + first[:, None]).to(self._device)
             batch = self._take(index, torch.stack(weights), active)
         else:
-            batch = self._take(rows[0], weights[0])
+            batch = replace(self._take(rows[0], weights[0]), rows=rows[0])
         return replace(batch, each=torch.tensor(each, dtype=torch.float64))
 
     def _sample(self, j: int, expected: int, purpose: str) -> Tensor:

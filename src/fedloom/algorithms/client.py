@@ -265,9 +265,12 @@ class LocalTrainer(TrainBatches):
         place = {id(leaf): name for name, leaf in w.items()}
         names = [place[id(leaf)] for leaf in leaves]
         with self.drawing(batch.seed):
-            sums = clipped_sums(self._model, w, names, batch, private.clip, stacked=self.stacked)
+            probe = self.group.probe
+            sums = clipped_sums(self._model, w, names, batch, private.clip, stacked=self.stacked, probe=probe)
         rows = [[one[j] for one in sums] for j in range(len(batch.each))] if self.stacked else [sums]
         means = [self._noisy_mean(private, j, row, batch) for j, row in enumerate(rows)]
+        if probe is not None:
+            probe.released(batch, means[0])
         parts = torch.split(torch.stack(means), [one.numel() for one in rows[0]], dim=1)
         found = [laid_out(part.reshape(leaf.shape).to(leaf), leaf) for part, leaf in zip(parts, leaves, strict=True)]
         return found, batch.weight.new_zeros(len(rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from hashlib import sha256, shake_256
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +16,19 @@ from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
 from fedloom.privacy.examples import ExamplePrivacy
+
+if TYPE_CHECKING:
+    from fedloom.algorithms.batches import Batch
+
+
+class StepProbe(Protocol):
+    """Audit of a client's noisy steps: it chooses gradients of canary examples, and sees the noisy sums."""
+
+    def chosen(self, batch: Batch, flat: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of the examples of a batch by leaf, ``[b, d]`` each, with those of canaries replaced."""
+
+    def released(self, batch: Batch, noisy: Tensor) -> None:
+        """Record the noisy sum over a batch, ``[d]``, up to a factor."""
 
 
 class ClientGroup:
@@ -39,6 +53,11 @@ class ClientGroup:
         Augmentation of training examples; None without.
     examples
         Differential privacy of examples: steps of training rounds are noisy then; None without.
+
+    Attributes
+    ----------
+    probe
+        Audit of the noisy steps of a group of one client; None in every other run.
     """
 
     def __init__(
@@ -57,6 +76,7 @@ class ClientGroup:
         self.augment = augment
         self.examples = examples
         self.round = round
+        self.probe: StepProbe | None = None
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedloom.algorithms.batches import Batch
+from fedloom.algorithms.client_group import StepProbe
 from fedloom.data.inputs import Inputs, count, each
 from fedloom.models.flat import FlatModel, Leaves
 
@@ -19,7 +20,14 @@ MOST_NUMBERS = 1 << 25
 
 
 def clipped_sums(
-    model: FlatModel, w: Leaves, names: Sequence[str], batch: Batch, clip: float, *, stacked: bool
+    model: FlatModel,
+    w: Leaves,
+    names: Sequence[str],
+    batch: Batch,
+    clip: float,
+    *,
+    stacked: bool,
+    probe: StepProbe | None = None,
 ) -> list[Tensor]:
     """Return Σ_j g_j · min(1, C/‖g_j‖) over the examples of a batch, for each leaf ``[*shape]`` or ``[g, *shape]``.
 
@@ -36,6 +44,8 @@ def clipped_sums(
         C.
     stacked
         True if leaves and examples have a first axis for clients.
+    probe
+        Audit that replaces the gradients of canaries before they are clipped; None without.
     """
     leaves = {name: leaf.detach() for name, leaf in w.items()}
     chosen = {name: leaves.pop(name) for name in names}
@@ -45,6 +55,7 @@ def clipped_sums(
     for part in _pieces(batch, sum(leaf.numel() for leaf in chosen.values()), stacked=stacked):
         found = gradients_of(chosen, leaves, part.x, part.y)
         flat = [found[name].reshape(*found[name].shape[:first], -1) for name in names]
+        flat = flat if probe is None else probe.chosen(part, flat)
         sums = _clipped(flat, part.weight > 0, clip)
         total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
     return [one.reshape(chosen[name].shape) for one, name in zip(total, names, strict=True)]
@@ -115,4 +126,6 @@ def _pieces(batch: Batch, numbers: int, *, stacked: bool) -> Iterator[Batch]:
     for start in range(0, length, size):
         where = (axis, start, min(size, length - start))
         y = None if batch.y is None else batch.y.narrow(*where)
-        yield Batch(each(batch.x, lambda t, at=where: t.narrow(*at)), y, batch.weight.narrow(*where))  # type: ignore[misc]
+        rows = None if batch.rows is None else batch.rows.narrow(*where)
+        x = each(batch.x, lambda t, at=where: t.narrow(*at))  # type: ignore[misc]
+        yield Batch(x, y, batch.weight.narrow(*where), rows=rows)

@@ -46,7 +46,8 @@ def audit(
     canaries
         Number of canaries, each in or out of training by a fair coin; None: attack a run.
     of
-        With ``canaries``: clients whose update is a random direction, or training examples with a wrong target.
+        With ``canaries``: clients whose update is a random direction, or training examples whose gradient is one; if
+        the run does not protect examples, with a wrong target instead.
     norm
         Norm of the update of canary clients before it is clipped; None: ten times the clipping norm of
         ``federation.privacy``, or without it the norm of an honest update.

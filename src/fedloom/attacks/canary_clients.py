@@ -8,7 +8,8 @@ how often it was added, up to noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,16 +20,21 @@ from torch import Tensor
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, Conversation, ServerAlgorithm, Setup
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.core.keyed import make_rng
+from fedloom.attacks.canary_draws import DrawLog, random_direction, random_directions, signals
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.accounting import Release
 
 UPDATE = "delta_theta"
 """Field of an answer that the server averages into the model ``theta`` of its state."""
 
 CLEARED = (Quantity.MODEL_UPDATE, Quantity.EMBEDDING_NETWORK_UPDATE, Quantity.DESCRIPTOR_UPDATE, Quantity.GRADIENT)
 """Quantities of which a canary sends zeros, except :data:`UPDATE`."""
+
+
+MOST_NUMBERS = 1 << 25
+"""Numbers of directions that are held at once, if there is more than one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +66,24 @@ class CanarySet:
 
     def direction(self, i: int, size: int) -> Tensor:
         """Return the i-th canary's direction, ``[size]`` float32 of norm 1."""
-        drawn = make_rng(self.seed, "audit", "direction", i).standard_normal(size)
-        return torch.from_numpy(drawn / np.linalg.norm(drawn)).float()
+        return random_direction(self.seed, i, size)
 
     def scores(self, change: Tensor) -> NDArray[np.float64]:
         """Return the dot product of each direction with the change of the model ``[size]``, ``[m]``."""
         change = change.double()
         found = [float(self.direction(i, len(change)).double() @ change) for i in range(len(self.names))]
         return np.array(found)
+
+    def record(self, log: DrawLog, cohort: Collection[str], released: Tensor, claimed: Release) -> None:
+        """Record the canaries' signals in the released sum ``[d]`` over a cohort.
+
+        ``claimed`` is this sum as the accountant counts it.
+        """
+        every, drawn, size = np.arange(len(self.names)), set(cohort), len(released)
+        taken = np.array([name in drawn for name in self.names])
+        parts = np.array_split(every, min(len(every), math.ceil(len(every) * size / MOST_NUMBERS)))
+        x = np.concatenate([signals(random_directions(self.seed, part, size), released) for part in parts])
+        log.add(every, x, taken, claimed.rate, 1 / claimed.noise_multiplier)
 
 
 class CanaryClientAlgorithm(ClientAlgorithm):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.privacy.audit_bounds import one_run_epsilon
+from fedloom.privacy.audit_bounds import normal_quantile, one_run_epsilon, or_null
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
@@ -45,6 +45,11 @@ def right_guesses(scores: NDArray[np.float64], coins: NDArray[np.bool_], ins: in
     return int(coins[order[len(order) - ins :]].sum()) + int((~coins[order[:outs]]).sum())
 
 
+def confidence_of_each(confidence: float, counts: int) -> float:
+    """Return the confidence of each of several bounds that makes all hold together with ``confidence``."""
+    return 1 - (1 - confidence) / max(1, counts)
+
+
 def canary_document(
     scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float, confidence: float
 ) -> dict[str, Any]:
@@ -54,43 +59,46 @@ def canary_document(
     Infinite values are null.
     """
     m, counts = len(scores), guess_counts(len(scores))
-    each = 1 - (1 - confidence) / max(1, len(counts))
+    each = confidence_of_each(confidence, len(counts))
     best = {"epsilon": 0.0, "guesses_in": 0, "guesses_out": 0, "right": 0}
     for ins, outs in counts:
         right = right_guesses(scores, coins, ins, outs)
         found = one_run_epsilon(m, ins + outs, right, delta=delta, confidence=each)
         if found > best["epsilon"] or not best["right"]:
             best = {"epsilon": found, "guesses_in": ins, "guesses_out": outs, "right": right}
-    most = one_run_epsilon(m, m, m, delta=delta, confidence=each)
+    most = max((one_run_epsilon(m, r, r, delta=delta, confidence=each) for r in map(sum, counts)), default=0.0)
     return {
         "canaries": m,
         "in": int(coins.sum()),
         **best,
-        "epsilon": _or_null(best["epsilon"]),
-        "largest_bound": _or_null(most),
+        "epsilon": or_null(best["epsilon"]),
+        "largest_bound": or_null(most),
         "delta": delta,
         "confidence": confidence,
     }
 
 
-def normal_estimate(scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float) -> dict[str, Any] | None:
+def normal_estimate(
+    scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float, confidence: float
+) -> dict[str, Any] | None:
     """Return means and deviations of the scores of canaries, and the ε at δ of normal scores with such means.
 
     Two normal distributions with the same deviation are those of a Gaussian mechanism with this noise, and with the
     difference of the means as its sensitivity. G. Andrew et al., ICLR 2024, arXiv 2302.03098, Algorithm 2, estimate ε
-    like this. It is not a bound, because means and deviation are estimates. None if fewer than two canaries are in, or
-    out.
+    like this. Each bound of the interval holds with this ``confidence`` if scores are normal. None if fewer than two
+    canaries are in, or out.
     """
     groups = {"in": scores[coins], "out": scores[~coins]}
-    if min(map(len, groups.values())) < 2:
+    sizes = [len(some) for some in groups.values()]
+    if min(sizes) < 2:
         return None
     found = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
     apart = abs(found["in"]["mean"] - found["out"]["mean"])
     weighted = sum((len(some) - 1) * found[name]["std"] ** 2 for name, some in groups.items())
     deviation = math.sqrt(weighted / (len(scores) - 2))
-    epsilon = gaussian_epsilon(deviation / apart, delta) if apart else 0.0
-    return {"epsilon": _or_null(epsilon), **found}
-
-
-def _or_null(epsilon: float) -> float | None:
-    return epsilon if math.isfinite(epsilon) else None
+    mu = apart / deviation if deviation else math.inf
+    error = normal_quantile(confidence) * math.sqrt(sum(1 / n for n in sizes) + mu**2 / (2 * len(scores)))
+    epsilon, low, high = (
+        or_null(gaussian_epsilon(1 / each, delta) if each > 0 else 0.0) for each in (mu, mu - error, mu + error)
+    )
+    return {"epsilon": epsilon, "interval": [low, high], **found}

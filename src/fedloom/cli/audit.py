@@ -143,7 +143,7 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
 
 def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
     from fedloom.cli.tables import print_paragraph
-    from fedloom.reporting.words import audit_verdict, shown_bound
+    from fedloom.reporting.words import audit_verdict, estimate_note, sampling_note, shown_bound
 
     guesses = found["guesses_in"] + found["guesses_out"]
     typer.echo(
@@ -154,8 +154,10 @@ def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) ->
         f"  ε at least {shown_bound(found['epsilon'])} with {100 * found['confidence']:g} % confidence at δ = "
         f"{found['delta']:g}; this number of canaries can show up to {shown_bound(found['largest_bound'])}"
     )
-    if (estimate := found.get("normal_estimate")) is not None:
-        typer.echo(f"  ε about {shown_bound(estimate['epsilon'])} if the scores are normally distributed")
+    if found.get("normal_estimate") is not None:
+        typer.echo(f"  {estimate_note(found['normal_estimate'])}")
+    if "sampling" in found:
+        typer.echo(f"  {sampling_note(found['sampling'])}")
     print_paragraph(audit_verdict(found, claim))
 
 

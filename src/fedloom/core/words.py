@@ -8,7 +8,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from decimal import Decimal
+from decimal import ROUND_FLOOR, Decimal
 from typing import Any
 
 from fedloom.errors import without_secrets
@@ -32,6 +32,15 @@ def rounded_up(bound: float, digits: int = 3) -> str:
         return shown
     nearest = Decimal(shown)
     return f"{float(nearest + Decimal(1).scaleb(nearest.adjusted() - digits + 1)):.{digits}g}"
+
+
+def rounded_down(bound: float, digits: int = 3) -> str:
+    """Return a lower bound, rounded down to this many digits; a relative shortfall of 10⁻⁶ is ignored."""
+    if not math.isfinite(bound):
+        return f"{bound:g}"
+    value = Decimal(bound * (1 + 1e-6))
+    lower = value.quantize(Decimal(1).scaleb(value.adjusted() - digits + 1), ROUND_FLOOR)
+    return f"{float(lower):.{digits}g}"
 
 
 def printable(text: str, limit: int | None = None, keep: str = "") -> str:

@@ -39,6 +39,21 @@ def binomial_tail(k: int, n: int, p: float) -> float:
     return min(1.0, float(np.exp(log_binomial(n, p)[max(k, 0) :]).sum()))
 
 
+def binomial_p_value(k: int, n: int, p: float) -> float:
+    """Return the two-sided p-value of k successes in n trials of probability p: twice the smaller tail, at most 1."""
+    return min(1.0, 2 * min(binomial_tail(k, n, p), binomial_tail(n - k, n, 1 - p)))
+
+
+def normal_quantile(level: float) -> float:
+    """Return the quantile of the standard normal distribution."""
+    return float(torch.special.ndtri(torch.tensor(level, dtype=torch.float64)))
+
+
+def or_null(number: float) -> float | None:
+    """Return a number as documents have it: null if it is infinite."""
+    return number if math.isfinite(number) else None
+
+
 def rate_bounds(count: int, trials: int, confidence: float) -> tuple[float, float]:
     """Return the Clopper-Pearson bounds of a rate, given successes of independent trials.
 

@@ -51,6 +51,35 @@ class _Membership(FileObject):
     predictors: dict[str, _Attacks]
 
 
+class _Estimate(FileObject):
+    epsilon: Epsilon | None
+    interval: Annotated[list[Epsilon | None], Field(min_length=2, max_length=2)] | None = None
+    noise: Number | None = None
+    noise_interval: Annotated[list[Number | None], Field(min_length=2, max_length=2)] | None = None
+
+
+class _Sampling(FileObject):
+    p_value: Fraction
+    draws: Count
+    drawn: Count
+    drawn_expected: Number
+    repeats: Count
+    repeats_expected: Number
+
+
+class _Way(FileObject):
+    canaries: Positive
+    delta: Fraction
+
+
+class _Power(FileObject):
+    probability: Fraction
+    noise: Number | None
+    canaries: Positive | None
+    refutable: Epsilon | None
+    to_refute: list[_Way]
+
+
 class _Canaries(FileObject):
     of: Literal["clients", "examples"]
     canaries: Positive
@@ -61,6 +90,12 @@ class _Canaries(FileObject):
     largest_bound: Epsilon | None
     delta: Fraction
     confidence: Fraction
+    score: Literal["direction", "gradient", "loss"]
+    normal_estimate: _Estimate | None = None
+    sampling: _Sampling | None = None
+    power: _Power | None = None
+    verdict: Literal["passed", "failed", "no power"] | None = None
+    failed_by: list[Literal["guesses", "noise", "sampling"]] = []
 
 
 class _Case(FileObject):

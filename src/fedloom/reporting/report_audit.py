@@ -7,7 +7,15 @@ from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.words import audit_verdict, in_percent, inversion_note, shown_bound
+from fedloom.reporting.words import (
+    audit_verdict,
+    estimate_note,
+    in_percent,
+    inversion_note,
+    sampling_note,
+    shown_bound,
+    shown_epsilon,
+)
 from fedloom.runs.files import AUDIT
 from fedloom.runs.folder import RunFolder
 
@@ -66,16 +74,22 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
         ("ε at least", f"{shown_bound(found['epsilon'])} at δ = {found['delta']:g}"),
         ("largest possible bound", shown_bound(found["largest_bound"])),
     ]
-    if (estimate := found.get("normal_estimate")) is not None:
-        pairs.append(("ε if scores are normal", f"about {shown_bound(estimate['epsilon'])}, not a bound"))
+    if found.get("normal_estimate") is not None:
+        pairs.append(("if scores are normal", estimate_note(found["normal_estimate"])))
+    if "sampling" in found:
+        pairs.append(("sampling", sampling_note(found["sampling"])))
     if claim is not None:
-        pairs.append(("claimed ε", f"{shown_bound(claim['epsilon'])} at δ = {claim['delta']:g}, for {claim['of']}"))
+        pairs.append(("claimed ε", f"{shown_epsilon(claim['epsilon'])} at δ = {claim['delta']:g}, for {claim['of']}"))
+    if found.get("verdict") is not None:
+        pairs.append(("verdict", found["verdict"]))
     what = {
-        "clients": "A canary client sends a random direction as its update, or zeros; the score is the dot product of "
-        "the direction with the change of the model.",
-        "examples": "A canary example has a wrong target, and is trained on or left out; the score is the decrease of "
-        "its loss.",
-    }[found["of"]]
+        "direction": "A canary client sends a random direction as its update, or zeros; the score follows from the dot "
+        "products of the direction with the sums that the server received, or with the change of the model.",
+        "gradient": "The gradient of a canary example is a random direction, or 0; the score follows from the dot "
+        "products of the direction with the noisy sums of its client.",
+        "loss": "A canary example has a wrong target, and is trained on or left out; the score is the decrease of its "
+        "loss.",
+    }[found["score"]]
     text = (
         f"A fair coin decided whether each canary was in this run. {what} The bound holds with "
         f"{100 * found['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(found, claim)}"

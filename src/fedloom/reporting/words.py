@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.core.words import rounded_up
+from fedloom.core.words import rounded_down, rounded_up
 
 GROUP_TITLES = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 """Groups of clients, and how pages call them."""
@@ -25,23 +25,94 @@ def shown_epsilon(epsilon: float | None) -> str:
 
 def shown_bound(epsilon: float | None) -> str:
     """Return a lower bound on ε with three digits; ∞ for an infinite one, which is null in documents."""
-    return "∞" if epsilon is None else rounded_up(epsilon)
+    return "∞" if epsilon is None else rounded_down(epsilon)
 
 
 def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) -> str:
-    """Return a sentence that compares a bound from canaries with the run's claim, or says that there is none."""
+    """Return sentences with the verdict of an audit by canaries on the run's claim, and its reasons."""
     if claim is None:
         return "The run claims no ε for its training, so there is nothing to refute."
     claimed = f"(ε = {rounded_up(claim['epsilon'])}, δ = {claim['delta']:g}) for {claim['of']}"
     if claim["of"] != canaries["of"]:
         return f"The run claims {claimed}, but nothing for {canaries['of']}."
-    if canaries["epsilon"] is None or canaries["epsilon"] > claim["epsilon"]:
-        return f"The bound exceeds the claim of {claimed}: something in the mechanism or its accounting is wrong."
-    most = canaries["largest_bound"]
-    few = most is not None and most <= claim["epsilon"]
-    return f"The bound is below the claim of {claimed}: it neither refutes nor proves it." + (
-        " No result with so few canaries could have exceeded the claim." if few else ""
+    if "verdict" not in canaries:  # of an earlier version
+        exceeds = canaries["epsilon"] is None or canaries["epsilon"] > claim["epsilon"]
+        return f"The bound {'exceeds' if exceeds else 'is below'} the claim of {claimed}."
+    verdict, power = canaries["verdict"], canaries["power"]
+    if verdict == "failed":
+        reasons = " ".join(_FAILURES[test].format(**_figures(canaries)) for test in canaries["failed_by"])
+        return f"Verdict: failed. {reasons} The claim of {claimed} does not hold."
+    if verdict == "no power":
+        return f"Verdict: no power. Nothing speaks against the claim of {claimed}, but {_lack_of_power(power)}"
+    return (
+        f"Verdict: passed. Nothing speaks against the claim of {claimed}. With probability {power['probability']:g}, "
+        f"this audit would have found noise of at most {in_percent(power['noise'])} % of the claimed."
     )
+
+
+def estimate_note(estimate: Mapping[str, Any]) -> str:
+    """Return a normal estimate of ε with its interval, and of the noise."""
+    text = f"ε about {shown_bound(estimate['epsilon'])}"
+    if estimate.get("interval") is None:  # of an earlier version
+        return text
+    low, high = estimate["interval"]
+    text += f" (from {shown_bound(low)} to {shown_epsilon(high) if high is not None else '∞'})"
+    if "noise" not in estimate:
+        return f"{text} if scores are normally distributed"
+    noise = [
+        "unlimited" if n is None else f"{in_percent(n)} %" for n in (estimate["noise"], *estimate["noise_interval"])
+    ]
+    return f"{text}, noise about {noise[0]} of the claimed (from {noise[1]} to {noise[2]})"
+
+
+def sampling_note(sampling: Mapping[str, Any]) -> str:
+    """Return how often canaries were drawn, and how often that is expected."""
+    return (
+        f"drawn {sampling['drawn']:,} times of {sampling['draws']:,} (expected: {sampling['drawn_expected']:,.0f}), "
+        f"{sampling['repeats']:,} times twice in a row (expected: {sampling['repeats_expected']:,.0f}); "
+        f"p = {sampling['p_value']:.2g}"
+    )
+
+
+_FAILURES = {
+    "guesses": "The bound of the guesses, ε = {bound}, exceeds the claim.",
+    "noise": "The training has at most {noise} % of the noise that it claims.",
+    "sampling": "Canaries were not drawn as claimed: {sampling}.",
+}
+"""Reasons for which an audit fails, by test."""
+
+
+def _figures(canaries: Mapping[str, Any]) -> dict[str, Any]:
+    estimate = canaries.get("normal_estimate") or {}
+    most = (estimate.get("noise_interval") or [None, None])[1]
+    figures = {"bound": shown_bound(canaries["epsilon"]), "noise": "" if most is None else in_percent(most)}
+    return figures | {"sampling": sampling_note(canaries["sampling"])}
+
+
+def _lack_of_power(power: Mapping[str, Any]) -> str:
+    """Return the end of a sentence that says what an audit without power finds, and a sentence with what it takes."""
+    noise = power["noise"]
+    found = "not even the absence of all noise" if noise is None else f"only noise of at most {in_percent(noise)} %"
+    more = f"It takes {power['canaries']:,} canaries." if power["canaries"] else "Use a larger model, or train longer."
+    return f"with probability {power['probability']:g} this audit finds {found} of the claimed. {more}"
+
+
+def power_note(power: Mapping[str, Any], claim: float, *, enough: bool) -> str:
+    """Return sentences that say before a training what an audit by canaries can find; ``enough``: it has power."""
+    if enough:
+        noise = in_percent(power["noise"])
+        text = (
+            f"With probability {power['probability']:g}, this audit finds noise of at most {noise} % of the claimed, "
+            f"which gives ε = {shown_bound(power['epsilon'])} instead of {rounded_up(claim)}."
+        )
+    else:
+        text = f"This audit has no power: {_lack_of_power(power)}"
+    text += f" Guesses alone, without assumptions, refute at most ε = {shown_bound(power['refutable'])}"
+    if power["refutable"] is None or power["refutable"] > claim:
+        return f"{text}, if there is no noise."
+    ways = [f"{way['canaries']:,} canaries at δ = {way['delta']:g}" for way in power["to_refute"]]
+    needed = " or ".join(ways) or "a larger model, more rounds or more data"
+    return f"{text}, even if there is no noise; for the claim of {rounded_up(claim)} they need {needed}."
 
 
 OUTLINE_DB, COPY_DB = 3.0, 40.0

@@ -6,17 +6,20 @@ import dataclasses
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm
-from fedloom.attacks.canary_clients import CanaryClientAlgorithm, CanarySet, sent_part, sent_size
+from fedloom.attacks.audit_power import GUESSES, NOISE, PlannedAudit, has_power, power_document, verdict
+from fedloom.attacks.canary_clients import UPDATE, CanaryClientAlgorithm, CanarySet, sent_part, sent_size
 from fedloom.attacks.canary_data import (
     CanaryExample,
     canary_names,
@@ -25,6 +28,8 @@ from fedloom.attacks.canary_data import (
     write_with_clients,
     write_with_examples,
 )
+from fedloom.attacks.canary_draws import DrawLog, Draws, noise_estimate, sampling_check
+from fedloom.attacks.canary_examples import CanaryExampleAlgorithm, CanaryGradients
 from fedloom.attacks.guesses import LEAST, canary_document, normal_estimate
 from fedloom.attacks.membership import example_losses
 from fedloom.core.keyed import make_rng
@@ -34,11 +39,20 @@ from fedloom.data.input_spec import input_fields
 from fedloom.data.inputs import take
 from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.cohort import RemoteCohort
 from fedloom.federation.evaluator import Evaluator
+from fedloom.federation.private_sums import PrivateSums
+from fedloom.federation.releases import count_releases_about
+from fedloom.federation.summation import Summation
+from fedloom.federation.transport import TRAIN
+from fedloom.messages import Message, Sums
 from fedloom.models.predictors import Predictor, predictor_of
+from fedloom.privacy.accounting import Release, epsilon_of
+from fedloom.privacy.tally import largest
+from fedloom.reporting.words import power_note
 from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
-from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claimed_delta, keep_audit
+from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, claimed_delta, keep_audit
 from fedloom.runner.closed_run import run_closed
 from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
@@ -47,6 +61,7 @@ from fedloom.runner.requesting_client import torch_threads
 from fedloom.runner.run_data import run_dataset
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runner.trained import personalize_each, restore
+from fedloom.runner.training_privacy import Planned, Population, noisy_steps_of
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.files import JOURNAL
 from fedloom.runs.folder import RunFolder
@@ -57,7 +72,7 @@ COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
 
 UNCLIPPED = 10.0
-"""Norm of canaries' updates in clipping norms, so that clipping is audited, too."""
+"""Norm of canaries' updates or gradients in clipping norms, so that clipping is audited, too."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +93,70 @@ class CanaryOptions:
 
 
 @dataclass(frozen=True)
-class _WithCanaries(RunContext):
-    """Parts of a run whose canaries send the updates of the audit."""
+class _RecordedSummation(Summation):
+    """Sums of answers that are recorded as the server receives them, with the clients of the cohort."""
 
-    canaries: CanarySet | None = None
+    record: Callable[[Sequence[str], Tensor], None] = lambda _, __: None
 
-    @classmethod
-    def of(cls, parts: RunContext, canaries: CanarySet) -> _WithCanaries:
-        """Return the parts of a run with canaries."""
-        known = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-        return cls(**known, canaries=canaries)
+    def gather(
+        self,
+        cohort: RemoteCohort,
+        message: Message,
+        answer: type[Message],
+        meanwhile: Callable[[], None] | None,
+        private: PrivateSums | None = None,
+    ) -> Sums[Any]:
+        """Return the sums of the answers, and record the updates of a training."""
+        sums = super().gather(cohort, message, answer, meanwhile, private)
+        if cohort.key.purpose == TRAIN and UPDATE in self.fields[answer]:
+            self.record(cohort.clients, sums.delta_theta.value)
+        return sums
+
+
+@dataclass(frozen=True)
+class _Audited(RunContext):
+    """Parts of a run with canaries, whose client algorithm is wrapped, and whose sums are recorded."""
+
+    wrap: Callable[[ClientAlgorithm], ClientAlgorithm] = lambda inner: inner
+    record: Callable[[Sequence[str], Tensor], None] | None = None
 
     def client_algorithm(self) -> ClientAlgorithm:
         """Return the method's client algorithm, wrapped."""
-        assert self.canaries is not None
-        return CanaryClientAlgorithm(super().client_algorithm(), self.canaries)
+        return self.wrap(super().client_algorithm())
+
+    @property
+    def summation(self) -> Summation | None:
+        """Sums of the run, recorded."""
+        found = super().summation
+        if found is None or self.record is None:
+            return found
+        return _RecordedSummation(**vars(found), record=self.record)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Run with canaries, and what is known about them.
+
+    Attributes
+    ----------
+    scores
+        ``[m]`` score of each canary without a noisy sum.
+    method
+        Keys of ``audit.json`` that say how canaries were scored.
+    draws
+        Noisy sums with canaries; None if the run protects no such unit.
+    planned
+        The canaries before the training; None if the run protects no such unit.
+    power
+        Power of the audit before the training.
+    """
+
+    folder: RunFolder
+    scores: NDArray[np.float64] | None
+    method: dict[str, Any]
+    draws: Draws | None = None
+    planned: PlannedAudit | None = None
+    power: Mapping[str, Any] = field(default_factory=dict)
 
 
 def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer: RunObserver | None = None) -> Path:
@@ -112,20 +176,46 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
     seed = secrets.randbits(62) if options.seed is None else options.seed
     coins = make_rng(seed, "audit", "coins").random(options.count) < 0.5
     run = _run_with_clients if options.of == "clients" else _run_with_examples
+    if options.of == "examples" and e.protects_examples:
+        run = _run_with_gradients
     with torch_threads(e.runtime.threads):
-        folder, scores, method = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
-    delta = claimed_delta(folder)
-    found = canary_document(scores, coins, delta=delta, confidence=CONFIDENCE)
-    if options.of == "clients":  # sums of noise and many directions, and thus nearly normal
-        found["normal_estimate"] = normal_estimate(scores, coins, delta=delta)
-    keep_audit(folder, {"canaries": {"of": options.of, **method, **found}})
+        done = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
+    keep_audit(done.folder, {"canaries": {"of": options.of, **done.method, **_results(done, coins, options)}})
     if options.report:
-        write_report_if_possible(folder, observer or RunObserver())
-    return folder.path
+        write_report_if_possible(done.folder, observer or RunObserver())
+    return done.folder.path
+
+
+def _results(done: _Outcome, coins: NDArray[np.bool_], options: CanaryOptions) -> dict[str, Any]:
+    """Return what the canaries show, and the verdict on the claim."""
+    claim, delta = claim_of(done.folder), claimed_delta(done.folder)
+    if done.planned is None or done.draws is None:
+        assert done.scores is not None
+        found = canary_document(done.scores, coins, delta=delta, confidence=CONFIDENCE)
+        found["normal_estimate"] = normal_estimate(done.scores, coins, delta=delta, confidence=CONFIDENCE)
+        return found | {"verdict": None}
+    found = canary_document(done.draws.scores(len(coins)), coins, delta=delta, confidence=GUESSES)
+    training = count_releases_about(done.folder, options.of, repeatable=True).counts
+    epsilon_at = _epsilon_at(largest(training, delta), delta)
+    estimate = noise_estimate(done.draws, coins, confidence=NOISE, epsilon_at=epsilon_at)
+    power = {**done.power, "noise": done.planned.noise_found(done.draws.information(coins))}  # it may have ended early
+    tests = {"normal_estimate": estimate, "sampling": sampling_check(done.draws), "power": power}
+    return found | tests | verdict(found | tests, None if claim is None else claim["epsilon"])
+
+
+def _epsilon_at(counts: Mapping[Release, int], delta: float) -> Callable[[float], float]:
+    """Return a function of a fraction of the noise that returns the ε of releases with this part of their noise."""
+
+    def epsilon(noise: float) -> float:
+        return epsilon_of(
+            {replace(r, noise_multiplier=noise * r.noise_multiplier): n for r, n in counts.items()}, delta
+        )
+
+    return epsilon
 
 
 def _check(e: Experiment, options: CanaryOptions) -> Experiment:
-    """Return the experiment in the form that the audit runs: canary clients train in this process, one by one."""
+    """Return the experiment in the form that the audit runs: canaries that are recorded train in this process."""
     if options.count < LEAST:
         raise ExperimentError(
             f"{argument('canaries')} must be at least {LEAST} (got {options.count}).",
@@ -136,7 +226,8 @@ def _check(e: Experiment, options: CanaryOptions) -> Experiment:
         raise ExperimentError(
             f"federation.rounds is {e.federation.rounds}; canaries need a training.", key="federation.rounds"
         )
-    if options.of == "examples" and not isinstance(e.data, OwnData):  # with data.own, workers would draw secret noise
+    in_workers = options.of == "examples" and not e.protects_examples
+    if in_workers and not isinstance(e.data, OwnData):  # with data.own, workers would draw secret noise
         return e
     runtime = e.runtime.model_copy(update={"workers": 0, "clients_at_once": 1})
     return e.model_copy(update={"runtime": runtime})
@@ -182,8 +273,8 @@ def _write_coins(audit: _CanaryRun, names: Sequence[Any]) -> None:
     write_private(audit.out / COINS, json.dumps(content, indent=1) + "\n")
 
 
-def _run_with_clients(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
-    """Run with canary clients; return the run, their scores, and how they were scored."""
+def _run_with_clients(audit: _CanaryRun) -> _Outcome:
+    """Run with canary clients."""
     e, dataset, options = audit.experiment, audit.dataset, audit.options
     roster, names = len(dataset.manifest.roster), canary_names(dataset, options.count)
     # The fraction of clients in a round, which a claim depends on, stays the same.
@@ -191,24 +282,67 @@ def _run_with_clients(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64]
     e = e.model_copy(update={"federation": e.federation.model_copy(update={"clients_per_round": cohort})})
     parts = assemble.make_parts(e, dataset.manifest)
     size = sent_size(parts.server_algorithm(), parts.algorithm)
-    norm = _norm(e) if options.norm is None else options.norm
-    canaries = CanarySet(names, audit.coins, audit.seed, norm)
+    norm = _norm(e, "clients") if options.norm is None else options.norm
+    canaries, log = CanarySet(names, audit.coins, audit.seed, norm), DrawLog()
     write_with_clients(dataset, audit.out / PARTITION_FOLDER, names, audit.seed)
     _write_coins(audit, names)
-    engine = Engine(e, _run_options(audit.out), audit.observer)
-    engine.parts = parts = _WithCanaries.of(engine.parts, canaries)
-    with engine.opened():
-        run_closed(engine)
+    engine, record = Engine(e, _run_options(audit.out), audit.observer), None
+    known: tuple[Any, ...] = ()
+    if _protects(e, "clients"):
+        planned = _planned(engine)
+        claimed = planned.release(planned.multiplier)
+        record = partial(canaries.record, log, claimed=claimed)
+        others = planned.cohort * roster / (roster + options.count)
+        reach = 1.0 if norm is None else min(1.0, norm / planned.privacy.clip)
+        audited = PlannedAudit(options.count, {claimed: planned.rounds}, others, 1, size, reach=reach)
+        known = (audited, _tell_power(audit, planned, audited))
+    parts = _train(engine, lambda inner: CanaryClientAlgorithm(inner, canaries), record)
     _check_counted(engine.folder, names)
     last = Checkpoints(engine.folder.checkpoints).load("last").state["theta"]
     change = sent_part(last - parts.server_algorithm().state["theta"], size, parts.algorithm, parts.setup)
-    return engine.folder, canaries.scores(change), {"score": "direction", "norm": norm, "clients_per_round": cohort}
+    method = {"score": "direction", "norm": norm, "clients_per_round": cohort}
+    return _Outcome(engine.folder, canaries.scores(change), method, log.draws(), *known)
 
 
-def _norm(e: Experiment) -> float | None:
-    """Return the norm of canaries' updates, which is above the clipping norm; None without clipping of clients."""
+def _train(
+    engine: Engine,
+    wrap: Callable[[ClientAlgorithm], ClientAlgorithm],
+    record: Callable[[Sequence[str], Tensor], None] | None = None,
+) -> RunContext:
+    """Train with a wrapped client algorithm, and return the run's parts."""
+    known = {field.name: getattr(engine.parts, field.name) for field in dataclasses.fields(engine.parts)}
+    engine.parts = parts = _Audited(**known, wrap=wrap, record=record)
+    with engine.opened():
+        run_closed(engine)
+    return parts
+
+
+def _protects(e: Experiment, unit: str) -> bool:
+    """Return whether an experiment's training protects a unit."""
+    return e.federation.privacy is not None and e.federation.privacy.of == unit
+
+
+def _planned(engine: Engine) -> Planned:
+    """Return the releases of the run that is planned."""
+    population = Population.of(engine.experiment, engine.parts.manifest)
+    assert population is not None, "a run with canaries has a manifest"
+    return Planned(engine.experiment, population)
+
+
+def _tell_power(audit: _CanaryRun, planned: Planned, canaries: PlannedAudit) -> dict[str, Any]:
+    """Return the power of an audit, and tell it to the observer before the training."""
+    delta = planned.privacy.delta
+    epsilon_at = _epsilon_at(largest(planned.counts(planned.rounds, planned.multiplier), delta), delta)
+    claim = epsilon_at(1.0)
+    found = power_document(canaries, claim, delta, epsilon_at=epsilon_at)
+    audit.observer.notice(power_note(found, claim, enough=has_power(found["noise"])))
+    return found
+
+
+def _norm(e: Experiment, unit: str) -> float | None:
+    """Return the norm of canaries' updates or gradients, above the clipping norm; None without clipping of the unit."""
     privacy = e.federation.privacy
-    return UNCLIPPED * privacy.clip if privacy is not None and privacy.of == "clients" else None
+    return UNCLIPPED * privacy.clip if privacy is not None and privacy.of == unit else None
 
 
 def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
@@ -223,8 +357,31 @@ def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
             )
 
 
-def _run_with_examples(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
-    """Run with canary examples; return the run, their scores, and how they were scored."""
+def _run_with_gradients(audit: _CanaryRun) -> _Outcome:
+    """Run with canary examples whose gradients in noisy steps are random directions."""
+    e, dataset, out, options = audit.experiment, audit.dataset, audit.out, audit.options
+    examples = draw_examples(dataset, options.count, audit.seed)
+    write_with_examples(dataset, out / PARTITION_FOLDER, (), audit.coins)  # unchanged
+    _write_coins(audit, [asdict(canary) for canary in examples])
+    engine, log = Engine(e, _run_options(out), audit.observer), DrawLog()
+    releases, norm = noisy_steps_of(engine.experiment), _norm(e, "examples")
+    assert releases is not None
+    assert norm is not None
+    planned, trained = _planned(engine), [client.train for client in dataset.manifest.clients if client.seen]
+    size, clients = round(sum(trained) / len(trained)), len(trained)
+    visits = max(1, round(planned.rounds * planned.cohort / planned.population.clients))
+    sums = planned.steps(size, visits, planned.multiplier)
+    rate = sum(r.rate * n for r, n in sums.items()) / sum(sums.values())
+    others, dimension = rate * max(0.0, size - options.count / clients), engine.parts.setup.model.layout.size
+    audited = PlannedAudit(options.count, sums, others, clients, dimension, sum(trained) // 2)
+    power = _tell_power(audit, planned, audited)
+    canaries = CanaryGradients(examples, audit.coins, audit.seed, norm, lambda examples: releases(examples, TRAIN), log)
+    _train(engine, lambda inner: CanaryExampleAlgorithm(inner, canaries))
+    return _Outcome(engine.folder, None, {"score": "gradient", "norm": norm}, log.draws(), audited, power)
+
+
+def _run_with_examples(audit: _CanaryRun) -> _Outcome:
+    """Run with canary examples that have wrong targets."""
     dataset, out = audit.dataset, audit.out
     canaries = draw_examples(dataset, audit.options.count, audit.seed)
     write_with_examples(dataset, out / PARTITION_FOLDER, canaries, audit.coins)
@@ -235,7 +392,7 @@ def _run_with_examples(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64
     predictor = "global" if "global" in last.predictors else "personal"
     whole = dataset.described_by(dataclasses.replace(dataset.manifest, **input_fields(parts.manifest.specs)))
     before, after = (_canary_losses(parts, at, trained_on, whole, canaries, predictor) for at in (first, last))
-    return RunFolder(done.folder), before - after, {"score": "loss", "predictor": predictor}
+    return _Outcome(RunFolder(done.folder), before - after, {"score": "loss", "predictor": predictor})
 
 
 def _canary_losses(

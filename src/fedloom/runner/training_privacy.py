@@ -87,6 +87,18 @@ class Planned:
         return self.experiment.federation.privacy
 
     @property
+    def rounds(self) -> int:
+        """Number of rounds of the experiment, which must have one."""
+        assert self.experiment.federation.rounds is not None
+        return self.experiment.federation.rounds
+
+    @property
+    def multiplier(self) -> float:
+        """Noise multiplier of the experiment, which must have one."""
+        assert self.privacy.noise_multiplier is not None
+        return self.privacy.noise_multiplier
+
+    @property
     def algorithm(self) -> Algorithm:
         """The method."""
         return find_algorithm(self.experiment.algorithm.name)
