@@ -1,23 +1,22 @@
-"""FLowDUP and PeFLL, with labels and without, in four small federations: a search on validation, then tests.
+"""FLowDUP by the origin of its subspace, FedAvg in the same subspace, and other methods: search, then tests.
 
     python research/flowdup.py [PROBLEM ...] [--out runs/flowdup]
-    python research/flowdup.py --costs [--out runs/flowdup]             # CPU time of servers, on a quiet machine
+    python research/flowdup.py --costs [--out runs/flowdup]             # CPU time of servers
 
-Every method has four settings (``GRIDS``). They run with seed 1, and that with the best validation accuracy of the seen
-clients after the last round is chosen. With it the seeds of ``TESTS`` run, and are tested once, after the last round.
-An interrupted program continues where it stopped. Results: docs/results/flowdup.md; compact file:
+Every method has the same step sizes (``RATES``). They run with seed 1, and that with the best validation accuracy of
+the seen clients after the last round is chosen. With it the seeds of ``TESTS`` run, and are tested once, after the last
+round. An interrupted program continues where it stopped. Results: docs/results/flowdup.md; compact file:
 ``python research/results.py fold flowdup runs/flowdup``.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,72 +33,51 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
 
-SEARCH, TESTS = 1, (2, 3, 4)
+SEARCH, TESTS = 1, (2, 3, 4, 5, 6)
 FOUND, COSTS = "found.json", "costs.json"
 ROUNDS, COHORT, STEPS, BATCH, SIZE = 100, 5, 10, 16, 1000
 """Rounds, clients of a round, their steps and batch size, and dimensions of subspaces."""
 
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""Step sizes of local training."""
+
 PROBLEMS: Mapping[str, Mapping[str, Any]] = {
     "fashion-mnist": {"scheme": "classes", "classes_per_client": 3, "train_per_client": 60, "test_per_client": 60},
-    "qmnist": {"scheme": "natural", "min_examples": 60, "test_fraction": 0.4},
-    "cifar10": {"scheme": "classes", "classes_per_client": 2, "train_per_client": 100, "test_per_client": 60},
-    "mnist": {
-        "scheme": "iid",
-        "train_per_client": 60,
-        "test_per_client": 60,
-        "shift": {"kind": "rotation", "groups": 4},
-    },
 }
 """Partition of each data set to 50 clients, of which 10 are new."""
 
-Setting = Mapping[str, float]
-"""Values by axis: ``lr``, the step size of local training, and keys below ``algorithm``."""
-
-SERVERS = {"lr": (0.03, 0.1), "server.lr": (0.001, 0.003)}
-GENERATORS = {"lr": (0.1, 0.3), "lambda_centre": (0.001, 0.1)}
-GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "local": {"lr": (0.03, 0.1), "local.steps": (50, 200)},
-    "fedavg": {"lr": (0.003, 0.01, 0.03, 0.1)},
-    "fine-tuning": {"lr": (0.01, 0.03), "personalize_steps": (20, 100)},
-    "pefll": SERVERS,
-    "pefll-unlabelled": SERVERS,
-    "pefll-subspace": SERVERS,
-    "flowdup": GENERATORS,
-    "flowdup-half": GENERATORS,
+EMBEDDING = {"network": "mlp", "width": 32, "labels": False}
+FLOWDUP = {"name": "flowdup", "embedding": EMBEDDING}
+TRAINED = {"size": SIZE, "origin": "trained"}
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "local": {"name": "local"},
+    "fedavg": {"name": "fedavg"},
+    "fine-tuning": {"name": "fedavg", "personalize_steps": 20},
+    "fedavg-subspace": {**FLOWDUP, "coordinates": "shared", "subspace": {"size": SIZE}},
+    "flowdup": {**FLOWDUP, "subspace": {"size": SIZE}},
+    "flowdup-trained": {**FLOWDUP, "subspace": TRAINED},
+    "pefll": {
+        "name": "pefll",
+        "embedding": EMBEDDING,
+        "hypernetwork": {"size": "S"},
+        "descriptor": {"size": 32, "evaluate": "all"},
+        "server": {"rule": "adam", "clip": 50.0, "lr": 0.001},
+    },
+    "flowdup-half": {**FLOWDUP, "subspace": TRAINED, "unlabelled": 0.5},
 }
-"""Values by axis of each method."""
+"""Settings of each method below ``algorithm``."""
 
 
-def settings(method: str) -> Iterator[Setting]:
-    """Yield the settings of a method's grid."""
-    for values in itertools.product(*GRIDS[method].values()):
-        yield dict(zip(GRIDS[method], values, strict=True))
-
-
-def algorithm(method: str, setting: Setting) -> dict[str, Any]:
+def algorithm(method: str, rate: float) -> dict[str, Any]:
     """Return the settings below ``algorithm``."""
-    local = {"steps": STEPS, "batch_size": BATCH, "momentum": 0.9, "clip": 10.0, "lr": setting["lr"]}
-    name, _, variant = method.partition("-")
-    made: dict[str, Any] = {"name": "fedavg" if name == "fine" else name, "local": local}
-    embedding = {"network": "mlp", "width": 32, "labels": name == "pefll" and variant != "unlabelled"}
-    if name == "pefll":
-        subspace = {"size": SIZE} if variant == "subspace" else None
-        made |= {"embedding": embedding, "hypernetwork": {"size": "S", "subspace": subspace}}
-        made["descriptor"] = {"size": 32, "evaluate": "all"}
-        made["server"] = {"rule": "adam", "clip": 50.0}
-    elif name == "flowdup":
-        made |= {"embedding": embedding, "subspace": {"size": SIZE}, "unlabelled": 0.5 if variant == "half" else 0.0}
-    for key, value in setting.items():
-        *folders, last = key.split(".")
-        place = made
-        for folder in folders:
-            place = place[folder]
-        if key != "lr":
-            place[last] = value
-    return made
+    steps = 200 if method == "local" else STEPS
+    return {
+        **METHODS[method],
+        "local": {"steps": steps, "batch_size": BATCH, "momentum": 0.9, "clip": 10.0, "lr": rate},
+    }
 
 
-def experiment(problem: str, method: str, setting: Setting, seed: int) -> dict[str, Any]:
+def experiment(problem: str, method: str, rate: float, seed: int) -> dict[str, Any]:
     """Return one run's settings."""
     rounds = 0 if method == "local" else ROUNDS
     return {
@@ -113,30 +91,31 @@ def experiment(problem: str, method: str, setting: Setting, seed: int) -> dict[s
             "normalization": "pool",
         },
         "model": {"name": "mlp", "hidden": [32]},
-        "algorithm": algorithm(method, setting),
+        "algorithm": algorithm(method, rate),
         "federation": {"rounds": rounds, "clients_per_round": COHORT, "checkpoint_every_s": 600},
         "evaluation": {"every": max(rounds, 1)},
         "runtime": {"workers": 0, "clients_at_once": COHORT},
     }
 
 
-def run(problem: str, method: str, setting: Setting, seed: int, out: Path) -> dict[str, float] | None:
+def run(problem: str, method: str, rate: float, seed: int, out: Path) -> dict[str, float] | None:
     """Run an experiment, unless an earlier program did, and return its results; None if it diverged."""
-    point = ",".join(f"{key}={value:g}" for key, value in setting.items())
-    folder = out / problem / method / f"{point},seed={seed}"
+    folder = out / problem / method / f"lr={rate:g},seed={seed}"
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)  # a run that was interrupted
         try:
-            fedloom.run(experiment(problem, method, setting, seed), out=folder, report=False, progress=False)
+            fedloom.run(experiment(problem, method, rate, seed), out=folder, report=False, progress=False)
         except QuorumError:
             return None
     line = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    groups = {group: line[group]["metrics"]["accuracy"] for group in ("seen", "unseen")}
     found = {
-        f"{group}_{name}": 100 * line[group]["metrics"]["accuracy"][key]
-        for group in ("seen", "unseen")
+        f"{group}_{name}": 100 * accuracy[key]
+        for group, accuracy in groups.items()
         for name, key in (("mean", "mean"), ("worst", "worst_decile"))
     }
-    return {"validation": 100 * line["validation_pooled"], **found, **traffic(folder)}
+    spread = {f"{group}_spread": 100 * line["spread"][group]["relative"] for group in groups}
+    return {"validation": 100 * line["validation_pooled"], **found, **spread, **traffic(folder)}
 
 
 def traffic(folder: Path) -> dict[str, float]:
@@ -154,15 +133,14 @@ def traffic(folder: Path) -> dict[str, float]:
 
 
 def compared(problem: str, method: str, out: Path) -> dict[str, Any]:
-    """Search a method's setting and test it: validation results of all settings, and results of the chosen one."""
-    searched = [(setting, run(problem, method, setting, SEARCH, out)) for setting in settings(method)]
-    known = [(setting, found) for setting, found in searched if found is not None]
-    best, _ = max(known, key=lambda both: both[1]["validation"])
+    """Search a method's step size and test it: results of all step sizes on seed 1, and of the chosen one."""
+    searched = {rate: run(problem, method, rate, SEARCH, out) for rate in RATES}
+    known = {rate: found["validation"] for rate, found in searched.items() if found is not None}
+    best = max(known, key=lambda rate: known[rate])
     tests = {seed: run(problem, method, best, seed, out) for seed in TESTS}
     if None in tests.values():
-        raise SystemExit(f"{problem}, {method}: a run with {dict(best)} diverged")
-    validation = [(setting, None if found is None else found["validation"]) for setting, found in searched]
-    return {"chosen": best, "search": validation, "tests": tests}
+        raise SystemExit(f"{problem}, {method}: a run with lr = {best:g} diverged")
+    return {"chosen": best, "search": [[rate, found] for rate, found in searched.items()], "tests": tests}
 
 
 @dataclass(frozen=True)
@@ -197,9 +175,8 @@ class Canned:
 
 def server_ms(method: str, model: FlatModel, rounds: int = 40) -> float:
     """Return the CPU milliseconds of a server's round without the clients' part: the minimum over ``rounds`` rounds."""
-    setting = next(settings(method))
-    found = find_algorithm(str(algorithm(method, setting).pop("name")))
-    keys = {key: value for key, value in algorithm(method, setting).items() if key != "name"}
+    keys = algorithm(method, RATES[0])
+    found = find_algorithm(str(keys.pop("name")))
     setup = Setup(model, 10, (1, 28, 28), 50, roster=tuple(f"c{i}" for i in range(40)))
     server = found.server(found.settings.model_validate(keys), setup, torch.Generator().manual_seed(0))
     cohort, took = Canned.of(found, server), []
@@ -214,7 +191,7 @@ def server_ms(method: str, model: FlatModel, rounds: int = 40) -> float:
 def costs() -> dict[str, dict[str, float]]:
     """Return the server's milliseconds by model and method."""
     models: dict[str, FlatModel] = {"mlp": MLP((1, 28, 28), [32], 10), "lenet": LeNet((1, 28, 28), 10)}
-    federated = [method for method in GRIDS if method not in ("local", "fine-tuning", "flowdup-half")]
+    federated = [method for method in METHODS if method not in ("local", "fine-tuning", "flowdup-half")]
     return {name: {method: server_ms(method, model) for method in federated} for name, model in models.items()}
 
 
@@ -233,7 +210,7 @@ def main() -> None:
         return
     for problem in options.problem or PROBLEMS:
         found = {}
-        for method in GRIDS:
+        for method in METHODS:
             found[method] = compared(problem, method, options.out)
             print(problem, method, found[method]["chosen"], flush=True)
         (options.out / problem / FOUND).write_text(json.dumps(found, indent=1), encoding="utf-8")

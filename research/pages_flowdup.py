@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from flowdup import COSTS, FOUND, GRIDS, PROBLEMS
+from flowdup import COSTS, FOUND, PROBLEMS
 from pages_own_tasks import difference, values
 from summaries import Evaluation, Runs, spread, table
 
@@ -14,19 +14,19 @@ NAMES = {
     "local": "Local",
     "fedavg": "FedAvg",
     "fine-tuning": "FedAvg + fine-tuning",
-    "pefll": "PeFLL",
-    "pefll-unlabelled": "PeFLL without labels",
-    "pefll-subspace": "PeFLL in a subspace",
-    "flowdup": "FLowDUP",
-    "flowdup-half": "FLowDUP, half of the clients unlabelled",
+    "fedavg-subspace": "FedAvg in the subspace",
+    "flowdup": "FLowDUP, θ₀ fixed",
+    "flowdup-trained": "FLowDUP, θ₀ trained",
+    "flowdup-half": "FLowDUP, θ₀ trained, half of the clients unlabelled",
+    "pefll": "PeFLL without labels",
 }
 NEEDS = {
     "fedavg": "nothing",
+    "fedavg-subspace": "nothing",
     "flowdup": "inputs",
+    "flowdup-trained": "inputs",
     "flowdup-half": "inputs",
-    "pefll-unlabelled": "inputs",
-    "pefll": "labels",
-    "pefll-subspace": "labels",
+    "pefll": "inputs",
     "fine-tuning": "labels, steps",
     "local": "labels, steps",
 }
@@ -34,19 +34,20 @@ NEEDS = {
 
 TITLES = {
     "fashion-mnist": "Fashion-MNIST, 3 classes a client",
-    "qmnist": "QMNIST writers",
-    "cifar10": "CIFAR-10, 2 classes a client",
-    "mnist": "MNIST, rotated by 0, 90, 180 or 270 degrees",
 }
 MODELS = {"mlp": "MLP, d = 25,450", "lenet": "LeNet, d = 85,822"}
 SENT = ("round_down", "round_up", "new_down", "new_up")
-COLUMNS = ("validation", "seen_mean", "seen_worst", "unseen_mean", "unseen_worst", *SENT, "server_ms")
-BESIDE = "flowdup"
+SPREADS = ("seen_spread", "unseen_spread")
+COLUMNS = ("validation", "seen_mean", "seen_worst", "unseen_mean", "unseen_worst", *SPREADS, *SENT, "server_ms")
+BESIDE = "fedavg"
 """Method that the others are compared with."""
+
+SHOWN = ("fedavg-subspace", "flowdup", "flowdup-trained", "flowdup-half", "pefll")
+"""Methods whose spread at every step size is shown."""
 
 
 def folded(folder: Path) -> Runs:
-    """Return PROBLEM/search/METHOD/SETTING, PROBLEM/test/METHOD with a line per seed, and costs/MODEL/METHOD."""
+    """Return PROBLEM/search/METHOD/lr=RATE, PROBLEM/test/METHOD with a line per seed, and costs/MODEL/METHOD."""
     runs = Runs()
 
     def add(name: str, seed: str, settings: Mapping[str, str], found: Mapping[str, float]) -> None:
@@ -55,26 +56,16 @@ def folded(folder: Path) -> Runs:
 
     for path in sorted(folder.glob(f"*/{FOUND}")):
         for method, about in json.loads(path.read_text(encoding="utf-8")).items():
-            for setting, validation in about["search"]:
-                text, known = as_text(setting), {} if validation is None else {"validation": validation}
-                add(
-                    f"{path.parent.name}/search/{method}/{','.join(f'{k}={v}' for k, v in text.items())}",
-                    "1",
-                    text,
-                    known,
-                )
+            for rate, found in about["search"]:
+                kept = {} if found is None else {key: found[key] for key in ("validation", "unseen_spread")}
+                add(f"{path.parent.name}/search/{method}/lr={rate:g}", "1", {"lr": f"{rate:g}"}, kept)
             for seed, found in about["tests"].items():
-                add(f"{path.parent.name}/test/{method}", seed, as_text(about["chosen"]), found)
+                add(f"{path.parent.name}/test/{method}", seed, {"lr": f"{about['chosen']:g}"}, found)
     if (path := folder / COSTS).exists():
         for model, costs in json.loads(path.read_text(encoding="utf-8")).items():
             for method, took in costs.items():
                 add(f"costs/{model}/{method}", "0", {}, {"server_ms": took})
     return runs
-
-
-def as_text(setting: Mapping[str, float]) -> dict[str, str]:
-    """Return the values of a setting as the command line takes them."""
-    return {key: f"{value:g}" for key, value in setting.items()}
 
 
 def tables(runs: Runs) -> Iterator[str]:
@@ -84,22 +75,23 @@ def tables(runs: Runs) -> Iterator[str]:
         yield of_tests(runs, problem)
     yield of_costs(runs, problems[0])
     for problem in problems:
-        yield of_search(runs, problem)
+        yield of_search(runs, problem, NEEDS, "validation", "validation accuracy, %")
+        yield of_search(runs, problem, SHOWN, "unseen_spread", "spread of the new clients' models, %")
 
 
 def of_tests(runs: Runs, problem: str) -> str:
-    """Return accuracies, means over clients with their spread over seeds, and differences to one method."""
+    """Return accuracies and spreads, means over clients with their deviation over seeds, and differences."""
     other, rows = runs[f"{problem}/test/{BESIDE}"], []
     for method, needs in NEEDS.items():
         run = runs[f"{problem}/test/{method}"]
-        cells = [spread(values(run, key)) for key in ("seen_mean", "unseen_mean", "unseen_worst")]
+        cells = [spread(values(run, key)) for key in ("seen_mean", "unseen_mean", "unseen_worst", "unseen_spread")]
         less = [
             "" if method == BESIDE else difference(values(run, key), values(other, key), 1)
             for key in ("seen_mean", "unseen_mean")
         ]
         rows.append((NAMES[method], needs, *cells, *less))
     gains = [f"{group}, minus {NAMES[BESIDE]}" for group in ("seen", "new")]
-    header = ("", "a new client needs", "seen clients, %", "new clients, %", "worst tenth", *gains)
+    header = ("", "a new client needs", "seen clients, %", "new clients, %", "worst tenth", "spread, %", *gains)
     return table(header, rows, left=2)
 
 
@@ -109,7 +101,7 @@ def of_costs(runs: Runs, problem: str) -> str:
     for method, needs in NEEDS.items():
         line = runs[f"{problem}/test/{method}"][0]
         sent = [f"{line[key]:.1f}" for key in SENT]
-        name = method.removesuffix("-half") if method != "fine-tuning" else "fedavg"
+        name = {"fine-tuning": "fedavg", "flowdup-half": "flowdup-trained"}.get(method, method)
         took = [runs.get(f"costs/{model}/{name}") for model in MODELS]
         rows.append(
             (NAMES[method], needs, *sent, *("" if run is None else f"{run[0]['server_ms']:.2f}" for run in took))
@@ -119,16 +111,17 @@ def of_costs(runs: Runs, problem: str) -> str:
     return table(header, rows, left=2)
 
 
-def of_search(runs: Runs, problem: str) -> str:
-    """Return validation results of all settings, the chosen ones in bold."""
+def of_search(runs: Runs, problem: str, methods: Iterable[str], quantity: str, title: str) -> str:
+    """Return a quantity of every step size on the seed of the search; that of the chosen one in bold."""
+    rates = {method: runs.under(f"{problem}/search/{method}") for method in methods}
+    columns = sorted({float(run[0].settings["lr"]) for found in rates.values() for run in found})
     rows = []
-    for method in GRIDS:
+    for method, found in rates.items():
         chosen = runs[f"{problem}/test/{method}"][0].settings
-        cells = []
-        for name in (name for name in runs if name.startswith(f"{problem}/search/{method}/")):
-            line = runs[name][0]
-            value = f"{line['validation']:.1f}" if line.values else "diverged"
-            cell = f"{', '.join(line.settings.values())}: {value}"
-            cells.append(f"**{cell}**" if line.settings == chosen else cell)
-        rows.append((NAMES[method], ", ".join(f"`{key}`" for key in chosen), "; ".join(cells)))
-    return table((TITLES[problem], "keys", "settings, and validation accuracy, %"), rows, left=3)
+        by_rate = {float(run[0].settings["lr"]): run[0] for run in found}
+        shown = (by_rate[rate] for rate in columns)
+        cells = [f"{line[quantity]:.1f}" if line.values else "diverged" for line in shown]
+        bold = columns.index(float(chosen["lr"]))
+        cells[bold] = f"**{cells[bold]}**"
+        rows.append((NAMES[method], *cells))
+    return table((f"{TITLES[problem]}: {title}", *(f"{rate:g}" for rate in columns)), rows, left=1)

@@ -158,6 +158,7 @@ class Metrics(Message):
     calibration: Tensor = rows(Quantity.METRICS)  # [c, predictors, bins, 3] float64
     uncertainty: Tensor = rows(Quantity.METRICS)  # [c, predictors, 3] float64
     sums: Tensor = rows(Quantity.METRICS)  # [c, predictors, splits, K] float64
+    models: Tensor = rows(Quantity.METRICS)  # [c, 1 + SKETCH] float64, see ``evaluation.spread``; or [c, 0]
 
 
 class SummedMetrics(Message):

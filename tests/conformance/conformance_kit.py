@@ -413,7 +413,7 @@ class Poisoned:
     """Client algorithm whose answers contain a NaN for one client at one exchange of one kind of conversation."""
 
     def __init__(self, half: ClientAlgorithm, opening: type[Message], client: str, exchange: int) -> None:
-        self.predictors, self.stateful = half.predictors, half.stateful
+        self.predictors, self.stateful, self.trains = half.predictors, half.stateful, half.trains
         self._half = half
         self._opening = opening
         self._client = client
@@ -443,7 +443,7 @@ class Huge:
     """
 
     def __init__(self, half: ClientAlgorithm) -> None:
-        self.predictors, self.stateful = half.predictors, half.stateful
+        self.predictors, self.stateful, self.trains = half.predictors, half.stateful, half.trains
         self._half = half
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:

@@ -32,7 +32,6 @@ from conformance_kit import (
 
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
 from fedloom.evaluation.group_statistics import groups
-from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.loop import Loop
 from fedloom.federation.transport import Call
 from fedloom.runner import assemble
@@ -388,7 +387,7 @@ def test_predictors_return_probabilities(tiny: Federation, method: str) -> None:
                 assert torch.allclose(p.sum(1), torch.ones(len(p)), atol=1e-5)
                 assert all(torch.isfinite(tensor).all() for tensor in predictor.tensors().values())
             seen.append(client.id)
-        return EvaluationPlan.of_classes(loop.manifest.classes).nothing(len(predictors), len(loop.predictors))
+        return tiny.parts.plan.nothing(len(predictors), len(loop.predictors))
 
     loop = tiny.loop("run", assemble.in_process(tiny.parts, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
     assert loop.personalize([entry.id for entry in tiny.dataset.manifest.clients]) == {}

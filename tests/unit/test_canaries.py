@@ -64,7 +64,7 @@ def test_perfect_scores_give_the_largest_bound() -> None:
 
 def test_the_estimate_needs_two_canaries_of_each_kind() -> None:
     scores = np.array([1.0, 2.0, 3.0])
-    assert normal_estimate(scores, np.array([True, False, False]), delta=1e-5) is None
+    assert normal_estimate(scores, np.array([True, False, False]), delta=1e-5, confidence=0.95) is None
 
 
 # --- a mechanism of known ε ------------------------------------------------------------------------------------------

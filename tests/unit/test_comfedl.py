@@ -205,9 +205,9 @@ def test_the_two_batches_are_drawn_independently() -> None:
     c = client("c0", 30)
 
     class Noted(type(group([c]))):  # type: ignore[misc]
-        def generator(self, i: int, purpose: str) -> torch.Generator:
+        def generator(self, i: int, purpose: str, *, orders: bool = False) -> torch.Generator:
             drawn.append((self.clients[i].id, purpose))
-            return super().generator(i, purpose)
+            return super().generator(i, purpose, orders=orders)
 
     members = Noted([c], group([c])._generator)
     s = made(**OBJECTIVES["damaml"], local={"steps": 4, "outer_batch_size": 7})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import measure, metrics
+from fedloom.evaluation.measure import Measurements, measure, metrics
 from fedloom.evaluation.measure_together import measured_together
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.uncertainty import group_uncertainty
@@ -247,7 +247,7 @@ def test_small_clients_are_measured_together_as_one_by_one() -> None:
     found = measured_together(predictors, data, names, batch_size=7, plan=plan)
     assert found is not None
     for name, rows in zip(
-        found.tensors(),
+        Measurements._fields,
         zip(
             *(measure(p, d, names, batch_size=7, plan=plan) for p, d in zip(predictors, data, strict=True)), strict=True
         ),

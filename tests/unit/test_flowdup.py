@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.flowdup import FLOWDUP, FLowDUPSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
@@ -81,18 +82,25 @@ class Written(nn.Module):
         self.h1 = nn.Sequential(nn.Linear(pixels, 6), nn.ReLU(), nn.Linear(6, E)).double()
         self.h2 = nn.Sequential(nn.Linear(E, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, K))
         self.h2, self.centre = self.h2.double(), nn.Parameter(torch.zeros(K, dtype=torch.float64))
-        nn.utils.vector_to_parameters(psi.clone(), [*self.h1.parameters(), *self.h2.parameters(), self.centre])
         subspace = s.subspace.of(SMALL, p.seed, torch.float64)
-        self.origin = subspace.origin
+        self.origin = nn.Parameter(subspace.origin.clone(), requires_grad=s.subspace.origin == "trained")
+        self.shared = s.coordinates == "shared"
+        nn.utils.vector_to_parameters(psi.clone(), self.parts)
         self.p = torch.zeros(SMALL.layout.size, K, dtype=torch.float64)
         self.p[torch.arange(len(self.p)), subspace.groups] = subspace.entries
 
     @property
+    def parts(self) -> list[nn.Parameter]:
+        networks = [] if self.shared else [*self.h1.parameters(), *self.h2.parameters()]
+        return [*networks, self.centre, *([self.origin] if self.origin.requires_grad else [])]
+
+    @property
     def psi(self) -> Tensor:
-        flat = nn.utils.parameters_to_vector([*self.h1.parameters(), *self.h2.parameters(), self.centre])
-        return flat.detach()
+        return nn.utils.parameters_to_vector(self.parts).detach()
 
     def v(self, x: Tensor, y: Tensor | None) -> Tensor:
+        if self.shared:
+            return self.centre
         x = x.flatten(1)
         if y is not None:
             x = torch.cat([x, F.one_hot(y, CLASSES)], 1)
@@ -106,7 +114,7 @@ class Written(nn.Module):
 def visit(psi: Tensor, c: ClientData, s: FLowDUPSettings, p: Setup, round: int, *, labelled: bool) -> Tensor:
     """Run a client's steps on ψ by torch.optim.SGD."""
     w = Written(psi, s, p)
-    optimizer = torch.optim.SGD(w.parameters(), lr=s.local.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(w.parts, lr=s.local.lr, momentum=0.9)
     random = generator(SEED, "train/train", c.id, round)
     for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
         x, y = c.train.x[index], None if c.train.y is None else c.train.y[index]
@@ -132,8 +140,11 @@ def close(found: Tensor, expected: Tensor) -> None:
         {"unlabelled": 0.5},
         {"weighting": "uniform", "server_lr": 0.5},
         {"embedding": {"network": "mlp", "width": 6, "labels": True}},
+        {"subspace": {"size": K, "origin": "trained"}},
+        {"coordinates": "shared"},
+        {"coordinates": "shared", "subspace": {"size": K, "origin": "trained"}, "unlabelled": 0.5},
     ],
-    ids=["labelled", "some hidden", "uniform", "PeFLL on sums"],
+    ids=["labelled", "some hidden", "uniform", "PeFLL on sums", "trained origin", "shared", "shared, trained"],
 )
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_rounds_equal_plain_gradient_steps(tmp_path: Path, changes: dict[str, Any], at_once: int) -> None:
@@ -161,6 +172,35 @@ def test_rounds_equal_plain_gradient_steps(tmp_path: Path, changes: dict[str, An
         close(
             predictor.log_probabilities(c.test.x), SMALL.logits(predictor.tensors()["theta"], c.test.x).log_softmax(1)
         )
+
+
+def test_the_control_gives_all_clients_one_model(tmp_path: Path) -> None:
+    """Clients share v; with every dimension of the model it is FedAvg, in rotated coordinates."""
+    s, data = made(coordinates="shared", subspace={"size": SMALL.layout.size}), clients(SIZES)
+    f = run(tmp_path / "control", s, data, seed=5)
+    thetas = torch.stack([f.predictors[2, c.id]["personal"].tensors()["theta"] for c in data])
+    assert torch.equal(thetas, thetas[:1].expand_as(thetas))
+    start = s.subspace.of(SMALL, 5, torch.float64).origin
+    averaged = FedAvgSettings.model_validate({"local": {"epochs": 2, "batch_size": 3, "lr": 0.05}})
+    g = federation(tmp_path / "plain", FEDAVG, averaged, problem(data, seed=5), data, rounds=2, unseen=[data[-1].id])
+    g.loop.server.state["theta"] = start
+    g.run()
+    close(thetas[0], g.state["theta"])
+    assert FLOWDUP.titles(s) != FLOWDUP.titles(made())
+
+
+def test_the_origin_is_sent_only_if_it_is_trained(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    plain, trained = (made(subspace={"size": K, "origin": origin}) for origin in ("fixed", "trained"))
+    sizes = [len(run(tmp_path / s.subspace.origin, s, data, rounds=0).state["theta"]) for s in (plain, trained)]
+    assert sizes[1] - sizes[0] == SMALL.layout.size
+    assert (FLOWDUP.starts_alike(plain), FLOWDUP.starts_alike(trained)) == (True, False)
+
+
+def test_unlabelled_clients_leave_a_trained_origin_in_place(tmp_path: Path) -> None:
+    s, data = made(subspace={"size": K, "origin": "trained"}), [bare(c) for c in clients(SIZES)]
+    start = s.subspace.of(SMALL, 0, torch.float64).origin
+    assert torch.equal(run(tmp_path, s, data).state["theta"][-len(start) :], start)
 
 
 def test_only_the_centre_learns_the_mean_of_the_vs(tmp_path: Path) -> None:
@@ -255,6 +295,7 @@ def test_models_of_a_pretrained_module_start_at_its_values() -> None:
     data[1] = bare(data[1])
     s, p = made(subspace={"size": 40}), replace(problem(data, model), dtype=torch.float32)
     FLOWDUP.check_model(s, model)
+    FLOWDUP.check_model(made(subspace={"size": 40, "origin": "model"}), model)
     half = FLOWDUP.client(s, p)
     own = nn.utils.parameters_to_vector(q for q in pretrained.parameters() if q.requires_grad)
     assert torch.equal(half.setup.model.subspace.origin, own)  # type: ignore[attr-defined]
@@ -279,6 +320,9 @@ def test_unsuitable_models_and_settings_are_rejected() -> None:
         FLOWDUP.check_model(made(), BatchNormConvNet(IMAGE, [3], [], CLASSES))
     with refusing(ExperimentError, "algorithm.subspace.size: ", 100_000):
         FLOWDUP.check_model(made(subspace={"size": 100_000}), SMALL)
+    for drawn in (SMALL, ModuleModel(Net, IMAGE, CLASSES, "pixels")):
+        with refusing(ExperimentError, "algorithm.subspace.origin: ", "trained"):
+            FLOWDUP.check_model(made(subspace={"size": 40, "origin": "model"}), drawn)
     with pytest.raises(ValidationError, match="unlabelled"):
         made(unlabelled=0.5, embedding={"network": "linear", "labels": True})
     with pytest.raises(ValidationError, match=r"local\.mask_absent"):

@@ -121,6 +121,21 @@ def test_the_mean_over_the_last_evaluations_is_beside_the_last(tmp_path: Path) -
     assert tells(page, "8 evaluations", "4125 to 5000", "unseen clients 85.1 (83.0 to 86.7)")
 
 
+@UNRENDERED
+def test_the_spread_of_the_models_is_told_if_it_was_measured(small: Path) -> None:
+    line = json.loads((small / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["spread"] == {"seen": None, "unseen": None}  # clients without sketches
+    assert "norm of the mean" not in write_report(small).read_text()
+    line["spread"]["unseen"] = {"clients": 2, "distance": 1.5, "relative": 0.1234}
+    put(small / "metrics.jsonl", json.dumps(line) + "\n")
+    page = write_report(small).read_text()
+    assert tells(page, "norm of the mean", "unseen clients 12 %")
+    assert "Results" not in left_out(page)
+    line["spread"]["unseen"] = {"clients": 2, "distance": 1.5, "relative": "far"}
+    put(small / "metrics.jsonl", json.dumps(line) + "\n")
+    assert tells(left_out(write_report(small).read_text())["Results"], "metrics.jsonl", "spread")
+
+
 def test_a_point_of_the_map_shows_its_class_mix_and_links_to_its_confusion(small: Path) -> None:
     table = (small / "confusion.csv").read_text().replace("client-0003,", "client-9999,", 1)
     put(small / "confusion.csv", f"{table}client-0005,3,7,123\n")

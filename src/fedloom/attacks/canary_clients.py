@@ -103,6 +103,10 @@ class CanaryClientAlgorithm(ClientAlgorithm):
         self.predictors, self.stateful = inner.predictors, inner.stateful
         self._inner, self._canaries, self._places = inner, canaries, canaries.places
 
+    def trains(self, opening: type[Message]) -> bool:
+        """Return whether the method's client trains."""
+        return self._inner.trains(opening)
+
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the method's steps."""
         return self._inner.personalization_steps(predictor, examples)

@@ -69,6 +69,10 @@ class CanaryExampleAlgorithm(ClientAlgorithm):
         self.predictors, self.stateful = inner.predictors, inner.stateful
         self._inner, self._canaries = inner, canaries
 
+    def trains(self, opening: type[Message]) -> bool:
+        """Return whether the method's client trains."""
+        return self._inner.trains(opening)
+
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the method's steps."""
         return self._inner.personalization_steps(predictor, examples)

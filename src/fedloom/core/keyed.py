@@ -30,3 +30,15 @@ def shuffled(generator: np.random.Generator, count: int) -> np.ndarray[tuple[int
     """
     order: np.ndarray[tuple[int], np.dtype[np.int64]] = np.argsort(generator.random(count), kind="stable")
     return order
+
+
+def signed_grouping(
+    seed: int, purpose: str, *, count: int, groups: int
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    """Return a random group of each of ``0 ... count - 1``, and whether its random sign is positive.
+
+    Groups differ in size by at most 1.
+    """
+    found = np.empty(count, dtype=np.int64)
+    found[shuffled(make_rng(seed, purpose, "groups"), count)] = np.arange(count) % groups
+    return found, make_rng(seed, purpose, "signs").random(count) < 0.5

@@ -14,6 +14,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import Inputs, take
 from fedloom.evaluation.measure_together import measured_together
 from fedloom.evaluation.plan import SPLITS, EvaluationPlan
+from fedloom.evaluation.spread import add_sketches, implausible_sketch
 from fedloom.evaluation.uncertainty import (
     EnsemblePredictor,
     averaged,
@@ -35,7 +36,7 @@ _log = logging.getLogger("fedloom.evaluation")
 
 
 class Measurements(NamedTuple):
-    """Measurements of P predictors on one client; the fields of :class:`~fedloom.messages.Metrics` for it.
+    """Measurements of P predictors on one client; the first fields of :class:`~fedloom.messages.Metrics` for it.
 
     Attributes
     ----------
@@ -74,13 +75,19 @@ def metrics(
 
     Sums of small clients are taken together (:func:`~fedloom.evaluation.measure_together.measured_together`).
     """
+    found = None
     if len(clients) > 1 and plan is not None:
-        together = measured_together(predictors, clients, names, batch_size=batch_size, plan=plan)
-        if together is not None:
-            return together
-    pairs = zip(predictors, clients, strict=True)
-    measured = [measure(named, client, names, batch_size=batch_size, plan=plan) for named, client in pairs]
-    return Metrics(*(torch.stack(rows) for rows in zip(*measured, strict=True)))
+        found = measured_together(predictors, clients, names, batch_size=batch_size, plan=plan)
+    if found is None:
+        pairs = zip(predictors, clients, strict=True)
+        measured = [measure(named, client, names, batch_size=batch_size, plan=plan) for named, client in pairs]
+        size = 0 if plan is None else plan.shapes(len(names))["models"][0]
+        models = torch.zeros(len(clients), size, dtype=torch.float64)
+        stacked = map(torch.stack, zip(*measured, strict=True))
+        found = Metrics(**dict(zip(Measurements._fields, stacked, strict=True)), models=models)
+    if plan is not None and plan.sketches:
+        add_sketches(found.models, predictors)
+    return found
 
 
 def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, test: int) -> str | None:
@@ -95,7 +102,7 @@ def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, tes
     validation, test
         Number of examples in its splits, from the manifest.
     """
-    counts, confusion, calibration, uncertainty, sums = (tensor[0] for tensor in measured.tensors().values())
+    counts, confusion, calibration, uncertainty, sums, models = (tensor[0] for tensor in measured.tensors().values())
     sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
     by_predictor = (plan.implausible(each, (validation, test)) for each in sums)
     return (
@@ -103,6 +110,7 @@ def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, tes
         or _implausible_confusion(confusion, test)
         or _implausible_confidence(calibration, uncertainty, test)
         or next((fault for fault in by_predictor if fault is not None), None)
+        or implausible_sketch(models)
     )
 
 
@@ -220,7 +228,8 @@ def _mask(plan: EvaluationPlan, client: ClientData) -> Tensor | None:
 
 def _nothing(plan: EvaluationPlan) -> Measurements:
     """Return the measurements of one predictor without test examples."""
-    return Measurements(*(t[0, 0] for t in plan.nothing(1, 1).tensors().values()))
+    nothing = plan.nothing(1, 1).tensors()
+    return Measurements(*(nothing[name][0, 0] for name in Measurements._fields))
 
 
 def _measure(

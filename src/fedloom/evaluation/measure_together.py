@@ -55,8 +55,9 @@ def measured_together(
         each = [named[name] for named in predictors]
         same = done.setdefault(tuple(map(id, each)), i)  # two names may share predictors
         if same < i:
-            for tensor in found.tensors().values():
-                tensor[:, i] = tensor[:, same]
+            for name, tensor in found.tensors().items():
+                if name != "models":
+                    tensor[:, i] = tensor[:, same]
         elif not _measure(found, i, each, clients, ~present, plan):
             return None
     return found if all(tensor.isfinite().all() for tensor in found.tensors().values()) else None

@@ -27,9 +27,10 @@ NUMBER, SUM, SQUARES = range(3)
 """Last axis of moments: clients for which a metric is defined, sum of their values, sum of the squares."""
 
 
-def moments_shape(plan: EvaluationPlan, predictors: int) -> tuple[int, ...]:
-    """Return the trailing shape of ``SummedMetrics.moments``, for P predictors: ``(P, R, 2 + M, 3)``."""
-    return (predictors, len(READINGS), OWN + len(plan.metrics), 3)
+def summed_shapes(plan: EvaluationPlan, predictors: int) -> dict[str, tuple[int, ...]]:
+    """Return the trailing shapes of the ``SummedMetrics`` fields, for P predictors; of moments ``(P, R, 2 + M, 3)``."""
+    shapes = plan.shapes(predictors) | {"moments": (predictors, len(READINGS), OWN + len(plan.metrics), 3)}
+    return {field.name: shapes[field.name] for field in SummedMetrics.fields()}
 
 
 def summed_metrics(measured: Metrics, plan: EvaluationPlan) -> SummedMetrics:
@@ -50,7 +51,8 @@ def summed_metrics(measured: Metrics, plan: EvaluationPlan) -> SummedMetrics:
             found = torch.where(defined, found, 0.0)
             by_reading.append(torch.stack([defined.double(), found, found.square()], dim=-1))
         by_predictor.append(torch.stack(by_reading, dim=1))
-    return SummedMetrics(**measured.tensors(), moments=torch.stack(by_predictor, dim=1))
+    sent = measured.tensors() | {"moments": torch.stack(by_predictor, dim=1)}
+    return SummedMetrics(**{field.name: sent[field.name] for field in SummedMetrics.fields()})
 
 
 def summed_group_statistics(

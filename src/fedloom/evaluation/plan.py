@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.data.targets import Targets
 from fedloom.errors import ExperimentError
+from fedloom.evaluation.spread import SKETCH
 from fedloom.evaluation.uncertainty import BINS
 from fedloom.messages import Metrics
 from fedloom.tasks.base import Counts, PredictionTask, TargetShape
@@ -39,11 +40,14 @@ class EvaluationPlan:
         Description of the targets.
     sums
         Sums that clients compute, in the order in which they lie in ``Metrics.sums``.
+    sketches
+        True if clients also answer with sketches of their models (:mod:`fedloom.evaluation.spread`).
     """
 
     task: PredictionTask
     targets: Targets
     sums: tuple[MetricSums, ...]
+    sketches: bool = False
 
     @classmethod
     def of(
@@ -52,6 +56,8 @@ class EvaluationPlan:
         task: PredictionTask | None = None,
         asked: Collection[str] = (),
         own: Sequence[MetricSums] = (),
+        *,
+        sketches: bool = False,
     ) -> EvaluationPlan:
         """Make the plan of a task.
 
@@ -63,6 +69,8 @@ class EvaluationPlan:
             Names of FedLoom's metrics that an experiment requests.
         own
             The user's own metrics.
+        sketches
+            True to measure the spread of the clients' models.
 
         Raises
         ------
@@ -72,7 +80,7 @@ class EvaluationPlan:
         found = task_of(targets.task, targets.outputs) if task is None else task
         wanted = {ALIASES.get(name, name) for name in asked}
         shape = TargetShape(targets.outputs, targets.shape, targets.std)
-        plan = cls(found, targets, (*found.metric_sums(shape, wanted), *own))
+        plan = cls(found, targets, (*found.metric_sums(shape, wanted), *own), sketches)
         names = [metric.name for metric in plan.metrics]
         allowed = [*dict.fromkeys([*names, *found.optional])]
         for name in asked:
@@ -117,6 +125,7 @@ class EvaluationPlan:
             "calibration": (predictors, BINS, 3),
             "uncertainty": (predictors, 3),
             "sums": (predictors, len(SPLITS), self.size),
+            "models": (1 + SKETCH if self.sketches else 0,),
         }
 
     def nothing(self, clients: int, predictors: int) -> Metrics:

@@ -14,6 +14,7 @@ from fedloom.evaluation.group_statistics import calibration_of_clients, groups, 
 from fedloom.evaluation.last_evaluations import late
 from fedloom.evaluation.moments import summed_group_statistics
 from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
+from fedloom.evaluation.spread import spreads
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
 
 
@@ -62,6 +63,8 @@ class EvaluationResult:
         then not a client, but all clients of a group, seen or unseen. None if each client's metrics are known.
     members
         ``[n, 2]``, the numbers of clients asked, and in the sums of these rows.
+    models
+        ``[n, 1 + SKETCH]`` float64, see :mod:`fedloom.evaluation.spread`; ``[n, 0]`` or None if not measured.
     """
 
     round: int
@@ -78,6 +81,7 @@ class EvaluationResult:
     records: dict[str, Tensor] = field(default_factory=dict)
     moments: Tensor | None = None
     members: Tensor | None = None
+    models: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check the shapes against each other.
@@ -91,6 +95,8 @@ class EvaluationResult:
             raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
         n = len(self.clients)
         measured = self.plan.shapes(len(self.predictors))
+        if self.models is None:
+            del measured["models"]
         for name, trailing in {"seen": (), "present": (), **measured}.items():
             shape, expected = tuple(getattr(self, name).shape), (n, *trailing)
             if shape != expected:
@@ -228,6 +234,7 @@ def metrics_line(
         "round": evaluation.round,
         **groups(evaluation, label_mask=label_mask),
         "uncertainty": uncertainties(evaluation),
+        "spread": spreads(evaluation),
         "validation_pooled": validation_pooled(evaluation, label_mask=label_mask),
         "validation_loss": validation_loss(evaluation),
         **headline_keys(evaluation.plan),
@@ -370,6 +377,7 @@ def summary(
             name: None if found is None else {**found, "ece_clients": calibration_of_clients(final, name)}
             for name, found in uncertainties(final).items()
         },
+        "spread": spreads(final),
         "communication": asdict(cost.communication),
         "duration_s": cost.duration_s,
         "client_steps_per_s": steps / seconds if steps and seconds > 0 else None,

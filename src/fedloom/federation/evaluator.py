@@ -17,7 +17,7 @@ from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
 from fedloom.evaluation.measure import implausible
-from fedloom.evaluation.moments import moments_shape
+from fedloom.evaluation.moments import summed_shapes
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
@@ -86,10 +86,7 @@ class Evaluator:
         shapes = {
             **answer_shapes(self.algorithm.messages, self.server.sizes),
             Metrics: self.plan.shapes(len(self.predictors)),
-            SummedMetrics: {
-                **self.plan.shapes(len(self.predictors)),
-                "moments": moments_shape(self.plan, len(self.predictors)),
-            },
+            SummedMetrics: summed_shapes(self.plan, len(self.predictors)),
         }
         summation = pair.summation
         if summation is not None and transport.traffic.up is None:  # clients in this process sign nothing
@@ -311,8 +308,10 @@ class _SummedMeasurements:
 
     def __init__(self, plan: EvaluationPlan, predictors: int) -> None:
         self._plan = plan
-        self._metrics: dict[str, Tensor] = plan.nothing(len(_GROUPS), predictors).tensors()
-        self._moments = torch.zeros(len(_GROUPS), *moments_shape(plan, predictors), dtype=torch.float64)
+        self._sums = {
+            name: torch.zeros(len(_GROUPS), *shape, dtype=torch.int64 if name == "confusion" else torch.float64)
+            for name, shape in summed_shapes(plan, predictors).items()
+        }
         self._members = torch.zeros(len(_GROUPS), 2, dtype=torch.int64)
 
     def ask(self, group: int, clients: int) -> None:
@@ -323,7 +322,7 @@ class _SummedMeasurements:
         """Add the sums of a cohort of one group; None if it had no result."""
         if replies is None:
             return
-        for name, total in {**self._metrics, "moments": self._moments}.items():
+        for name, total in self._sums.items():
             found: Tensor = replies.sum(getattr(replies, name))
             total[group] += found if total.is_floating_point() else found.round().to(total.dtype)
         self._members[group, 1] += int(replies.present.sum())
@@ -337,9 +336,8 @@ class _SummedMeasurements:
             present=(self._members[:, 1] > 0) | (self._members[:, 0] == 0),
             predictors=predictors,
             records={},
-            **self._metrics,
+            **self._sums,
             plan=self._plan,
-            moments=self._moments,
             members=self._members,
         )
 

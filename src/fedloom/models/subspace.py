@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.core.keyed import make_rng, shuffled
+from fedloom.core.keyed import make_rng, signed_grouping
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel
@@ -49,17 +49,15 @@ class Subspace:
         d, self.size = model.layout.size, size
         own = int(make_rng(seed, "subspace", "origin").random() * 2**53)
         self.origin = model.init(torch.Generator().manual_seed(own), dtype)
-        order = torch.from_numpy(shuffled(make_rng(seed, "subspace", "groups"), d))
-        self.groups = torch.empty(d, dtype=torch.int64).scatter_(0, order, torch.arange(d) % size)
-        positive = torch.from_numpy(make_rng(seed, "subspace", "signs").random(d)) < 0.5
+        self.groups, positive = map(torch.from_numpy, signed_grouping(seed, "subspace", count=d, groups=size))
         norms = torch.bincount(self.groups).double().rsqrt()[self.groups]
         self.entries = torch.where(positive, norms, -norms).to(dtype)
         self._copies: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def expand(self, v: Tensor) -> Tensor:
-        """Return θ = θ₀ + P v, ``[k] -> [d]`` or ``[g, k] -> [g, d]``; differentiable."""
-        origin, groups, entries = self._on(v.device)
-        return origin + entries * v.index_select(-1, groups)
+    def expand(self, v: Tensor, origin: Tensor | None = None) -> Tensor:
+        """Return θ = θ₀ + P v, ``[k] -> [d]`` or ``[g, k] -> [g, d]``; differentiable, also in an ``origin`` given."""
+        drawn, groups, entries = self._on(v.device)
+        return (drawn if origin is None else origin) + entries * v.index_select(-1, groups)
 
     def project(self, change: Tensor) -> Tensor:
         """Return Pᵀ Δθ, ``[g, d] -> [g, k]``: the gradient with respect to v where Δθ is that of θ."""

@@ -120,6 +120,12 @@ class _Uncertain(FileObject):
     mutual_information: Number
 
 
+class _Spread(FileObject):
+    clients: Count
+    distance: Number
+    relative: Number | None
+
+
 class _LeftOut(FileObject):
     absent: Count = 0
     untested: Count = 0
@@ -128,6 +134,7 @@ class _LeftOut(FileObject):
 class _Evaluation(_Round):
     communication: _Traffic
     uncertainty: dict[str, _Uncertain | None] = Field(default_factory=dict)
+    spread: dict[str, _Spread | None] = Field(default_factory=dict)
     left_out: _LeftOut = _LeftOut()
     client_steps: Count | None = None
 

@@ -85,8 +85,20 @@ def result_table(run: RunFolder) -> Part:
         blocks.append((f"Round {best['round']} (best by validation){under}", _rows(best, headline)))
     headings = (f"test {headline.heading}", "clients", "mean ± std", "worst", "worst decile", "pooled", "loss")
     tables = (Table(headings, tuple(blocks)), *_all_metrics(last, headline))
-    about = (_about_results(headline), *_about_macro(last), *_last_evaluations(run, headline))
+    about = (_about_results(headline), *_about_macro(last), *_last_evaluations(run, headline), *_spread(last))
     return Part(tables=tables, text=" ".join(about))
+
+
+def _spread(line: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on the spread of the clients' models, if it was measured."""
+    found = {key: group["relative"] for key, group in line.get("spread", {}).items() if group is not None}
+    shown = [f"{GROUP_TITLES[key]} {100 * value:.2g} %" for key, value in found.items() if value is not None]
+    if not shown:
+        return []
+    return [
+        f"Distance of the clients' models from their mean (root mean square, relative to the norm of the mean): "
+        f"{', '.join(shown)}; 0 if all clients have the same model."
+    ]
 
 
 def _about_results(headline: Headline) -> str:

@@ -12,7 +12,7 @@ from fedloom.algorithms.sums import SummedFields
 from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError, argument
-from fedloom.evaluation.moments import moments_shape
+from fedloom.evaluation.moments import summed_shapes
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments, MomentDigits
@@ -88,8 +88,9 @@ def moment_tensors(*, only_summed: bool = False) -> list[DisclosedTensor]:
 
 def measures(predictors: int, plan: EvaluationPlan, *, only_summed: bool = False) -> list[DisclosedTensor]:
     """Return the tensors that a client sends in an evaluation; if ``only_summed``, with the moments of its metrics."""
-    shapes = {**plan.shapes(predictors), "moments": moments_shape(plan, predictors)}
-    return _tensors(SummedMetrics if only_summed else Metrics, shapes, only_summed)
+    if only_summed:
+        return _tensors(SummedMetrics, summed_shapes(plan, predictors), only_summed)
+    return _tensors(Metrics, plan.shapes(predictors), only_summed)
 
 
 def _tensors(
@@ -98,6 +99,7 @@ def _tensors(
     return [
         DisclosedTensor(answer.__name__, field.name, str(field.quantity), shapes[field.name], only_summed)
         for field in answer.fields()
+        if shapes[field.name] != (0,)
     ]
 
 

@@ -12,7 +12,7 @@ from fedloom.data.manifest import Manifest
 from fedloom.data.targets import Targets
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.plan import KEY, EvaluationPlan
-from fedloom.experiment import Experiment
+from fedloom.experiment import Experiment, OwnData
 from fedloom.models.factories import check_permitted
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
@@ -35,7 +35,10 @@ def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPla
     asked = [name for name in experiment.evaluation.metrics if ":" not in name]
     if own and not targets.outputs:
         raise ExperimentError(f"{KEY}: data without targets have no metrics but the model's loss", key=KEY)
-    return EvaluationPlan.of(targets, task, asked, [_own_metric(name, task, targets) for name in own])
+    metrics = [_own_metric(name, task, targets) for name in own]
+    # A sketch tells something of a member's own model, so only simulations measure it.
+    simulated = not isinstance(experiment.data, OwnData) and experiment.federation.secure_aggregation is None
+    return EvaluationPlan.of(targets, task, asked, metrics, sketches=simulated)
 
 
 def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:

@@ -1,0 +1,87 @@
+"""Spread of the clients' models: how far their parameters lie from their mean.
+
+A client's answer has no room for θ, so it has a sketch: the signed sums of the parameters in random groups, which are
+the same for all clients (M. Charikar, K. Chen, M. Farach-Colton, Finding frequent items in data streams, ICALP 2002).
+The sketch is linear. Over the draw of the signs, the squared distance of two sketches has the squared distance of the
+models as its mean, with a relative deviation of at most √(2 / SKETCH) = 6 %. Models of up to SKETCH parameters have
+exact distances, and equal models the distance 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedloom.core.keyed import signed_grouping
+from fedloom.messages import VALUE_LIMIT
+
+if TYPE_CHECKING:
+    from fedloom.evaluation.summary import EvaluationResult
+    from fedloom.models.predictors import Predictor
+
+SKETCH = 512
+"""Number of groups."""
+
+_SEED = 0
+
+
+def add_sketches(found: Tensor, predictors: Sequence[Mapping[str, Predictor]]) -> None:
+    """Write the number of parameters of each client's own model, and its sketch, to ``[g, 1 + SKETCH]`` float64.
+
+    The rows of clients whose own predictor is missing, or not one vector of values up to ``VALUE_LIMIT``, stay 0.
+    """
+    for row, named in zip(found, predictors, strict=True):
+        tensors = named["personal"].tensors() if "personal" in named else {}
+        if tensors.keys() != {"theta"}:
+            continue
+        theta = tensors["theta"].detach().cpu().double()
+        if (theta.abs() <= VALUE_LIMIT).all():
+            groups, signs = _grouping(len(theta))
+            row[0] = len(theta)
+            row[1:].index_add_(0, groups, signs * theta)
+
+
+@functools.lru_cache(maxsize=4)
+def _grouping(parameters: int) -> tuple[Tensor, Tensor]:
+    """Return the group and the sign of each parameter, ``[d]`` each."""
+    found = signed_grouping(_SEED, "spread", count=parameters, groups=min(SKETCH, parameters))
+    groups, positive = map(torch.from_numpy, found)
+    return groups, torch.where(positive, 1.0, -1.0).double()
+
+
+def implausible_sketch(sketch: Tensor) -> str | None:
+    """Return why a client cannot have measured the sketch ``[1 + SKETCH]`` of a model; None if it can."""
+    if len(sketch):
+        parameters, largest = float(sketch[0]), float(sketch[1:].abs().max())
+        if not 0 <= parameters <= VALUE_LIMIT or largest > VALUE_LIMIT * parameters:
+            return f"sums up to {largest:g} over groups of the {parameters:g} parameters of a model"
+    return None
+
+
+def spreads(evaluation: EvaluationResult) -> dict[str, dict[str, Any] | None]:
+    """Return the spread of the personal models of the ``seen`` and the ``unseen`` clients.
+
+    Each has ``clients``, their number; ``distance``, the root mean square distance of their parameters from the mean of
+    them; and ``relative``, that distance divided by the norm of the mean (None if the norm is 0). A group is None if
+    sketches were not measured, if fewer than two clients have one, or if models differ in their number of parameters.
+    """
+    models, groups = evaluation.models, {"seen": evaluation.seen, "unseen": ~evaluation.seen}
+    if models is None or not models.shape[1]:
+        return dict.fromkeys(groups)
+    return {name: _spread(models[members & evaluation.present]) for name, members in groups.items()}
+
+
+def _spread(models: Tensor) -> dict[str, Any] | None:
+    """Return the spread of the models of m clients, from ``[m, 1 + SKETCH]``."""
+    models = models[models[:, 0] > 0]
+    if len(models) < 2 or bool((models[:, 0] != models[0, 0]).any()):
+        return None
+    first, apart = models[0, 1:], models[:, 1:] - models[0, 1:]  # exactly 0 for equal models
+    mean = apart.mean(0)
+    distance, norm = math.sqrt(float((apart - mean).square().sum(1).mean())), float((first + mean).norm())
+    return {"clients": len(models), "distance": distance, "relative": distance / norm if norm else None}
