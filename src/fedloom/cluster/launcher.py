@@ -37,6 +37,7 @@ from fedloom.cluster.pod_diagnosis import PodMonitor
 from fedloom.cluster.progress_client import ProgressClient
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.storage.folder import storing
 
 POLL_S = 3.0
 """Poll interval while some pod is not running: a pod's problems do not show in its Job."""
@@ -171,8 +172,9 @@ class Launcher:
             if component == AGGREGATOR or phase_of(pod) == "Failed":
                 log = self._api.log(pod["metadata"]["name"], component)
                 if log:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    (folder / f"{pod['metadata']['name']}.log").write_text(log)
+                    with storing(path := folder / f"{pod['metadata']['name']}.log"):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        path.write_text(log)
 
     def remove(self, *, wait: bool = False) -> None:
         """Delete the objects that this launcher created or adopted; with ``wait``, return when they no longer exist.

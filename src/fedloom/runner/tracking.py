@@ -106,7 +106,8 @@ class TrackerThread:
         """Queue a call; wait for the tracker only if ``MOST_WAITING`` calls are waiting, and not once it has failed."""
         while self.works():
             with suppress(Full):
-                return self._calls.put((call, counted), timeout=CHECK_S)
+                self._calls.put((call, counted), timeout=CHECK_S)
+                break
 
     def works(self) -> bool:
         """Return whether the tracker has not failed."""
