@@ -1,8 +1,9 @@
 """FLowDUP: networks that make a client's model, in a random subspace, from its unlabelled inputs.
 
 H. Zakerinia, J. Scott, C. H. Lampert, Federated learning with unlabeled clients: personalization can happen in low
-dimensions, arXiv 2505.15579. A client's model is θ = θ₀ + P v, v = h₂(mean over its inputs x of h₁(x)), with θ₀ and P
-fixed (:mod:`fedloom.models.subspace`). The shared vector ψ = (h₁, h₂, c) has a learnable centre c. Clients train ψ on
+dimensions, ICML 2026, PMLR 306, arXiv 2505.15579. A client's model is θ = θ₀ + P v, v = h₂(mean over its inputs x of
+h₁(x)), with θ₀ and P fixed (:mod:`fedloom.models.subspace`). The shared vector ψ = (h₁, h₂, c) has a learnable centre
+c. Clients train ψ on
 
     [labelled] mean over a batch of the loss at θ + λ ‖v - c‖²
 
