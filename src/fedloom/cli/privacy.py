@@ -72,11 +72,12 @@ def _show(found: PrivacyCost, title: str) -> None:
     trusted = "trusted"
     print_table(
         "",
-        ("rounds", "ε (readers)", "ε (aggregator)"),
+        ("rounds", "ε (readers)", "ε (member)", "ε (aggregator)"),
         [
             (
                 f"{at.rounds:,}",
                 rounded_up(at.to_readers),
+                "none" if at.to_members is None else rounded_up(at.to_members),
                 trusted if at.to_aggregator is None else rounded_up(at.to_aggregator),
             )
             for at in found.by_rounds

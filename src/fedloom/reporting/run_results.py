@@ -185,7 +185,7 @@ def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if claim is None:
         return None
     shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
-    return shown | {"epsilon_aggregator": claim["to_aggregator"]["epsilon"]}
+    return shown | {"to_members": claim.get("to_members"), "epsilon_aggregator": claim["to_aggregator"]["epsilon"]}
 
 
 def _int_or_none(value: Any) -> int | None:
