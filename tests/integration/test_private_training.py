@@ -208,9 +208,9 @@ def test_models_and_pages_show_the_claim(whole: Path, tmp_path: Path) -> None:
     (model,) = (tmp_path / "models").glob("*.safetensors")
     with safetensors.safe_open(model, "pt") as file:
         card = json.loads(file.metadata()["fedloom"])
-    assert card["training_privacy"] == {
-        name: reported[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise")
-    }
+    others = {f"epsilon_{who}": reported[f"to_{who}"]["epsilon"] for who in ("members", "aggregator")}
+    names = ("unit", "neighbouring", "epsilon", "delta", "noise")
+    assert card["training_privacy"] == {**{name: reported[name] for name in names}, **others}
     assert mentions(model.with_suffix(".md").read_text(), rounded_up(reported["epsilon"]), "0.001")
     assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", rounded_up(reported["epsilon"]))
 
