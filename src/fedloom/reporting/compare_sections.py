@@ -15,7 +15,7 @@ from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_val
 from fedloom.reporting.compare_tables import cost_cells, edge_note, marks_note, mean_only, reference_note, value_cell
 from fedloom.reporting.page import DASH, Cell, PageSection, Panel, Part, Table, TableRow, table_row
 from fedloom.reporting.run_results import GROUPS, USERS
-from fedloom.reporting.words import human_bytes, human_time, shown_epsilon, shown_guarantee
+from fedloom.reporting.words import human_bytes, human_time, shown_epsilon
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
 if TYPE_CHECKING:
@@ -300,12 +300,11 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
         claim = row.runs[0].privacy
         if claim is None:
             return (row.label, Cell("not private", span=6))
-        readers, aggregator = map(shown_epsilon, (row.epsilon, claim["epsilon_aggregator"]))
-        shown = (readers, shown_guarantee(claim["to_members"]), aggregator)
+        shown = (shown_epsilon(row.epsilon_toward(whom)) for whom in ("readers", "members", "aggregator"))
         return (row.label, claim["unit"], *shown, f"{claim['delta']:g}", claim["noise"])
 
     headings = ("method", "unit", "ε", "ε toward members", "ε toward the aggregator", "δ", "noise from")
-    text = f"ε: the largest of the seeds, toward readers of the models. {' '.join(claims[0]['statement'])}"
+    text = f"ε: the largest of the seeds, toward readers where no other is named. {' '.join(claims[0]['statement'])}"
     return (Part(tables=(Table(headings, _by_block(comparison, cells)),), text=text),)
 
 
