@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections import Counter
@@ -17,10 +18,13 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.cli.status_text import _privacy
 from fedloom.core.words import rounded_up
+from fedloom.data.problem import TrainedPrivately
 from fedloom.errors import ExperimentError
-from fedloom.privacy.accounting import epsilon_of, rounds_within, sampled
+from fedloom.privacy.accounting import Release, epsilon_of, rounds_within, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
+from fedloom.reporting.report import write_report
 from fedloom.reporting.status import RunStatus
 from fedloom.runner.client_models import save_models
 from fedloom.runs.folder import RunFolder
@@ -103,6 +107,45 @@ def test_the_claim_covers_the_released_sums(whole: Path) -> None:
     assert RunStatus(RunFolder(whole)).activity().privacy is not None
 
 
+@pytest.mark.parametrize("noise", ["central", "distributed"])
+def test_three_readers_have_three_figures(tmp_path: Path, noise: str) -> None:
+    """Compute the ε toward a member from the journal, and find it wherever the claim is shown."""
+    keys = {
+        "clients_per_round": 4,
+        "checkpoint_every_s": 0,
+        "secure_aggregation": {"bits": 64},
+        "privacy": {"clip": 1.0, "noise_multiplier": 6.0, "delta": 1e-3, "sampling": "fixed", "noise": noise},
+    }
+    trained(tmp_path, rounds=4, **keys)
+    run = trained(tmp_path, resume=True, rounds=8, **keys)  # another process has recorded the first cohorts
+    journal = [attempt for attempt in Journal(RunFolder(run)).attempts if attempt.round and attempt.attempt]
+    times = Counter(client for attempt in journal for client in attempt.conversations[0].clients)
+    most = max(times.values())
+    assert 1 < most < 8
+    assert {len(attempt.conversations[0].clients) for attempt in journal} == {4}
+    share = math.sqrt(2 / 3) if noise == "distributed" else 1.0  # 3 of 4 clients survive at least
+    known = Release(1.0, 6.0 * share, 12, 12, "fixed")
+    claimed = summary_of(run)["training_privacy"]
+    members = epsilon_of({known: most, sampled("fixed", 11, 4, 6.0): 8 - most}, 1e-3)
+    assert claimed["to_members"]["epsilon"] == pytest.approx(members)
+    assert claimed["member_cohorts"] == most
+    assert claimed["to_readers"]["epsilon"] == epsilon_of({sampled("fixed", 12, 4, 6.0): 8}, 1e-3) < members
+    whole = epsilon_of({Release(1.0, 6.0, 12, 12, "fixed"): 8}, 1e-3)
+    assert claimed["to_aggregator"]["epsilon"] == (whole if noise == "distributed" else None)
+    spent = metrics_of(run)[-1]["privacy"]
+    assert (spent["epsilon"], spent["epsilon_members"], spent["epsilon_aggregator"]) == tuple(
+        claimed[who]["epsilon"] for who in ("to_readers", "to_members", "to_aggregator")
+    )
+    shown = [rounded_up(claimed["epsilon"]), rounded_up(members)]
+    aggregator = rounded_up(whole) if noise == "distributed" else "no guarantee"
+    text = dict(_privacy(RunStatus(RunFolder(run)).activity()))["privacy"]
+    assert mentions(text, *(f"{each} toward" for each in (shown[1], aggregator)), shown[0])
+    report = write_report(run).read_text()
+    assert mentions(report, "ε toward members", *shown)
+    private = TrainedPrivately.of(claimed)
+    assert mentions(str(private), shown[0], f"{shown[1]} toward members", f"{aggregator} toward the aggregator")
+
+
 def test_a_run_without_privacy_reports_no_privacy(tmp_path: Path) -> None:
     run = trained(tmp_path, privacy=None)
     assert not {"training_privacy", "ended_by"} & summary_of(run).keys()
@@ -165,9 +208,9 @@ def test_models_and_pages_show_the_claim(whole: Path, tmp_path: Path) -> None:
     (model,) = (tmp_path / "models").glob("*.safetensors")
     with safetensors.safe_open(model, "pt") as file:
         card = json.loads(file.metadata()["fedloom"])
-    assert card["training_privacy"] == {
-        name: reported[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise")
-    }
+    others = {f"epsilon_{who}": reported[f"to_{who}"]["epsilon"] for who in ("members", "aggregator")}
+    names = ("unit", "neighbouring", "epsilon", "delta", "noise")
+    assert card["training_privacy"] == {**{name: reported[name] for name in names}, **others}
     assert mentions(model.with_suffix(".md").read_text(), rounded_up(reported["epsilon"]), "0.001")
     assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", rounded_up(reported["epsilon"]))
 

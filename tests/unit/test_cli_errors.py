@@ -108,14 +108,15 @@ def test_an_unknown_dataset(fedloom: Fedloom) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 def test_a_full_disk(fedloom: Fedloom) -> None:
     code, _, err = fedloom("schema", "--out", "/dev/full")
-    assert (code, err) == (ExitCode.STORAGE, "error: no space left on device\n")
+    assert code == ExitCode.STORAGE
+    assert tells(err, "/dev/full", "no space left on device", "free some space")
 
 
 def test_a_missing_folder(fedloom: Fedloom) -> None:
     code, _, err = fedloom("schema", "--out", "no/such/folder/schema.json")
     assert code == ExitCode.STORAGE
-    assert tells(err, "error: no/such/folder/schema.json: ", "no such file")
-    assert err.count("\n") == 1
+    assert tells(err, "error: no/such/folder/schema.json ", "no such file", "fix the path")
+    assert err.count("\n") == 2
 
 
 def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:

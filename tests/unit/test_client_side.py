@@ -75,9 +75,11 @@ class Clients(ClientSide):
 
         super().__init__(HALF, vocabulary(PEFLL), load, conclude, ClientConfig(0, clients_at_once=at_once))
 
-    def ask(self, exchange: int, rows: Sequence[int], message: Message | None = None) -> dict[int, Message | Lost]:
+    def ask(
+        self, exchange: int, rows: Sequence[int], message: Message | None = None, key: ConversationKey = KEY
+    ) -> dict[int, Message | Lost]:
         message = TALK[exchange] if message is None else message
-        return dict(self.answer(KEY, exchange, rows, [f"c{row}" for row in rows], message.select(rows)))
+        return dict(self.answer(key, exchange, rows, [f"c{row}" for row in rows], message.select(rows)))
 
 
 def equal(one: Message | Lost, other: Message | Lost) -> bool:
@@ -302,12 +304,13 @@ def test_a_message_that_cannot_open_a_conversation_loses_the_client_with_the_rea
 
 def test_predictors_are_evaluated_on_the_client() -> None:
     found = Clients()
-    found.ask(0, range(4), DescriptorRequest(ETA_V))
-    answers = found.ask(1, range(4), PersonalizedModel(THETA))
+    evaluation = replace(KEY, purpose="evaluate")
+    found.ask(0, range(4), DescriptorRequest(ETA_V), evaluation)
+    answers = found.ask(1, range(4), PersonalizedModel(THETA), evaluation)
     for row, answer in answers.items():
         assert isinstance(answer, Metrics)
         assert torch.equal(answer.counts[0], THETA[row])
-    assert found.ask(1, [2], PersonalizedModel(THETA))[2] is answers[2]
+    assert found.ask(1, [2], PersonalizedModel(THETA), evaluation)[2] is answers[2]
 
 
 # --- batches of clients -----------------------------------------------------------------------------------------------

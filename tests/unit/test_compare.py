@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import re
 import shutil
@@ -424,6 +425,30 @@ def test_a_named_reference_is_corrected_over_its_own_pairs(tmp_path: Path) -> No
     found = compare_runs(three(tmp_path), "Local")
     pair = next(pair for pair in found.pairs if pair.group == "seen" and (pair.first, pair.second) == (1, 2))
     assert found_of(found, "seen").p == pair.p_against
+
+
+@pytest.mark.parametrize(
+    ("against", "family", "rival"),
+    [
+        (None, "3 pairs of rows", "FedAvg + fine-tuning"),
+        ("PeFLL", "2 pairs with PeFLL", "PeFLL"),  # the worst row was named
+        ("Local", "2 pairs with Local", "FedAvg + fine-tuning"),  # the best
+    ],
+)
+def test_a_page_has_one_family_of_tests(tmp_path: Path, against: str | None, family: str, rival: str) -> None:
+    found = compare_runs(three(tmp_path), against)
+    page = html.unescape(re.sub(r"<[^>]+>", " ", write_comparison(found, tmp_path / "page").read_text()))
+    text, seen = re.sub(r"\s+", " ", page), found_of(found, "seen")
+    assert (seen.best.label, seen.rival.label) == ("Local", rival)
+    assert seen.p is not None
+    assert f"p = {seen.p:.2g}, by Holm's correction over {family}" in text
+    assert f"Holm's correction over {family} for seen clients" in text  # of the table of pairs
+    reference, compared = found.references[seen.block].row, {seen.best.label, seen.rival.label}
+    for other, pair in found.pairs_of(reference, "seen").items():
+        assert f"{found.p(pair):.3f}" in text
+        if {found.rows[reference].label, found.rows[other].label} == compared:
+            assert found.p(pair) == seen.p  # one comparison, one p
+    assert ("Only differences to PeFLL are tested" in text) is (against == "PeFLL")
 
 
 def test_rows_of_different_clients_are_not_tested(tmp_path: Path) -> None:

@@ -167,6 +167,7 @@ class OddModel(MLP):
     draws, in_bfloat16, needs_labels, has_features = ("torch",), True, False, False
     needs_whole_batches, least_batch, constrained, predicts_by_batch, vmaps_examples = True, 2, True, True, False
     task, constants, unsaved = Regression(), {"scale": torch.ones(1)}, frozenset({"scale"})
+    raw_targets, needs_result, tied = True, True, {"head": "embedding"}
 
 
 @pytest.mark.parametrize("derived", [TwoHeads, lambda m: Contrasting(m, MOONSettings())], ids=["fedrod", "moon"])

@@ -1,4 +1,4 @@
-"""FLowDUP against plain PyTorch with a dense P (Zakerinia, Scott, Lampert, arXiv 2505.15579)."""
+"""FLowDUP against plain PyTorch with a dense P (Zakerinia, Scott, Lampert 2026, PMLR 306)."""
 
 from __future__ import annotations
 

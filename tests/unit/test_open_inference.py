@@ -8,8 +8,9 @@ import json
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +27,10 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.errors import DataError, ExperimentError
+from fedloom.runner.bounded_http import http_served
 from fedloom.runner.client_models import client_models, save_models
 from fedloom.runner.inference_request import RequestRefused
-from fedloom.runner.open_inference import InferenceLimits, OpenInference
+from fedloom.runner.open_inference import CONNECTIONS, MOST_WAITING, InferenceLimits, OpenInference, inference_served
 from fedloom.runner.saved_models import ModelFolder
 from fedloom.runner.serve import ModelServerSettings, serve_run
 from fedloom.security.options import Protection, ServerOptions
@@ -139,7 +141,10 @@ def served(run: Path, **options: Any) -> Iterator[Client]:
     """Serve a run over REST, too, in a thread."""
     rest: list[str] = []
     with served_runs.served(run, say=rest.append, rest="127.0.0.1:0", **options) as address:
-        yield Client(int(rest[0].rpartition(":")[2]), address)
+        client, end = Client(int(rest[0].rpartition(":")[2]), address), time.monotonic() + WAIT_S
+        while client.ask("GET", "/v2/health/ready").status == 503 and time.monotonic() < end:
+            time.sleep(0.02)
+        yield client
 
 
 def of_schema(found: Any, name: str) -> Any:
@@ -315,6 +320,41 @@ def test_responses_are_bounded(run: Path) -> None:
     with pytest.raises(RequestRefused) as refused:
         serving._computed(wide, json.dumps(requested(x[:21])).encode())
     assert refused.value.status == 413
+
+
+def test_the_server_is_ready_when_it_can_predict(run: Path) -> None:
+    models = ModelFolder(run / "models")
+    serving, asked = OpenInference("run", models), []
+
+    def say(address: str) -> None:
+        asked.append(Client(int(address.rpartition(":")[2]), "").ask("GET", "/v2/health/ready"))
+
+    with inference_served("127.0.0.1:0", lambda: serving, Protection(), say):
+        assert (asked[0].status, asked[0].headers["retry-after"]) == (503, "1")  # the first model is not loaded yet
+    assert models.kept("client-0000") is not None
+    with served(run) as at:
+        assert at.ask("GET", "/v2/health/ready").status == 200
+
+
+def test_requests_wait_while_a_model_is_loaded(run: Path) -> None:
+    serving = OpenInference("run", ModelFolder(run / "models"), InferenceLimits(wait_s=WAIT_S))
+    most = MOST_WAITING + 8
+    with (
+        http_served("rest", "127.0.0.1:0", serving, CONNECTIONS, 0.5) as server,  # a peer has half a second
+        ThreadPoolExecutor(most) as pool,
+    ):
+        at = Client(server.server_port, "")
+        with serving._computing:  # held while a model is loaded
+            asked = [pool.submit(at.infer, "client-0000", requested(ROWS[:2])) for _ in range(most)]
+            refused = [found.result() for _, found in zip(range(8), as_completed(asked, WAIT_S), strict=False)]
+            assert {(answer.status, answer.headers["retry-after"]) for answer in refused} == {(503, "1")}
+            assert at.ask("GET", "/v2/health/live").status == 200
+            time.sleep(1)
+        assert sorted(found.result().status for found in asked) == [200] * MOST_WAITING + [503] * 8
+    brief = OpenInference("run", ModelFolder(run / "models"), InferenceLimits(wait_s=0.1))
+    with http_served("rest", "127.0.0.1:0", brief) as server, brief._computing:
+        late = Client(server.server_port, "").infer("client-0000", requested(ROWS[:2]))
+    assert (late.status, late.headers["retry-after"]) == (503, "1")
 
 
 class Held(io.BytesIO):

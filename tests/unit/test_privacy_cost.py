@@ -16,7 +16,7 @@ import fedloom
 from fedloom import experiment as experiments
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Experiment
-from fedloom.privacy.accounting import epsilon_of, least_multiplier, sampled
+from fedloom.privacy.accounting import Release, epsilon_of, least_multiplier, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner.training_privacy import Planned, Population, with_multiplier, with_noise
 
@@ -55,6 +55,22 @@ def test_the_privacy_cost_of_an_experiment_follows_from_its_settings() -> None:
 def test_noise_shares_protect_from_the_aggregator_without_sampling() -> None:
     found = cost(privacy={"noise": "distributed"}, federation__secure_aggregation={})
     assert found.by_rounds[-1].to_aggregator == pytest.approx(gaussian_epsilon(2.0, 1e-5, 400), rel=1e-6)
+
+
+@pytest.mark.parametrize(("noise", "less"), [("central", 1.0), ("distributed", math.sqrt(29 / 30))])
+def test_a_member_of_secure_sums_has_a_figure_of_its_own(noise: str, less: float) -> None:
+    """45 of 900 clients in each of 400 rounds: 20 cohorts are expected, in each of which 30 or more clients survive."""
+    found = cost(privacy={"noise": noise}, federation__secure_aggregation={})
+    release = sampled("poisson", 900, 45, 2.0)
+    known = Release(1.0, 2.0 * less, None, None, "all")
+    assert (
+        found.by_rounds[-1].to_members == epsilon_of({release: 380, known: 20}, 1e-5) > found.by_rounds[-1].to_readers
+    )
+    assert found.by_rounds[-1].cohorts == 20
+    assert mentions(str(found), "20 of 400 rounds")
+    without = cost()
+    assert without.by_rounds[-1].to_members == without.by_rounds[-1].to_readers
+    assert "20 of 400" not in str(without)
 
 
 def test_two_of_epsilon_noise_and_rounds_determine_the_third() -> None:
@@ -119,7 +135,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, fedloom: Fedloom) -
     path.write_text(experiments.as_yaml(TREE))
     code, out, _ = fedloom("privacy", path)
     assert code == 0
-    assert mentions(out, "400", "trusted", "900", "7,850")
+    assert mentions(out, "400", "none", "trusted", "900", "7,850")
     code, out, _ = fedloom("privacy", path, "--epsilon", "4", "--rounds", "100", "--json")
     assert code == 0
     found = json.loads(out)

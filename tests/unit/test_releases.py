@@ -191,13 +191,13 @@ def test_noisy_sums_are_counted_and_bounded(tmp_path: Path) -> None:
     limit = epsilon_of({SUM: 3}, 1e-5)
     first = Releases(folder, PROMISED, training=Tally(1e-5, limit))
     first.tell(KEY, 0, ["a"])
-    first.tell_sum(KEY, SUM)
-    first.tell_sum(KEY, SUM)
+    first.tell_sum(KEY, SUM, ("a", "b", "c"))
+    first.tell_sum(KEY, SUM, ("a", "b", "c"))
     second = Releases(folder, PROMISED, training=Tally(1e-5, limit))
-    second.tell_sum(KEY, SUM)
+    second.tell_sum(KEY, SUM, ("a", "b", "c"))
     before = (tmp_path / RELEASES).read_bytes()
     with pytest.raises(BudgetSpent):
-        second.tell_sum(KEY, SUM)
+        second.tell_sum(KEY, SUM, ("a", "b", "c"))
     assert (tmp_path / RELEASES).read_bytes() == before
     found = count_training_releases(folder)
     assert (found.counts, found.is_known) == ({EVERYONE: Counter({SUM: 3})}, True)
@@ -217,7 +217,7 @@ def test_noisy_steps_are_counted_per_client(tmp_path: Path) -> None:
     assert found.counts == {"a": Counter({a: 30}), "b": Counter({b: 3})}
     assert count_releases(folder, repeatable=False).times == {}
     with pytest.raises(RuntimeError, match=r"federation\.privacy"):
-        Releases(folder, PROMISED).tell_sum(KEY, SUM)
+        Releases(folder, PROMISED).tell_sum(KEY, SUM, ("a", "b", "c"))
 
 
 def test_private_answers_compose_with_noisy_steps_on_the_same_examples(tmp_path: Path) -> None:
@@ -257,17 +257,17 @@ def test_training_rounds_without_noise_are_remembered(tmp_path: Path, private: t
         if is_private or folder.has(RELEASES):
             releases = Releases(folder, None, training=Tally(1e-5, 100.0) if is_private else None)
             if is_private and i == 0:
-                releases.tell_sum(KEY, SUM)
+                releases.tell_sum(KEY, SUM, ("a", "b", "c"))
         folder.append("journal.jsonl", {"round": i + 1})
     assert not count_training_releases(folder).is_known
     assert releases.training is not None
     with pytest.raises(BudgetSpent):
-        releases.tell_sum(KEY, SUM)
+        releases.tell_sum(KEY, SUM, ("a", "b", "c"))
 
 
 def test_training_without_private_answers_gives_no_guarantee(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    Releases(folder, None, training=Tally(1e-5)).tell_sum(KEY, SUM)
+    Releases(folder, None, training=Tally(1e-5)).tell_sum(KEY, SUM, ("a", "b", "c"))
     folder.append("journal.jsonl", {"round": 1})
     Releases(folder, PROMISED, training=Tally(1e-5)).tell(KEY, 0, ["a"])
     assert not count_releases(folder, repeatable=False).is_known

@@ -9,7 +9,7 @@ import pytest
 from work import lines_run
 
 from fedloom.privacy.accounting import EVERYONE, Release, epsilon_of, gaussian_release, rounds_within, sampled
-from fedloom.privacy.tally import Tally, fits, largest
+from fedloom.privacy.tally import Cohorts, Tally, fits, largest
 
 SUM = sampled("poisson", 900, 45, 2.0)
 
@@ -56,7 +56,7 @@ def test_an_example_budget_considers_the_clients_asked() -> None:
 
 def test_a_budget_allows_nothing_after_an_uncounted_release() -> None:
     tally = Tally(1e-5, 100.0)
-    tally.restore({EVERYONE: {SUM: 1}}, is_known=False)
+    tally.restore({EVERYONE: {SUM: 1}}, Cohorts(), is_known=False)
     assert tally.epsilon == math.inf
     assert not tally.may_release({EVERYONE: {SUM: 1}})
     assert tally.sums == 1

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import csv
 import os
+import socket
 import sys
+import threading
+import time
 import urllib.request
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +24,9 @@ from fedloom.cli.main import app
 from fedloom.core.plugins import _entries
 from fedloom.errors import ExperimentError, InterruptedRun
 from fedloom.experiment import load_experiment, of
+from fedloom.runner import tracking
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import find_trackers
+from fedloom.runner.tracking import NumberTracker, find_trackers
 
 
 @pytest.fixture
@@ -106,6 +112,34 @@ class Unreachable(Breaks):
             raise RuntimeError(f"API request to {os.environ['MLFLOW_TRACKING_URI']}/api failed: {error}") from error
 
 
+TRAINED = threading.Event()
+
+
+class Late(NumberTracker):
+    """Tracker whose server comes up when the run has trained."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "late.txt"
+        if not TRAINED.wait(30):
+            raise TimeoutError("the run waits for this tracker")
+
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{round} {'train/loss' in numbers}\n")
+
+
+class Silent(NumberTracker):
+    """Tracker of a server that accepts connections and never answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+
+    def add(self, round: int, numbers: Mapping[str, float]) -> None:
+        if round:
+            with closing(socket.create_connection(self._server.getsockname(), timeout=30)) as connection:
+                connection.recv(1)
+
+
 @pytest.fixture
 def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
@@ -115,7 +149,7 @@ def plugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (about / "entry_points.txt").write_text(
         "[fedloom.observers]\nbreaks = test_tracking:Breaks\natonce = test_tracking:BreaksAtOnce\n"
         "unreachable = test_tracking:Unreachable\n"
-        "absent = not_installed_at_all.part:Thing\n"
+        "late = test_tracking:Late\nsilent = test_tracking:Silent\nabsent = not_installed_at_all.part:Thing\n"
     )
     monkeypatch.syspath_prepend(str(site))
     monkeypatch.setitem(sys.modules, "test_tracking", sys.modules[__name__])
@@ -130,10 +164,57 @@ def test_a_failing_tracker_does_not_stop_a_run(task: dict[str, Any], tmp_path: P
     assert run.finished
     assert len(run.history) == 4
     assert len(numbers(run.folder / "tracking.csv"))
-    output = [text for text in seen.said if "failed" in text]
+    output = sorted(text for text in seen.said if "failed" in text)
     assert len(output) == 2
     assert tells(output[0], "tracking", "atonce", "RuntimeError", "nobody at home")
     assert tells(output[1], "tracking", "breaks", "OSError", "disk of the tracker is full")
+    lost = [text for text in seen.said if "did not log" in text]
+    assert all(tells(text, "7 of 7", "metrics.jsonl") for text in lost)
+    assert {name for text in lost for name in names if name in text.split()} == {"breaks", "atonce"}
+
+
+@pytest.mark.usefixtures("plugged")
+def test_a_run_does_not_wait_for_a_tracker(task: dict[str, Any], tmp_path: Path) -> None:
+    class Trained(Notices):
+        def round_done(self, attempt: Any, rounds: int | None) -> None:
+            if attempt.round == rounds:
+                TRAINED.set()
+
+    TRAINED.clear()
+    seen = Trained()
+    run = fedloom.run(task, out=tmp_path / "run", report=False, progress=seen, tracking=["late"])
+    assert not any("tracking" in text for text in seen.said)
+    lines = [(t, kind) for t in (1, 2, 3) for kind in (True, False)]  # trained, then evaluated
+    logged = (run.folder / "late.txt").read_text().splitlines()
+    assert logged == [f"{t} {kind}" for t, kind in [(0, False), *lines]]
+
+
+@pytest.mark.usefixtures("plugged")
+def test_a_tracker_without_answer_is_given_up(
+    task: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "CALL_S", 0.5)
+    seen = Notices()
+    began = time.monotonic()
+    run = fedloom.run(task, out=tmp_path / "run", report=False, progress=seen, tracking=["silent"])
+    assert run.finished
+    assert time.monotonic() - began < 20  # the connection itself would wait for 30 s
+    failed, lost = (text for text in seen.said if "tracking" in text)
+    assert tells(failed, "silent", "0.5 s")
+    assert tells(lost, "silent", "6 of 7")  # the evaluation of round 0 was logged
+
+
+@pytest.mark.usefixtures("plugged")
+def test_a_stopped_run_does_not_wait_for_a_tracker(
+    task: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "STOP_S", 0.2)
+    seen = Notices(stop_after=2)
+    began = time.monotonic()
+    with pytest.raises(InterruptedRun):
+        fedloom.run(task, out=tmp_path / "run", report=False, progress=seen, tracking=["silent"])
+    assert time.monotonic() - began < 20
+    assert tells(seen.said[-1], "silent", "metrics.jsonl")
 
 
 @pytest.mark.usefixtures("plugged")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.data.manifest import SPLITS, ClientEntry, shard_path
 from fedloom.errors import ExperimentError, argument
-from fedloom.storage.folder import fill, make_private
+from fedloom.storage.folder import copy_atomically, fill, make_private, storing, write_atomically
 
 NAME = "canary"
 """Prefix of the ids of canary clients."""
@@ -161,7 +160,8 @@ def write_with_examples(
 def _write_shard(folder: Path, entry: ClientEntry, tensors: Mapping[str, Tensor], classes: int) -> ClientEntry:
     """Write a shard; return the client's entry with its numbers."""
     content = safetensors.torch.save(dict(tensors))
-    fill(shard_path(folder, entry.id), content, durably=False, private=True)
+    with storing(path := shard_path(folder, entry.id)):
+        fill(path, content, durably=False, private=True)
     train, validation, test = (
         next(len(each) for key, each in tensors.items() if key.startswith(f"{split}_x")) for split in SPLITS
     )
@@ -183,10 +183,9 @@ def _link(dataset: FederatedDataset, folder: Path, clients: Sequence[str]) -> No
         with suppress(OSError):
             os.link(source, target)
             continue
-        shutil.copyfile(source, target)
-        target.chmod(0o600)
+        copy_atomically(source, target, private=True)
 
 
 def _finish(folder: Path, manifest: Manifest) -> Manifest:
-    fill(folder / "partition.json", manifest.to_json().encode())
+    write_atomically(folder / "partition.json", manifest.to_json().encode())
     return manifest

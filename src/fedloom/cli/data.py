@@ -10,6 +10,7 @@ import typer
 from fedloom.api.progress import show_progress
 from fedloom.cli.options import ExperimentFile, Json, Set
 from fedloom.core.words import pluralize
+from fedloom.storage.folder import storing
 
 if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
@@ -162,7 +163,8 @@ def partition_command(
     if store is not None:
         publish(folder, store)
     elif out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        with storing(Path(out)):
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
         with published(Path(out)) as staging:
             shutil.copytree(folder, staging, dirs_exist_ok=True)
     typer.echo(f"{len(manifest.roster)} seen and {len(manifest.unseen)} unseen clients in {where}")

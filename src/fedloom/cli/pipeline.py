@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import typer
 
 from fedloom.cli.options import Commands, Set, Space, TrialCount
 from fedloom.cli.pipeline_arguments import pipeline_arguments, plan_order, text_of
+from fedloom.storage.folder import copy_atomically, storing
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.api import Kubeflow
@@ -104,9 +104,10 @@ def _compile(
         for one in names:
             compiling.compile_to(one, Path(folder) / f"{one}.yaml")
             changes.apply(Path(folder) / f"{one}.yaml")
-        out.mkdir(parents=True, exist_ok=True)
+        with storing(out):
+            out.mkdir(parents=True, exist_ok=True)
         for one in names:
-            shutil.copyfile(Path(folder) / f"{one}.yaml", out / f"{one}.yaml")
+            copy_atomically(Path(folder) / f"{one}.yaml", out / f"{one}.yaml")
             typer.echo(f"{out / f'{one}.yaml'}: version {compiling.version_of(out / f'{one}.yaml')}")
 
 
@@ -281,7 +282,8 @@ def _search(
     objects = katib.search_objects(found)
     text = as_documents(objects)
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        with storing(out):
+            out.write_text(text, encoding="utf-8")
     if submit:
         from fedloom.cluster.api import Api
 

@@ -69,15 +69,14 @@ def _show(found: PrivacyCost, title: str) -> None:
         f"noise multiplier {found.noise_multiplier:.4g}, clipping norm {found.clip:g}, δ = {found.delta:g}, "
         f"{rounds} rounds{asked}\n"
     )
-    trusted = "trusted"
     print_table(
         "",
-        ("rounds", "ε (readers)", "ε (aggregator)"),
+        ("rounds", "ε (readers)", "ε (members)", "ε (aggregator)"),
         [
             (
                 f"{at.rounds:,}",
                 rounded_up(at.to_readers),
-                trusted if at.to_aggregator is None else rounded_up(at.to_aggregator),
+                *("none" if found is None else rounded_up(found) for found in (at.to_members, at.to_aggregator)),
             )
             for at in found.by_rounds
         ],

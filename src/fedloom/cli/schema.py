@@ -20,4 +20,7 @@ def schema(
     if out is None:
         typer.echo(text)
     else:
-        out.write_text(f"{text}\n", encoding="utf-8")
+        from fedloom.storage.folder import storing
+
+        with storing(out):
+            out.write_text(f"{text}\n", encoding="utf-8")

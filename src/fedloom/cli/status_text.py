@@ -124,7 +124,12 @@ def _privacy(now: Activity) -> Iterator[tuple[str, str]]:
         return
     epsilon = "no guarantee" if spent.epsilon is None else f"ε = {rounded_up(spent.epsilon)} at δ = {spent.delta:g}"
     budget = "" if spent.budget is None else f", budget {spent.budget:g}"
-    yield "privacy", f"{epsilon} toward readers of the models, after {pluralize(spent.sums, 'noisy sum')}{budget}"
+    others = "; ".join(
+        f"{'no guarantee' if found is None else rounded_up(found)} toward {whom}"
+        for found, whom in ((spent.epsilon_members, "members"), (spent.epsilon_aggregator, "the aggregator"))
+    )
+    sums = pluralize(spent.sums, "noisy sum")
+    yield "privacy", f"{epsilon} toward readers of the models; {others}; after {sums}{budget}"
 
 
 def _worker(worker: ConnectedWorker, now: float) -> str:

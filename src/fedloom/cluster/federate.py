@@ -33,6 +33,7 @@ from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, Refuse
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
 from fedloom.storage.claim import claim_place
+from fedloom.storage.folder import write_atomically
 from fedloom.storage.open import is_url
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def federate(
             path = Path(folder) / f"{experiment.name}.yaml"
             # The result is returned as files; a store would give all federations one location, that of this folder.
             here = experiment.model_copy(update={"storage": None})
-            path.write_text(here.resolved_yaml(), encoding="utf-8")
+            write_atomically(path, here.resolved_yaml().encode(), durably=False)
             local.run_locally(path, partition, out, deadline_s=cluster.deadline_s, say=say)
     elif backend == "kubernetes":
         step = _Step(experiment, partition, cluster, run_id, task, TaskConfig.read(task_config), unattended, say)

@@ -37,6 +37,7 @@ from fedloom.cluster.pod_diagnosis import PodMonitor
 from fedloom.cluster.progress_client import ProgressClient
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
+from fedloom.storage.folder import storing
 
 POLL_S = 3.0
 """Poll interval while some pod is not running: a pod's problems do not show in its Job."""
@@ -401,8 +402,9 @@ def save_logs(api: Api, pods: Sequence[Manifest], folder: Path) -> None:
         if component == AGGREGATOR or phase_of(pod) == "Failed":
             log = api.log(name, component)
             if log:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{name}.log").write_text(log)
+                with storing(path := folder / f"{name}.log"):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    path.write_text(log)
 
 
 def delete(api: Api, selector: str) -> list[str]:

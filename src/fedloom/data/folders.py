@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedloom.core.home import expanded
 from fedloom.errors import StorageError
-from fedloom.storage.folder import sync
+from fedloom.storage.folder import storing, sync
 
 log = logging.getLogger("fedloom.data")
 
@@ -33,7 +33,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raise StorageError, naming the owner of the folder and the remedy, if this user cannot create the lock.
     """
     path = folder.parent / f".{folder.name}.lock"
-    with naming_owner(path):
+    with naming_owner(path), storing(path):
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -88,20 +88,23 @@ def published(folder: Path) -> Iterator[Path]:
 
     A process killed in the block leaves a staging folder, which readers ignore and the next writer removes. Call this
     under :func:`locked`.
+
+    Raise StorageError, naming the folder, for any OSError, also in the block.
     """
-    with naming_owner(folder):
+    with naming_owner(folder), storing(folder):
         for leftover in folder.parent.glob(f".{folder.name}.staging-*"):
             log.info("removing %s, left by a process that was killed", leftover)
             shutil.rmtree(leftover)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.staging-", dir=folder.parent))
     try:
         content = staging / "content"
-        content.mkdir()
-        yield content
-        with naming_owner(folder):
+        with storing(folder):
+            content.mkdir()
+            yield content
+        with naming_owner(folder), storing(folder):
             if folder.exists():
                 folder.rename(staging / "replaced")
             content.rename(folder)
-        sync(folder.parent)
+            sync(folder.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -6,7 +6,7 @@ It comes from a server and is untrusted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,14 +23,17 @@ LONGEST = 16 * 2**20
 
 @dataclass(frozen=True)
 class TrainedPrivately:
-    """Differential privacy of the training that a model comes from, toward anyone who sees the model.
+    """Differential privacy of the training that a model comes from.
 
     Attributes
     ----------
     unit, neighbouring
         Unit that is protected (``clients`` or ``examples``), and the relation between neighbouring data sets.
     epsilon, delta
-        Privacy parameters; ``epsilon`` is None if there is no guarantee.
+        Privacy parameters toward anyone who sees the model; ``epsilon`` is None if there is no guarantee.
+    epsilon_members, epsilon_aggregator
+        ε toward the clients of the federation, and toward its aggregator; None if there is no guarantee, or an earlier
+        version did not state it.
     noise
         ``secret``, or ``seed`` in a simulation, whose noise protects nobody.
     """
@@ -40,18 +43,30 @@ class TrainedPrivately:
     epsilon: float | None
     delta: float
     noise: Literal["secret", "seed"]
+    epsilon_members: float | None = None
+    epsilon_aggregator: float | None = None
 
     @classmethod
     def of(cls, claim: Mapping[str, Any] | None) -> TrainedPrivately | None:
         """Return the guarantee in ``training_privacy`` of ``summary.json``, if any."""
-        return None if claim is None else cls(**{field.name: claim[field.name] for field in fields(cls)})
+        if claim is None:
+            return None
+        others = (claim.get(name) or {} for name in ("to_members", "to_aggregator"))
+        stated = (claim[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise"))
+        return cls(*stated, *(other.get("epsilon") for other in others))
 
     def __str__(self) -> str:
         """Return the guarantee as part of a sentence."""
         if self.epsilon is None:
             return "without a privacy guarantee"
         simulated = "; noise from the seed, a simulation" if self.noise == "seed" else ""
-        return f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {self.unit}{simulated}"
+        others = ""
+        if self.epsilon_members is not None and self.unit == "clients":
+            aggregator = (
+                "no guarantee" if self.epsilon_aggregator is None else f"ε = {rounded_up(self.epsilon_aggregator)}"
+            )
+            others = f"; ε = {rounded_up(self.epsilon_members)} toward members, {aggregator} toward the aggregator"
+        return f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {self.unit}{others}{simulated}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from fedloom.tasks.headline import GROUPS, MetricValues, headline_of, values_of
@@ -181,21 +181,25 @@ class Totals:
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """Differential privacy of training so far (``federation.privacy``), toward readers of the models."""
+    """Differential privacy of training so far (``federation.privacy``)."""
 
     delta: float
     sums: int
     """Number of noisy sums that ε covers."""
     epsilon: float | None = None
-    """None if there is no guarantee."""
+    """Toward readers of the models; None if there is no guarantee."""
     budget: float | None = None
-    """Largest ε, before which training ends; None if there is no budget."""
+    """Largest ε toward readers, before which training ends; None if there is no budget."""
+    epsilon_members: float | None = None
+    """Toward each client of the federation; None if there is no guarantee, or it is not known."""
+    epsilon_aggregator: float | None = None
+    """Toward the aggregator; None likewise."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
         """Return the privacy spent in a line of ``metrics.jsonl``; None if it has none."""
         spent = line.get("privacy")
-        return None if spent is None else cls(spent["delta"], spent["sums"], spent["epsilon"], spent["budget"])
+        return None if spent is None else cls(**{each.name: spent.get(each.name) for each in fields(cls)})
 
 
 @dataclass(frozen=True)

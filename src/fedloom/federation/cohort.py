@@ -101,7 +101,7 @@ class RemoteCohort:
         """Record that a private sum of training is asked for, and return its settings; None if the sum is exact."""
         private = self._config.private if self.key.purpose == TRAIN else None
         if private is not None and self._config.releases is not None:
-            self._config.releases.tell_sum(self.key, private.release(self.draw))
+            self._config.releases.tell_sum(self.key, private.release(self.draw), self.clients)
         return private
 
     def exchange(

@@ -29,6 +29,7 @@ from fedloom.federation.sum_messages import ANSWERS, STEPS
 from fedloom.federation.transport import TRAIN, Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, SummedMetrics
+from fedloom.privacy.claim import readings_of
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT, Attempt, Journal, Replay
@@ -239,6 +240,8 @@ class Loop(Evaluator):
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
                 self.round, self._burnt = t, 0
+                if self._config.releases is not None:
+                    self._config.releases.note(attempt)
                 self._report_spent()
                 if not self.roster.fixed:
                     self.transport.silence.take_part(attempt.answered)
@@ -383,8 +386,13 @@ class Loop(Evaluator):
         if tally is None or (not due and started - ended < 50 * took):
             return {}
         epsilon = None if math.isinf(spent := tally.epsilon) else spent
+        members = aggregator = epsilon
+        if self._private is not None and tally.is_known:
+            secure, settings = self._config.summation is not None, self._private.settings
+            readings = readings_of(settings, tally.most(), tally.cohorts, secure=secure)
+            members, aggregator = readings.members.epsilon, readings.aggregator.epsilon
         self._accounted = time.monotonic(), time.monotonic() - started
-        now = PrivacySpent(tally.delta, tally.sums, epsilon, tally.limit)
+        now = PrivacySpent(tally.delta, tally.sums, epsilon, tally.limit, members, aggregator)
         self.monitor.spent(now)
         return {"privacy": asdict(now)}
 

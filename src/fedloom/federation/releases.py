@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -23,9 +23,10 @@ from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey
 from fedloom.privacy.accounting import EVERYONE, Release, gaussian_release
-from fedloom.privacy.tally import Counts, Tally, Unit
-from fedloom.runs.files import RELEASES
+from fedloom.privacy.tally import Cohorts, Counts, Tally, Unit
+from fedloom.runs.files import JOURNAL, RELEASES
 from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE, Attempt
 
 BEGIN = "begin"
 """Purpose in the first line: everything after it is counted."""
@@ -77,7 +78,7 @@ class Releases:
         self._begin({"about": TRAINING}, training is not None)
         if training is not None:
             found = count_releases_about(folder, training.unit, repeatable=repeatable)
-            training.restore(found.counts, is_known=found.is_known)
+            training.restore(found.counts, found.cohorts, is_known=found.is_known)
 
     def _begin(self, about: Mapping[str, str], is_private: bool) -> None:
         """Mark where counting begins, or that it was interrupted.
@@ -102,13 +103,19 @@ class Releases:
                     {client: {gaussian_release(self.noise_multiplier): n} for client, n in Counter(clients).items()}
                 )
 
-    def tell_sum(self, key: ConversationKey, release: Release) -> None:
+    def tell_sum(self, key: ConversationKey, release: Release, cohort: Sequence[str]) -> None:
         """Record that a cohort is about to be asked for a noisy sum over it; the line is durable when this returns.
 
         Raise BudgetSpent if the sum would exceed the budget, and StorageError if the line cannot be written; the cohort
         must then not be asked.
         """
-        self._record_training(key, {EVERYONE: Counter({release: 1})})
+        self._record_training(key, {EVERYONE: Counter({release: 1})}, cohort)
+
+    def note(self, attempt: Attempt) -> None:
+        """Record that an attempt has become a round: its sums had the clients that were not lost."""
+        if self.training is not None:
+            with self._lock:
+                _note_cohorts(self.training.cohorts, ((one.clients, one.lost) for one in attempt.conversations))
 
     def tell_steps(self, key: ConversationKey, exchange: int, steps: Counts, *, again: bool = False) -> None:
         """Record that clients are about to take noisy steps on their examples: the releases of each client.
@@ -118,7 +125,15 @@ class Releases:
         """
         self._record_training(key, steps, exchange=exchange, within_budget=not again)
 
-    def _record_training(self, key: ConversationKey, counts: Counts, *, within_budget: bool = True, **at: int) -> None:
+    def _record_training(
+        self,
+        key: ConversationKey,
+        counts: Counts,
+        cohort: Sequence[str] | None = None,
+        *,
+        within_budget: bool = True,
+        **at: int,
+    ) -> None:
         if self.training is None:
             raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
         if within_budget and not self.training.may_release(counts):
@@ -131,9 +146,11 @@ class Releases:
             for release, times in releases.items():
                 alike[release, times].append(client)
         lines = [{**asdict(release), "times": n, "units": units} for (release, n), units in alike.items()]
-        self._write({**_at(key), **at, "about": TRAINING, "purpose": key.purpose, "releases": lines})
+        about: dict[str, Any] = {"about": TRAINING, "purpose": key.purpose, "releases": lines}
+        about |= {} if cohort is None else {"cohort": list(cohort)}
+        self._write({**_at(key), **at, **about})
         with self._lock:
-            self.training.add(counts)
+            self.training.add(counts, cohort)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._lock:
@@ -164,11 +181,12 @@ class ReleaseCounts:
 class TrainingReleases:
     """Noisy sums and steps of training, by the client that they are about; ``EVERYONE`` for sums over cohorts.
 
-    ``is_known`` is False if some rounds had no noise, or were not counted.
+    ``is_known`` is False if some rounds had no noise, or were not counted. ``cohorts`` are those of sums over clients.
     """
 
     counts: Mapping[str, Counter[Release]] = field(default_factory=dict)
     is_known: bool = True
+    cohorts: Cohorts = field(default_factory=Cohorts)
 
 
 def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
@@ -197,6 +215,7 @@ def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> T
     Raise DataError if ``releases.jsonl`` is damaged.
     """
     counts: defaultdict[str, Counter[Release]] = defaultdict(Counter)
+    cohorts = Cohorts()
     lines, is_known = _lines(folder, TRAINING, repeatable=repeatable)
     for line in lines:
         try:
@@ -204,9 +223,20 @@ def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> T
                 release = Release(**{name: entry[name] for name in _FIELDS})
                 for unit in entry["units"]:
                     counts[unit][release] += entry["times"]
+                    if unit == EVERYONE:
+                        cohorts.add(release, line.get("cohort"), entry["times"])
         except (KeyError, TypeError, ValueError):
             raise _damaged(folder) from None
-    return TrainingReleases(counts, is_known)
+    for line in folder.objects(JOURNAL) if cohorts.of else ():
+        if line.get("outcome") == DONE:
+            _note_cohorts(cohorts, ((one["clients"], one["lost"]) for one in line["conversations"]))
+    return TrainingReleases(counts, is_known, cohorts)
+
+
+def _note_cohorts(cohorts: Cohorts, conversations: Iterable[tuple[Sequence[str], Sequence[Any]]]) -> None:
+    """Record how many clients stayed in the cohorts of a round."""
+    for clients, lost in conversations:
+        cohorts.note(len(clients) - len(lost))
 
 
 def count_releases_about(folder: RunFolder, unit: Unit, *, repeatable: bool = False) -> TrainingReleases:

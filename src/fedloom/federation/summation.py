@@ -24,8 +24,7 @@ from fedloom.federation.sum_messages import AnswerReady, ClipNotice
 from fedloom.federation.sum_vector import MOST_MEMBERS, SumVector
 from fedloom.messages import FieldSum, Message, Sums
 from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
-from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
-from fedloom.security.sum_session import least_survivors
+from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy, least_survivors
 
 if TYPE_CHECKING:
     from fedloom.federation.cohort import RemoteCohort

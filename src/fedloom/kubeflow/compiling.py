@@ -16,6 +16,7 @@ import fedloom
 from fedloom.errors import ExperimentError
 from fedloom.kubeflow import catalog
 from fedloom.kubeflow.image import VARIABLE, component_image
+from fedloom.storage.folder import write_atomically
 
 NAMES = ("personalized_federation", "compare_methods", "unseen_clients")
 """Names of the pipelines, which are loaded only when needed: kfp takes two seconds to import."""
@@ -85,7 +86,7 @@ def edited(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     spec, platform = yaml.safe_load_all(text)
     yield spec, platform
     documents = yaml.dump_all([spec, platform], sort_keys=True)
-    path.write_text((head[0] if head else "") + documents, encoding="utf-8")
+    write_atomically(path, ((head[0] if head else "") + documents).encode(), durably=False)
 
 
 def version_of(path: Path) -> str:

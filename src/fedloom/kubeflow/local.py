@@ -27,6 +27,7 @@ from fedloom.core.processes import TELL_PARENT, ChildReport, environment, listen
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument, without_secrets
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import load_pipeline, parameters
+from fedloom.storage.folder import storing
 
 STOP_GRACE_S = 40.0
 """Seconds for stopped processes to exit cleanly; a federation first writes a checkpoint."""
@@ -69,7 +70,8 @@ def run_pipeline(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with storing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         root, log = Path(folder) / "root", Path(folder) / LOG
         made = re.compile(rf"{re.escape(str(root))}/[^/\s]+")  # these files will be moved to ``out``
@@ -83,7 +85,8 @@ def run_pipeline(
             _give(process, json.dumps(order))
             for line in _lines(process):
                 line = without_secrets(made.sub(str(out), line))
-                file.write(line)
+                with storing(log):
+                    file.write(line)
                 if everything or (shown := PROGRESS.search(COLOURS.sub("", line))):
                     say(line.rstrip("\n") if everything else shown[1].removeprefix(steps.MARK))  # type: ignore[index]
             code = process.wait()
@@ -93,7 +96,8 @@ def run_pipeline(
             failure = InterruptedRun("stopped, with all its processes")
         if failure is not None and not _worth_keeping(root):
             raise failure
-        _keep(root, log, out)
+        with storing(out):
+            _keep(root, log, out)
     if failure is not None:
         message = made.sub(str(out), str(failure))
         raise type(failure)(f"{message}\n  partial results: {out}, log: {out / LOG}")

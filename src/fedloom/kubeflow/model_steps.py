@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from fedloom.errors import ExperimentError, QuorumError
 from fedloom.kubeflow.steps import say, step
+from fedloom.storage.folder import copy_atomically, copy_folder, storing
 
 
 @step
@@ -51,11 +51,12 @@ def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, o
             client, reason = next(iter(made.lost.items()))
             raise QuorumError(f"{len(made.lost)} clients got no model; client {client}: {reason}")
         if model_format == "fedloom":
-            shutil.copytree(model, out, dirs_exist_ok=True)
+            copy_folder(model, out)
         for client in made.saved:
             place = out / MODELS / f"{client}.pt2" if model_format == "fedloom" else out / client / "1" / "model.onnx"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(Path(folder) / MODELS / f"{client}{suffix}", place)
+            with storing(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+            copy_atomically(Path(folder) / MODELS / f"{client}{suffix}", place)
     return {"format": model_format, "clients": len(made.saved)}
 
 

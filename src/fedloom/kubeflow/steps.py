@@ -21,6 +21,7 @@ from fedloom.core.processes import listen_to_parent, show_traceback, tell_failur
 from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
 from fedloom.storage.claim import claim_place
+from fedloom.storage.folder import copy_atomically, copy_folder, storing, write_atomically
 from fedloom.tasks.headline import GROUPS, headline_of, values_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
     from fedloom.data.folders import data_root
 
     found, size = datasets.find_dataset(dataset), 0
-    (out / "datasets").mkdir(parents=True)
+    with storing(out):
+        (out / "datasets").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
         in_pod = "KFP_POD_NAME" in os.environ  # a pod keeps nothing for the next task, and may have no home
         home = data_root(root or (folder if in_pod else None))
@@ -127,10 +129,10 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
             files = _source_files(source, Path(folder) / "brought")
             datasets.fetch_dataset(found, home, copy_from=files, on_progress=_Lines(dataset))
         for stored in (one.folder(home) for one in (found, *found.needs) if not one.synthetic):
-            shutil.copytree(stored, out / "datasets" / stored.name)
+            copy_folder(stored, out / "datasets" / stored.name)
             size += sum(file.stat().st_size for file in stored.rglob("*") if file.is_file())
     about = {"dataset": dataset, "title": found.title, "classes": found.classes, "licence": found.licence}
-    (out / "about.json").write_text(json.dumps(about) + "\n", encoding="utf-8")  # a store keeps no empty folder
+    write_atomically(out / "about.json", f"{json.dumps(about)}\n".encode())  # a store keeps no empty folder
     return about | {"bytes": size}
 
 
@@ -166,10 +168,12 @@ def partition_task(data: str, files: Path, out: Path) -> dict[str, Any]:
 
     settings = json.loads(data)
     scheme = TypeAdapter[Any](Scheme).validate_json(json.dumps(settings.pop("partition")))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as root:
-        (Path(root) / "datasets").symlink_to((files / "datasets").resolve())
-        partition_dataset(settings.pop("dataset"), PartitionSettings(scheme, **settings), root=root).replace(out)
+    with storing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        root = tempfile.TemporaryDirectory(dir=out.parent)
+    with root as folder:
+        (Path(folder) / "datasets").symlink_to((files / "datasets").resolve())
+        partition_dataset(settings.pop("dataset"), PartitionSettings(scheme, **settings), root=folder).replace(out)
     manifest = read_manifest(out)
     return {
         "fingerprint": manifest.fingerprint,
@@ -231,7 +235,7 @@ def federate_task(
 
         with tempfile.TemporaryDirectory() as folder:  # `fedloom run` validates it; doing so here would import torch
             path = Path(folder) / "experiment.yaml"
-            path.write_text(experiment, encoding="utf-8")
+            write_atomically(path, experiment.encode(), durably=False)
             url = _run_url(experiment, run_id, task)
             local.run_locally(path, shards, out, publish=url, deadline_s=settings.deadline_s, say=say)
     else:
@@ -315,7 +319,7 @@ def evaluate_task(
         found = trained.evaluate(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask
     manifest, evaluation = read_manifest(shards), found.evaluation
-    shutil.copytree(model, out, ignore=WITHOUT, dirs_exist_ok=True)
+    copy_folder(model, out, ignore=WITHOUT)
     for stale in ("summary.json", "descriptors.json", "uncertainty.json", "examples.json", "journal.jsonl"):
         (out / stale).unlink(missing_ok=True)
     spent = [line for line in RunFolder.open(model).metrics() if line["round"] <= evaluation.round]
@@ -352,9 +356,9 @@ def report_task(run: Path, statistics: Path, page: Path, table: Path) -> None:
     from fedloom.reporting.report import write_report
 
     with tempfile.TemporaryDirectory() as folder:  # inputs must not be modified
-        shutil.copytree(run, Path(folder) / "run", ignore=WITHOUT)
-        shutil.copyfile(write_report(Path(folder) / "run"), page)
-    table.write_text(markdown.results(json.loads(statistics.read_text(encoding="utf-8"))), encoding="utf-8")
+        copy_folder(run, Path(folder) / "run", ignore=WITHOUT)
+        copy_atomically(write_report(Path(folder) / "run"), page)
+    write_atomically(table, markdown.results(json.loads(statistics.read_text(encoding="utf-8"))).encode())
 
 
 @step
@@ -375,10 +379,10 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
         raise ExperimentError(f"every run needs a unique label (got {labels})", key="runs")
     with tempfile.TemporaryDirectory() as folder:  # runs are named by their folders, artifacts all alike
         for label, run in runs:
-            shutil.copytree(run, Path(folder) / label, ignore=WITHOUT)
+            copy_folder(run, Path(folder) / label, ignore=WITHOUT)
         found = compare_runs([Path(folder)])
-        shutil.copyfile(write_comparison(found, out), page)
-    table.write_text(markdown.comparison(found), encoding="utf-8")
+        copy_atomically(write_comparison(found, out), page)
+    write_atomically(table, markdown.comparison(found).encode())
 
 
 @step
@@ -403,7 +407,7 @@ def log(metrics: Any, text: str) -> None:
     """
     for name, value in scores(json.loads(text)).items():
         metrics.log_metric(name, value)
-    Path(metrics.path).write_text(text, encoding="utf-8")
+    write_atomically(Path(metrics.path), text.encode())
 
 
 def scores(statistics: Mapping[str, Any]) -> dict[str, float]:

@@ -90,6 +90,16 @@ class Release:
         sampling: Sampling = "fixed" if self.sampling == "fixed" else "all"
         return replace(self, rate=1.0, cohort=self.population, sampling=sampling)
 
+    def beside(self) -> Release:
+        """Return the release toward a unit that was not drawn itself, and knows that: the others were more likely.
+
+        Of a ``fixed`` number of units, m of the other n − 1 were drawn. Independent draws tell it nothing.
+        """
+        if self.sampling != "fixed" or self.population is None or self.cohort is None:
+            return self
+        others = max(self.population - 1, 1)
+        return replace(self, rate=min(1.0, self.cohort / others), population=others, cohort=min(self.cohort, others))
+
 
 def sampled(sampling: Literal["poisson", "fixed"], population: int, cohort: int, noise_multiplier: float) -> Release:
     """Return the release of a sum over an expected or fixed number of units; ``all`` if that is the population."""

@@ -1,10 +1,11 @@
 """Claim of a training's differential privacy: its unit, observers and draws, and what it does not cover.
 
-An ε without an observer means little. A claim has two readings. *To readers*: everyone who sees the released models,
-every client of the federation included; the random choice of cohorts is hidden from them and counts. *To the
-aggregator*: if it adds the noise itself, it is trusted, and there is no guarantee. Otherwise the choice of a cohort
-amplifies nothing, because the aggregator knows which clients take part. If examples are protected, both readings are
-the same, because clients draw their examples in secret.
+An ε without an observer means little. A claim has three readings. *To readers*: everyone who sees the released models;
+the random choice of cohorts is hidden from them and counts. *To members*: a client of the federation also knows when it
+was drawn itself and, in a secure sum, with whom; there sampling hides nothing, and of noise in shares it knows its own.
+*To the aggregator*: if it adds the noise itself, it is trusted, and there is no guarantee. Otherwise the choice of a
+cohort amplifies nothing, because the aggregator knows which clients take part. If examples are protected, all readings
+are the same, because clients add the noise and draw their examples in secret.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.privacy.accounting import Release, epsilon_of, neighbouring_relation
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.spent import released
-from fedloom.privacy.tally import Counts, is_same_for_all, largest
+from fedloom.privacy.tally import Cohorts, Counts, is_same_for_all, largest, toward_members
 
 METRICS_UNCOVERED = "losses and metrics of evaluations, and the choice of the best round by them: they have no noise"
 PERSONAL = (
@@ -69,8 +70,11 @@ class Claim:
         Number of noisy sums counted; of examples, that of the client with the largest ε.
     delta, epsilon
         δ, and the ε toward readers; None if there is no guarantee.
-    to_readers, to_aggregator
-        Guarantee toward everyone who sees the models, and toward the aggregator.
+    to_readers, to_members, to_aggregator
+        Guarantee toward everyone who sees the models, toward each client of the federation (the one against which it is
+        weakest), and toward the aggregator.
+    member_cohorts
+        Number of sums whose cohorts that client knows.
     covers, does_not_cover
         Messages and quantities that the ε covers, and those that it does not.
     noise
@@ -91,7 +95,9 @@ class Claim:
     delta: float
     epsilon: float | None
     to_readers: Reading
+    to_members: Reading
     to_aggregator: Reading
+    member_cohorts: int
     covers: tuple[str, ...]
     does_not_cover: tuple[str, ...]
     noise: Literal["secret", "seed"]
@@ -111,6 +117,7 @@ def claim(
     *,
     simulated: bool,
     secure: bool = False,
+    cohorts: Cohorts | None = None,
     covers: Sequence[str] = (),
     does_not_cover: Sequence[str] = (),
     unknown: str | None = None,
@@ -127,7 +134,9 @@ def claim(
     simulated
         True if the noise was derived from the experiment's seed.
     secure
-        True if the aggregator sees sums only (``federation.secure_aggregation``).
+        True if the aggregator sees sums only (``federation.secure_aggregation``), and members the cohorts.
+    cohorts
+        Cohorts of these sums; None if every member may know all of them.
     covers, does_not_cover
         Names of messages that are protected, and of those that are not; the latter are added to what no training
         protects.
@@ -136,17 +145,7 @@ def claim(
     """
     worst = largest(counts, settings.delta)
     noise_multiplier = min((r.noise_multiplier for r, n in worst.items() if n), default=math.inf)
-    readers = _reading(worst, settings.delta, unknown, amplified=True)
-    seen = AGGREGATOR_SEES_SUMS if secure else AGGREGATOR_SEES
-    if settings.of == "examples":
-        aggregator = readers  # the client adds the noise, and draws its examples in secret
-    elif settings.noise == "central":
-        aggregator = Reading(None, amplified=False, because=seen)
-    else:
-        known = Counter[Release]()
-        for release, count in worst.items():
-            known[release.without_sampling()] += count
-        aggregator = _reading(known, settings.delta, unknown, amplified=False)
+    readings = readings_of(settings, worst, cohorts, secure=secure, unknown=unknown)
     found = Claim(
         unit=settings.of,
         neighbouring=neighbouring_relation(worst),
@@ -156,15 +155,63 @@ def claim(
         sampling=tuple(sorted({release.sampling for release, count in worst.items() if count})),
         sums=sum(worst.values()),
         delta=settings.delta,
-        epsilon=readers.epsilon,
-        to_readers=readers,
-        to_aggregator=aggregator,
+        epsilon=readings.readers.epsilon,
+        to_readers=readings.readers,
+        to_members=readings.members,
+        to_aggregator=readings.aggregator,
+        member_cohorts=readings.member_cohorts,
         covers=tuple(covers),
         does_not_cover=(*does_not_cover, METRICS_UNCOVERED, PERSONAL),
         noise="seed" if simulated else "secret",
         releases=None if unknown is not None or not is_same_for_all(counts) else tuple(released(worst)),
     )
     return replace(found, statement=tuple(_sentences(found, worst)))
+
+
+class Readings(NamedTuple):
+    """Guarantees toward each kind of observer, and the number of cohorts that a member knows."""
+
+    readers: Reading
+    members: Reading
+    aggregator: Reading
+    member_cohorts: int
+
+
+def readings_of(
+    settings: TrainingPrivacy,
+    counts: Mapping[Release, int],
+    cohorts: Cohorts | None,
+    *,
+    secure: bool,
+    unknown: str | None = None,
+) -> Readings:
+    """Return the guarantees of these releases; parameters as in :func:`claim`.
+
+    A member of secure sums knows the cohorts that it was in. The guarantee is that toward the member that learns most.
+    """
+
+    def reading(seen: Mapping[Release, int], *, amplified: bool) -> Reading:
+        return _reading(seen, settings.delta, unknown, amplified=amplified)
+
+    readers = reading(counts, amplified=True)
+    if settings.of == "examples":  # clients add the noise, and draw their examples in secret
+        return Readings(readers, readers, readers, 0)
+    shares = 0
+    if settings.noise == "distributed":
+        shares = (cohorts or Cohorts()).shares
+        known = Counter[Release]()
+        for release, count in counts.items():
+            known[release.without_sampling()] += count
+        aggregator = reading(known, amplified=False)
+    else:
+        aggregator = Reading(None, amplified=False, because=AGGREGATOR_SEES_SUMS if secure else AGGREGATOR_SEES)
+    each = (cohorts.most() if cohorts is not None else [Counter(counts)]) if secure else [Counter[Release]()]
+    found = [
+        (reading(toward_members(counts, known, shares), amplified=not any(known.values())), sum(known.values()))
+        for known in each
+    ]
+    members, cohort_count = max(found, key=lambda one: math.inf if one[0].epsilon is None else one[0].epsilon)
+    return Readings(readers, members, aggregator, cohort_count)
 
 
 def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *, amplified: bool) -> Reading:
@@ -181,6 +228,8 @@ def _sentences(found: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
     yield _mechanism(found, counts)
     if not found.sums:
         yield "No noisy sum was released, because no round was trained."
+    if found.unit == "clients" and found.epsilon is not None:
+        yield _toward_members_in_words(found)
     yield _toward_aggregator(found)
     yield f"Not covered: {'; '.join(found.does_not_cover)}."
     if found.noise == "seed":
@@ -233,9 +282,24 @@ def _draw(release: Release) -> str:
     return f"{release.cohort:,}{of} took part, drawn without replacement"
 
 
+def _toward_members_in_words(found: Claim) -> str:
+    shown = "no ε" if found.to_members.epsilon is None else f"ε = {rounded_up(found.to_members.epsilon)}"
+    if not found.member_cohorts:
+        return f"Toward other clients of the federation, which do not know the cohorts, {shown} at the same δ."
+    own = ", and its own share of their noise" if found.mechanism == "discrete-gaussian" else ""
+    return (
+        f"Toward another client of the federation, {shown} at the same δ: it knows who took part in the "
+        f"{pluralize(found.member_cohorts, 'sum')} that it took part in itself{own}. For clients that tell each other, "
+        "the sums of all of them count."
+    )
+
+
 def _toward_aggregator(found: Claim) -> str:
     if found.unit == "examples":
-        return "The same holds toward the aggregator: noise is added, and mini-batches are drawn, where the data are."
+        return (
+            "The same holds toward members and the aggregator: noise is added, and mini-batches are drawn, where the "
+            "data are."
+        )
     if found.to_aggregator.epsilon is None:
         return f"Toward the aggregator there is no guarantee: {found.to_aggregator.because}."
     return (

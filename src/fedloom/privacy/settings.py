@@ -13,6 +13,11 @@ SMALLEST_SUM = 3
 """Smallest number of clients whose sum is revealed: from a sum of two, each learns the other's value."""
 
 
+def least_survivors(members: int) -> int:
+    """Return the smallest number of survivors of a sum: two thirds of the members, rounded up, and at least 3."""
+    return max(SMALLEST_SUM, -(-2 * members // 3))
+
+
 class SecureAggregation(Settings):
     """Keys of ``federation.secure_aggregation``: the aggregator learns sums over a cohort, and no client's own answer.
 

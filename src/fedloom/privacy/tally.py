@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fedloom.privacy.accounting import EVERYONE, Release, epsilon_bound, epsilon_of
+from fedloom.privacy.settings import least_survivors
 
 Counts = Mapping[str, Mapping[Release, int]]
 """Releases by the client whose examples they are about; :data:`EVERYONE` for sums over clients."""
@@ -15,6 +17,61 @@ Counts = Mapping[str, Mapping[Release, int]]
 
 Unit = Literal["clients", "examples"]
 """Unit that is protected: a client with all its data, or one training example of a client."""
+
+
+@dataclass
+class Cohorts:
+    """Cohorts of noisy sums over clients, as far as their members know them: each knows those that it was in.
+
+    Attributes
+    ----------
+    of
+        Sums by client that was asked for its part; :data:`EVERYONE` for sums whose cohorts were not recorded, which
+        count as known to all.
+    smallest
+        Least number of clients that stayed in a cohort until its sum was known; None without one.
+    """
+
+    of: dict[str, Counter[Release]] = field(default_factory=dict)
+    smallest: int | None = None
+
+    def add(self, release: Release, clients: Collection[str] | None, times: int = 1) -> None:
+        """Record the cohort of a sum; None if it is not known."""
+        for client in (EVERYONE,) if clients is None else set(clients):
+            self.of.setdefault(client, Counter())[release] += times
+
+    def note(self, stayed: int) -> None:
+        """Record how many clients stayed in a cohort; none does in an empty one, which has no sum."""
+        if stayed:
+            self.smallest = min(stayed, self.smallest or stayed)
+
+    def most(self) -> list[Counter[Release]]:
+        """Return the sums that a member knows, for each member of which no other knows all these and more."""
+        recorded = self.of.get(EVERYONE, Counter())
+        found = _distinct(own + recorded for client, own in self.of.items() if client != EVERYONE) or [recorded]
+        return [one for one in found if not any(one < other for other in found)]
+
+    @property
+    def shares(self) -> int:
+        """Least number of shares of noise in a sum, if its clients add it."""
+        return least_survivors(self.smallest or 0)
+
+
+def toward_members(releases: Mapping[Release, int], known: Mapping[Release, int], shares: int = 0) -> Counter[Release]:
+    """Return releases as a client of the federation sees them that knows the cohorts of ``known`` sums among them.
+
+    Sampling hides nothing in these. If the noise of a sum consists of at least so many ``shares``, the member also
+    knows its own one, and the rest of the noise is smaller by √((shares − 1) / shares). In the other sums it was not
+    drawn.
+    """
+    found = Counter[Release]()
+    less = math.sqrt(1 - 1 / shares) if shares else 1.0
+    for release, count in releases.items():
+        seen = min(count, known.get(release, 0))
+        plain = release.without_sampling()
+        found[replace(plain, noise_multiplier=plain.noise_multiplier * less)] += seen
+        found[release.beside()] += count - seen
+    return +found
 
 
 class Tally:
@@ -35,17 +92,20 @@ class Tally:
         self.limit = limit
         self.unit = unit
         self.counts: dict[str, Counter[Release]] = {}
+        self.cohorts = Cohorts()
         self.is_known = True
 
-    def restore(self, counts: Counts, *, is_known: bool) -> None:
+    def restore(self, counts: Counts, cohorts: Cohorts, *, is_known: bool) -> None:
         """Restore earlier releases; they count as unknown if some had no noise, or were not counted."""
         self.counts = {client: Counter(releases) for client, releases in counts.items()}
-        self.is_known = is_known
+        self.cohorts, self.is_known = cohorts, is_known
 
-    def add(self, releases: Counts) -> None:
-        """Count releases."""
+    def add(self, releases: Counts, cohort: Collection[str] | None = None) -> None:
+        """Count releases; those about everyone are sums over this cohort."""
         for client, found in releases.items():
             self.counts.setdefault(client, Counter()).update(found)
+        for release, times in releases.get(EVERYONE, {}).items():
+            self.cohorts.add(release, cohort, times)
 
     @property
     def epsilon(self) -> float:

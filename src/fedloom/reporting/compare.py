@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedloom.core.words import pluralize
 from fedloom.errors import ExperimentError, argument
 from fedloom.reporting.compare_rows import MeanStd, Row, block_labels, comparison_rows, differing, mean_of
 from fedloom.reporting.page import DASH, check_installed
@@ -111,10 +112,23 @@ class RunComparison:
             pair for group in GROUPS for pair in test_pairs(self.rows, self.blocks.values(), references, group)
         )
 
+    def p(self, pair: Pair) -> float | None:
+        """Return a pair's p-value, corrected over the comparison's one family of tests; None outside it.
+
+        The family of a group of clients is all pairs of rows within a block, so that p-values hold for whichever row is
+        best or becomes the reference; with :attr:`against`, which is named in advance, the pairs with the reference.
+        """
+        return pair.p_holm if self.against is None else pair.p_against
+
+    def family(self, group: str) -> str:
+        """Return the family of tests of a group in words, with the number of its pairs."""
+        tests = pluralize(sum(pair.group == group and self.p(pair) is not None for pair in self.pairs), "pair")
+        return f"{tests} of rows" if self.against is None else f"{tests} with {self.against}"
+
     @property
     def tested_over(self) -> str:
         """Unit of observation of the tests: ``seeds``, ``clients``, or either."""
-        over = {pair.over for pair in self.pairs if pair.p_against is not None}
+        over = {pair.over for pair in self.pairs if self.p(pair) is not None}
         return " or ".join(sorted(over, reverse=True)) or "clients"
 
     @cached_property
@@ -219,7 +233,7 @@ class RunComparison:
             reference = self.references[block].row
             for other, pair in self.pairs_of(reference, group).items() if statistic == "mean" and best else ():
                 tied = reference if other in best else other
-                if pair.p_against is not None and pair.p_against >= LEVEL:
+                if (p := self.p(pair)) is not None and p >= LEVEL:
                     marks[tied] = marks[tied] or "tied"
         return marks
 

@@ -23,8 +23,10 @@ class Finding:
     """Best row of a block for a group of clients, and the other rows in order of their means.
 
     ``close`` rows are not significantly worse than the best, ``untested`` ones not measured on the same clients.
-    ``pair`` compares the best row with the second best, with corrected ``p``; None if it was not tested. ``too_few`` is
-    the number of clients, if they are too few for any difference to be significant.
+    ``pair`` compares the best row with its ``rival``, with corrected ``p``; None if it was not tested. The rival is the
+    second best row; or the reference, if another row than the best was named as that (``only_reference``), since only
+    differences to it are tested then. ``too_few`` is the number of clients, if they are too few for any difference to
+    be significant.
     """
 
     block: str
@@ -33,6 +35,8 @@ class Finding:
     others: tuple[Row, ...]
     close: tuple[Row, ...]
     untested: tuple[Row, ...]
+    rival: Row
+    only_reference: bool
     pair: Pair | None
     p: float | None
     too_few: int | None
@@ -45,14 +49,14 @@ class Finding:
     @property
     def winner(self) -> Row | None:
         """Best row, if it is significantly better than every other row of its block."""
-        return None if self.close or self.untested else self.best
+        return None if self.close or self.untested or self.only_reference else self.best
 
 
 def findings(comparison: RunComparison) -> Iterator[Finding]:
     """Yield the finding of each block and group of clients that has two rows with results, unseen clients first.
 
-    p-values are corrected over all pairs of rows, so that they hold for whichever row is best; for a best row that was
-    named in advance, over its own pairs. If models are made for user 0, results of other clients are not compared.
+    p-values are those of the tables (:meth:`RunComparison.p`). If models are made for user 0, results of other clients
+    are not compared.
     """
     groups = (USERS,) if USERS in comparison.groups else tuple(reversed(comparison.groups))
     for block, members in comparison.blocks.items():
@@ -66,18 +70,21 @@ def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Fi
     rows, sign = comparison.rows, comparison.headline.sign
     measured = [i for i in comparison.blocks[block] if i != best and rows[i].over_seeds(group) is not None]
     others = sorted(measured, key=lambda i: -sign * rows[i].mean(group))
-    pairs = comparison.pairs_of(best, group)
-    named = comparison.against is not None and comparison.references[block].row == best
-    p = {i: (pair.p_against if named else pair.p_holm) or 0.0 for i, pair in pairs.items()}
+    pairs, reference = comparison.pairs_of(best, group), comparison.references[block].row
+    only_reference = comparison.against is not None and reference != best
+    rival = reference if only_reference and reference in others else others[0]
+    p = {i: comparison.p(pair) for i, pair in pairs.items()}
     return Finding(
         block,
         group,
         rows[best],
         tuple(rows[i] for i in others),
-        tuple(rows[i] for i in others if p.get(i, 0.0) >= LEVEL),
+        tuple(rows[i] for i in others if (p.get(i) or 0.0) >= LEVEL),
         tuple(rows[i] for i in others if i not in p),
-        pairs.get(others[0]),
-        p.get(others[0]),
+        rows[rival],
+        only_reference,
+        pairs.get(rival),
+        p.get(rival),
         _too_few(comparison, group, pairs.values()),
     )
 
@@ -85,7 +92,7 @@ def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Fi
 def _too_few(comparison: RunComparison, group: str, pairs: Collection[Pair]) -> int | None:
     """Return the number of clients of tests within one seed, if too small for any difference to be significant."""
     clients = max((pair.clients for pair in pairs if pair.over == "clients"), default=0)
-    tested = sum(pair.group == group and pair.p is not None for pair in comparison.pairs)
+    tested = sum(pair.group == group and comparison.p(pair) is not None for pair in comparison.pairs)
     return clients if clients and tested * least_p(clients) >= LEVEL else None
 
 
@@ -100,6 +107,9 @@ def sentence(comparison: RunComparison, finding: Finding) -> str:
     if finding.winner:
         return f"{whom}: {finding.best.label} wins with {result}, {lead}."
     mean = f"{comparison.headline.superlative} mean"
+    if finding.only_reference:
+        text = f"{whom}: {finding.best.label} has the {mean} ({result}), {lead}."
+        return f"{text} Only differences to {comparison.against} are tested."
     text = f"{whom}: no clear winner. {finding.best.label} has the {mean} ({result}), {lead}."
     if finding.too_few is not None:
         text += f" With {pluralize(finding.too_few, 'client')}, no difference can be significant."
@@ -113,16 +123,16 @@ def sentence(comparison: RunComparison, finding: Finding) -> str:
 
 
 def _lead(comparison: RunComparison, finding: Finding) -> str:
-    """Return the distance to the second best row, with its interval, seeds and p-value."""
+    """Return the distance to the rival, with its interval, seeds and p-value."""
     pair = finding.pair
-    difference = finding.best.mean(finding.group) - finding.second.mean(finding.group)
+    difference = finding.best.mean(finding.group) - finding.rival.mean(finding.group)
     if pair is not None and pair.mean is not None:
         difference = pair.mean
-    text = f"level with {finding.second.label}"
+    text = f"level with {finding.rival.label}"
     if difference:
         points = " points" if comparison.headline.percent else ""
         amount = comparison.headline.shown_difference(abs(difference)).lstrip("+")
-        text = f"{amount}{points} {'above' if difference > 0 else 'below'} {finding.second.label}"
+        text = f"{amount}{points} {'above' if difference > 0 else 'below'} {finding.rival.label}"
     return text if pair is None or finding.p is None else f"{text} ({_evidence(comparison, pair, finding.p)})"
 
 
@@ -132,7 +142,10 @@ def _evidence(comparison: RunComparison, pair: Pair, p: float) -> str:
     assert ends is not None, "the pair was tested"
     low, high = map(comparison.headline.shown_difference, ends)
     seeds = f"{len(pair.seeds)} seeds" if len(pair.seeds) > 1 else f"1 seed, {pluralize(pair.clients, 'client')}"
-    return f"95 % interval {low} to {high}; {seeds}; p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
+    shown = "< 0.001" if p < 0.001 else f"= {p:.2g}"
+    return (
+        f"95 % interval {low} to {high}; {seeds}; p {shown}, by Holm's correction over {comparison.family(pair.group)}"
+    )
 
 
 def caution(comparison: RunComparison) -> str:

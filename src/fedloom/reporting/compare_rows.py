@@ -82,8 +82,12 @@ class Row:
 
     @property
     def epsilon(self) -> float | None:
-        """Largest ε of the runs' training; None if one has no guarantee."""
-        found = [run.privacy["epsilon"] for run in self.runs if run.privacy is not None]
+        """Largest ε of the runs' training toward readers; None if one has no guarantee."""
+        return self.epsilon_toward("readers")
+
+    def epsilon_toward(self, whom: str) -> float | None:
+        """Return the largest ε of the runs toward ``readers``, ``members`` or ``aggregator``; None likewise."""
+        found = [run.privacy["toward"][whom] for run in self.runs if run.privacy is not None]
         known = [float(epsilon) for epsilon in found if epsilon is not None]
         return max(known) if len(known) == len(self.runs) else None
 

@@ -241,19 +241,18 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
     blocks = tuple(_pair_blocks(comparison))
     if not blocks:
         return ()
-    tested = {g: sum(p.group == g and p.p_against is not None for p in comparison.pairs) for g in GROUPS}
-    if not any(tested.values()):
+    if not any(comparison.p(pair) is not None for pair in comparison.pairs):
         text = "Only rows that were measured on the same clients can be compared client by client."
     else:
         sentences = [
             f"{comparison.headline.capitalized} minus that of {reference_note(comparison)}, over the clients "
             "that both have. Median: over clients. Mean: over seeds, of the mean over clients, with its 95 % interval. "
-            f"p: two-sided, with Holm's correction over the comparisons with the reference ({tested['seen']} seen, "
-            f"{tested['unseen']} unseen).",
+            "p: two-sided, with Holm's correction over "
+            + " and ".join(f"{comparison.family(g)} for {g} clients" for g in GROUPS if g in comparison.groups)
+            + ", here and in the findings.",
             *(TESTS[over] for over in comparison.tested_over.split(" or ")),
-            "The reference was chosen on validation data of the same trainings, so a small p only shows that a method "
-            "is not the best of these. To test against a particular method, name it in advance (against)."
-            if any(reference.because == "best on validation" for reference in comparison.references.values())
+            "To test the differences to one method alone, name it in advance (against): that is a smaller family."
+            if comparison.against is None and len(comparison.rows) > 2
             else "",
             "pairs.csv has all pairs.",
         ]
@@ -279,14 +278,15 @@ def _pair_row(comparison: RunComparison, pair: Pair) -> TableRow:
         pair.interval or pair.bootstrap,
         comparison.headline.shown_difference,
     )
-    if pair.median is None or pair.mean is None or pair.p_against is None or ends is None:
+    p_value = comparison.p(pair)
+    if pair.median is None or pair.mean is None or p_value is None or ends is None:
         return table_row(name, Cell(f"not comparable: {pair.why}", span=9))
     equal = pair.clients - pair.better - pair.worse
-    p = "< 0.001" if pair.p_against < 0.001 else f"{pair.p_against:.3f}"
+    p = "< 0.001" if p_value < 0.001 else f"{p_value:.3f}"
     counts = (len(pair.seeds), pair.clients, pair.better, equal, pair.worse)
     differences = (shown(value) for value in (pair.median, pair.mean))
     interval = " to ".join(map(shown, ends))
-    mark = "best" if pair.p_against < LEVEL else ""
+    mark = "best" if p_value < LEVEL else ""
     return table_row(name, *map(str, counts), *differences, interval, Cell(p, mark))
 
 
@@ -299,12 +299,12 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
     def cells(i: int, row: Row) -> Sequence[str | Cell]:
         claim = row.runs[0].privacy
         if claim is None:
-            return (row.label, Cell("not private", span=5))
-        shown = map(shown_epsilon, (row.epsilon, claim["epsilon_aggregator"]))
+            return (row.label, Cell("not private", span=6))
+        shown = (shown_epsilon(row.epsilon_toward(whom)) for whom in ("readers", "members", "aggregator"))
         return (row.label, claim["unit"], *shown, f"{claim['delta']:g}", claim["noise"])
 
-    headings = ("method", "unit", "ε", "ε toward the aggregator", "δ", "noise from")
-    text = f"ε: the largest of the seeds, toward readers of the models. {' '.join(claims[0]['statement'])}"
+    headings = ("method", "unit", "ε", "ε toward members", "ε toward the aggregator", "δ", "noise from")
+    text = f"ε: the largest of the seeds, toward readers where no other is named. {' '.join(claims[0]['statement'])}"
     return (Part(tables=(Table(headings, _by_block(comparison, cells)),), text=text),)
 
 

@@ -94,7 +94,8 @@ def marks_note(comparison: RunComparison, tied: str = "underlined") -> str:
     over = {"clients": "the clients of one seed", "seeds": "seeds"}.get(comparison.tested_over, "seeds or clients")
     return (
         f"Bold: best. {tied.capitalize()}: not significantly different from "
-        f"{reference_note(comparison)}, by a paired test over {over} with Holm's correction at {100 * LEVEL:g} %."
+        f"{reference_note(comparison)}, by a paired test over {over} with Holm's correction over "
+        f"{'all pairs of rows' if comparison.against is None else 'the pairs with it'} at {100 * LEVEL:g} %."
     )
 
 

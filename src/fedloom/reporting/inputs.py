@@ -51,8 +51,7 @@ class _Reading(FileObject):
 
     @model_validator(mode="after")
     def _whole(self) -> _Reading:
-        rest = (self.accuracy_std, self.accuracy_worst, self.accuracy_worst_decile, self.accuracy_pooled)
-        if self.accuracy_mean is not None and None in rest:
+        if self.accuracy_mean is not None and None in (self.accuracy_std, self.accuracy_pooled):
             raise ValueError("an accuracy is missing")
         return self
 

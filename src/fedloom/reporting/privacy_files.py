@@ -152,6 +152,7 @@ class ClaimFile(FileObject):
     delta: Number
     epsilon: Number | None
     to_readers: _Guarantee
+    to_members: _Guarantee | None = None  # of runs of this version or later
     to_aggregator: _Guarantee
     covers: list[str]
     noise: str

@@ -12,7 +12,7 @@ from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
 from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.words import number_range, shown_epsilon
+from fedloom.reporting.words import number_range, shown_epsilon, shown_guarantee
 from fedloom.runs.folder import RunFolder
 
 
@@ -84,6 +84,7 @@ def privacy(run: RunFolder) -> Part:
             ("unit", claim["unit"]),
             ("neighbouring data", claim["neighbouring"]),
             ("ε toward readers of the models", shown_epsilon(claim["to_readers"]["epsilon"])),
+            ("ε toward members", shown_guarantee(claim.get("to_members"))),
             ("ε toward the aggregator", shown_epsilon(claim["to_aggregator"]["epsilon"])),
             ("δ", f"{claim['delta']:g}"),
             ("mechanism", f"{claim['mechanism']} noise, sampling {', '.join(claim['sampling']) or 'none'}"),

@@ -185,7 +185,8 @@ def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if claim is None:
         return None
     shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
-    return shown | {"epsilon_aggregator": claim["to_aggregator"]["epsilon"]}
+    readings = {whom: claim.get(f"to_{whom}") or {} for whom in ("readers", "members", "aggregator")}
+    return shown | {"toward": {whom: reading.get("epsilon") for whom, reading in readings.items()}}
 
 
 def _int_or_none(value: Any) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.core.words import rounded_down, rounded_up
+from fedloom.reporting.page import DASH
 
 GROUP_TITLES = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 """Groups of clients, and how pages call them."""
@@ -21,6 +22,11 @@ def method_title(summary: Mapping[str, Any]) -> str:
 def shown_epsilon(epsilon: float | None) -> str:
     """Return the ε of a guarantee with three digits; ``none`` without a guarantee."""
     return "none" if epsilon is None else rounded_up(epsilon)
+
+
+def shown_guarantee(reading: Mapping[str, Any] | None) -> str:
+    """Return the ε of a guarantee in a claim; a dash if an earlier version did not state it."""
+    return DASH if reading is None else shown_epsilon(reading["epsilon"])
 
 
 def shown_bound(epsilon: float | None) -> str:

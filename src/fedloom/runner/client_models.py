@@ -15,6 +15,7 @@ from fedloom.runner.requesting_client import check_predictor, torch_threads
 from fedloom.runner.serve import about
 from fedloom.runner.trained import personalize_each, restore
 from fedloom.runner.worker import select_clients
+from fedloom.storage.folder import storing
 
 
 def client_models(
@@ -81,7 +82,8 @@ def save_models(
         return select_clients([entry.id for entry in dataset.manifest.clients], clients)
 
     def save(client: str, model: PersonalModel) -> None:
-        out.mkdir(parents=True, exist_ok=True)
+        with storing(out):
+            out.mkdir(parents=True, exist_ok=True)
         model.save(out / f"{client}{suffix}")
         saved.append(client)
 

@@ -111,6 +111,9 @@ def federation_families(
         yield _labelled(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
     if (spent := now.privacy) is not None:
         yield from _gauge("privacy_epsilon", "ε of training so far, toward readers of the models.", spent.epsilon)
+        yield from _gauge("privacy_epsilon_members", "ε of training so far, toward members.", spent.epsilon_members)
+        text = "ε of training so far, toward the aggregator."
+        yield from _gauge("privacy_epsilon_aggregator", text, spent.epsilon_aggregator)
         yield from _gauge("privacy_delta", "δ of that ε.", spent.delta)
         yield from _gauge("privacy_sums", "Noisy sums that the ε is about.", spent.sums)
         yield from _gauge("privacy_budget", "Largest ε, before which training ends.", spent.budget)

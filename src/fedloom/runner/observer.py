@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 class RunObserver:
     """Callbacks for run progress; override the ones you need. They are called in the thread that runs the rounds.
 
-    If a run fails, it raises its error, and the only further call is :meth:`ended`.
+    Those of a tracker are called in a thread of its own, one at a time and in order
+    (:class:`~fedloom.runner.tracking.TrackerThread`). If a run fails, it raises its error, and the only further call is
+    :meth:`ended`.
     """
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:

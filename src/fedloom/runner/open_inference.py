@@ -15,7 +15,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -53,7 +53,10 @@ log.addFilter(RateLimitFilter())
 
 PLATFORM = "pytorch_export"
 CONNECTIONS, CONNECTION_S = 128, 60.0
-"""Maximum number of open connections, and of seconds that one may last."""
+"""Maximum number of open connections, and of seconds to wait for a peer."""
+
+MOST_WAITING = 96
+"""Maximum number of requests that wait for their turn to be computed; the other connections answer probes."""
 
 RETRY_AFTER_S = 1
 
@@ -81,7 +84,8 @@ class OpenInference:
     """WSGI application that serves the models of clients as versions of one model, by the protocol.
 
     With ``access`` rules, a bearer token is required, and ``audit`` logs the predictions; without them, everyone may
-    ask. ``ready`` returns True between the start of the server and its end.
+    ask. ``ready`` returns True between the start of the server and its end. The server is ready once :meth:`warm_up`
+    has ended.
     """
 
     def __init__(
@@ -96,7 +100,8 @@ class OpenInference:
         self._name, self._models = name, models
         self._limits = limits or InferenceLimits()
         self._access, self._audit, self._serving = access, audit or Audit(), ready
-        self._computing = threading.Lock()
+        self._computing, self._turns = threading.Lock(), threading.BoundedSemaphore(MOST_WAITING)
+        self._warm = threading.Event()
         self._idle = threading.Condition()
         self._open = 0
 
@@ -113,6 +118,12 @@ class OpenInference:
         except BaseException:
             self._ended()
             raise
+
+    def warm_up(self) -> None:
+        """Load a model: the first one of a process takes seconds. A model that cannot be loaded is logged."""
+        with self._computing, suppress(DataError, KeyError, IndexError):
+            self._models.of(self._models.clients()[0])
+        self._warm.set()
 
     def drain(self) -> None:
         """Wait until open requests have been answered, at most ``drain_s``."""
@@ -156,7 +167,7 @@ class OpenInference:
             raise RequestRefused(
                 HTTPStatus.BAD_REQUEST, f"name a client: /v2/models/{self._name}/versions/CLIENT/infer"
             )
-        return self._prediction(self._model(name, client, identity), client, identity, environ)
+        return self._prediction(name, client, identity, environ)
 
     # ---- the server
 
@@ -167,8 +178,8 @@ class OpenInference:
         return {"live": True}
 
     def _ready(self) -> dict[str, Any]:
-        if not self._serving():
-            raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, "the server is starting, or stopping")
+        if not (self._serving() and self._warm.is_set()):
+            raise _unavailable("the server is starting, or stopping")
         return {"ready": True}
 
     def _model_ready(self, name: str, client: str | None) -> dict[str, Any]:
@@ -177,7 +188,7 @@ class OpenInference:
             if name != self._name:
                 raise KeyError(name)
             if client is not None:
-                self._models.of(client)
+                self._loaded(client)
         except KeyError:
             raise RequestRefused(HTTPStatus.NOT_FOUND, "there is no such model") from None
         return {"name": self._name, "ready": True}
@@ -199,38 +210,64 @@ class OpenInference:
                 raise RequestRefused(HTTPStatus.FORBIDDEN, str(denied)) from None
             raise RequestRefused(HTTPStatus.UNAUTHORIZED, str(denied), **{"WWW-Authenticate": "Bearer"}) from None
 
-    def _model(self, name: str, client: str, identity: Identity | None) -> SavedModel:
+    def _check(self, name: str, client: str, identity: Identity | None) -> None:
+        """Raise RequestRefused unless this is the model's name, and the peer may use the client's."""
         if name != self._name:
             raise RequestRefused(HTTPStatus.NOT_FOUND, f"there is no model {printable(name, 80)}; this is {self._name}")
         if identity is not None and not identity.speaks_for(client):
             raise RequestRefused(HTTPStatus.FORBIDDEN, f"{identity.name} may not act for {printable(client, 80)}")
-        try:
+
+    def _loaded(self, client: str) -> SavedModel:
+        """Return a client's model; raise KeyError if there is none."""
+        if (kept := self._models.kept(client)) is not None:
+            return kept
+        with self._turn():
             return self._models.of(client)
-        except KeyError:
-            shown = printable(client, 80)
-            raise RequestRefused(HTTPStatus.NOT_FOUND, f"client {shown} has no saved model") from None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Load a model or compute in the block, one request at a time: a body takes more memory as Python's numbers.
+
+        Raise RequestRefused if too many requests wait already, or the others take too long.
+        """
+        if not self._turns.acquire(blocking=False):
+            raise _unavailable(f"{MOST_WAITING} requests are waiting")
+        try:
+            if not self._computing.acquire(timeout=self._limits.wait_s):
+                raise _unavailable(f"other requests take longer than {self._limits.wait_s:g} s")
+            try:
+                yield
+            finally:
+                self._computing.release()
+        finally:
+            self._turns.release()
 
     def _metadata(self, name: str, client: str | None, identity: Identity | None) -> dict[str, Any]:
         clients = [each for each in self._models.clients() if identity is None or identity.speaks_for(each)]
         if client is None and not clients:
             raise RequestRefused(HTTPStatus.NOT_FOUND, "you may not use any of the models")
-        model = self._model(name, client or clients[0], identity)
+        self._check(name, client or clients[0], identity)
+        try:
+            model = self._loaded(client or clients[0])
+        except KeyError:
+            raise _no_model(client) from None
         inputs = [_described(name or INPUT, DTYPES[spec.kind], spec.shape) for name, spec in model.specs.items()]
         outputs = [_described(OUTPUT, model.dtype, model.outputs)]
         versions = clients if client is None else [client]
         return {"name": self._name, "versions": versions, "platform": PLATFORM, "inputs": inputs, "outputs": outputs}
 
     def _prediction(
-        self, model: SavedModel, client: str, identity: Identity | None, environ: Mapping[str, Any]
+        self, name: str, client: str, identity: Identity | None, environ: Mapping[str, Any]
     ) -> dict[str, Any]:
-        body = request_body(environ, self._limits.body_bytes)
-        if not self._computing.acquire(timeout=self._limits.wait_s):
-            reason = f"other requests take longer than {self._limits.wait_s:g} s"
-            raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, reason, **{"Retry-After": str(RETRY_AFTER_S)})
-        try:  # one at a time, since a body takes much more memory as Python's numbers than as text
-            request, found = self._computed(model, body)
-        finally:
-            self._computing.release()
+        self._check(name, client, identity)
+        try:
+            self._models.kept(client)
+            body = request_body(environ, self._limits.body_bytes)
+            with self._turn():
+                model = self._models.of(client)
+                request, found = self._computed(model, body)
+        except KeyError:
+            raise _no_model(client) from None
         if not np.isfinite(found).all():
             raise DataError(f"the model of {client} gives numbers that are not finite, which JSON cannot hold")
         if identity is not None:
@@ -276,6 +313,14 @@ class _Answer:
         self._ended()
 
 
+def _unavailable(reason: str) -> RequestRefused:
+    return RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, reason, **{"Retry-After": str(RETRY_AFTER_S)})
+
+
+def _no_model(client: str | None) -> RequestRefused:
+    return RequestRefused(HTTPStatus.NOT_FOUND, f"client {printable(client or '', 80)} has no saved model")
+
+
 def _described(name: str, dtype: np.dtype[Any], shape: Sequence[int]) -> dict[str, Any]:
     return {"name": name, "datatype": DATATYPES[str(dtype)], "shape": [-1, *shape]}
 
@@ -306,10 +351,14 @@ def inference_served(
     answering = application()
     with http_served("rest", address, answering, CONNECTIONS, CONNECTION_S) as server:
         say(f"{host}:{server.server_port}")
+        warming = threading.Thread(target=answering.warm_up, name="warm-up", daemon=True)
+        warming.start()
         try:
             yield
         finally:
+            server.keeps_connections = False
             answering.drain()
+            warming.join()  # torch must not be loading when the process ends
 
 
 def models_folder(run: Path | None, given: str | None) -> Path:

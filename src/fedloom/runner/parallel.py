@@ -19,6 +19,7 @@ from fedloom.errors import FedloomError, InterruptedRun, WorkerLostError, argume
 from fedloom.experiment import Experiment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
+from fedloom.storage.folder import write_atomically
 
 POLL_INTERVAL_S = 0.05
 """Seconds between checks for ended processes."""
@@ -157,7 +158,7 @@ def core_shares(parallel: int) -> list[set[int]]:
 def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
     file = folder / f"{len(list(folder.glob('*.yaml')))}.yaml"
     report = file.with_suffix(".jsonl")
-    file.write_text(job.experiment.resolved_yaml(), encoding="utf-8")
+    write_atomically(file, job.experiment.resolved_yaml().encode(), durably=False)
     stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
     process = subprocess.Popen(
         command("run", str(file), *_arguments(job.options)),

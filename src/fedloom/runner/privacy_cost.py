@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from fedloom.experiment.sections import Experiment, OwnData
 from fedloom.federation.randomness import generator
 from fedloom.messages import answer_shapes
 from fedloom.models.fitting import fitted
-from fedloom.privacy.accounting import MOST_ROUNDS, epsilon_of, rounds_within
+from fedloom.privacy.accounting import MOST_ROUNDS, rounds_within
+from fedloom.privacy.claim import readings_of
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.spent import Total, TrainingCost
+from fedloom.privacy.tally import Cohorts
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.training_privacy import Planned, Population
 from fedloom.tasks.registry import agreed_task
@@ -64,11 +67,17 @@ class PrivacyQuestion:
 
 @dataclass(frozen=True)
 class EpsilonAt:
-    """ε after some rounds, toward readers of the models, and toward the aggregator; None: no guarantee."""
+    """ε after some rounds, toward readers of the models, a member, and the aggregator; None: no guarantee.
+
+    The member is a client that took part in ``cohorts`` of the rounds, the expected number; 0 if it does not know the
+    cohorts.
+    """
 
     rounds: int
     to_readers: float
+    to_members: float | None
     to_aggregator: float | None
+    cohorts: int
 
 
 @dataclass(frozen=True)
@@ -293,10 +302,12 @@ def _shown_rounds(rounds: int | None) -> list[int]:
 def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> EpsilonAt:
     to_readers = planned.epsilon(rounds, z)
     if privacy.of == "examples":
-        return EpsilonAt(rounds, to_readers, to_readers)
-    if privacy.noise == "central":
-        return EpsilonAt(rounds, to_readers, None)
-    return EpsilonAt(rounds, to_readers, epsilon_of({planned.release(z).without_sampling(): rounds}, privacy.delta))
+        return EpsilonAt(rounds, to_readers, to_readers, to_readers, 0)
+    release, secure = planned.release(z), planned.experiment.federation.secure_aggregation is not None
+    member = Counter({release: math.ceil(rounds * release.rate)})
+    cohorts = Cohorts({"": member}, planned.cohort)
+    found = readings_of(privacy, {release: rounds}, cohorts, secure=secure)
+    return EpsilonAt(rounds, to_readers, found.members.epsilon, found.aggregator.epsilon, found.member_cohorts)
 
 
 def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:
@@ -322,17 +333,23 @@ def _batch(planned: Planned, examples: int) -> int:
 
 def _sentences(found: PrivacyCost) -> list[str]:
     sentences = [_draw(found), _noise(found)]
-    if found.unit == "clients" and found.noise == "central":
+    last = found.by_rounds[-1]
+    if found.unit == "clients" and last.cohorts:
+        own = " and its own share of the noise" if found.noise == "distributed" else ""
         sentences.append(
-            "The aggregator adds the noise, so it is trusted: ε holds toward all who see the trained models."
+            f"A member of secure sums knows who else takes part{own}: its ε is that of a client that takes part in "
+            f"{last.cohorts:,} of {pluralize(last.rounds, 'round')}, as expected; one that takes part in more learns "
+            "more."
         )
+    if found.unit == "clients" and found.noise == "central":
+        sentences.append("The aggregator adds the noise, so it is trusted: there is no ε toward it.")
     elif found.unit == "clients":
         sentences.append(
             "Each client adds a share of the noise. The aggregator knows who takes part, so sampling gives no privacy "
             "toward it."
         )
     else:
-        sentences.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
+        sentences.append("Clients add the noise themselves: ε holds toward members and the aggregator, too.")
     if found.unit == "clients" and found.delta >= 1 / found.clients:
         sentences.append(
             f"δ = {found.delta:g} is not below 1/n = {1 / found.clients:.2g}: even publishing the data of one client "

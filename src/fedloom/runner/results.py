@@ -175,6 +175,7 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
         found.counts,
         simulated=simulated,
         secure=federation.secure_aggregation is not None,
+        cohorts=found.cohorts,
         covers=protected,
         does_not_cover=others,
         unknown=None if found.is_known else "some rounds had no noise, or were not counted",

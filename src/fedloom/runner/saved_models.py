@@ -85,13 +85,7 @@ class ModelFolder:
 
     def of(self, client: str) -> SavedModel:
         """Return a client's model; raise KeyError if there is none, DataError if its file is damaged."""
-        if not CLIENT_ID.fullmatch(client):
-            raise KeyError(client)
-        try:
-            found = self._path(client).stat()
-        except OSError:
-            raise KeyError(client) from None
-        state = (found.st_ino, found.st_size, found.st_mtime_ns)
+        state = self._state(client)
         if (kept := self._in_memory(client, state)) is not None:
             return kept
         with self._loading:  # torch.export.load is not safe in several threads
@@ -103,6 +97,19 @@ class ModelFolder:
             while len(self._models) > self._kept:
                 self._models.popitem(last=False)
         return loaded
+
+    def kept(self, client: str) -> SavedModel | None:
+        """Return a client's model if it is in memory, or None; raise KeyError if there is no file of it."""
+        return self._in_memory(client, self._state(client))
+
+    def _state(self, client: str) -> _State:
+        if not CLIENT_ID.fullmatch(client):
+            raise KeyError(client)
+        try:
+            found = self._path(client).stat()
+        except OSError:
+            raise KeyError(client) from None
+        return (found.st_ino, found.st_size, found.st_mtime_ns)
 
     def _in_memory(self, client: str, state: _State) -> SavedModel | None:
         with self._lock:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ExperimentError
-from fedloom.privacy.settings import SMALLEST_SUM
+from fedloom.privacy.settings import SMALLEST_SUM, least_survivors
 from fedloom.security.masks import Bits, key_stream
 
 SESSION_BYTES = 16
@@ -98,11 +98,6 @@ class SessionParameters:
         parts = [self.session, *(number.to_bytes(4, "big") for number in numbers)]
         parts += [part for id in (*ids, self.question) for part in (len(id).to_bytes(4, "big"), id)]
         return hashlib.sha256(b"fedloom secure sum 2" + b"".join(parts)).digest()
-
-
-def least_survivors(members: int) -> int:
-    """Return the smallest number of survivors of a sum: two thirds of the members, rounded up, and at least 3."""
-    return max(SMALLEST_SUM, -(-2 * members // 3))
 
 
 def default_threshold(degree: int) -> int:

@@ -171,17 +171,29 @@ def copy_atomically(source: Path, path: Path, *, private: bool = False) -> None:
         sync(path.parent)
 
 
+def copy_folder(source: Path, out: Path, ignore: Callable[[str, list[str]], Iterable[str]] | None = None) -> None:
+    """Copy a folder into another, which may exist; raise StorageError if that cannot be written."""
+    with storing(out):
+        shutil.copytree(source, out, ignore=ignore, dirs_exist_ok=True)
+
+
+FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""Reasons of the system for refusing to write more."""
+
+
 @contextmanager
 def storing(path: Path, done: str = "written") -> Iterator[None]:
     """Turn an OSError in the block into a StorageError that names the path."""
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = error.strerror or str(error)
+        if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # of a folder; it lists all files
+            reason = str(error.args[0][0][-1])
         raise StorageError(
-            f"{path} cannot be {done}: {(error.strerror or str(error)).lower()}",
+            f"{path} cannot be {done}: {reason.lower()}",
             hint=f"free some space: no complete file is lost, and {argument('resume')} continues a run"
-            if full
+            if any(text in reason for text in FULL)
             else "fix the path or its permissions",
         ) from error
 

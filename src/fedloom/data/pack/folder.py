@@ -30,7 +30,7 @@ from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_characters
 from fedloom.data.targets import same_targets
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.storage.folder import fill, sync
+from fedloom.storage.folder import fill, storing, sync
 
 Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
 
@@ -129,7 +129,8 @@ def pack(
         **about,
     )
     on_progress("writing", 0, None)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with storing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     with published(out) as staging:
         staging.chmod(0o700)
         for file, whole in ((SHARD, content), (CARD, card.to_json().encode())):

@@ -85,16 +85,20 @@ class Activity(_message.Message):
     def __init__(self, run: _Optional[str] = ..., method: _Optional[str] = ..., incarnation: _Optional[str] = ..., time: _Optional[float] = ..., started: _Optional[float] = ..., phase: _Optional[_Union[Phase, str]] = ..., since: _Optional[float] = ..., message: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., doing: _Optional[int] = ..., attempt: _Optional[int] = ..., durable_round: _Optional[int] = ..., durable_at: _Optional[float] = ..., paused_by: _Optional[str] = ..., clients: _Optional[_Union[ClientCounts, _Mapping]] = ..., awaited: _Optional[int] = ..., late: _Optional[int] = ..., awaiting: _Optional[_Iterable[_Union[Awaited, _Mapping]]] = ..., rounds_per_s: _Optional[float] = ..., client_steps_per_s: _Optional[float] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., train_loss: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[ConnectedWorker, _Mapping]]] = ..., privacy: _Optional[_Union[PrivacySpent, _Mapping]] = ...) -> None: ...
 
 class PrivacySpent(_message.Message):
-    __slots__ = ("epsilon", "delta", "sums", "budget")
+    __slots__ = ("epsilon", "delta", "sums", "budget", "epsilon_members", "epsilon_aggregator")
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_AGGREGATOR_FIELD_NUMBER: _ClassVar[int]
     epsilon: float
     delta: float
     sums: int
     budget: float
-    def __init__(self, epsilon: _Optional[float] = ..., delta: _Optional[float] = ..., sums: _Optional[int] = ..., budget: _Optional[float] = ...) -> None: ...
+    epsilon_members: float
+    epsilon_aggregator: float
+    def __init__(self, epsilon: _Optional[float] = ..., delta: _Optional[float] = ..., sums: _Optional[int] = ..., budget: _Optional[float] = ..., epsilon_members: _Optional[float] = ..., epsilon_aggregator: _Optional[float] = ...) -> None: ...
 
 class ClientCounts(_message.Message):
     __slots__ = ("roster", "observing", "connected", "absent", "cohort", "answered")
