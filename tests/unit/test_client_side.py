@@ -304,7 +304,7 @@ def test_a_message_that_cannot_open_a_conversation_loses_the_client_with_the_rea
 
 def test_predictors_are_evaluated_on_the_client() -> None:
     found = Clients()
-    evaluation = replace(KEY, purpose="evaluate")
+    evaluation = dataclasses.replace(KEY, purpose="evaluate")
     found.ask(0, range(4), DescriptorRequest(ETA_V), evaluation)
     answers = found.ask(1, range(4), PersonalizedModel(THETA), evaluation)
     for row, answer in answers.items():
