@@ -66,7 +66,7 @@ def _show(found: PrivacyCost, title: str) -> None:
     asked = "" if found.asked_epsilon is None else f" for ε = {found.asked_epsilon:g}"
     typer.echo(title)
     typer.echo(
-        f"noise multiplier {found.noise_multiplier:.4g}, clipping norm {found.clip:g}, δ = {found.delta:g}, "
+        f"noise multiplier {rounded_up(found.noise_multiplier, 4)}, clipping norm {found.clip:g}, δ = {found.delta:g}, "
         f"{rounds} rounds{asked}\n"
     )
     print_table(
