@@ -187,3 +187,27 @@ def test_visits_of_a_client_are_planned_above_their_mean() -> None:
     assert 400 * 0.05 < p.visits(400) < 400 * 0.12
     assert p.visits(1) == 1
     assert planned(experiment(epsilon=1.0), clients=45).visits(400) == 400
+
+
+def example_of_the_page() -> str:
+    """Return the complete example of the page on privacy."""
+    page = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
+    return page.partition("## A complete example")[2].partition("```yaml\n")[2].partition("```")[0]
+
+
+def test_the_complete_example_of_the_page_costs_what_the_page_says() -> None:
+    e = experiments.parse_experiment(example_of_the_page())
+    last = fedloom.privacy_cost(e).by_rounds[-1]
+    assert (last.rounds, round(last.to_readers, 2)) == (300, 4.14)
+    assert 19 < last.to_members < 20 < 164 < last.to_aggregator < 166
+
+
+def test_an_epsilon_for_examples_of_clients_that_join_later_names_what_to_copy() -> None:
+    text = example_of_the_page().replace(
+        "{of: clients, clip: 0.5, noise_multiplier: 1.2,", "{of: examples, clip: 0.5, epsilon: 4,"
+    )
+    e = experiments.parse_experiment(text.replace(", noise: distributed, budget: 6", ""))
+    with refusing(ExperimentError, "federation.privacy.epsilon") as refused:
+        with_noise(e, None)
+    assert mentions(str(refused.value.hint), "fedloom privacy", "--examples", "4")
+    assert fedloom.privacy_cost(e, examples=2000).noise_multiplier > 0.5
