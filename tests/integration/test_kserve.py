@@ -24,6 +24,7 @@ import torch
 import yaml
 from facts import refusing
 from forked import Popen
+from run_processes import until
 from typer.testing import CliRunner
 
 import fedloom
@@ -265,7 +266,8 @@ def test_the_container_serves_a_mounted_run_over_rest_and_grpc(run: Path, tmp_pa
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     own = client_models(run)
     with running(mounted, tmp_path / "work") as container:
-        assert container.ask("/v2/health/live")[0] == container.ask("/v2/health/ready")[0] == 200
+        assert container.ask("/v2/health/live")[0] == 200
+        until(lambda: container.ask("/v2/health/ready")[0] == 200, "the first model is loaded")
         assert container.ask("/v2/models/flowers/ready") == (200, {"name": "flowers", "ready": True})
         for client, model in own.items():
             status, answer = container.infer(client)

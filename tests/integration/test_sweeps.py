@@ -99,8 +99,9 @@ def test_a_failing_tracker_in_a_parallel_run_is_reported(
     done = sweep(root, tmp_path / "sweep", "--seeds", "1,2", "--parallel", "2", "--track", "broken", "--no-report")
     assert done.returncode == 0, done.stderr
     for seed in (1, 2):
-        (output,) = [line for line in done.stderr.splitlines() if f"seed={seed}: tracking" in line]
-        assert tells(output, "broken", "RuntimeError", "nobody at home")
+        failed, lost = (line for line in done.stderr.splitlines() if f"seed={seed}: tracking" in line)
+        assert tells(failed, "broken", "RuntimeError", "nobody at home")
+        assert tells(lost, "broken", "did not log")
 
 
 class Counts(SweepObserver):

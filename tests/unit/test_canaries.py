@@ -94,7 +94,7 @@ def test_the_bound_is_below_the_claim_with_noise_and_above_without() -> None:
     for seed in range(20):
         scores, coins = noisy_sum(seed, multiplier, **settings)
         bounds.append(canary_document(scores, coins, delta=delta, confidence=0.95)["epsilon"])
-        estimate = normal_estimate(scores, coins, delta=delta)
+        estimate = normal_estimate(scores, coins, delta=delta, confidence=0.95)
         assert estimate is not None
         estimates.append(estimate["epsilon"])
     assert max(bounds) <= claim
