@@ -250,6 +250,20 @@ def over_grpc(cards: Mapping[str, ClientCard], stops: Mapping[str, threading.Eve
             thread.join(10)
 
 
+@pytest.mark.parametrize("changes", [{"purpose": "train"}, {"purpose": "x"}, {"round": 3}])
+def test_members_over_grpc_are_measured_in_no_other_conversation(packed: Packed, changes: dict[str, object]) -> None:
+    """The aggregator keeps its books as before, and renames what it sends."""
+    own, cards = packed
+    with over_grpc(cards, {client: threading.Event() for client in cards}) as aggregator:
+
+        class Renamed(Disturbed):
+            def exchange(self, call: Call) -> Sequence[Message | Lost]:
+                return super().exchange(replace(call, key=replace(call.key, **changes)))  # type: ignore[arg-type]
+
+        with pytest.raises(QuorumError):
+            measure(Renamed(aggregator, lambda call, client, answer: answer), own, cards)
+
+
 @pytest.mark.parametrize("when", [None, ShareDelivery])
 def test_secure_measuring_over_grpc_survives_a_killed_worker(packed: Packed, when: type[Message] | None) -> None:
     own, cards = packed
