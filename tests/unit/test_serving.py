@@ -37,7 +37,7 @@ import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.algorithms.fedavg import Update
-from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PersonalizedModel
+from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLTrainRequest, PersonalizedModel
 from fedloom.cli.use import personalize_command as personalize
 from fedloom.core import digests
 from fedloom.data.input_spec import Normalization
@@ -737,6 +737,18 @@ def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: 
     for _ in "ab":  # a broken connection
         speaking.speak(1, 0, found.opening)
         assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2  # its δ, and the request
+
+
+def test_a_new_client_does_not_train(run: Path) -> None:
+    """A server that lies could ask for an update, which has no noise."""
+    client = RequestingClient.described(
+        PersonalizationRequest("here", *examples(1)), DurableRounds(RunFolder(run)).about
+    )
+    found = DurableRounds(RunFolder(run))(None)
+    assert found is not None
+    opening = PeFLLTrainRequest(**found.opening.tensors())
+    with refusing(DataError, "PeFLLTrainRequest", "train"):
+        PersonalizationClient(client.parts, client.data, client.id).speak(1, 0, opening)
 
 
 @pytest.mark.parametrize(
