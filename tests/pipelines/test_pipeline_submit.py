@@ -612,7 +612,7 @@ def test_a_lack_of_memory_is_told_with_the_setting_to_raise(
     watched: Callable[..., FakeCluster],
     printed: type[FedloomError] | None,
 ) -> None:
-    """What a task records after the kernel has killed one of its processes is only a consequence."""
+    """A task whose process was killed by the kernel records only a consequence; the cause is in the Workflow."""
     watched(federate=(DONE, ("Failed", "OOMKilled (exit code 137)")))
     record = "" if printed is None else recorded(printed("federate: a process was killed by signal 9"))
     api.script = [("FAILED", [("federate", "FAILED", record)])]

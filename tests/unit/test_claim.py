@@ -120,7 +120,7 @@ def test_cohorts_that_were_not_recorded_are_known_to_every_member() -> None:
 
 
 def test_the_member_that_learns_most_is_reported() -> None:
-    """Of two kinds of sums, the one with less noise reveals more; a member in fewer of them can learn less."""
+    """The sum with less noise reveals more, so the member of most cohorts does not always learn most."""
     loud = sampled("poisson", 900, 45, 8.0)
     of = {"many": Counter({loud: 20}), "few": Counter({SUM: 6}), "less": Counter({SUM: 5})}
     found = made({"": {SUM: 50, loud: 50}}, secure=True, cohorts=Cohorts(of, 45))

@@ -1,4 +1,4 @@
-"""What an aggregator that lies gets from members of secure sums: one honest sum of each question, and nothing else."""
+"""Attacks of a lying aggregator on secure sums: it gets one honest sum of each question, and nothing else."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_one_question_is_answered_over_one_set(sets: list[tuple[Sequence[str], i
 
 
 def test_a_round_with_other_batches_is_another_question() -> None:
-    """What is left of H: the members draw other batches, so the difference of the sums is only similar to an answer."""
+    """Members draw other batches, so the difference of two sums is only similar to one answer (the remainder of H)."""
     found = seen_in(federation(Drawing), [(NAMES, 1, "train", Ask(THETA)), (OTHERS, 2, "train", Ask(THETA))])
     assert len(found) == 2
     found = seen_in(federation(Drawing), [(NAMES, 1, "train", Ask(THETA)), (OTHERS, 1, "train", Ask(THETA))])

@@ -86,7 +86,30 @@ class CanarySet:
         log.add(every, x, taken, claimed.rate, 1 / claimed.noise_multiplier)
 
 
-class CanaryClientAlgorithm(ClientAlgorithm):
+class FollowingAlgorithm(ClientAlgorithm):
+    """Client algorithm that has the properties of another, whose conversations a subclass changes.
+
+    Parameters
+    ----------
+    inner
+        The other client algorithm.
+    """
+
+    def __init__(self, inner: ClientAlgorithm) -> None:
+        super().__init__(inner.settings, inner.setup)
+        self.predictors, self.stateful = inner.predictors, inner.stateful
+        self._inner = inner
+
+    def trains(self, opening: type[Message]) -> bool:
+        """Return whether the method's client trains."""
+        return self._inner.trains(opening)
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Return the method's steps."""
+        return self._inner.personalization_steps(predictor, examples)
+
+
+class CanaryClientAlgorithm(FollowingAlgorithm):
     """Client algorithm of a method in which canaries send their directions; all other clients follow the method.
 
     A canary takes part in a conversation as any client does, with all its messages and its state, and replaces the
@@ -99,17 +122,8 @@ class CanaryClientAlgorithm(ClientAlgorithm):
     """
 
     def __init__(self, inner: ClientAlgorithm, canaries: CanarySet) -> None:
-        super().__init__(inner.settings, inner.setup)
-        self.predictors, self.stateful = inner.predictors, inner.stateful
-        self._inner, self._canaries, self._places = inner, canaries, canaries.places
-
-    def trains(self, opening: type[Message]) -> bool:
-        """Return whether the method's client trains."""
-        return self._inner.trains(opening)
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the method's steps."""
-        return self._inner.personalization_steps(predictor, examples)
+        super().__init__(inner)
+        self._canaries, self._places = canaries, canaries.places
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the method's conversation; in a training round a canary changes its answers.

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.attacks.canary_clients import FollowingAlgorithm
 from fedloom.attacks.canary_data import CanaryExample
 from fedloom.attacks.canary_draws import DrawLog, random_directions, signals
 from fedloom.messages import Message
@@ -55,7 +56,7 @@ class CanaryGradients:
         return np.array([i for i, each in enumerate(self.examples) if each.client == client], dtype=np.int64)
 
 
-class CanaryExampleAlgorithm(ClientAlgorithm):
+class CanaryExampleAlgorithm(FollowingAlgorithm):
     """Client algorithm of a method whose noisy steps in training have the gradients of canaries.
 
     Parameters
@@ -65,17 +66,8 @@ class CanaryExampleAlgorithm(ClientAlgorithm):
     """
 
     def __init__(self, inner: ClientAlgorithm, canaries: CanaryGradients) -> None:
-        super().__init__(inner.settings, inner.setup)
-        self.predictors, self.stateful = inner.predictors, inner.stateful
-        self._inner, self._canaries = inner, canaries
-
-    def trains(self, opening: type[Message]) -> bool:
-        """Return whether the method's client trains."""
-        return self._inner.trains(opening)
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the method's steps."""
-        return self._inner.personalization_steps(predictor, examples)
+        super().__init__(inner)
+        self._canaries = canaries
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the method's conversation, in a training round with the client's canaries.

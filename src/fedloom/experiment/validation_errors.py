@@ -26,7 +26,7 @@ ELSEWHERE: Mapping[str | int, str] = {
     **dict.fromkeys(("criterion", "loss", "loss_fn", "loss_function"), OWN_LOSS),
     **{key: f"set algorithm.local.{key}" for key in ("optimizer", "lr", "momentum", "batch_size", "steps", "epochs")},
 }
-"""Where to say what a key of a training script says, by the key."""
+"""Replacement of each key that training scripts have and experiments do not."""
 
 MOST_SHOWN = 16
 """Maximum errors listed; the rest are only counted, so that all fit on one screen."""

@@ -96,7 +96,7 @@ class _Request:
 
     @cached_property
     def broadcasts(self) -> Question:
-        """What the message asks of every client."""
+        """Return the part of the question that the message adds, which is the same for every client."""
         return Question.from_message(self.message)
 
     def named(self, rows: Sequence[int]) -> list[str]:

@@ -47,7 +47,7 @@ from fedloom.security.sum_session import SessionParameters
 
 @dataclass(frozen=True)
 class Asked:
-    """What an answer depends on, beside the client's data and the experiment."""
+    """Context of an answer: everything that it depends on beside the client's data and the experiment."""
 
     question: Question = field(default_factory=Question)
     varies: bool = True

@@ -26,7 +26,7 @@ STACKED = (
     "stack the examples: x, y = next(iter(DataLoader(dataset, len(dataset)))); pad graphs to one size, with x a dict "
     "such as {'nodes': [n, nodes, features], 'edges': [n, nodes, nodes]}"
 )
-"""How to give examples that are objects."""
+"""Advice for examples that are objects."""
 
 READ_TWICE = 16
 """Images that are read twice to find random transforms."""
