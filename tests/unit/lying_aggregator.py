@@ -133,6 +133,7 @@ class Liar:
     lie: Lie = truth
     asked: dict[tuple[str, ConversationKey], Question] = field(default_factory=dict)
     masked: list[NDArray[np.float64]] = field(default_factory=list)
+    sent: dict[str, list[Message]] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     traffic: Traffic = field(default_factory=Traffic)
     refusals: Refusals = field(default_factory=Refusals)
@@ -150,6 +151,7 @@ class Liar:
         elif type(message).__name__ not in VOCABULARY:
             asked = self.asked.get((name, key), Question())
             self.asked[name, key] = asked.then(Question.from_message(message))
+        self.sent.setdefault(name, []).append(message)
         try:
             ((_, answer),) = self.members[name].answer(key, call.exchange, [row], [name], message)
         except MissingConversation:
@@ -158,6 +160,8 @@ class Liar:
             self.masked.append(answer.values[0].numpy().view("<i8").astype(np.float64)[:SIZE])
         if isinstance(answer, Lost):
             self.reasons.append(answer.reason)
+        elif type(answer) not in call.shapes:  # an aggregator can make nothing of it
+            return Lost("another answer")
         return answer
 
     def _fitting(self, name: str, key: ConversationKey, message: SumSession) -> SumSession:

@@ -37,7 +37,7 @@ from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.revealed_sums import RECORD, RevealedSums
-from fedloom.federation.sum_messages import STEPS
+from fedloom.federation.sum_messages import STEPS, ConfirmationDelivery, SumSession, Survivors
 from fedloom.federation.summation import Summation
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
@@ -265,6 +265,49 @@ def test_a_malformed_step_loses_no_worker_and_reveals_nothing(cls: type[Message]
     liar = federation(lie=malformed)
     found = ask(liar)
     assert explained([*liar.masked, *([] if found is None else [found])], part()) < 0.4
+
+
+ORDERED = [cls for cls in STEPS if cls.__name__ != "ClipNotice"]
+
+
+@pytest.mark.parametrize(("due", "sent"), [(due, sent) for due in ORDERED for sent in ORDERED if due is not sent])
+def test_a_step_at_another_place_reveals_nothing(due: type[Message], sent: type[Message]) -> None:
+    """In place of the step that is due, the victim gets another one: an earlier one again, or one that it got before.
+
+    The aggregator then asks over another set, so that two answers would differ by the victim's alone.
+    """
+    seen: dict[type[Message], Message] = {}
+
+    def misplaced(name: str, key: ConversationKey, message: Message) -> tuple[ConversationKey, Message]:
+        if name == VICTIM and type(message) is due and sent in seen:
+            return key, seen[sent]
+        if name == VICTIM:
+            seen[type(message)] = message
+        return key, message
+
+    liar = federation(lie=misplaced)
+    found = [ask(liar, attempt=1), ask(liar, attempt=2), ask(liar, OTHERS, attempt=3)]
+    sums = [total for total in found if total is not None]
+    assert explained([*sums, *liar.masked], part()) < 0.4
+
+
+def test_a_member_that_refused_a_set_reveals_no_share_of_it() -> None:
+    """The set was confirmed by nobody, but the aggregator goes on as if it had been, and begins the sum again."""
+    liar = federation()
+    first = ask(liar)
+    side, key = liar.members[VICTIM], ConversationKey(1, 2, 0, "train")
+    assert ask(liar, NAMES[:4], attempt=2) is None
+    held = side._config.held
+    assert held is not None
+    assert held._held[key][0].member is None  # its secrets are gone, so that nothing can make it reveal a share
+    session, roster, _, survivors = liar.sent[VICTIM][-4:]
+    assert isinstance(session, SumSession)
+    assert isinstance(survivors, Survivors)
+    tags = ConfirmationDelivery(torch.zeros_like(survivors.receipts))
+    for exchange, message in enumerate((tags, session, roster, survivors, tags), start=5):
+        ((_, answer),) = side.answer(key, exchange, [0], [VICTIM], message)
+        assert isinstance(answer, Lost)
+    assert first is not None
 
 
 def changed(tensor: Tensor, how: str) -> Tensor:
