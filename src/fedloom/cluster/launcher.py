@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 class Deleted(WorkerLostError):
-    """Somebody else has deleted a Job of the federation."""
+    """Deletion of a Job of the federation by somebody else."""
 
 
 class Occupied(ExperimentError):

@@ -10,7 +10,7 @@ EXCEEDED = re.compile(r"exceeded quota: (?P<quota>[^\s,]+)(?:, requested: (?P<re
 UNSPECIFIED = re.compile(r"failed quota: (?P<quota>[^\s:]+): must specify (?P<needed>.+)")
 FOR = re.compile(r"(?P<resources>[a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: (?P<containers>[a-z0-9-]+(?:,[a-z0-9-]+)*)")
 TOO_LOW = re.compile(r'Pod "[^"]*" is invalid: .*must be less than or equal to (?P<resource>[a-z0-9./-]+) limit')
-"""A default limit below a request: a LimitRange sets it before the API server validates the pod."""
+"""Default limit below a request: a LimitRange sets it before the API server validates the pod."""
 WEBHOOK = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request')
 UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
 """Missing right, which is not a refusal of the request's content."""

@@ -193,7 +193,7 @@ class PrivacySpent:
     epsilon_members: float | None = None
     """Toward each client of the federation; None if there is no guarantee, or it is not known."""
     epsilon_aggregator: float | None = None
-    """Toward the aggregator; None likewise."""
+    """Toward the aggregator; None if there is no guarantee, or it is not known."""
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:

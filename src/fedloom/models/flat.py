@@ -347,7 +347,7 @@ class DerivedModel(FlatModel):
         self.model, self.layout = model, layout
 
     def batch_weights(self, y: Tensor | None, weight: Tensor) -> Tensor:
-        """Return those of the model that is called."""
+        """Return the weights of the model that is called."""
         return self.model.batch_weights(y, weight)
 
 

@@ -86,7 +86,7 @@ class Row:
         return self.epsilon_toward("readers")
 
     def epsilon_toward(self, whom: str) -> float | None:
-        """Return the largest ε of the runs toward ``readers``, ``members`` or ``aggregator``; None likewise."""
+        """Return the largest ε toward ``readers``, ``members`` or ``aggregator``; None without a guarantee."""
         found = [run.privacy["toward"][whom] for run in self.runs if run.privacy is not None]
         known = [float(epsilon) for epsilon in found if epsilon is not None]
         return max(known) if len(known) == len(self.runs) else None

@@ -97,7 +97,7 @@ class Attempt:
 
     @property
     def counts(self) -> bool:
-        """True if its round is over with it."""
+        """True if the round ends with this attempt."""
         return self.outcome in (DONE, BURNT)
 
     @property
