@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from facts import tells
 
+from fedloom.cli import main
 from fedloom.errors import AbandonedError, ExitCode
 from fedloom.federation.monitor import Monitor
+from fedloom.runner import stop_request as stop_requests
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.stop_request import StopRequest
 
@@ -62,6 +65,23 @@ def test_a_signal_lets_the_current_round_end_and_a_second_one_aborts(said: list[
             time.sleep(30)
         assert aborted.wait(30)
     assert said == ["after this round"]
+
+
+def test_a_signal_whose_exception_was_swallowed_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import in progress can swallow the exception with which SIGTERM ends a command that has no handler yet."""
+    requested = threading.Event()
+    monkeypatch.setattr(stop_requests, "termination_requested", requested)
+    monkeypatch.setattr(main, "termination_requested", requested)
+    before = signal.signal(signal.SIGTERM, main._terminated)
+    try:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        stop_request = StopRequest()
+        with stop_request.signals():
+            assert stop_request.event.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_round_that_ends_in_time_is_not_aborted_later(said: list[str]) -> None:

@@ -42,7 +42,7 @@ from fedloom.cli import (
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
-from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
+from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure, termination_requested
 from fedloom.core.words import printable
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
 
@@ -189,6 +189,7 @@ class _Terminated(BaseException):
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
+    termination_requested.set()
     raise _Terminated
 
 

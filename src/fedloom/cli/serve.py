@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.options import AuditLog, Checkpoint, Health, InsecureServer, Metrics, ServerCredentials
+from fedloom.core.processes import termination_requested
 from fedloom.core.words import pluralize
 
 
@@ -60,6 +61,8 @@ def serve_command(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    if termination_requested.is_set():
+        stop.set()
     handed_out = serve_run(
         run,
         listen,

@@ -14,6 +14,7 @@ import typer
 from fedloom.cli.eof import at_eof
 from fedloom.cli.options import ClientCredentials, InsecureClient
 from fedloom.core.garbage import collection_paused
+from fedloom.core.processes import termination_requested
 
 
 def worker(
@@ -149,6 +150,8 @@ def worker(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    if termination_requested.is_set():
+        stop.set()
     if owned:
         at_eof(lambda: _leave(stop))
     with nullcontext() if log is None else logged_to(log):

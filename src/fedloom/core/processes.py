@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,9 @@ TELL_PARENT = "FEDLOOM_TELL_PARENT"
 
 END_WITH_PARENT = "FEDLOOM_END_WITH_PARENT"
 """Environment variable of a child that ends when its standard input, which its parent holds, is closed."""
+
+termination_requested = threading.Event()
+"""Set by SIGTERM before a command handles it; code that swallows the exception of that handler cannot hide it."""
 
 _reports: Path | None = None
 _ends_with_parent = False

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from fedloom.core.processes import termination_requested
 from fedloom.errors import AbandonedError, FedloomError, argument
 from fedloom.federation.monitor import Monitor
 from fedloom.runner.observer import RunObserver
@@ -76,6 +77,8 @@ class StopRequest:
             self._observer.stopping(after_round=self.training)
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        if termination_requested.is_set():
+            self.ask()
         try:
             yield
         finally:
