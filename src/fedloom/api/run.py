@@ -163,9 +163,11 @@ class Run:
         return figure
 
     def _drawn(self) -> dict[str, Figure]:
-        from fedloom.reporting.report import FILES, figures
+        from fedloom.reporting.report import SECTIONS, figures
 
-        stamps = [_stamp(self.folder / name) for name in sorted({name for names in FILES.values() for name in names})]
+        stamps = [
+            _stamp(self.folder / name) for name in sorted({name for section in SECTIONS for name in section.files})
+        ]
         if self._figures is None or self._figures[0] != stamps:  # figures of a run in progress change
             self._figures = stamps, figures(self.folder)
         return self._figures[1]

@@ -8,7 +8,6 @@ from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
-from fedloom.reporting import inputs
 from fedloom.reporting.page import DASH, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
 from fedloom.reporting.report_results import NAMED, client_row, group_of, main_reading, owner_of, small_table
 from fedloom.reporting.report_setup import summary_of
@@ -25,7 +24,6 @@ CARD_CLASSES = 12
 def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
     """Return the rows of ``clients.csv`` by id; empty if it cannot be read."""
     try:
-        inputs.check_files(run, ("clients.csv",))
         return {row["id"]: row for row in run.clients()}
     except DataError:
         return {}
