@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.core.words import pluralize
-from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.tables import Table, TableRow, table_row
 from fedloom.reporting.words import (
     audit_verdict,
     estimate_note,

@@ -8,9 +8,10 @@ from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
-from fedloom.reporting.page import DASH, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import DASH, ConfusionCard, Panel, Part
 from fedloom.reporting.report_results import NAMED, client_row, group_of, main_reading, owner_of, small_table
 from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.tables import Cell, Table, TableRow, table_row
 from fedloom.reporting.words import GROUP_TITLES, in_percent
 from fedloom.runs.folder import RunFolder
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.errors import DataError
-from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part
 from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.tables import Table, TableRow, table_row
 from fedloom.reporting.words import GROUP_TITLES, client_column, is_masked
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
