@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from fedloom.reporting.drawing import COLOURS, HALF, INK, as_svg, framed, panel, sheet
+from fedloom.reporting.drawing import COLOURS, INK, as_svg, panel
 
 LOWEST = 1e-3
 """Lowest rate on the logarithmic axes."""
@@ -36,21 +36,4 @@ def draw_membership(membership: Mapping[str, Any]) -> Figure:
         axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:g}%"))
     axes.grid(visible=True, axis="both")
     axes.legend(loc="upper left")
-    return figure
-
-
-@as_svg
-def draw_inversion(cases: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw originals and their reconstructions, a row for each case that has pictures."""
-    figure = sheet(HALF, 0.4 + 1.5 * len(cases))
-    grid = figure.subplots(len(cases), 2, squeeze=False)
-    for line, case in zip(grid, cases, strict=True):
-        for axes, key in zip(line, ("original", "reconstruction"), strict=True):
-            framed(axes)
-            axes.set(xticks=[], yticks=[])
-            axes.imshow(np.array(case[key], dtype=np.uint8), cmap="gray", vmin=0, vmax=255, interpolation="none")
-        line[0].set_ylabel(case["update"])
-        line[1].set_xlabel(f"{case['psnr_best']:.1f} dB")
-    for axes, title in zip(grid[0], ("original", "reconstruction"), strict=True):
-        axes.set_title(title)
     return figure

@@ -1,4 +1,4 @@
-"""Section of a report on attacks: membership inference, canaries, gradient inversion."""
+"""Section of a report on attacks: membership inference, canaries."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.core.words import pluralize
-from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.tables import Table, TableRow, table_row
 from fedloom.reporting.words import (
     audit_verdict,
     estimate_note,
     in_percent,
-    inversion_note,
     sampling_note,
     shown_bound,
     shown_epsilon,
@@ -28,8 +28,6 @@ def audit_parts(run: RunFolder) -> tuple[Part, ...]:
         parts.append(_canaries(document["canaries"], document["claim"]))
     if "membership" in document:
         parts.append(_membership(document["membership"]))
-    if "inversion" in document:
-        parts.append(_inversion(document["inversion"]))
     return tuple(parts)
 
 
@@ -95,29 +93,3 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
         f"{100 * found['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(found, claim)}"
     )
     return Part("Canaries", pairs=tuple(pairs), text=text)
-
-
-def _inversion(found: Mapping[str, Any]) -> Part:
-    from fedloom.reporting import audit_figures
-
-    rows = [
-        table_row(
-            case["update"],
-            f"{case['clients']:,}",
-            f"{case['examples']:,}",
-            case["attack"],
-            f"{case['psnr_best']:.1f}",
-            f"{case['psnr_mean']:.1f}",
-            f"{case['psnr_of_mean_input']:.1f}",
-        )
-        for case in found["cases"]
-    ]
-    headings = ("update", "clients", "examples", "attack", "best PSNR, dB", "mean, dB", "mean input, dB")
-    pictured = [case for case in found["cases"] if case.get("original") and case.get("reconstruction")]
-    panels = (Panel("inversion", audit_figures.draw_inversion(pictured)),) if pictured else ()
-    text = (
-        f"Examples of {found['client']}, reconstructed from its update, or from the sum of several updates. The figure "
-        f"shows the best one. {inversion_note(found)}"
-    )
-    tables = (Table(headings, (("", tuple(rows)),)),)
-    return Part("Gradient inversion", panels, tables, columns=2, text=text)

@@ -8,10 +8,10 @@ from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
-from fedloom.reporting import inputs
-from fedloom.reporting.page import DASH, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import DASH, ConfusionCard, Panel, Part
 from fedloom.reporting.report_results import NAMED, client_row, group_of, main_reading, owner_of, small_table
 from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.tables import Cell, Table, TableRow, table_row
 from fedloom.reporting.words import GROUP_TITLES, in_percent
 from fedloom.runs.folder import RunFolder
 
@@ -25,7 +25,6 @@ CARD_CLASSES = 12
 def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
     """Return the rows of ``clients.csv`` by id; empty if it cannot be read."""
     try:
-        inputs.check_files(run, ("clients.csv",))
         return {row["id"]: row for row in run.clients()}
     except DataError:
         return {}

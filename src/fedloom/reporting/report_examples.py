@@ -8,8 +8,9 @@ from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
-from fedloom.reporting.page import DASH, Panel, Part, Table, table_row
+from fedloom.reporting.page import DASH, Panel, Part
 from fedloom.reporting.report_results import group_of, small_table
+from fedloom.reporting.tables import Table, table_row
 from fedloom.reporting.words import GROUP_TITLES
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import metric_title, significant

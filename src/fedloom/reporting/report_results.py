@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.errors import DataError
-from fedloom.reporting import inputs
-from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part
 from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.tables import Table, TableRow, table_row
 from fedloom.reporting.words import GROUP_TITLES, client_column, is_masked
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
@@ -176,13 +176,12 @@ def _last_evaluations(run: RunFolder, headline: Headline) -> list[str]:
 
 def _best(run: RunFolder) -> Mapping[str, Any] | None:
     """Return the best round; for a finished run it is in the summary, so that torch is not needed."""
-    try:
-        found: Mapping[str, Any] | None = inputs.checked(run, "summary.json")["best"]
-        return found
-    except DataError:
-        from fedloom.evaluation.summary import best
+    if summary := summary_of(run):
+        chosen: Mapping[str, Any] | None = summary["best"]
+        return chosen
+    from fedloom.evaluation.summary import best
 
-        return best(run.evaluations())
+    return best(run.evaluations())
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:

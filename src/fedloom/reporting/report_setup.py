@@ -10,16 +10,17 @@ from typing import Any
 from fedloom.core.words import dotted_keys, pluralize
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
-from fedloom.reporting import inputs
-from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.tables import Table, TableRow, table_row
 from fedloom.reporting.words import number_range, shown_epsilon, shown_guarantee
+from fedloom.runs.files import SUMMARY
 from fedloom.runs.folder import RunFolder
 
 
 def summary_of(run: RunFolder) -> Mapping[str, Any]:
     """Return the summary of a finished run; empty otherwise, which the top of the page explains."""
     try:
-        return inputs.checked(run, "summary.json")
+        return run.json_or_none(SUMMARY) or {}
     except DataError:
         return {}
 
