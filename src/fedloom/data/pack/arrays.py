@@ -29,8 +29,8 @@ from fedloom.data.pack.examples import (
     Request,
     ValidationErrors,
     check_unpacked,
+    described_shape,
     listed,
-    shape_of,
 )
 from fedloom.data.pack.labels import owner_names
 from fedloom.data.pack.packer import examples_of
@@ -304,7 +304,7 @@ def _kind(x: NDArray[Any], called: str, name: str, errors: ValidationErrors) -> 
     if (x.ndim > 1 or name) and x.dtype.kind in "iufb":
         return "integers" if x.dtype.kind in "iu" and int(x.min(initial=0)) >= 0 else "features"
     raise DataError(
-        f"{errors.source}: {called} is {x.dtype} of shape {shape_of(x)}; it must be numbers, [n, features] or "
+        f"{errors.source}: {called} is {x.dtype} of shape {described_shape(x)}; it must be numbers, [n, features] or "
         "[n, ...] of any shape, or pixels from 0 to 255 as uint8, [n, height, width] or [n, channels, height, width]"
     )
 

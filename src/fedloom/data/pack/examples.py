@@ -280,7 +280,7 @@ def listed(words: Sequence[str], most: int = 12) -> str:
     return ", ".join(words) if len(words) <= most else f"{', '.join(words[:most])}, ... ({len(words)})"
 
 
-def shape_of(x: NDArray[Any]) -> str:
+def described_shape(x: NDArray[Any]) -> str:
     """Return the shape of an array of n examples: ``[n, 3, 8]``."""
     return f"[{', '.join(['n', *map(str, x.shape[1:])])}]"
 

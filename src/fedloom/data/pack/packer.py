@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.input_spec import DTYPES, InputSpec, TensorKind, unnamed
-from fedloom.data.pack.examples import Columns, Examples, Request, ValidationErrors, listed, shape_of
+from fedloom.data.pack.examples import Columns, Examples, Request, ValidationErrors, described_shape, listed
 from fedloom.data.pack.labels import label_positions, notes_of_classes
 from fedloom.data.targets import RANKS, SHAPES, Targets
 from fedloom.data.values import EXACT, Rounding, as_numbers, found_classes
@@ -231,7 +231,7 @@ def _classes(
         numeric = y.ndim == 2 and y.dtype.kind in "iufb"
         wrong = np.flatnonzero(~_one_hot_rows(y)) if numeric else np.arange(len(y))
         errors.add_many(
-            f"targets of shape {shape_of(y)}: not one class (label) or exactly one 1 among 0 for each example, as "
+            f"targets of shape {described_shape(y)}: not one class (label) or exactly one 1 among 0 for each example, as "
             f"task classification needs; for others, set the task: {'; '.join(map(' '.join, SHAPES.items()))}",
             len(wrong),
             map(place, wrong.tolist()),
@@ -279,7 +279,7 @@ def _of_task(
     if len(shape) not in RANKS[task] or y.dtype.kind not in "iufb" or 0 in shape or shape not in fits:
         of_inputs = f", of the inputs' shape {' or '.join(str(list(each)) for each in fits)}" if task in IGNORED else ""
         raise DataError(
-            f"{errors.source}: targets are {y.dtype} of shape {shape_of(y)}; task {task} needs {SHAPES[task]}"
+            f"{errors.source}: targets are {y.dtype} of shape {described_shape(y)}; task {task} needs {SHAPES[task]}"
             f"{of_inputs}"
         )
     if task == "regression":
