@@ -1,8 +1,8 @@
-"""Section of a report on attacks: membership inference, canaries, gradient inversion."""
+"""Section of a report on attacks: membership inference, canaries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from fedloom.core.words import pluralize
-from fedloom.reporting.drawing import COLOURS, HALF, INK, as_svg, framed, panel, sheet
+from fedloom.reporting.drawing import COLOURS, INK, as_svg, panel
 from fedloom.reporting.page import Panel, Part
 from fedloom.reporting.tables import TableRow, one_block, table_row
 from fedloom.reporting.words import (
     audit_verdict,
     estimate_note,
     in_percent,
-    inversion_note,
     sampling_note,
     shown_bound,
     shown_epsilon,
@@ -34,8 +33,6 @@ def audit_parts(run: RunFolder) -> tuple[Part, ...]:
         parts.append(_canaries(document["canaries"], document["claim"]))
     if "membership" in document:
         parts.append(_membership(document["membership"]))
-    if "inversion" in document:
-        parts.append(_inversion(document["inversion"]))
     return tuple(parts)
 
 
@@ -102,31 +99,6 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
     return Part("Canaries", pairs=tuple(pairs), text=text)
 
 
-def _inversion(found: Mapping[str, Any]) -> Part:
-
-    rows = [
-        table_row(
-            case["update"],
-            f"{case['clients']:,}",
-            f"{case['examples']:,}",
-            case["attack"],
-            f"{case['psnr_best']:.1f}",
-            f"{case['psnr_mean']:.1f}",
-            f"{case['psnr_of_mean_input']:.1f}",
-        )
-        for case in found["cases"]
-    ]
-    headings = ("update", "clients", "examples", "attack", "best PSNR, dB", "mean, dB", "mean input, dB")
-    pictured = [case for case in found["cases"] if case.get("original") and case.get("reconstruction")]
-    panels = (Panel("inversion", draw_inversion(pictured)),) if pictured else ()
-    text = (
-        f"Examples of {found['client']}, reconstructed from its update, or from the sum of several updates. The figure "
-        f"shows the best one. {inversion_note(found)}"
-    )
-    tables = (one_block(headings, rows),)
-    return Part("Gradient inversion", panels, tables, columns=2, text=text)
-
-
 LOWEST = 1e-3
 """Lowest rate on the logarithmic axes."""
 
@@ -152,21 +124,4 @@ def draw_membership(membership: Mapping[str, Any]) -> Figure:
         axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:g}%"))
     axes.grid(visible=True, axis="both")
     axes.legend(loc="upper left")
-    return figure
-
-
-@as_svg
-def draw_inversion(cases: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw originals and their reconstructions, a row for each case that has pictures."""
-    figure = sheet(HALF, 0.4 + 1.5 * len(cases))
-    grid = figure.subplots(len(cases), 2, squeeze=False)
-    for line, case in zip(grid, cases, strict=True):
-        for axes, key in zip(line, ("original", "reconstruction"), strict=True):
-            framed(axes)
-            axes.set(xticks=[], yticks=[])
-            axes.imshow(np.array(case[key], dtype=np.uint8), cmap="gray", vmin=0, vmax=255, interpolation="none")
-        line[0].set_ylabel(case["update"])
-        line[1].set_xlabel(f"{case['psnr_best']:.1f} dB")
-    for axes, title in zip(grid[0], ("original", "reconstruction"), strict=True):
-        axes.set_title(title)
     return figure
