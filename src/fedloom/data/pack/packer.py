@@ -231,7 +231,7 @@ def _classes(
         numeric = y.ndim == 2 and y.dtype.kind in "iufb"
         wrong = np.flatnonzero(~_one_hot_rows(y)) if numeric else np.arange(len(y))
         errors.add_many(
-            f"targets of shape {described_shape(y)}: not one class (label) or exactly one 1 among 0 for each example, as "
+            f"targets of shape {described_shape(y)}: not one class (label) or exactly one 1 among 0 for each, as "
             f"task classification needs; for others, set the task: {'; '.join(map(' '.join, SHAPES.items()))}",
             len(wrong),
             map(place, wrong.tolist()),
