@@ -342,7 +342,7 @@ def _text(given: Mapping[str, Any]) -> TextColumn:
     """Return the settings of a column of texts; raise ExperimentError if a key is wrong."""
     from pydantic import ValidationError
 
-    from fedloom.data.manifest import text_fault
+    from fedloom.data.spec import text_fault
     from fedloom.data.text_column import TextColumn
 
     try:

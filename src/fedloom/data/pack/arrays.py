@@ -294,7 +294,7 @@ def _inputs(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, InputSpec], tuple[str, ...]]:
     """Return the inputs by name, their descriptions, and notes on changes."""
     own = request.own
-    needed = None if own is None else own.specs
+    needed = None if own is None else own.spec.inputs
     if needed is not None and set(needed) != set(parts[0].x):
         found, wanted = (listed(sorted(each)) or "a single input" for each in (parts[0].x, needed))
         raise DataError(f"{errors.source}: the inputs are {found}; data.own needs {wanted}")

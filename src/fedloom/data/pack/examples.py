@@ -23,6 +23,7 @@ from fedloom.data.input_spec import (
     unnamed,
 )
 from fedloom.data.requirements import Own
+from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
 from fedloom.data.text_column import TextColumn
 from fedloom.data.values import (
@@ -89,6 +90,11 @@ class Examples:
     owners: tuple[str, ...] | None = None
     features: tuple[str, ...] | None = None
     targets: Targets | None = None
+
+    @property
+    def spec(self) -> DataSpec:
+        """Inputs, without normalizations, and targets."""
+        return DataSpec(self.specs, self.classes, self.targets)
 
     def __len__(self) -> int:
         return len(next(iter(named_arrays(self.x).values())))

@@ -76,7 +76,7 @@ def read_masked(
         )
     x = stack.joined()
     specs = {"": spec_of("pixels", x)}
-    needed = None if own is None else own.wanted
+    needed = None if own is None else own.spec.targets
     names, outputs = ((), request.outputs) if needed is None else (needed.names, needed.outputs)
     where: Callable[[int], str] = lambda i: "/".join(kept[i])  # noqa: E731
     y, targets, notes = read_targets(

@@ -147,7 +147,7 @@ class TableBuilder:
             return tokens.x, (), tokens.specs
         x, changed = self.batches.joined()
         if own is not None:
-            return x, changed, own.specs
+            return x, changed, own.spec.inputs
         return x, changed, {name: spec_of(self.batches.parts[name][0].kind, each) for name, each in x.items()}
 
     def _text_place(self, i: int) -> str:
@@ -192,7 +192,7 @@ class TableBuilder:
     def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
         """Return the numbers of the columns of targets, their description, and notes."""
         errors, request, values = self.batches.errors, self.request, self._target_values()
-        own = None if request.own is None else request.own.wanted
+        own = None if request.own is None else request.own.spec.targets
         names = tuple(self.header[i] for i in self.targets) if own is None else own.names
         single = not request.targets if own is None else not own.shape
         y = values[:, 0] if single else values
@@ -304,7 +304,7 @@ def _batches(header: Sequence[str], inputs: Sequence[int], request: Request, err
     """
     own, specs = request.own, dict[str, InputSpec]()
     if own is not None:
-        specs = dict(own.specs)
+        specs = dict(own.spec.inputs)
         if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in specs.values())):
             where = "data.own.inputs" if own.inputs is not None else f"data.own.input_shape {list(own.input_shape)}"
             raise DataError(f"{errors.source} has {len(inputs):,} columns of inputs; {where} needs {needed:,}")

@@ -41,7 +41,7 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, on_p
         raise DataError(f"{path}: it has {len(text)} characters, but one input needs {window}; give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Examples(
-        specs=own.specs,
+        specs=own.spec.inputs,
         classes=own.classes,
         x=np.ascontiguousarray(sliding_window_view(characters, window)[:-1]),
         y=characters[window:].astype(np.int64),

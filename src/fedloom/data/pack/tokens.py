@@ -132,7 +132,7 @@ def _specs(tokenizer: Any, how: TextColumn, own: Own | None, source: str) -> dic
 
 def _fitting(made: Mapping[str, InputSpec], own: Own, length: int, source: str) -> dict[str, InputSpec]:
     """Return the inputs that an experiment requires, with the tokenizer's digest; raise DataError if they differ."""
-    needed = dict(own.specs)
+    needed = dict(own.spec.inputs)
     if set(needed) != set(made) or any(each.kind != "integers" for each in needed.values()):
         found = listed([f"{name} {each.kind}".strip() for name, each in needed.items()])
         raise DataError(
