@@ -20,9 +20,10 @@ from fedloom.data.input_spec import DTYPES, InputSpec, input_key, unnamed
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
 from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard, same_names
-from fedloom.data.pack.arrays import numbered, with_channels
+from fedloom.data.pack.arrays import with_channels
 from fedloom.data.pack.examples import ValidationErrors
-from fedloom.data.pack.targets import pixel_classes, tokens_to_predict
+from fedloom.data.pack.labels import label_positions
+from fedloom.data.pack.packer import pixel_classes, tokens_to_predict
 from fedloom.data.problem import Problem
 from fedloom.data.spec import DataSpec
 from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
@@ -223,9 +224,10 @@ def _positions(y: NDArray[Any], spec: DataSpec) -> Tensor:
     if y.ndim != 1 or not spec.class_names:
         return _tensor(y, "y")  # checked with its task
     errors = ValidationErrors("y", outcome="")
-    labels, _ = numbered([y], spec.class_names, spec.kind, lambda i: f"y[{i}]", errors)
+    in_order = spec.kind == "tokens"
+    positions, _ = label_positions(y, spec.class_names, lambda i: f"y[{i}]", errors, in_order=in_order)
     errors.refuse()
-    return torch.from_numpy(labels)
+    return torch.from_numpy(positions)
 
 
 def _tensor(array: NDArray[Any], what: str) -> Tensor:
