@@ -74,18 +74,18 @@ def pack_command(
     with show_progress() as report:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), report)
     card = packed.card
-    shape = " x ".join(map(str, card.input_shape))
-    classes = f"{len(card.classes)} classes" if card.labelled else "no labels"
-    if card.targets is not None:
-        classes = f"{card.targets.task} of {pluralize(card.targets.outputs, 'output')}"
-    shape = shape or ", ".join(f"{name} {' x '.join(map(str, spec.shape))}" for name, spec in card.specs.items())
+    shape = " x ".join(map(str, card.spec.input_shape))
+    classes = f"{card.spec.classes} classes" if card.labelled else "no labels"
+    if card.spec.targets is not None:
+        classes = f"{card.spec.targets.task} of {pluralize(card.spec.targets.outputs, 'output')}"
+    shape = shape or ", ".join(f"{name} {' x '.join(map(str, spec.shape))}" for name, spec in card.spec.inputs.items())
     how = ", ".join(f"{key} {value:g}" for key, value in card.division.items() if key != "given")
     lines = [
         f"{card.id}: {card.train:,} train, {card.validation:,} validation and {card.test:,} test examples of {shape} "
-        f"{card.kind}, {classes}",
+        f"{card.spec.kind}, {classes}",
         f"split: {how or 'as in the source'}",
         *([] if card.features is None else [f"features: {listed(card.features)}"]),
-        *([] if card.tokenizer_digest is None else [f"tokenizer: {card.tokenizer_digest}"]),
+        *([] if card.spec.tokenizer is None else [f"tokenizer: {card.spec.tokenizer}"]),
         *packed.notes,
         f"in {out}",
     ]
