@@ -24,10 +24,9 @@ from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.data.targets import Targets
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.moments import summed_metrics
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
 from fedloom.federation.held_answers import HeldAnswers

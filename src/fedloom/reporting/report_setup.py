@@ -31,7 +31,7 @@ from fedloom.reporting.drawing import (
 )
 from fedloom.reporting.page import Panel, Part
 from fedloom.reporting.tables import Table, TableRow, table_row
-from fedloom.reporting.words import human_time, number_range, shown_epsilon, shown_guarantee
+from fedloom.reporting.words import human_time, number_range, shown_epsilon
 from fedloom.runs.files import JOURNAL, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT
@@ -99,7 +99,7 @@ def privacy(run: RunFolder) -> Part:
             ("unit", claim["unit"]),
             ("neighbouring data", claim["neighbouring"]),
             ("ε toward readers of the models", shown_epsilon(claim["to_readers"]["epsilon"])),
-            ("ε toward members", shown_guarantee(claim.get("to_members"))),
+            ("ε toward members", shown_epsilon(claim["to_members"]["epsilon"])),
             ("ε toward the aggregator", shown_epsilon(claim["to_aggregator"]["epsilon"])),
             ("δ", f"{claim['delta']:g}"),
             ("mechanism", f"{claim['mechanism']} noise, sampling {', '.join(claim['sampling']) or 'none'}"),

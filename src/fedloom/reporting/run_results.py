@@ -180,8 +180,7 @@ def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if claim is None:
         return None
     shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
-    readings = {whom: claim.get(f"to_{whom}") or {} for whom in ("readers", "members", "aggregator")}
-    return shown | {"toward": {whom: reading.get("epsilon") for whom, reading in readings.items()}}
+    return shown | {"toward": {whom: claim[f"to_{whom}"]["epsilon"] for whom in ("readers", "members", "aggregator")}}
 
 
 def _int_or_none(value: Any) -> int | None:
