@@ -139,7 +139,7 @@ def test_a_point_of_the_map_shows_its_class_mix_and_links_to_its_confusion(small
     assert len(notes) == 6
     for k, client in enumerate(manifest.clients):
         counts = client.class_counts["train"]
-        first, second = (manifest.class_names[k] for k in (counts.index(260), counts.index(240)))
+        first, second = (manifest.spec.class_names[k] for k in (counts.index(260), counts.index(240)))
         assert notes[f"c{k}"] == f"{client.id}: {first} (52 %), {second} (48 %)"
     cards = dict(re.findall(r'<article id="(c\d+)">(.*?)</article>', page, re.DOTALL))
     assert len(cards) == 6

@@ -49,7 +49,7 @@ MANY_METRICS = 3
 def has_classes(run: RunFolder) -> bool:
     """Return whether the run's data have classes; True if its partition cannot be read."""
     try:
-        return run.manifest().classes > 0
+        return run.manifest().spec.classes > 0
     except DataError:
         return True
 
@@ -345,7 +345,7 @@ def _class_names(run: RunFolder) -> dict[str, str]:
     """Return class names by number; empty if the partition cannot be read."""
     try:
         manifest = run.manifest()
-        return {str(k): name for k, name in enumerate(manifest.class_names[: manifest.classes])}
+        return {str(k): name for k, name in enumerate(manifest.spec.class_names[: manifest.spec.classes])}
     except DataError:
         return {}
 
