@@ -261,8 +261,8 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
 def cold_bytes(address: str) -> dict[str, float]:
     """Return the bytes received by a client without the opening (cold), and by one that has it (warm)."""
     from fedloom.federation.loop import vocabulary
+    from fedloom.runner.personal import RequestingClient
     from fedloom.runner.personalization import PersonalizationRequest
-    from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
     from fedloom.transport.newcomer import Memory
 
     async def ask() -> dict[str, float]:
@@ -274,9 +274,9 @@ def cold_bytes(address: str) -> dict[str, float]:
             request = PersonalizationRequest(address, x, torch.arange(32) % CLASSES)
             client = RequestingClient.described(request, about)
             for which in ("cold", "warm"):
-                speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
+                started = time.perf_counter()
                 words = vocabulary(client.parts.algorithm)
-                answered = await models.converse(about, client.id, words, speaking.speak)
+                answered = await models.converse(about, client.id, words, client.speak)
                 found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}
                 found[f"{which}_ms"] = 1e3 * (time.perf_counter() - started)
         finally:

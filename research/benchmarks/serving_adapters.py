@@ -99,8 +99,8 @@ def newcomer(address: str) -> dict[str, float]:
     import asyncio
 
     from fedloom.federation.loop import vocabulary
+    from fedloom.runner.personal import RequestingClient
     from fedloom.runner.personalization import PersonalizationRequest
-    from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
     from fedloom.transport.newcomer import Memory, Models
 
     async def ask() -> dict[str, float]:
@@ -110,8 +110,8 @@ def newcomer(address: str) -> dict[str, float]:
             client = RequestingClient.described(PersonalizationRequest(address, *examples()), about)
             for which in ("first", "cold", "warm"):  # the first one also imports and checks the module
                 models = Models(address, memory=Memory()) if which == "cold" else models
-                speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
-                answered = await models.converse(about, client.id, vocabulary(client.parts.algorithm), speaking.speak)
+                started = time.perf_counter()
+                answered = await models.converse(about, client.id, vocabulary(client.parts.algorithm), client.speak)
                 found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}
                 found[f"{which}_ms"] = 1e3 * (time.perf_counter() - started)
         finally:

@@ -52,9 +52,9 @@ from fedloom.runner.distributed import ServingSettings
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.engine import model_service
 from fedloom.runner.ledger import PrivacyAccountant
+from fedloom.runner.personal import RequestingClient
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.personalization import PersonalizationRequest
-from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
 from fedloom.runner.serve import DurableRounds, ModelServerSettings
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
@@ -185,8 +185,7 @@ def test_a_broadcast_is_sent_once(run: Path) -> None:
             for i in (1, 2, 3):
                 x, y = examples(i)
                 client = RequestingClient.described(PersonalizationRequest(at, x, y, client=f"c{i}"), about)
-                speaking = PersonalizationClient(client.parts, client.data, client.id)
-                found.append(await models.converse(about, f"c{i}", vocabulary(client.parts.algorithm), speaking.speak))
+                found.append(await models.converse(about, f"c{i}", vocabulary(client.parts.algorithm), client.speak))
             assert (await models.describe(WAIT_S)).handed_out == 3
         finally:
             await models.close()
@@ -727,15 +726,11 @@ def handed_out(address: str) -> int:
 def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: Path) -> None:
     request = PersonalizationRequest("here", *examples(1), epsilon=1.0, clip=0.5, ledger=tmp_path / "ledger")
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
-    accountant = client.accountant
-    speaking = PersonalizationClient(
-        client.parts, client.data, client.id, once=True, charge=lambda: client.spend(accountant)
-    )
     found = DurableRounds(RunFolder(run))(None)
     assert found is not None
     assert not (tmp_path / "ledger").exists()
     for _ in "ab":  # a broken connection
-        speaking.speak(1, 0, found.opening)
+        client.speak(1, 0, found.opening)
         assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2  # its δ, and the request
 
 
@@ -748,7 +743,7 @@ def test_a_new_client_does_not_train(run: Path) -> None:
     assert found is not None
     opening = PeFLLTrainRequest(**found.opening.tensors())
     with refusing(DataError, "PeFLLTrainRequest", "train"):
-        PersonalizationClient(client.parts, client.data, client.id).speak(1, 0, opening)
+        client.speak(1, 0, opening)
 
 
 @pytest.mark.parametrize(
@@ -782,15 +777,14 @@ def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
     run, (x, y) = tmp_path / "run", examples(1)
     request = PersonalizationRequest("here", x, y, epsilon=1.0, clip=0.5)
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
-    speaking = PersonalizationClient(client.parts, client.data, client.id, once=True)
     found = [DurableRounds(RunFolder(run), str(round))(None) for round in (0, 2)]
     openings = [one.opening for one in found if one is not None]
-    first, second = (speaking.speak(0, 0, openings[0]) for _ in "ab")
+    first, second = (client.speak(0, 0, openings[0]) for _ in "ab")
     assert isinstance(first, Descriptor)
     assert isinstance(second, Descriptor)
     assert torch.equal(first.v, second.v)  # a broken conversation: repeating it reveals nothing more
     with pytest.raises(QuorumError, match="another round"):
-        speaking.speak(2, 0, openings[1])
+        client.speak(2, 0, openings[1])
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         at = f"127.0.0.1:{chosen.getsockname()[1]}"
