@@ -61,7 +61,6 @@ from fedloom.runner.training_cost import training_claimed
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.security.options import ClientOptions, Credentials
-from fedloom.transport.model_stream import PRECISIONS
 from fedloom.transport.newcomer import Answered, Models
 
 T = TypeVar("T")
@@ -89,9 +88,13 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
     ends = time.monotonic() + request.timeout_s
     if not re.search(r":[0-9]+$", request.where):  # probably a misspelled folder
         raise DataError(f"{request.where} is not a run's folder, a URL, or HOST:PORT.", found=request.where)
-    _check_choice("precision", request.precision, list(PRECISIONS))
     if check_checkpoint(str(request.checkpoint)) == "best":
-        _check_choice("checkpoint", "best", ["last"])
+        raise ExperimentError(
+            f"{argument('checkpoint')} must be last, or the round that the server serves (got 'best').",
+            key="checkpoint",
+            found="best",
+            allowed=["last"],
+        )
     request.check_privacy()
     if request.data is not None:
         read_card(expanded(request.data))
@@ -104,11 +107,8 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
             client.id,
             vocabulary(client.parts.algorithm),
             client.speak,
-            precision=request.precision,
             round=None if request.checkpoint == "last" else int(request.checkpoint),
             timeout_s=max(0.001, ends - time.monotonic()),
-            # With noise, every answer spends privacy; it would be wasted if the server's round changed.
-            early=not client.once,
         )
     finally:
         await models.close()
@@ -117,7 +117,6 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
 
 def _from_run(request: PersonalizationRequest) -> PersonalModel:
     """Return a model from a run's checkpoint, whose server algorithm runs in this process."""
-    _check_choice("precision", request.precision, ["float32"])
     request.check_privacy()
     which = str(request.checkpoint)
     folder = RunFolder.open(request.where)
@@ -131,7 +130,7 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
         checkpoint = Checkpoints(folder.checkpoints).load(check_checkpoint(which))
         served = served_round(about, run.algorithm, run.server_algorithm(), checkpoint)
         converse_here(served, client.id, client.speak)
-    return client.model(Answered(about.run, served.round, served.digest, "float32", 0, 0, False))
+    return client.model(Answered(about.run, served.round, served.digest, 0, 0))
 
 
 def converse_here(served: ServedRound, client: str, speak: Callable[[int, int, Message], Message | None]) -> None:
@@ -153,16 +152,6 @@ def converse_here(served: ServedRound, client: str, speak: Callable[[int, int, M
 
     if served.answer is not Metrics:
         served.server.personalize(Tile([client], usable(), write, usable))
-
-
-def _check_choice(name: str, value: str, allowed: list[str]) -> None:
-    if value not in allowed:
-        raise ExperimentError(
-            f"{argument(name)} must be {' or '.join(allowed)} here (got {value!r}).",
-            key=name,
-            found=value,
-            allowed=allowed,
-        )
 
 
 def _trained_client(folder: RunFolder, request: PersonalizationRequest) -> str | None:
@@ -360,7 +349,6 @@ class RequestingClient(PersonalizationClient):
             predictor=name,
             model=self.parts.experiment.model.name,
             client=self.id,
-            precision=answered.precision,
             privacy=self.guarantee,
             standardizes=self.parts.standardizes,
         )

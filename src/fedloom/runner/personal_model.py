@@ -94,8 +94,6 @@ class ModelCard:
     kind, input_shape, classes, normalization, channel_axis, high, tokenizer, inputs, targets
         Inputs (pixels from 0 to 255, or unchanged features, tokens or integers; or several by name) and outputs, in the
         order of ``classes``, as in :class:`~fedloom.data.manifest.Manifest`.
-    precision
-        Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
         Privacy guarantee of the client's answer; None: no guarantee.
     training_privacy
@@ -115,7 +113,6 @@ class ModelCard:
     input_shape: tuple[int, ...]
     classes: tuple[str, ...]
     normalization: Normalization
-    precision: str = "float32"
     privacy: PrivacyGuarantee | None = None
     channel_axis: ChannelAxis = "first"
     high: int | None = None
@@ -388,7 +385,7 @@ class PersonalModel(nn.Module):
 
     def _origin(self) -> str:
         c = self.card
-        return f"run {c.run}, round {c.round} ({c.digest[:12]}), {c.algorithm}, {c.precision}"
+        return f"run {c.run}, round {c.round} ({c.digest[:12]}), {c.algorithm}"
 
     def _usage(self) -> list[str]:
         """Return sentences on inputs, outputs and the privacy of training."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
-import torch
 
 import fedloom
 from fedloom.core.words import pluralize, printable
@@ -29,15 +28,12 @@ from fedloom.federation.validation import mismatch
 from fedloom.messages import Message, Metrics
 from fedloom.security.audit import Audit, Value
 from fedloom.security.options import Protection
-from fedloom.transport.codec import DTYPES
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.gate import PEER
 from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.model_stream import (
     DESCRIBE,
-    MOST_HELD,
     PERSONALIZE,
-    PRECISIONS,
     RETRY,
     SERVICE,
     PartReader,
@@ -60,7 +56,6 @@ SOON_MS, LATE_MS = 10, 5_000
 """Minimum and maximum retry delay sent to a refused client."""
 
 _SAME_VERSION = "install the same version of fedloom on both sides"
-_PRECISIONS = {int(DTYPES[dtype]): dtype for dtype in PRECISIONS.values()}
 
 Load = Callable[[str | None], ServedRound | None]
 """Return the new round to serve, given the digest of the current one; None if that is up to date. Called in a thread.
@@ -243,21 +238,16 @@ class Personalization:
             ask = await self._ask(reader)
         if ask is None:
             return
-        precision = await self._judge(ask, context)
-        client = PendingClient(ask.client, await self._round(ask, context), precision)
-        served = client.prepared.served
-        opening = client.prepared.openings[precision].without(ask.held)
-        received_at = time.perf_counter()
-        if served.answer is not Metrics:
-            answer = await self._received(reader, served, served.answer) if ask.answers else None
-            if answer is None or ask.answers != served.digest:
-                await self._write(context, client.frames(opening, last=False))
-                answer = await self._received(reader, served, served.answer)
-            client.answer = answer
-            await self._take_part(context, reader, client)
-        else:
+        await self._judge(ask, context)
+        client = PendingClient(ask.client, await self._round(ask, context))
+        served, opening, received_at = client.prepared.served, client.prepared.opening, time.perf_counter()
+        if served.answer is Metrics:
             self._hand_out(client, received_at)
             await self._write(context, client.frames(opening, last=True))
+        else:
+            await self._write(context, client.frames(opening, last=False))
+            client.answer = await self._received(reader, served, served.answer)
+            await self._take_part(context, reader, client)
 
     async def _take_part(self, context: Any, reader: PartReader, client: PendingClient) -> None:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
@@ -318,27 +308,20 @@ class Personalization:
         self._handed_out += 1
         self._latencies.append(time.perf_counter() - received_at)
 
-    async def _judge(self, ask: wire.Ask, context: Any) -> torch.dtype:
-        """Check a client's request, and return the precision; refuse the client if it cannot be served."""
+    async def _judge(self, ask: wire.Ask, context: Any) -> None:
+        """Refuse a client whose request cannot be served."""
         if ask.package != fedloom.__version__:
             found = printable(ask.package, 80)
             reason = f"the client has fedloom {found}, and this server {fedloom.__version__}; {_SAME_VERSION}"
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
-        wrong = ""
         if not CLIENT_ID.fullmatch(ask.client):
-            wrong = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
-        elif ask.precision not in _PRECISIONS:
-            wrong = f"the precision must be one of {', '.join(PRECISIONS)} (got number {ask.precision})"
-        elif len(ask.held) > MOST_HELD:
-            wrong = f"at most {MOST_HELD} digests may be listed as held (got {len(ask.held)})"
-        if wrong:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            reason = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason)
         peer = PEER.get()
         if peer is not None and not peer.identity.speaks_for(ask.client):
             reason = f"may not act for {ask.client}"
             peer.refuse("clients", reason)
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
-        return _PRECISIONS[ask.precision]
 
     async def _round(self, ask: wire.Ask, context: Any) -> PreparedRound:
         prepared = await self._served()
@@ -397,8 +380,6 @@ class Personalization:
         limit = 8 * sum(map(math.prod, shapes[awaited].values()))
         async with asyncio.timeout(self._limits.answer_s):
             received = await reader.message({awaited.__name__: awaited}, limit)
-        if received.held:
-            raise WireError(Refusal.SHAPE, f"{awaited.__name__} has a tensor without data")
         if (wrong := mismatch(awaited, received.specs, shapes, served.dtype)) is not None:
             raise ClientDataError(wrong)
         return received
