@@ -31,16 +31,16 @@ from fedloom.runner.client_models import client_models, save_models
 from fedloom.runner.open_inference import (
     CONNECTIONS,
     MOST_WAITING,
-    InferenceLimits,
     InferenceRequest,
     OpenInference,
     inference_served,
 )
 from fedloom.runner.saved_models import ModelFolder, SavedModel
-from fedloom.runner.serve import ModelServerSettings, serve_run
+from fedloom.runner.serve import serve_run
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import add_token
 from fedloom.transport.http_server import HttpLimits, http_served
+from fedloom.transport.personalization import ModelServerSettings
 
 SPEC = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "open_inference.yaml").read_text())
 RNG = np.random.default_rng(7)
@@ -320,7 +320,7 @@ def test_responses_are_bounded(run: Path) -> None:
         found = at.infer("client-0000", json.dumps(many, separators=(",", ":")).encode())
     assert found.status == 200  # 400 numbers
     model = ModelFolder(run / "models").load("client-0000")
-    serving = OpenInference("run", ModelFolder(run / "models"), InferenceLimits(body_bytes=2048))
+    serving = OpenInference("run", ModelFolder(run / "models"), ModelServerSettings(body_bytes=2048))
     wide = replace(model, outputs=(100,))
     with pytest.raises(HTTPException) as refused:
         serving.outputs(InferenceRequest.model_validate(requested(x[:21])), wide)
@@ -356,7 +356,7 @@ class SlowFolder(ModelFolder):
 
 def test_requests_wait_while_a_model_is_loaded(run: Path) -> None:
     models = SlowFolder(run / "models")
-    serving = OpenInference("run", models, InferenceLimits(wait_s=WAIT_S))
+    serving = OpenInference("run", models, ModelServerSettings(deadline_s=WAIT_S))
     most = MOST_WAITING + 8
     with (
         http_served("rest", "127.0.0.1:0", serving, HttpLimits(CONNECTIONS, 0.5)) as port,  # a peer has half a second
@@ -371,7 +371,7 @@ def test_requests_wait_while_a_model_is_loaded(run: Path) -> None:
         models.released.set()
         assert sorted(found.result().status for found in asked) == [200] * MOST_WAITING + [503] * 8
     slow = SlowFolder(run / "models")
-    with http_served("rest", "127.0.0.1:0", OpenInference("run", slow, InferenceLimits(wait_s=0.1))) as port:
+    with http_served("rest", "127.0.0.1:0", OpenInference("run", slow, ModelServerSettings(deadline_s=0.1))) as port:
         late = Client(port, "").infer("client-0000", requested(ROWS[:2]))
         slow.released.set()
     assert (late.status, late.headers["retry-after"]) == (503, "1")

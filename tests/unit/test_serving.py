@@ -55,7 +55,7 @@ from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal import RequestingClient
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.personalization import PersonalizationRequest
-from fedloom.runner.serve import DurableRounds, ModelServerSettings
+from fedloom.runner.serve import DurableRounds
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
@@ -64,6 +64,7 @@ from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
 from fedloom.transport.model_stream import PERSONALIZE, RETRY, SERVICE, message_frames
 from fedloom.transport.newcomer import Models
+from fedloom.transport.personalization import ModelServerSettings
 from fedloom.transport.wire import personalization_pb2 as wire
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}

@@ -14,7 +14,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -41,6 +40,7 @@ from fedloom.security.options import Protection
 from fedloom.transport.address import split_address
 from fedloom.transport.http_server import HttpLimits, http_served
 from fedloom.transport.limits import RateLimitFilter
+from fedloom.transport.personalization import ModelServerSettings
 
 log = logging.getLogger("fedloom.runner.open_inference")
 log.addFilter(RateLimitFilter())
@@ -59,25 +59,6 @@ DATATYPES: Mapping[str, str] = {"uint8": "UINT8", "int64": "INT64", "float32": "
 
 INPUT, OUTPUT = "x", "output"
 """Names of a single input and of the output, as in exported models."""
-
-
-@dataclass(frozen=True)
-class InferenceLimits:
-    """Limits of serving predictions.
-
-    Attributes
-    ----------
-    body_bytes
-        Largest body of a request, and number of outputs in an answer.
-    wait_s
-        Seconds that a request waits for others to be answered.
-    drain_s
-        Seconds that open requests have to end.
-    """
-
-    body_bytes: int = 4 << 20
-    wait_s: float = 60.0
-    drain_s: float = 10.0
 
 
 class InputTensor(BaseModel, strict=True):
@@ -155,13 +136,13 @@ class OpenInference:
         self,
         name: str,
         models: ModelFolder,
-        limits: InferenceLimits | None = None,
+        settings: ModelServerSettings | None = None,
         access: Access | None = None,
         audit: Audit | None = None,
         ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._name, self._models = name, models
-        self._limits = limits or InferenceLimits()
+        self._settings = settings or ModelServerSettings()
         self._access, self._audit, self._serving = access, audit or Audit(), ready
         self._computing, self._waiting, self._warm = asyncio.Lock(), 0, False
         model = "/v2/models/{name}"
@@ -294,7 +275,7 @@ class OpenInference:
     def outputs(self, asked: InferenceRequest, model: SavedModel) -> NDArray[Any]:
         """Return a model's outputs, ``[b, *model.outputs]``; raise an error of the protocol if they are too many."""
         x = {name: torch.from_numpy(array) for name, array in asked.arrays(model).items()}
-        examples, most = len(next(iter(x.values()))), max(1, self._limits.body_bytes // math.prod(model.outputs))
+        examples, most = len(next(iter(x.values()))), max(1, self._settings.body_bytes // math.prod(model.outputs))
         if examples > most:
             reason = f"the answer would be too large; ask for {most} examples at once (got {examples})"
             _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
@@ -322,10 +303,10 @@ class OpenInference:
         self._waiting += 1
         try:
             try:
-                async with asyncio.timeout(self._limits.wait_s):
+                async with asyncio.timeout(self._settings.deadline_s):
                     await self._computing.acquire()
             except TimeoutError:
-                reason = f"other requests take longer than {self._limits.wait_s:g} s"
+                reason = f"other requests take longer than {self._settings.deadline_s:g} s"
                 _refuse(HTTPStatus.SERVICE_UNAVAILABLE, reason)
             try:
                 yield
@@ -336,7 +317,7 @@ class OpenInference:
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request."""
-        headers, most = request.headers, self._limits.body_bytes
+        headers, most = request.headers, self._settings.body_bytes
         if headers.get("content-encoding", "identity") != "identity" or "inference-header-content-length" in headers:
             reason = "the body must be JSON, uncompressed and without binary tensors"
             _refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
@@ -425,7 +406,7 @@ def inference_served(
     host, _ = split_address(address, what=argument("rest"), lowest=0)
     protection.check_plaintext(host, "rest")
     serving = application()
-    limits = HttpLimits(CONNECTIONS, CONNECTION_S, serving._limits.drain_s)
+    limits = HttpLimits(CONNECTIONS, CONNECTION_S, serving._settings.drain_s)
     with http_served("rest", address, serving, limits) as port:
         say(f"{host}:{port}")
         yield

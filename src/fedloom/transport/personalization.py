@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
+from pydantic import Field
 
 import fedloom
+from fedloom.core.settings import Settings
 from fedloom.core.words import pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, FedloomError
@@ -62,21 +64,37 @@ Load = Callable[[str | None], ServedRound | None]
 """
 
 
-@dataclass(frozen=True)
-class ServingLimits:
-    """Resource limits of serving."""
+class ModelServerSettings(Settings):
+    """Limits of ``fedloom serve``."""
 
-    linger_s: float = 0.003
-    """Seconds that a client waits for others to share its tile."""
-    waiting: int = 1024
-    """Maximum number of clients waiting for a tile."""
-    conversations: int = 4096
-    """Maximum number of open conversations, including those whose clients are computing."""
-    answer_s: float = 60.0
-    """Seconds that a client may take to answer."""
-    follow_s: float | None = 1.0
-    """Interval between checks for a newer durable round; None disables them."""
-    threads: int = 1
+    wait_s: float = Field(default=0.0, ge=0, description="Seconds to wait while nothing is published at the URL.")
+    linger_s: float = Field(
+        default=0.003,
+        ge=0,
+        description="Seconds that a client waits for others, so that models are computed in one batch.",
+    )
+    queue: int = Field(
+        default=1024, ge=1, description="Clients that may wait for their model; others are refused and retry later."
+    )
+    conversations: int = Field(default=4096, ge=1, description="Maximum number of open conversations.")
+    deadline_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to answer.")
+    drain_s: float = Field(
+        default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
+    )
+    models: str | None = Field(
+        default=None, description="Folder of clients' saved models, ID.pt2; by default models in the run's folder."
+    )
+    model_name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        description="Name of the model in requests for predictions; by default the run's name.",
+    )
+    models_kept: int = Field(default=64, ge=1, description="Maximum number of saved models in memory.")
+    body_bytes: int = Field(
+        default=4 << 20,
+        ge=1024,
+        description="Largest body of a request for predictions, and number of outputs in an answer.",
+    )
 
 
 @dataclass(frozen=True)
@@ -109,13 +127,25 @@ class Personalization:
         Audit log of the models handed out, where clients must identify themselves.
     lazy
         True to load nothing until the first request.
+    follow_s
+        Interval between checks for a newer durable round; None disables them.
+    threads
+        Threads of torch.
     """
 
     def __init__(
-        self, load: Load, limits: ServingLimits | None = None, audit: Audit | None = None, *, lazy: bool = False
+        self,
+        load: Load,
+        settings: ModelServerSettings | None = None,
+        audit: Audit | None = None,
+        *,
+        lazy: bool = False,
+        follow_s: float | None = 1.0,
+        threads: int = 1,
     ) -> None:
         self._load = load
-        self._limits = limits or ServingLimits()
+        self._settings = settings or ModelServerSettings()
+        self._follow_s = follow_s
         self._audit = audit or Audit()
         self._now: PreparedRound | None = None
         self._following: asyncio.Task[None] | None = None
@@ -124,7 +154,7 @@ class Personalization:
         self._handed_out = self._refused = 0
         self._never: str | None = None  # why the run's method has no models to hand out
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._tiles = TileQueue(self._limits.linger_s, self._limits.answer_s, self._limits.threads)
+        self._tiles = TileQueue(self._settings.linger_s, self._settings.deadline_s, threads)
 
     @property
     def handlers(self) -> dict[str, Any]:
@@ -156,8 +186,8 @@ class Personalization:
     # ---- the served round
 
     def _follow(self) -> None:
-        if self._limits.follow_s is not None:
-            self._following = asyncio.create_task(self._refresh_every(self._limits.follow_s))
+        if self._follow_s is not None:
+            self._following = asyncio.create_task(self._refresh_every(self._follow_s))
 
     async def _refresh_every(self, seconds: float) -> None:
         while True:
@@ -227,7 +257,7 @@ class Personalization:
         except (WireError, ClientDataError) as error:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
-            reason = f"no answer within {self._limits.answer_s:g} s"
+            reason = f"no answer within {self._settings.deadline_s:g} s"
             await self._refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
         finally:
             self._open -= 1
@@ -252,8 +282,8 @@ class Personalization:
     async def _take_part(self, context: Any, reader: PartReader, client: PendingClient) -> None:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
         received_at, served = time.perf_counter(), client.prepared.served
-        if len(self._tiles) >= self._limits.waiting:
-            await self._overloaded(context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting")
+        if len(self._tiles) >= self._settings.queue:
+            await self._overloaded(context, f"the queue is full: {pluralize(self._settings.queue, 'client')} waiting")
         self._tiles.add(client)
         try:
             while True:
@@ -340,9 +370,9 @@ class Personalization:
         if ask.HasField("round") and ask.round != served.round:
             reason = f"round {ask.round} is not served; the current round is {served.round}"
             await self._refuse(context, grpc.StatusCode.NOT_FOUND, reason)
-        if self._open > self._limits.conversations:
+        if self._open > self._settings.conversations:
             await self._overloaded(
-                context, f"the limit of {pluralize(self._limits.conversations, 'open conversation')} is reached"
+                context, f"the limit of {pluralize(self._settings.conversations, 'open conversation')} is reached"
             )
         return prepared
 
@@ -360,7 +390,7 @@ class Personalization:
         await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: retry in {retry_ms} ms", retry_ms)
 
     async def _write(self, context: Any, frames: Sequence[bytes]) -> None:
-        async with asyncio.timeout(self._limits.answer_s):  # a client that does not read holds memory
+        async with asyncio.timeout(self._settings.deadline_s):  # a client that does not read holds memory
             for frame in frames:
                 await context.write(frame)
 
@@ -378,7 +408,7 @@ class Personalization:
         """
         shapes = {awaited: served.shapes[awaited]}
         limit = 8 * sum(map(math.prod, shapes[awaited].values()))
-        async with asyncio.timeout(self._limits.answer_s):
+        async with asyncio.timeout(self._settings.deadline_s):
             received = await reader.message({awaited.__name__: awaited}, limit)
         if (wrong := mismatch(awaited, received.specs, shapes, served.dtype)) is not None:
             raise ClientDataError(wrong)

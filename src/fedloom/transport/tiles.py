@@ -32,7 +32,7 @@ from fedloom.transport.wire import personalization_pb2 as wire
 log = logging.getLogger("fedloom.transport.personalization")
 
 PAUSE_LINGERS = 10
-"""Maximum pause between tiles that are not full, as a multiple of ``ServingLimits.linger_s``."""
+"""Maximum pause between tiles that are not full, as a multiple of ``ModelServerSettings.linger_s``."""
 
 WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
@@ -99,7 +99,7 @@ class PendingClient:
 
 
 class TileQueue:
-    """Queue of clients that wait for the server algorithm, which serves them in tiles (see ``ServingLimits``)."""
+    """Queue of clients that wait for the server algorithm, which serves them in tiles (see ``ModelServerSettings``)."""
 
     def __init__(self, linger_s: float, answer_s: float, threads: int) -> None:
         self._linger_s, self._answer_s = linger_s, answer_s
