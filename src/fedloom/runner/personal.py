@@ -32,7 +32,7 @@ from fedloom.data.own import read_card
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationResult
 from fedloom.experiment import Experiment, Runtime
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
