@@ -16,8 +16,8 @@ from fedloom.algorithms import example_gradients
 from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import Correction, LocalTrainer, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_gradients import clipped_sums
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.losses import clipped_sums
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, Normalization, Split
 from fedloom.federation.randomness import generator

@@ -213,8 +213,6 @@ def test_a_parametrized_or_shared_head_is_rejected_by_body_and_head_methods() ->
         FEDPER.check_model(FEDPER.settings(), tied)
     with refused("model.head", "'last'", "shares"):
         ModuleModel(Tied, (2,), 2, "features", head="last")
-    with refused("model.initial", "'2'", "module"):
-        model_of(weight_normed, initial="drawn")
 
 
 # --- random draws and states ------------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.neuron_matching import gains, match, pool
-from fedloom.algorithms.pfnm import PFNM, PFNMSettings, network, neurons, wide
+from fedloom.algorithms.pfnm import PFNM, PFNMSettings, gains, match, network, neurons, pool, wide
 from fedloom.errors import ExperimentError
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_type_hints
 
 import torch
@@ -48,6 +48,15 @@ class Setup:
     targets: Targets | None = None  # of tasks other than classification
     protects_examples: bool = False  # by noisy steps (``federation.privacy.of: examples``)
     seed: int = 0  # of the experiment, for numbers that every process draws itself instead of receiving them
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Position in the roster by client id."""
+        return {client: i for i, client in enumerate(self.roster)}
+
+    def known_row(self, client: str) -> int | None:
+        """Return the position of a client in the roster; None for one that training has not seen."""
+        return self.rows.get(client) if self.same_clients else None
 
     @property
     def outputs(self) -> int:
@@ -142,10 +151,11 @@ class ServerAlgorithm(ABC):
         """Return bounds on the training answer of an honest client with this many train examples, by field name.
 
         For a count, the bound is the maximum value; for any other field, the maximum ℓ2 norm of a row. A client that
-        exceeds a bound is lost for the round. By default only the limits of the quantities apply.
+        exceeds a bound is lost for the round. By default the bounds are those of the settings ``local``, if there are
+        any; otherwise only the limits of the quantities apply.
         """
-        del examples
-        return {}
+        local = getattr(self.settings, "local", None)
+        return {} if local is None else local.update_bounds(examples)
 
     def answer_bounds(self, examples: int) -> Mapping[str, float]:
         """Return :meth:`update_bounds`, without those of changes of θ if θ has buffers, whose moves nothing bounds."""
@@ -215,9 +225,11 @@ class ClientAlgorithm:
         return self._openings().get(opening) not in self.personalizing
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the SGD steps that a client with this many train examples makes for a predictor; 0 by default."""
-        del predictor, examples
-        return 0
+        """Return the SGD steps that a client with this many train examples makes for a predictor.
+
+        By default they are :func:`personalization_steps` for ``personal``, and 0 for others.
+        """
+        return personalization_steps(self.settings, examples) if predictor == "personal" else 0
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the conversation that this message opens.
@@ -234,6 +246,13 @@ class ClientAlgorithm:
             raise TypeError(f"{type(opening).__name__} opens no conversation; expected {known}")
         opened: Conversation | Predictors = getattr(self, name)(clients, opening)
         return opened if isinstance(opened, Generator) else _finished(opened)
+
+
+def personalization_steps(settings: Any, examples: int) -> int:
+    """Return the steps of the keys ``personalize_steps`` or ``personalize_epochs`` (of ``local``); 0 without them."""
+    if (epochs := getattr(settings, "personalize_epochs", None)) is not None:
+        return int(settings.local.with_steps(epochs=epochs).count(examples))
+    return int(getattr(settings, "personalize_steps", 0))
 
 
 def _finished(predictors: Predictors) -> Conversation:

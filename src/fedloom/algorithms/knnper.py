@@ -157,10 +157,6 @@ class KNNPer(FedAvg):
             found.append({"personal": personal, "global": ModelPredictor(model, row)})
         return found
 
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return 0: clients do not train."""
-        return 0
-
     def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
         """Reject a client with fewer examples than the smallest k."""
         least = min(settings.neighbours)

@@ -419,10 +419,6 @@ class PFedGP(FedAvg):
             found.append({"personal": GPTree(model, body[i], client, s, numpy_generator(group.generator(i, "gp")))})
         return found
 
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return 0: Gaussian processes are not trained."""
-        return 0
-
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bounds of the body's training."""
         bounds: Mapping[str, float] = s.sgd.update_bounds(examples)

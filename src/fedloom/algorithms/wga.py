@@ -44,7 +44,6 @@ class WGAServer(base.ServerAlgorithm):
 
     def __init__(self, settings: WGASettings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
-        self.roster = {client: i for i, client in enumerate(setup.roster)}
         one = (settings.user,) if settings.user is not None else setup.roster[:1]
         self.always, users = (one, one) if settings.users == "one" else ((), setup.roster)
         self.row = {client: i for i, client in enumerate(users)}
@@ -91,7 +90,7 @@ class WGAServer(base.ServerAlgorithm):
     def _exchange(self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor) -> GradientExchange:
         """Ask the cohort for gradients at the states of some users, and for the true ones if the rule has an oracle."""
         theta = states[[self.row[user] for user in block]]
-        owners, number = torch.tensor([self.roster[user] for user in block]).double(), torch.tensor([step]).double()
+        owners, number = torch.tensor([self.setup.rows[user] for user in block]).double(), torch.tensor([step]).double()
         replies = cohort.send(SharedStates(theta, owners, number), Gradients)
         truth = cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else None
         return GradientExchange(cohort.clients, replies, truth)
@@ -172,7 +171,7 @@ class WGAServer(base.ServerAlgorithm):
             g = gradients.double()
             weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
         elif chosen == "inverse_variance":
-            known = new["variances"][[self.roster[client] for client in clients]]
+            known = new["variances"][[self.setup.rows[client] for client in clients]]
             if bool((known[weights > 0, 1] > 0).all()):  # none is known in the first exchange: equal weights
                 weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
         return weights / weights.sum() if bool(weights.any()) else weights
@@ -184,7 +183,7 @@ class WGAServer(base.ServerAlgorithm):
         for at, client in enumerate(cohort.clients):
             found = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
             if found and "variances" in new:
-                known = new["variances"][self.roster[client]]
+                known = new["variances"][self.setup.rows[client]]
                 known[0] += sum(states * estimate for states, estimate in found) / sum(states for states, _ in found)
                 known[1] += 1
 
@@ -276,10 +275,6 @@ class WGAClient(base.ClientAlgorithm):
             return {"personal": personal, "global": mean}
 
         return or_shared_alone(model, clients, mean, stepped)
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps`` for a client without a state."""
-        return self.settings.personalize_steps if predictor == "personal" else 0
 
     def _gradient(self, local: LocalTrainer, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """Return each client's gradient at θ ``[g, d]``, and its loss and the gradient's variance, ``[g, 1]`` float64.

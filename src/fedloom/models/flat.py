@@ -8,10 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.errors import ExperimentError
@@ -26,6 +28,19 @@ def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bo
     several seconds of every process's start.
     """
     return torch.autograd.grad((output * cotangent).sum(), inputs, retain_graph=keep)
+
+
+def linear(parameters: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Apply the linear layer of a name, ``[..., n] -> [..., m]``."""
+    return F.linear(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"])
+
+
+def linear_entries(widths: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the entries of linear layers fc1, fc2, ... between these widths."""
+    entries: list[tuple[str, tuple[int, ...]]] = []
+    for i, (before, after) in enumerate(pairwise(widths), start=1):
+        entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
+    return entries
 
 
 class Leaves(dict[str, Tensor]):
@@ -277,9 +292,9 @@ class FlatModel(FlatNetwork):
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the penultimate representation, ``[b, *input_shape] -> [b, f]``."""
 
-    @abstractmethod
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, *input_shape] -> [b, C]``."""
+        """Return logits, ``[b, *input_shape] -> [b, C]``; by default a linear layer, the last entries, on features."""
+        return linear(parameters, self.layout.entries[-1][0].rpartition(".")[0], self.features(parameters, x))
 
     def result(self, parameters: Mapping[str, Tensor], x: Tensor) -> Any:
         """Return what the model's own loss takes; by default the outputs of ``forward``."""
