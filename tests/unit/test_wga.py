@@ -234,20 +234,6 @@ def test_helpers_are_weighted_by_their_inverse_variance(tmp_path: Path) -> None:
     del tmp_path
 
 
-def test_local_steps_form_one_gradient(tmp_path: Path) -> None:
-    s, data, p = made(rule="wga", alpha=0.5, local_steps=3, local_lr=0.1), clients(SIZES), problem()
-    fed = run(tmp_path, s, data)
-    theta = fed.state["theta"][0]
-    g = []
-    for c in data:
-        moved = theta
-        for index in drawn(c, s, 1, 3):
-            moved = moved - 0.1 * at(p, moved, c, index)
-        g.append((theta - moved) / 0.3)
-    fed.run()
-    close(fed.state["theta"][0], theta - 0.05 * (0.5 * g[0] + 0.25 * (g[1] + g[2])))
-
-
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_the_corrected_gradient_is_passed_to_the_optimizer(tmp_path: Path, optimizer: str) -> None:
     s, data, p = made(rule="wga", alpha=0.5, optimizer=optimizer, lr=0.02), clients(SIZES), problem()
@@ -409,8 +395,7 @@ STACKED: dict[str, dict[str, Any]] = {
     "given": {"weights": {"c0": 1.0, "c1": 2.0}},
     "variances": {"weights": "inverse_variance", "users": "all"},
     "variances, one": {"weights": "inverse_variance"},
-    "local steps": {"local_steps": 3, "local_lr": 0.1, "users": "all"},
-    "steps": {"steps_per_round": 2, "local_steps": 2},
+    "steps": {"steps_per_round": 2},
 }
 
 

@@ -320,13 +320,13 @@ class ModuleSettings(ModelChoice):
         ExperimentError
             If it cannot be made or flattened; the message names the layer.
         """
-        shape, classes, kind, *target = problem
+        shape, classes, kind, task, target_shape = problem
         if not classes:
             raise self.refused(f"{self.name} needs classes, but the data have none; use quadratic")
         make = factory_of(self.factory, shape_of(shape), classes)
         make = make if self.lora is None else adapted(make, self.lora)
         check_codes(make, shape, kind)
-        return ModuleModel(make, shape, classes, kind, self.head, self.buffers, self.output, *target)
+        return ModuleModel(make, shape, classes, kind, self.head, self.buffers, self.output, task, target_shape)
 
 
 class LibraryChoice(ModelChoice):
@@ -459,7 +459,7 @@ MODELS: tuple[ModelChoice, ...] = (
     MLPSettings(),
     LSTMSettings(),
     QuadraticSettings(),
-    *plugins("fedloom.models", ModelChoice),  # type: ignore[type-abstract]  # only for comparison
+    *plugins("fedloom.models", ModelChoice),
 )
 """All models with default settings; other packages register theirs under the entry point ``fedloom.models``."""
 
