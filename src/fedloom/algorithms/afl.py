@@ -116,6 +116,7 @@ class AgnosticFL(FedAvg):
 
     name = "afl"
     settings = AFLSettings
+    example = {"weights_lr": 0.2, "local": {"steps": 1, "batch_size": 4, "lr": 0.05}}
     server_class = AFLServer
     no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
     predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
+from fedloom.algorithms.example_privacy import NoisySteps, Privacy
 from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
@@ -266,28 +266,6 @@ def conversation(method: F) -> F:
     return method
 
 
-@dataclass(frozen=True)
-class Privacy:
-    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.privacy``).
-
-    Attributes
-    ----------
-    covers
-        Names of the covered message classes; a client's other messages are not protected.
-    clip
-        C: largest ℓ2 norm of one example's term in a sum over n examples, which the client sends divided by n.
-    noise_multiplier
-        z: noise of standard deviation z·2C/n on each coordinate, 2C/n being the effect of replacing one example.
-    delta
-        δ of the reported (ε, δ).
-    """
-
-    covers: tuple[str, ...]
-    clip: float
-    noise_multiplier: float
-    delta: float
-
-
 class Algorithm(ABC):
     """Method, registered under the entry point ``fedloom.algorithms`` by an instance.
 
@@ -299,6 +277,8 @@ class Algorithm(ABC):
     """Version of what the method computes and sends; name and version of aggregator and worker must match."""
     settings: ClassVar[Any]
     """Subclass of ``Settings``: the keys under ``algorithm`` in an experiment file, without ``name``."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Settings of a training on a few examples, in addition to those of :meth:`example_settings`."""
     trains: ClassVar[bool] = True
     """False for a method without rounds, which requires ``federation.rounds: 0``."""
     needs: ClassVar[tuple[Need, ...]] = ()
@@ -342,6 +322,12 @@ class Algorithm(ABC):
     @abstractmethod
     def client(self, settings: Any, setup: Setup) -> ClientAlgorithm:
         """Return the client algorithm."""
+
+    def example_settings(self) -> dict[str, Any]:
+        """Return settings of a training on a few examples, by which tests and the conformance kit run every method."""
+        local = {"epochs": 1, "batch_size": 4, "lr": 0.05}
+        common = {"local": local, "personalize_steps": 2, "personalize_epochs": 1}
+        return {**{k: v for k, v in common.items() if k in self.settings.model_fields}, **self.example}
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name in tables of each predictor: by default ``predictors``."""

@@ -367,6 +367,7 @@ class ComFedL(base.Algorithm):
 
     name = "comfedl"
     settings = ComFedLSettings
+    example = {"objective": "damaml", "gamma": 0.5, "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}}
     server = ComFedLServer
     client = ComFedLClient
     messages = (SharedModel, LossAtSharedModel, LossShift, CompositionalUpdate, PersonalizeRequest)

@@ -137,6 +137,7 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     name = "drfa"
     no_sums = "draws a client more than once into a sum; set algorithm.replace to false"
     settings = DRFASettings
+    example = {"gamma": 0.05, "local": {"steps": 3, "batch_size": 4, "lr": 0.05}}
     server = DRFAServer
     client = DRFAClient
     messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)

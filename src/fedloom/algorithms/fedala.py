@@ -132,6 +132,7 @@ class FedALA(FedAvg):
 
     name = "fedala"
     settings = FedALASettings
+    example = {"start_epochs": 12}
     predictors = {"personal": "FedALA", "global": "FedALA, shared model"}
     stateful = True
     no_example_privacy = "Clients start from weights W_i, which follow from losses and gradients without noise."

@@ -45,6 +45,7 @@ class FedRep(FedAvg):
 
     name = "fedrep"
     settings: ClassVar[Any] = FedRepSettings
+    example = {"head": {"epochs": 1, "batch_size": 4, "lr": 0.05}}
     predictors = {"personal": "FedRep"}
     shared = "body"
     stateful = True

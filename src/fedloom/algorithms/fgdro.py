@@ -198,6 +198,7 @@ class FGDROKL(base.Algorithm):
 
     name = "fgdro-kl"
     settings = FGDROSettings
+    example = {"local": {"steps": 3, "batch_size": 4, "lr": 0.05}}
     server = FGDROServer
     client = FGDROClient
     messages = (RobustModel, RobustUpdate, PersonalizeRequest)

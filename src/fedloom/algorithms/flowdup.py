@@ -230,6 +230,12 @@ class FLowDUP(FedAvg):
 
     name = "flowdup"
     settings = FLowDUPSettings
+    example = {
+        "embedding": {"network": "mlp", "width": 6, "labels": False},
+        "subspace": {"size": 11},
+        "lambda_centre": 0.1,
+        "unlabelled": 0.4,
+    }
     needs = ("any vector", "no buffers")
     keeps_buffers = False
     predictors = {"personal": "FLowDUP"}

@@ -146,6 +146,7 @@ class HeurFedAMP(base.Algorithm):
     name = "heurfedamp"
     no_sums = "compares each client's own model with every other at the server"
     settings = HeurFedAMPSettings
+    example = {"proximity": 0.5}
     server = HeurFedAMPServer
     client = HeurFedAMPClient
     messages = (Centre, Update, ClientModel)

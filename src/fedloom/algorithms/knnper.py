@@ -140,6 +140,7 @@ class KNNPer(FedAvg):
 
     name = "knn-per"
     settings = KNNPerSettings
+    example = {"neighbours": [1, 3], "mixing": [0.0, 0.3, 1.0], "scale": 1.0}
     tasks = ("classification", "regression")
     restriction = "Neighbours vote for one class, or average their numbers."
     needs = ("labels", "features")

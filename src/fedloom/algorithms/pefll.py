@@ -22,6 +22,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import batches, visible_examples
 from fedloom.algorithms.client import adapt, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import Privacy
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
@@ -401,6 +402,12 @@ class PeFLL(base.Algorithm):
     name = "pefll"
     no_sums = "needs each client's own descriptor and update at the server, whose hypernetwork learns from them"
     settings = PeFLLSettings
+    example = {
+        "embedding": {"network": "linear"},
+        "descriptor": {"standardize": "first"},
+        "server": {"rule": "adam", "lr": 0.01},
+        "personalize_steps": 0,
+    }
     needs = ("any vector",)
     server = PeFLLServer
     client = PeFLLClient
@@ -444,12 +451,12 @@ class PeFLL(base.Algorithm):
             return None
         return "descriptor.size", "null means 1 + n/4 for n clients, but their number changes; set a number"
 
-    def privacy(self, settings: Any) -> base.Privacy | None:
+    def privacy(self, settings: Any) -> Privacy | None:
         """Return the privacy guarantee of a descriptor; updates of clients in training are not covered."""
         private = settings.descriptor.privacy
         if private is None:
             return None
-        return base.Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
+        return Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
 
     def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
         """Return the settings for a client that requests a descriptor with this noise.

@@ -112,6 +112,7 @@ class PerFedAvg(FedAvg):
 
     name = "per-fedavg"
     settings: ClassVar[Any] = PerFedAvgSettings
+    example = {"inner_lr": 0.05, "hessian": "finite_difference"}
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
     no_example_privacy = (
         "The gradient after an inner step depends on two batches together, so that no example's part of it can be "

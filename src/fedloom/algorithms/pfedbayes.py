@@ -427,6 +427,7 @@ class PFedBayes(base.Algorithm):
 
     name = "pfedbayes"
     settings = PFedBayesSettings
+    example = {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3}
     needs = ("labels", "any vector")
     no_sums = "needs each client's own Gaussian at the server; set aggregation to parameters and averaged to null"
     server = PFedBayesServer

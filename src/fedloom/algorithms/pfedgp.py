@@ -375,6 +375,7 @@ class PFedGP(FedAvg):
 
     name = "pfedgp"
     settings = PFedGPSettings
+    example = {"steps": 2, "gibbs_steps": 2, "chains": 3, "chains_predict": 4, "clip": None}
     tasks = ("classification",)
     restriction = "Its Gaussian processes decide between the two sides of splits of the classes."
     needs = ("labels", "default loss")

@@ -196,6 +196,7 @@ class PFedHN(base.Algorithm):
     name = "pfedhn"
     no_sums = "needs each client's own update at the server, whose hypernetwork learns from it"
     settings = PFedHNSettings
+    example = {"embedding_lr": 0.05, "personalize_exchanges": 2}
     needs = ("any vector",)
     server = PFedHNServer
     client = PFedHNClient

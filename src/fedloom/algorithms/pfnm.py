@@ -209,6 +209,7 @@ class ProbabilisticMatching(base.Algorithm):
     name = "pfnm"
     no_sums = "matches each client's own neurons at the server"
     settings = PFNMSettings
+    example = {"sweeps": 2}
     server = PFNMServer
     client = PFNMClient
     messages = (Subnetwork, CountedUpdate, PersonalizeRequest)

@@ -433,6 +433,7 @@ class WeightedGradientAveraging(base.Algorithm):
     name = "wga"
     no_sums = "weights each client's own gradient for each user at the server"
     settings = WGASettings
+    example = {"batch_size": 4, "steps_per_round": 2}
     server = WGAServer
     client = WGAClient
     messages = (SharedStates, TrueGradients, Gradients, UserModel)
