@@ -128,7 +128,6 @@ def speed(name: str, pairs: int) -> dict[str, Any]:
     if name == "LeNet":
         from fedloom.models.lenet import LeNet
 
-        sides["module"] = fedloom_visit(module_of(model, "drawn"), model)
         sides["built in"] = fedloom_visit(LeNet((1, 28, 28), model.outputs), model)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(pairs + 2):

@@ -22,12 +22,11 @@ from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, Normalization, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.convnet import ConvNet
-from fedloom.models.flat import FlatModel, Leaves
+from fedloom.models.flat import FlatModel, Leaves, bfloat16
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
-from fedloom.models.precision import bfloat16
 from fedloom.privacy.examples import ExamplePrivacy
 
 TINY, HUGE = 1e-13, 1e9

@@ -24,9 +24,8 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD, TwoHeads
 from fedloom.data.federated import ClientData, Split
-from fedloom.models.flat import masked
+from fedloom.models.flat import bfloat16, masked
 from fedloom.models.module import ModuleModel, remember
-from fedloom.models.precision import bfloat16
 from fedloom.models.predictors import Ensemble, ModelPredictor
 
 MARGIN = 3.0

@@ -15,17 +15,16 @@ from torch import nn
 from fedloom.core.plugins import plugins
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
+from fedloom.models.adapters import LoRA, adapted
 from fedloom.models.convnet import BatchNormConvNet, ConvNet
-from fedloom.models.flat import FlatModel
+from fedloom.models.flat import FlatModel, bfloat16
 from fedloom.models.lenet import LeNet
 from fedloom.models.library import TokenTransformer, resnet18, unet, vit
-from fedloom.models.lora import LoRA, adapted
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
 from fedloom.models.module_facts import check_codes
 from fedloom.models.module_inputs import InputShape, shape_of
-from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
 from fedloom.tasks.base import PredictionTask
