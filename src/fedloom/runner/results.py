@@ -25,7 +25,6 @@ from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, Quantity, answer_shapes
 from fedloom.privacy.claim import claim
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
-from fedloom.reporting.inputs import checked
 from fedloom.runner.training_privacy import is_simulation
 from fedloom.runs.files import METRICS
 from fedloom.runs.folder import RunFolder
@@ -48,7 +47,9 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
-        if "descriptor" not in evaluation.records or not roster.manifest.classes:  # they are compared with class mixes
+        if (
+            "descriptor" not in evaluation.records or not roster.manifest.spec.classes
+        ):  # they are compared with class mixes
             return {}
         v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
@@ -74,8 +75,8 @@ def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> dict[str, 
 
     Raise DataError if it is damaged.
     """
-    found = checked(folder, name) if folder.has(name) else None
-    return found if found is not None and found["clients"]["ids"] == list(clients) else None
+    document = folder.json_or_none(name)
+    return document if document is not None and document["clients"]["ids"] == list(clients) else None
 
 
 def _keep_uncertainty(folder: RunFolder, evaluation: EvaluationResult) -> None:
@@ -117,7 +118,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
-    write_task_results(folder, final, parts.manifest.class_names)
+    write_task_results(folder, final, parts.manifest.spec.class_names)
     titles = parts.algorithm.titles(parts.settings)
     about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
     cost = RunCost(
