@@ -28,6 +28,7 @@ def ours() -> set[str]:
 
 METHODS = {name: find_algorithm(name).example_settings() for name in sorted(ours())} | {
     "comfedl robust": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
+    "flowdup": {"local": LOCAL, "embedding": {"network": "linear", "labels": True}, "subspace": {"size": 9}},
 }
 """Settings by method; after a space stands which settings, where a method is here twice."""
 
