@@ -23,8 +23,7 @@ from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, open_store, s3
-from fedloom.storage.claim import ClaimPlace, claims_of
-from fedloom.storage.folder import storing
+from fedloom.storage.folder import ClaimPlace, claims_of, storing
 from fedloom.storage.open import s3_place
 
 MIB = 2**20

@@ -13,9 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedloom.attacks.audit_power import GUESSES, NOISE, PROBABILITY, PlannedAudit, has_power, power_document, verdict
 from fedloom.attacks.canary_draws import DrawLog, Draws, log_ratios, noise_estimate, sampling_check, signals
-from fedloom.attacks.guesses import canary_document
+from fedloom.attacks.guesses import (
+    GUESSES,
+    NOISE,
+    PROBABILITY,
+    PlannedAudit,
+    canary_document,
+    has_power,
+    power_document,
+    verdict,
+)
 from fedloom.core.words import rounded_down
 from fedloom.privacy.accounting import Release, epsilon_of
 from fedloom.privacy.audit_bounds import binomial_p_value

@@ -15,8 +15,7 @@ from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, without_secrets
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.storage.claim import claims_of
-from fedloom.storage.folder import read_file
+from fedloom.storage.folder import claims_of, read_file
 
 OWN = "fedloom.dev/"
 """Prefix of FedLoom's own labels and annotations."""

@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm
-from fedloom.attacks.audit_power import GUESSES, NOISE, PlannedAudit, has_power, power_document, verdict
-from fedloom.attacks.canary_clients import UPDATE, CanaryClientAlgorithm, CanarySet, sent_part, sent_size
+from fedloom.attacks.canary_algorithms import (
+    UPDATE,
+    CanaryClientAlgorithm,
+    CanaryExampleAlgorithm,
+    CanaryGradients,
+    CanarySet,
+    sent_part,
+    sent_size,
+)
 from fedloom.attacks.canary_data import (
     CanaryExample,
     canary_names,
@@ -29,8 +36,17 @@ from fedloom.attacks.canary_data import (
     write_with_examples,
 )
 from fedloom.attacks.canary_draws import DrawLog, Draws, noise_estimate, sampling_check
-from fedloom.attacks.canary_examples import CanaryExampleAlgorithm, CanaryGradients
-from fedloom.attacks.guesses import LEAST, canary_document, normal_estimate
+from fedloom.attacks.guesses import (
+    GUESSES,
+    LEAST,
+    NOISE,
+    PlannedAudit,
+    canary_document,
+    has_power,
+    normal_estimate,
+    power_document,
+    verdict,
+)
 from fedloom.attacks.membership import example_losses
 from fedloom.core.keyed import make_rng
 from fedloom.core.words import pluralize

@@ -10,8 +10,7 @@ from pathlib import Path
 from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
 from fedloom.storage.base import Store, has_plain_parts
-from fedloom.storage.claim import ClaimStore, claim_place
-from fedloom.storage.folder import FolderStore
+from fedloom.storage.folder import ClaimStore, FolderStore, claim_place
 
 
 def is_url(text: str | Path) -> bool:
