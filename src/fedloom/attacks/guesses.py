@@ -4,24 +4,20 @@ T. Steinke, M. Nasr, M. Jagielski, Privacy auditing with one (1) training run, N
 Algorithm 1: each canary is in or out of the training by a fair coin; the auditor sees what training releases, and
 guesses "in" for the highest scores, "out" for the lowest, and nothing between.
 
-The power of an audit is what it finds with a probability of 0.9, before it trains. *Guesses* refute an ε without
-assumptions; how many are right follows from simulated canaries of a training without any noise, the worst that can be
-wrong with it. *Signals* of canaries show how much noise there is; the precision of this estimate follows from the
-number of canaries in the noisy sums.
+The power of an audit is the noise that it finds to be too little with a probability of 0.9, before it trains: the
+precision of the estimate of the noise follows from the number of canaries in the noisy sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.attacks.canary_draws import Floats, log_ratios
-from fedloom.core.keyed import make_rng
 from fedloom.privacy.accounting import Release
 from fedloom.privacy.audit_bounds import normal_quantile, one_run_epsilon, or_null
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
@@ -126,20 +122,8 @@ TOLERANCE = 0.01
 WANTED = 1 / 3
 """Fraction of the noise that an audit must be able to find: otherwise its verdict is that it has no power."""
 
-SIMULATED = 4000
-"""Simulated canaries that are in, and as many that are out."""
-
-REPETITIONS = 60
-"""Simulated audits by these canaries."""
-
-MOST_SUMS = 512
-"""Terms of a score of one kind that are simulated; of more sums, several make one term."""
-
 MOST_CANARIES = 10_000
 """Largest number of canaries that is proposed."""
-
-LEAST_DELTA = 1e-15
-"""Smallest δ that is proposed."""
 
 
 @dataclass(frozen=True)
@@ -200,79 +184,21 @@ class PlannedAudit:
         squared = self.reach**2 * ((1 + margin) ** -2 - self.strength(0.0) ** -2)
         return math.sqrt(squared) if squared > 0 else None
 
-    def simulated(self) -> tuple[Floats, Floats]:
-        """Return scores of canaries that are in, and of others, in a training without noise."""
-        random, strength = make_rng(0, "audit", "power"), self.strength(0.0)
-        scores: tuple[Floats, Floats] = np.zeros(SIMULATED), np.zeros(SIMULATED)
-        for release, count in self.sums.items():
-            width = math.ceil(count / MOST_SUMS)  # sums that are simulated as their sum, which shows a little less
-            rate = np.array(1 - (1 - release.rate) ** width)
-            signal = strength / release.noise_multiplier / math.sqrt(width)
-            expected = np.array(signal * max(1.0, width * release.rate))
-            for score, is_in in zip(scores, (1, 0), strict=True):
-                for _ in range(math.ceil(count / width)):
-                    times = is_in * random.binomial(width, release.rate, SIMULATED)
-                    score += log_ratios(random.standard_normal(SIMULATED) + signal * times, rate, expected)
-        return scores
 
-    def guessed(self) -> list[tuple[int, int]]:
-        """Return pairs of a number of guesses, and of the right ones among them if there is no noise."""
-        ins_scores, outs_scores = self.simulated()
-        random, counts, right = make_rng(0, "audit", "power", "coins"), guess_counts(self.canaries), []
-        for _ in range(REPETITIONS):
-            coins = random.random(self.canaries) < 0.5
-            drawn = (random.random(self.canaries) * SIMULATED).astype(np.int64)
-            found = np.where(coins, ins_scores[drawn], outs_scores[drawn])
-            right.append([right_guesses(found, coins, *pair) for pair in counts])
-        least = np.quantile(np.array(right), 1 - PROBABILITY, axis=0, method="lower")
-        return [(sum(pair), int(n)) for pair, n in zip(counts, least, strict=True)]
-
-    def refutable(self, delta: float, guessed: Sequence[tuple[int, int]] | None = None) -> float:
-        """Return the ε that guesses refute if there is no noise; ``guessed`` is the result of :meth:`guessed`."""
-        guessed = self.guessed() if guessed is None else guessed
-        each = confidence_of_each(GUESSES, len(guessed))
-        return max(one_run_epsilon(self.canaries, r, v, delta=delta, confidence=each) for r, v in guessed)
-
-
-def power_document(
-    planned: PlannedAudit, claim: float, delta: float, *, epsilon_at: Callable[[float], float]
-) -> dict[str, Any]:
+def power_document(planned: PlannedAudit, *, epsilon_at: Callable[[float], float]) -> dict[str, Any]:
     """Return what an audit finds, and what it takes to find more.
 
     ``epsilon_at`` is a function of a fraction of the noise that returns the ε of the training with such noise.
     """
-    noise, refutable = planned.noise_found(), planned.refutable(delta)
-    more = [replace(planned, canaries=m) for m in _larger(planned.canaries, planned.most)]
-    enough = next((p.canaries for p in more if has_power(p.noise_found())), None)
+    noise = planned.noise_found()
+    larger = (replace(planned, canaries=m) for m in _larger(planned.canaries, planned.most))
+    enough = next((p.canaries for p in larger if has_power(p.noise_found())), None)
     return {
         "probability": PROBABILITY,
         "noise": noise,
         "epsilon": None if noise is None else or_null(epsilon_at(noise)),
         "canaries": None if has_power(noise) else enough,
-        "refutable": or_null(refutable),
-        "to_refute": [] if refutable > claim else list(_refuting(planned, more, claim, delta)),
     }
-
-
-def _refuting(
-    planned: PlannedAudit, more: Sequence[PlannedAudit], claim: float, delta: float
-) -> Iterator[dict[str, Any]]:
-    """Yield numbers of canaries and δ with which guesses refute a claim: with only one changed, if that suffices."""
-    smaller = None
-    for audit in (planned, *more):
-        guessed = audit.guessed()
-        if smaller is None and audit.refutable(0.0, guessed) > claim:
-            found = next((d for d in _smaller(delta) if audit.refutable(d, guessed) > claim), None)
-            smaller = None if found is None else {"canaries": audit.canaries, "delta": found}
-        if audit.refutable(delta, guessed) > claim:
-            yield {"canaries": audit.canaries, "delta": delta}
-            break
-    else:
-        if smaller is not None:
-            yield smaller
-        return
-    if smaller is not None and smaller["canaries"] == planned.canaries:
-        yield smaller
 
 
 def verdict(found: Mapping[str, Any], claim: float | None) -> dict[str, Any]:
@@ -307,10 +233,3 @@ def _larger(canaries: int, most: int) -> Iterator[int]:
         if canaries > most:
             return
         yield canaries
-
-
-def _smaller(delta: float) -> Iterator[float]:
-    exponent = math.ceil(math.log10(delta)) - 1
-    while (smaller := 10.0**exponent) >= LEAST_DELTA:
-        yield smaller
-        exponent -= 1

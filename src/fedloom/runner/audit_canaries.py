@@ -332,7 +332,7 @@ def _tell_power(audit: _CanaryRun, planned: Planned, canaries: PlannedAudit) -> 
     delta = planned.privacy.delta
     epsilon_at = _epsilon_at(largest(planned.counts(planned.rounds, planned.multiplier), delta), delta)
     claim = epsilon_at(1.0)
-    found = power_document(canaries, claim, delta, epsilon_at=epsilon_at)
+    found = power_document(canaries, epsilon_at=epsilon_at)
     audit.observer.notice(power_note(found, claim, enough=has_power(found["noise"])))
     return found
 
