@@ -32,8 +32,9 @@ from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
+from fedloom.storage import is_url
+from fedloom.storage.base import CREDENTIALS, ENDPOINT, REGION
 from fedloom.storage.folder import claim_place, write_atomically
-from fedloom.storage.open import is_url
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher
@@ -48,9 +49,6 @@ class _Stopped(InterruptedRun):
 
 
 ORPHAN_AFTER_S = 600.0
-ENDPOINT = "FEDLOOM_S3_ENDPOINT"
-PLAIN = (ENDPOINT, "AWS_REGION")
-"""Variables of the launcher's environment that are passed to pods; credentials come from a Secret."""
 
 
 def _print(line: str) -> None:
@@ -296,7 +294,8 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
         device=experiment.runtime.device,
         threads=experiment.runtime.threads,
         clients_at_once=experiment.runtime.clients_at_once,
-        storage_environment={**plain, **_permission(experiment)},
+        # Pods may call the code that the launcher's own experiment names.
+        storage_environment={**plain, **({FACTORIES: ",".join(experiment.code)} if experiment.code else {})},
         orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if watched else None),
     )
     workers = pluralize(federation.workers, "worker")
@@ -315,7 +314,7 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
 
 def storage_environment(cluster: ClusterSettings) -> dict[str, str]:
     """Return the variables by which pods reach the store; credentials come from a Secret."""
-    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    plain = {name: os.environ[name] for name in (ENDPOINT, REGION) if os.environ.get(name)}
     return plain if cluster.s3_endpoint is None else {**plain, ENDPOINT: cluster.s3_endpoint}
 
 
@@ -363,7 +362,7 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
         )
     if cluster.image is None:
         raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
-    without = claim_place(experiment.storage or "") is not None or "AWS_ACCESS_KEY_ID" in cluster.env
+    without = claim_place(experiment.storage or "") is not None or CREDENTIALS[0] in cluster.env
     if cluster.storage_secret is None and not without:
         raise ExperimentError(
             "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
@@ -377,16 +376,6 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
 def _check_device(device: str, cluster: ClusterSettings, task_config: TaskConfig) -> None:
     own = {} if cluster.gpu is None else {cluster.gpu.resource: cluster.gpu.count}
     workers = resources(cluster.worker, own, task_config.resources)
-    for component, needs in (("worker", workers), ("aggregator", resources(cluster.aggregator))):
-        limits = needs.get("limits", {})
-        for resource, amount in needs.get("requests", {}).items():
-            if "/" in resource and limits.get(resource) != amount:
-                raise ExperimentError(
-                    f"cluster.{component}.requests has {resource}: {amount}, and its limit is "
-                    f"{limits.get(resource, 'not set')}; set the limit alone: Kubernetes requests as many devices",
-                    key=f"cluster.{component}.requests",
-                    found=amount,
-                )
     devices = [resource for resource in workers.get("limits", {}) if "/" in resource]
     if device == "cpu" and any(map(is_gpu, devices)):
         raise ExperimentError(
@@ -408,25 +397,23 @@ def _owners(api: Api) -> list[Manifest]:
     return [] if pod is None else owners_of_pod(pod)
 
 
-def _permission(experiment: Experiment) -> dict[str, str]:
-    """Return the environment variable that lets pods call the code that the launcher's own experiment names."""
-    return {FACTORIES: ",".join(experiment.code)} if experiment.code else {}
-
-
 def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
     """Save the logs, and delete the objects of a federation that is over.
 
     Failures do not change the outcome, since the objects expire.
     """
-    acts: dict[str, Callable[[], None]] = {"saving logs": lambda: launcher.save_logs(out / "logs")}
-    acts |= {"removing the federation": launcher.remove} if launcher.over else {}
-    for what, act in acts.items():
+    try:
+        launcher.save_logs(out / "logs")
+    except AWAY as error:
+        say(f"while saving logs: {error}")
+        return
+    except (FedloomError, OSError) as error:
+        say(f"while saving logs: {error}")
+    if launcher.over:
         try:
-            act()
-        except (FedloomError, OSError) as error:
-            say(f"while {what}: {error}")
-            if isinstance(error, AWAY):
-                return
+            launcher.remove()
+        except FedloomError as error:
+            say(f"while removing the federation: {error}")
 
 
 @contextmanager
@@ -463,7 +450,7 @@ def is_finished(run: Store, experiment: Experiment) -> bool:
 
     try:
         run.read(SUMMARY)
-        return _experiment_at(run) == experiment.resolved_yaml().encode()
+        return _is_of(run, experiment)
     except Absent:
         return False
 
@@ -478,23 +465,23 @@ def publish_experiment(run: Store, experiment: Experiment) -> None:
     """
     from fedloom.storage import Taken
 
-    text = experiment.resolved_yaml().encode()
     try:
-        run.create("experiment.yaml", text)
+        run.create("experiment.yaml", experiment.resolved_yaml().encode())
     except Taken:
-        if _experiment_at(run) != text:
+        if not _is_of(run, experiment):
             raise ExperimentError(
                 f"{run.url} holds another experiment, which ran with the same run id and task",
                 hint="use another run id or task",
             ) from None
 
 
-def _experiment_at(run: Store) -> bytes:
-    """Return the experiment of a run, as published for the aggregator or with the finished run."""
+def _is_of(run: Store, experiment: Experiment) -> bool:
+    """Return True if a run has this experiment, as published for the aggregator or with the finished run."""
     try:
-        return digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
+        published = digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
     except digests.Damaged as error:
         raise DataError(f"{run.url}/experiment.yaml is damaged: {error}", hint="use another run id or task") from error
+    return published == experiment.resolved_yaml().encode()
 
 
 def collect(run: Store, out: Path, say: Callable[[str], None]) -> None:

@@ -128,9 +128,7 @@ class Launcher:
         if address is None:
             return
         with self._reached(address) as reached:
-            client = ProgressClient(
-                reached, self._say, orphan_after_s=self._federation.orphan_after_s, reached=self._report_pods
-            )
+            client = ProgressClient(reached, self._say, orphan_after_s=self._federation.orphan_after_s)
             with client.following():
                 self._watch(client)
 
@@ -358,11 +356,6 @@ class Launcher:
                 reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
                 ended = f"ended with code {one.code} ({name_of(one.code)}{reason})" if one.code else f"failed{reason}"
                 self._say(f"{one.pod} {ended}: {one.summary}")
-
-    def _report_pods(self) -> None:
-        """Report the pods' phases if they can be read: their lines come before those of the rounds."""
-        with suppress(FedloomError):
-            self._report_phases(self._pods())
 
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""

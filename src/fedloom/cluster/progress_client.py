@@ -147,8 +147,6 @@ class ProgressClient:
         Called with lines of progress for the user.
     orphan_after_s
         Seconds without a watcher after which the aggregator ends; None is never.
-    reached
-        Called once, before the first line of progress.
 
     Attributes
     ----------
@@ -162,13 +160,11 @@ class ProgressClient:
         say: Callable[[str], None],
         *,
         orphan_after_s: float | None = None,
-        reached: Callable[[], None] = lambda: None,
     ) -> None:
         self.latest: Activity | None = None
         self._orphan_after_s = orphan_after_s
         self._lost_after_s = min(LOST_AFTER_S, (orphan_after_s or 2 * LOST_AFTER_S) / 2)
         self._address = address
-        self._reached = reached
         self._say = say
         self._stopping = threading.Event()
         self._said_at = -LINE_EVERY_S
@@ -224,8 +220,6 @@ class ProgressClient:
     def _report(self, now: Activity) -> Activity:
         """Report changes; return the new state."""
         before = self.latest
-        if before is None:
-            self._reached()
         if now.measured is not None and (before is None or now.measured != before.measured):
             self._say(f"after round {now.measured.round}: {_measured(now.measured)}")
         if now.phase == "saving" and before is not None:  # every round is saved

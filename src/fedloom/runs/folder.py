@@ -29,6 +29,8 @@ MANY_ROUNDS = 2000
 """Number of evaluated rounds above which :meth:`RunFolder.metrics` reads only some of them."""
 POLL_INTERVAL_S = 1.0
 """Seconds between checks for a first publication."""
+SECTIONS = ("name", "seed", "data", "model", "algorithm", "federation")
+"""Required keys of a run's experiment."""
 _ROUND = re.compile(rb'\{"round": (\d+),')
 
 
@@ -125,10 +127,13 @@ class RunFolder(RunFiles):
         from fedloom.experiment.yaml_reader import parse_yaml
 
         try:
-            experiment, _ = parse_yaml(self.text(EXPERIMENT), str(self.path / EXPERIMENT))
+            value, _ = parse_yaml(self.text(EXPERIMENT), str(self.path / EXPERIMENT))
         except ExperimentError as error:  # the fault is in a file of the run, not in a request
             raise DataError(str(error)) from error
-        return dict(experiment)
+        experiment = dict(value) if isinstance(value, dict) else {}  # an edited file has no digest
+        if lacking := [key for key in SECTIONS if key not in experiment]:
+            raise DataError(f"{self.path / EXPERIMENT} is not an experiment: it has no {', '.join(lacking)}")
+        return experiment
 
     def manifest(self) -> Manifest:
         """Return the partition."""
