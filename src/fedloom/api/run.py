@@ -163,11 +163,9 @@ class Run:
         return figure
 
     def _drawn(self) -> dict[str, Figure]:
-        from fedloom.reporting.report import SECTIONS, figures
+        from fedloom.reporting.report import figures, source_files
 
-        stamps = [
-            _stamp(self.folder / name) for name in sorted({name for section in SECTIONS for name in section.files})
-        ]
+        stamps = [_stamp(self.folder / name) for name in source_files()]
         if self._figures is None or self._figures[0] != stamps:  # figures of a run in progress change
             self._figures = stamps, figures(self.folder)
         return self._figures[1]

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
 from fedloom.core.words import pluralize
+from fedloom.reporting.drawing import COLOURS, INK, as_svg, panel
 from fedloom.reporting.page import Panel, Part
-from fedloom.reporting.tables import Table, TableRow, table_row
+from fedloom.reporting.tables import TableRow, one_block, table_row
 from fedloom.reporting.words import (
     audit_verdict,
     estimate_note,
@@ -32,7 +37,6 @@ def audit_parts(run: RunFolder) -> tuple[Part, ...]:
 
 
 def _membership(found: Mapping[str, Any]) -> Part:
-    from fedloom.reporting import audit_figures
 
     rows: list[TableRow] = []
     for name, groups in found["predictors"].items():
@@ -59,8 +63,8 @@ def _membership(found: Mapping[str, Any]) -> Part:
         f"δ = {found['delta']:g}, from half of the examples, by the threshold that is best for the other half. The "
         "bound assumes independent examples; those of a single training are only nearly independent."
     )
-    panel = Panel("membership", audit_figures.draw_membership(found))
-    return Part("Membership inference", (panel,), (Table(headings, (("", tuple(rows)),)),), columns=2, text=text)
+    panel = Panel("membership", draw_membership(found))
+    return Part("Membership inference", (panel,), (one_block(headings, rows),), columns=2, text=text)
 
 
 def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part:
@@ -93,3 +97,31 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
         f"{100 * found['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(found, claim)}"
     )
     return Part("Canaries", pairs=tuple(pairs), text=text)
+
+
+LOWEST = 1e-3
+"""Lowest rate on the logarithmic axes."""
+
+
+@as_svg
+def draw_membership(membership: Mapping[str, Any]) -> Figure:
+    """Draw true against false positive rates of membership inference, on logarithmic axes; the diagonal is chance."""
+    figure, axes = panel(3.3)
+    axes.plot([LOWEST, 1], [LOWEST, 1], color=INK, linewidth=0.7, alpha=0.5)
+    for name, groups in membership["predictors"].items():
+        for group, result in groups.items():
+            if result is not None:
+                fpr, tpr = (np.maximum(rates, LOWEST) for rates in np.array(result["curve"]).T)
+                dash = "-" if name == "personal" else "--"
+                axes.plot(fpr, tpr, color=COLOURS[group], linestyle=dash, label=f"{name}, {group} clients")
+    axes.set(
+        title="Membership inference", xlabel="false positive rate", ylabel="true positive rate",
+        xscale="log", yscale="log", xlim=(LOWEST, 1), ylim=(LOWEST, 1.05),
+    )  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([LOWEST, 0.01, 0.1, 1]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:g}%"))
+    axes.grid(visible=True, axis="both")
+    axes.legend(loc="upper left")
+    return figure
