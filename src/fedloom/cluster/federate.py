@@ -376,6 +376,16 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
 def _check_device(device: str, cluster: ClusterSettings, task_config: TaskConfig) -> None:
     own = {} if cluster.gpu is None else {cluster.gpu.resource: cluster.gpu.count}
     workers = resources(cluster.worker, own, task_config.resources)
+    for component, needs in (("worker", workers), ("aggregator", resources(cluster.aggregator))):
+        limits = needs.get("limits", {})
+        for resource, amount in needs.get("requests", {}).items():
+            if "/" in resource and limits.get(resource) != amount:
+                raise ExperimentError(
+                    f"cluster.{component}.requests has {resource}: {amount}, and its limit is "
+                    f"{limits.get(resource, 'not set')}; set the limit alone: Kubernetes requests as many devices",
+                    key=f"cluster.{component}.requests",
+                    found=amount,
+                )
     devices = [resource for resource in workers.get("limits", {}) if "/" in resource]
     if device == "cpu" and any(map(is_gpu, devices)):
         raise ExperimentError(
