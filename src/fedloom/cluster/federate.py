@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +26,7 @@ from fedloom.cluster.manifests import (
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig, is_gpu
 from fedloom.core import digests
 from fedloom.core.words import pluralize
-from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
+from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
 from fedloom.storage import is_url
@@ -42,10 +39,6 @@ if TYPE_CHECKING:
     from fedloom.storage import Store
 
 Say = Callable[[str], None]
-
-
-class _Stopped(InterruptedRun):
-    """Request to stop this process but not the federation."""
 
 
 ORPHAN_AFTER_S = 600.0
@@ -101,7 +94,7 @@ def federate(
         The error of the failed federation, of the class in docs/exit-codes.md; its message gives the remedy.
     """
     if backend == "local":
-        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, _terminable(say, ""):
+        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, local.terminable(say, ""):
             path = Path(folder) / f"{experiment.name}.yaml"
             # The result is returned as files; a store would give all federations one location, that of this folder.
             here = experiment.model_copy(update={"storage": None})
@@ -225,7 +218,7 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
         f"fedloom cluster stop {name}"
     )
     try:
-        with _terminable(say, "" if cluster.delete_on_interrupt else keep):
+        with local.terminable(say, "" if cluster.delete_on_interrupt else keep):
             try:
                 launcher.run()
             except (Deleted, *AWAY):  # it may have finished meanwhile, and may have been removed since
@@ -233,7 +226,7 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
                     raise
                 launcher.over = True
             collect(run, out, say)
-    except (_Stopped, KeyboardInterrupt):
+    except (local.Stopped, KeyboardInterrupt):
         if cluster.delete_on_interrupt:
             launcher.remove()
         raise
@@ -424,33 +417,6 @@ def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
             launcher.remove()
         except FedloomError as error:
             say(f"while removing the federation: {error}")
-
-
-@contextmanager
-def _terminable(say: Say, note: str) -> Iterator[None]:
-    """Turn SIGTERM in the block into an exception, like Ctrl-C.
-
-    Raises
-    ------
-    _Stopped
-        On SIGTERM.
-    """
-
-    def handle(number: int, frame: object) -> None:
-        raise _Stopped("the launcher was asked to stop", hint=note or None)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if note:
-            say(note)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def is_finished(run: Store, experiment: Experiment) -> bool:
