@@ -210,7 +210,7 @@ class RunFolder(RunFiles):
         losses = {
             attempt["round"]: attempt["statistics"]["loss"]
             for attempt in self.objects(JOURNAL)
-            if attempt["outcome"] == "done" and "loss" in attempt["statistics"]
+            if attempt.get("outcome", "done") == "done" and "loss" in attempt.get("statistics", ())
         }
         return dict(sorted(losses.items()))
 
