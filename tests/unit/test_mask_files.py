@@ -94,14 +94,14 @@ def test_a_mask_that_may_have_been_drawn_in_two_ways_is_rejected(
     held: int, size: tuple[int, int], tmp_path: Path
 ) -> None:
     photos(tmp_path / "m", held, 1, STORED[held], size)
-    with refusing(DataError, "12 places", "EXIF", f"orientation {held}"):
+    with refusing(DataError, "12 places", "EXIF", f"mask 1, image {held}"):
         pack(tmp_path / "m", tmp_path / "out", PackSettings())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_mask_of_another_orientation_is_rejected(tmp_path: Path) -> None:
     photos(tmp_path / "m", 6, 8, STORED[8], (9, 9))
-    with refusing(DataError, "12 places", "EXIF", "8, 6"):
+    with refusing(DataError, "12 places", "EXIF", "mask 8, image 6"):
         pack(tmp_path / "m", tmp_path / "out", PackSettings())
 
 
@@ -181,8 +181,8 @@ def test_one_palette_is_noted(tmp_path: Path) -> None:
 
     done = packed(masked(tmp_path / "m", make), tmp_path / "out")
     assert any(mentions(note, "0 #000000, 1 #ff0000", "2 #00ff00") for note in done.notes)
-    assert done.card.targets is not None
-    assert done.card.targets.outputs == 3
+    assert done.card.spec.targets is not None
+    assert done.card.spec.targets.outputs == 3
 
 
 def numbered(*numbers: int) -> Callable[[int, NDArray[Any]], Image.Image]:
@@ -198,8 +198,8 @@ def test_the_number_of_classes_is_asked_for(numbers: tuple[int, ...], tmp_path: 
         packed(tmp_path / "m", tmp_path / "out")
     most = max(numbers) + 1
     done = packed(tmp_path / "m", tmp_path / "whole", outputs=most)
-    assert done.card.targets is not None
-    assert done.card.targets.outputs == most
+    assert done.card.spec.targets is not None
+    assert done.card.spec.targets.outputs == most
     kept = safetensors.numpy.load_file(tmp_path / "whole/shard.safetensors")["train_y"]
     assert set(np.unique(kept).tolist()) == set(numbers)
     assert not any("255" in note for note in done.notes)

@@ -116,7 +116,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
         )
     own = experiment.data.own
     assemble.check_own(experiment, own, clients)
-    unknown = Normalization((0.0,) * own.numbers, (1.0,) * own.numbers)  # no shape depends on it
+    unknown = Normalization.identity(own.spec.numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
     predictors = len(parts.client_algorithm().predictors)
     secure = experiment.federation.secure_aggregation is not None

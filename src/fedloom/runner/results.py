@@ -47,7 +47,9 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
-        if "descriptor" not in evaluation.records or not roster.manifest.classes:  # they are compared with class mixes
+        if (
+            "descriptor" not in evaluation.records or not roster.manifest.spec.classes
+        ):  # they are compared with class mixes
             return {}
         v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
@@ -116,7 +118,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
-    write_task_results(folder, final, parts.manifest.class_names)
+    write_task_results(folder, final, parts.manifest.spec.class_names)
     titles = parts.algorithm.titles(parts.settings)
     about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
     cost = RunCost(

@@ -82,7 +82,7 @@ def securely_measured_normalization(
     InterruptedRun
         If ``stop`` is set while clients are missing.
     """
-    numbers = own.numbers
+    numbers = own.spec.numbers
     config = RoundConfig(
         seed=0,
         clients_per_round=len(examples),
@@ -111,8 +111,8 @@ def securely_measured_normalization(
     total = sum(examples[client] for client in summed)
     if first is None or second is None or not are_possible(own, first, second, total, len(summed)):
         raise not_measured(len(clients), "no examples have these sums, so a client has sent false ones")
-    moments = Moments(total * sum(each.values for each in own.measured), tuple(first), tuple(second))
-    return pooled_normalization(own.measured, [moments])
+    moments = Moments(total * sum(each.values for each in own.spec.measured), tuple(first), tuple(second))
+    return pooled_normalization(own.spec.measured, [moments])
 
 
 def summed_moments(secure: SecureAggregation) -> Summation:

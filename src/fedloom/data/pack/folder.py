@@ -17,22 +17,21 @@ from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
-from fedloom.data.input_spec import input_fields, shard_tensors
+from fedloom.data.input_spec import shard_tensors
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
 from fedloom.data.pack.arrays import read_arrays
-from fedloom.data.pack.columns import PARQUET, has_parts, read_parquet
-from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors
-from fedloom.data.pack.images import read_images
-from fedloom.data.pack.medical import HOW_TO_READ, is_medical
-from fedloom.data.pack.tables import read_csv
+from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, ValidationErrors
+from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
+from fedloom.data.pack.packer import examples_of
+from fedloom.data.pack.tables import PARQUET, is_parquet, read_csv, read_parquet
 from fedloom.data.pack.texts import read_characters
-from fedloom.data.targets import same_targets
+from fedloom.data.spec import SpecError
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, storing, sync
 
-Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
+Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Columns]
 
 FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".csv": ("csv", read_csv),
@@ -94,7 +93,7 @@ def pack(
     form, reader = _reader(source)
     errors = ValidationErrors(str(source))
     try:
-        examples = reader(source, settings.request, errors, on_progress)
+        examples = examples_of(reader(source, settings.request, errors, on_progress), settings.request, errors)
     except OSError as error:
         raise DataError(f"{source} cannot be read ({error.strerror or error})") from error
     errors.refuse()
@@ -108,25 +107,21 @@ def pack(
     drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
     drawn["validation_fraction"] = settings.validation_fraction
     train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
-    about = input_fields(examples.specs)
-    del about["normalization"]
     training = None if examples.y is None else examples.y[split == 0]
     card = ClientCard(
         version=CARD_VERSION,
         id=name,
-        classes=examples.classes,
+        spec=examples.spec,
         labelled=examples.y is not None,
         train=train,
         validation=validation,
         test=test,
         class_counts=counts,
         sha256=hashlib.sha256(content).hexdigest(),
-        moments=moments_of(examples.chosen(split == 0), training, examples.specs, examples.targets),
+        moments=moments_of(examples.chosen(split == 0), training, examples.spec),
         division={"given": True} if examples.split is not None else drawn,
         source=form,
         features=examples.features,
-        targets=examples.targets,
-        **about,
     )
     on_progress("writing", 0, None)
     with storing(out):
@@ -159,19 +154,20 @@ def _check_arguments(name: str, out: Path, settings: PackSettings) -> None:
 
 
 def _check_targets(examples: Examples, request: Request, source: str) -> None:
-    """Reject targets other than those that an experiment requires."""
-    own = request.own
-    if own is not None and examples.y is not None and not same_targets(examples.targets, own.wanted):
-        found, needed = (
-            "classes" if each is None else f"{each.task} of shape {list(each.shape)} with {each.outputs} outputs"
-            for each in (examples.targets, own.wanted)
-        )
-        raise DataError(f"{source}: the targets are {found}; data.own needs {needed}")
+    """Reject data other than those that an experiment requires."""
+    try:
+        spec = examples.spec
+    except SpecError as error:
+        raise DataError(f"{source}: {error}") from error
+    if request.own is not None:
+        skip = ("targets",) if examples.y is None else ()
+        if (fault := spec.mismatch(request.own.spec, "data.own", exact=True, skip=skip)) is not None:
+            raise DataError(f"{source}: {fault}")
 
 
 def _reader(source: Path) -> tuple[str, Reader]:
     if source.is_dir():
-        return ("parquet", read_parquet) if has_parts(source) else ("images", read_images)
+        return ("parquet", read_parquet) if is_parquet(source) else ("images", read_images)
     if not source.exists():
         raise DataError(f"{source} does not exist")
     if source.suffix.lower() not in FORMATS or not source.is_file():
@@ -237,7 +233,7 @@ def _refuse_shared(
         "input in two splits",
         len(shared),
         (
-            f"{examples.where(i)} ({SPLITS[split[i]]}) and {examples.where(group[i])} ({SPLITS[split[group[i]]]})"
+            f"{examples.place(i)} ({SPLITS[split[i]]}) and {examples.place(group[i])} ({SPLITS[split[group[i]]]})"
             for i in shared
         ),
     )
