@@ -59,8 +59,8 @@ from fedloom.sums.held_answers import HeldAnswers
 from fedloom.sums.messages import VOCABULARY
 from fedloom.sums.summation import Summation
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.worker import serve
 
 CLASSES = 10
