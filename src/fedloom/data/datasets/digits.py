@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fedloom.data.datasets.base import Owners, Pool, RawDataset
 from fedloom.errors import DataError
 
-TYPES = {0x08: np.dtype(np.uint8), 0x0C: np.dtype(">i4")}
+TYPES: Mapping[int, np.dtype[Any]] = {0x08: np.dtype(np.uint8), 0x0C: np.dtype(">i4")}
 """Element types by their code."""
 
 COLUMNS = 8
