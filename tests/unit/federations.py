@@ -26,10 +26,9 @@ from fedloom.data.input_spec import TensorKind
 from fedloom.data.manifest import VERSION
 from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.moments import summed_metrics
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
 from fedloom.federation.held_answers import HeldAnswers

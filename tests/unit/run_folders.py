@@ -18,8 +18,8 @@ from fedloom.data.manifest import VERSION, ClientEntry, Manifest
 from fedloom.data.spec import DataSpec
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import Communication, EvaluationResult, RunCost, RunDescription, metrics_line, summary
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
+from fedloom.evaluation.summary import Communication, RunCost, RunDescription, metrics_line, summary
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
 from fedloom.runs.folder import RunFolder
 

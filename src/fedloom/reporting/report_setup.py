@@ -30,8 +30,8 @@ from fedloom.reporting.drawing import (
     sheet,
 )
 from fedloom.reporting.page import Panel, Part
-from fedloom.reporting.tables import Table, TableRow, table_row
-from fedloom.reporting.words import human_time, number_range, shown_epsilon, shown_guarantee
+from fedloom.reporting.tables import TableRow, one_block, table_row
+from fedloom.reporting.words import human_time, number_range, shown_epsilon
 from fedloom.runs.files import JOURNAL, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT
@@ -91,7 +91,7 @@ def privacy(run: RunFolder) -> Part:
     claim = summary_of(run)["training_privacy"]
     spent = [(line["round"], line["privacy"]) for line in run.metrics() if line.get("privacy") is not None]
     rows = tuple(table_row(str(round), shown_epsilon(now["epsilon"]), f"{now['sums']:,}") for round, now in spent)
-    table = Table(("round", "ε", "noisy sums"), (("", _thinned(rows)),), title="ε by round", small=True)
+    table = one_block(("round", "ε", "noisy sums"), _thinned(rows), "ε by round", small=True)
     return Part(
         tables=(table,) if rows else (),
         text=" ".join(claim["statement"]),
@@ -99,7 +99,7 @@ def privacy(run: RunFolder) -> Part:
             ("unit", claim["unit"]),
             ("neighbouring data", claim["neighbouring"]),
             ("ε toward readers of the models", shown_epsilon(claim["to_readers"]["epsilon"])),
-            ("ε toward members", shown_guarantee(claim.get("to_members"))),
+            ("ε toward members", shown_epsilon(claim["to_members"]["epsilon"])),
             ("ε toward the aggregator", shown_epsilon(claim["to_aggregator"]["epsilon"])),
             ("δ", f"{claim['delta']:g}"),
             ("mechanism", f"{claim['mechanism']} noise, sampling {', '.join(claim['sampling']) or 'none'}"),

@@ -26,8 +26,8 @@ from fedloom.data.own import OWN, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.moments import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide

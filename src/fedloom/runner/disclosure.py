@@ -12,7 +12,7 @@ from fedloom.algorithms.sums import SummedFields
 from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError, argument
-from fedloom.evaluation.moments import summed_shapes
+from fedloom.evaluation.group_statistics import summed_shapes
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments, MomentDigits

@@ -11,11 +11,16 @@ from fedloom.core.digests import RESTORE
 from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
-from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
+from fedloom.evaluation.documents import (
+    calibration_document,
+    client_rows,
+    confusion_document,
+    confusion_table,
+    output_document,
+)
 from fedloom.evaluation.group_statistics import predictor_statistics
-from fedloom.evaluation.last_evaluations import LATE
-from fedloom.evaluation.outputs import output_document
-from fedloom.evaluation.summary import EvaluationResult, RunCost, RunDescription, summary
+from fedloom.evaluation.plan import EvaluationResult
+from fedloom.evaluation.summary import LATE, RunCost, RunDescription, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
 from fedloom.federation.loop import Loop

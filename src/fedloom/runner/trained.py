@@ -19,7 +19,8 @@ from fedloom.data.own import OWN, OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.group_statistics import groups
-from fedloom.evaluation.summary import EvaluationResult, headline_keys
+from fedloom.evaluation.plan import EvaluationResult
+from fedloom.evaluation.summary import headline_keys
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.messages import Message
