@@ -174,7 +174,7 @@ def framed(axes: Axes) -> None:
 
 def band(
     axes: Axes,
-    x: Sequence[float],
+    x: ArrayLike,
     mean: ArrayLike,
     std: ArrayLike,
     colour: str,

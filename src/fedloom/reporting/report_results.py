@@ -382,7 +382,7 @@ def _draw_group(
     x, mean = [number for number, _ in measured], np.array([values.mean for _, values in measured])
     top, colour = 0.0, COLOURS[name]
     if all(values.std is not None for _, values in measured):
-        std = [values.std for _, values in measured]
+        std = np.array([values.std for _, values in measured])
         limits = (0.0, 1.0) if headline.percent else (-math.inf, math.inf)
         _, high = band(axes, x, mean, std, colour, limits)
         top = float(high.max())
