@@ -107,9 +107,9 @@ def less_noise_on_examples(part: float) -> Break:
 
 def no_clipping_of_clients(patch: pytest.MonkeyPatch) -> None:
     """Add updates as they are, at the clients and at the aggregator."""
-    for module in ("clipping", "summing_cohort"):
-        patch.setattr(f"fedloom.federation.{module}.clip_factor", lambda norm, clip: 1.0)
-    patch.setattr("fedloom.federation.summing_cohort.slack_of", lambda *_: 1e9)
+    for module in ("federation.clipping", "sums.summation"):
+        patch.setattr(f"fedloom.{module}.clip_factor", lambda norm, clip: 1.0)
+    patch.setattr("fedloom.sums.summation.slack_of", lambda *_: 1e9)
 
 
 def fixed_cohort(patch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def datasets() -> list[str]:
 
 def _known_dataset(name: str) -> str:
     if name not in datasets():
-        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(datasets())})
+        raise PydanticCustomError("unknown_name", "must be one of {allowed}", {"allowed": ", ".join(datasets())})
     return name
 
 

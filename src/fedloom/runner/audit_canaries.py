@@ -56,7 +56,6 @@ from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.releases import count_releases_about
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Sums
 from fedloom.models.predictors import Predictor, predictor_of
@@ -79,6 +78,7 @@ from fedloom.runs.files import JOURNAL
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
 from fedloom.security.files import write_private
+from fedloom.sums.summation import Summation
 
 COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
