@@ -16,7 +16,7 @@ from run_processes import final
 import fedloom as python
 from fedloom.core.words import rounded_up
 from fedloom.data.datasets import find_dataset
-from fedloom.data.datasets.vowel import FEATURES, read_vowel
+from fedloom.data.datasets.vowel import read_vowel
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load_experiment, parse_experiment
 from fedloom.privacy.accounting import epsilon_of, sampled
@@ -26,6 +26,9 @@ from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
+
+FEATURES = tuple(f"V{i}" for i in range(2, 11))
+"""Columns of measurements of Vowel."""
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -345,7 +348,7 @@ def test_a_given_normalization_is_used(packed: Path, experiment: Path, tmp_path:
     e = of(experiment, f"data.own.normalization={{mean: [{numbers}], std: [{numbers}]}}")
     run_experiment(e, options(packed, tmp_path / "a"))
     manifest = json.loads((tmp_path / "a" / "partition.json").read_text())
-    assert manifest["normalization"] == {"mean": [0.5] * 9, "std": [0.5] * 9}
+    assert manifest["spec"]["inputs"][""]["normalization"] == {"mean": [0.5] * 9, "std": [0.5] * 9}
 
 
 def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path, fedloom: Run) -> None:
