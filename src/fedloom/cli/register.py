@@ -31,15 +31,11 @@ def register_command(
             metavar="URI",
         ),
     ] = None,
-    pipeline_run: Annotated[
-        str | None, typer.Option(help="Id of the Kubeflow run that trained it.", metavar="ID")
-    ] = None,
 ) -> None:
     """Register a run's model in the Kubeflow Model Registry. The same checkpoint is registered once."""
-    from fedloom.kubeflow.registration import Lineage, RegistrySettings, register_run
+    from fedloom.kubeflow.registration import ModelRegistry, RegistrySettings, register_run
 
-    api = RegistrySettings.of(registry).connect()
-    lineage = None if pipeline_run is None else Lineage(pipeline_run)
-    found = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri, lineage=lineage)
-    done = "registered" if found.created else "is already registered"
-    typer.echo(f"{found.model} {found.version} {done}: {api.url}, model {found.model_id}, version {found.version_id}")
+    api = ModelRegistry(RegistrySettings.from_option(registry))
+    entry = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri)
+    done = "registered" if entry.created else "is already registered"
+    typer.echo(f"{entry.model} {entry.version} {done}: {api.url}, model {entry.model_id}, version {entry.version_id}")

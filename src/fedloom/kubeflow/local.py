@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from fedloom.core.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument, without_secrets
 from fedloom.kubeflow import steps
-from fedloom.kubeflow.compiling import load_pipeline, parameters
+from fedloom.kubeflow.catalog import check_parameters, pipeline
 from fedloom.storage.folder import storing
 
 STOP_GRACE_S = 40.0
@@ -189,18 +189,13 @@ def _keep(root: Path, log: Path, out: Path) -> None:
 def _here(order: TextIO) -> None:
     """Run a pipeline in this process, as specified on standard input."""
     wanted = json.load(order)
-    known = parameters(wanted["name"])
-    missing = [key for key, needed in known.items() if needed and key not in wanted["arguments"]]
-    unknown = [key for key in wanted["arguments"] if key not in known]
-    if missing or unknown:
-        wrong = f"needs {', '.join(missing)}" if missing else f"has no parameter {', '.join(unknown)}"
-        raise ExperimentError(f"{wanted['name']} {wrong}; its parameters are {', '.join(known)}", allowed=list(known))
+    check_parameters(wanted["name"], wanted["arguments"])
     from kfp import local
 
     warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets do not apply here
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=wanted["root"])
     try:
-        load_pipeline(wanted["name"])(**wanted["arguments"])
+        pipeline(wanted["name"])(**wanted["arguments"])
     except RuntimeError as error:  # the runner's error for a failed task
         if not Path(os.environ[TELL_PARENT]).exists():
             raise

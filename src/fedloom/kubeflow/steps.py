@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import as_csv
-from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, QuorumError, as_storage_error
 from fedloom.storage.claim import claim_place
 from fedloom.storage.folder import copy_atomically, copy_folder, storing, write_atomically
 from fedloom.tasks.headline import GROUPS, headline_of, values_of
@@ -383,6 +383,55 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
         found = compare_runs([Path(folder)])
         copy_atomically(write_comparison(found, out), page)
     write_atomically(table, markdown.comparison(found).encode())
+
+
+@step
+def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, out: Path) -> dict[str, Any]:
+    """Save the models of a partition's clients for KServe; return metadata.
+
+    Parameters
+    ----------
+    model, checkpoint
+        A run's folder, and ``last``, ``best`` or a round.
+    shards
+        The partition.
+    model_format
+        ``fedloom``: a copy of the run with ``models/ID.pt2``, for ``fedloom serve``. ``onnx``: ``ID/1/model.onnx``.
+    out
+        New folder, or an empty one.
+
+    Raises
+    ------
+    ExperimentError
+        If the format is not one of these, or the models cannot be exported.
+    QuorumError
+        If a client got no model.
+    """
+    from fedloom.cluster.kserve import FORMATS
+    from fedloom.runner.client_models import save_models
+    from fedloom.runner.saved_models import MODELS
+
+    if model_format not in FORMATS:
+        raise ExperimentError(
+            f"format must be {' or '.join(FORMATS)} (got {model_format}).",
+            key="format",
+            found=model_format,
+            allowed=[*FORMATS],
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        suffix = ".pt2" if model_format == "fedloom" else ".onnx"
+        made = save_models(model, Path(folder) / MODELS, checkpoint, shards, suffix=suffix)
+        if made.lost:
+            client, reason = next(iter(made.lost.items()))
+            raise QuorumError(f"{len(made.lost)} clients got no model; client {client}: {reason}")
+        if model_format == "fedloom":
+            copy_folder(model, out)
+        for client in made.saved:
+            place = out / MODELS / f"{client}.pt2" if model_format == "fedloom" else out / client / "1" / "model.onnx"
+            with storing(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+            copy_atomically(Path(folder) / MODELS / f"{client}{suffix}", place)
+    return {"format": model_format, "clients": len(made.saved)}
 
 
 @step
