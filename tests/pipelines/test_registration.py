@@ -28,7 +28,7 @@ import fedloom
 from fedloom.cli.main import app
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.kubeflow import catalog, registration
-from fedloom.kubeflow.registration import ModelRegistry, RegistrySettings, register_run
+from fedloom.kubeflow.registration import ModelRegistry, register_run
 from fedloom.runner.saved_models import ModelFolder
 
 pytestmark = pytest.mark.xdist_group("components")
@@ -64,12 +64,8 @@ def registry() -> Iterator[StandIn]:
         yield started
 
 
-def at(url: str, **settings: Any) -> ModelRegistry:
-    return ModelRegistry(RegistrySettings(url=url, **settings))
-
-
-def connected(registry: StandIn, **settings: Any) -> ModelRegistry:
-    return at(registry.url, **settings)
+def connected(registry: StandIn) -> ModelRegistry:
+    return ModelRegistry(registry.url)
 
 
 def fedloom_register(*arguments: str) -> Any:
@@ -182,11 +178,13 @@ def test_concurrent_registrations_of_a_run_create_one_version(run: Path, registr
     assert [len(kept) for kept in registry.objects.values()] == [1, 1, 1]
 
 
-def test_a_token_from_a_file_is_read_for_each_request(run: Path, registry: StandIn, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    registry.token = "new.token"
+def test_a_token_from_a_file_is_read_for_each_request(
+    run: Path, registry: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, registry.token = tmp_path / "token", "new.token"
     token.write_text("old.token\n")
-    api = connected(registry, token=f"@{token}")
+    monkeypatch.setenv("FEDLOOM_REGISTRY_TOKEN", f"@{token}")
+    api = connected(registry)
     with refusing(RefusedError, registry.url, "401"):
         register_run(api, str(run))
     token.write_text("new.token\n")
@@ -194,8 +192,6 @@ def test_a_token_from_a_file_is_read_for_each_request(run: Path, registry: Stand
     token.write_text("two words")
     with refusing(RefusedError, token):
         register_run(api, str(run))
-    with refusing(RefusedError, tmp_path / "none"):
-        register_run(connected(registry, token=f"@{tmp_path / 'none'}"), str(run))
 
 
 @pytest.mark.parametrize(
@@ -239,23 +235,21 @@ def test_answers_of_another_service_are_reported(run: Path, answer: str) -> None
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises((DataError, ExperimentError)):
-            register_run(at(f"http://127.0.0.1:{server.server_port}"), str(run))
+            register_run(ModelRegistry(f"http://127.0.0.1:{server.server_port}"), str(run))
         server.shutdown()
 
 
 def test_an_address_of_another_service_is_reported(run: Path, registry: StandIn) -> None:
     with refusing(ExperimentError, "404"):
-        register_run(at(f"{registry.url}/elsewhere"), str(run))
+        register_run(ModelRegistry(f"{registry.url}/elsewhere"), str(run))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         with refusing(StorageError, f"127.0.0.1:{taken.getsockname()[1]}"):
-            register_run(at(f"http://127.0.0.1:{taken.getsockname()[1]}"), str(run))
-    for url in ("registry:8080", "ftp://x", "https://", "http://x?y=1"):
+            register_run(ModelRegistry(f"http://127.0.0.1:{taken.getsockname()[1]}"), str(run))
+    for url in ("", "registry:8080", "ftp://x", "https://", "http://x?y=1"):
         with refusing(ExperimentError, url):
-            at(url)
-    with refusing(ExperimentError, "nothing.pem"):
-        at("https://x", ca_file="nothing.pem")
-    assert at(f"{registry.url}/api/model_registry/v1alpha3/").url == registry.url
+            ModelRegistry(url)
+    assert ModelRegistry(f"{registry.url}/api/model_registry/v1alpha3/").url == registry.url
 
 
 def test_a_run_that_cannot_be_registered_is_rejected_before_any_request(
@@ -276,16 +270,14 @@ def test_a_run_that_cannot_be_registered_is_rejected_before_any_request(
     assert registry.requests == []
 
 
-def test_the_command_registers_with_settings_of_a_file_and_the_environment(
-    run: Path, registry: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_command_registers_with_the_environments_registry_and_token(
+    run: Path, registry: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry.token = "secret"
-    settings = tmp_path / "registry.yaml"
-    settings.write_text(f"url: {registry.url}\ntoken: secret\n")
-    ended = fedloom_register(str(run), "--registry", str(settings), "--version", "v")
+    monkeypatch.setenv("FEDLOOM_REGISTRY_TOKEN", "secret")
+    ended = fedloom_register(str(run), "--registry", registry.url, "--version", "v")
     assert (ended.exit_code, mentions(ended.stdout, "reg_1", "v", registry.url)) == (0, True)
     monkeypatch.setenv("FEDLOOM_REGISTRY", registry.url)
-    monkeypatch.setenv("FEDLOOM_REGISTRY_TOKEN", "secret")
     assert fedloom_register(str(run), "--version", "v").exit_code == 0
     assert len(registry.objects["model_versions"]) == 1
     monkeypatch.delenv("FEDLOOM_REGISTRY")

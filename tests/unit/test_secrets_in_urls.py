@@ -19,7 +19,7 @@ from fedloom.core.words import printable, shortened
 from fedloom.errors import ExperimentError, StorageError, from_json, without_secrets
 from fedloom.experiment import of
 from fedloom.kubeflow.client import Kubeflow, KubeflowSettings
-from fedloom.kubeflow.registration import ModelRegistry, RegistrySettings
+from fedloom.kubeflow.registration import ModelRegistry
 from fedloom.storage import open_store
 
 SECRET = "http://ann:hunter2@127.0.0.1:9"
@@ -64,8 +64,8 @@ def test_errors_words_and_logs_have_no_user_information() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda url: ModelRegistry(RegistrySettings(url=url)),
-        lambda url: ModelRegistry(RegistrySettings(url=f"{url}/?x=1")),
+        ModelRegistry,
+        lambda url: ModelRegistry(f"{url}/?x=1"),
         lambda url: Kubeflow(KubeflowSettings(host=url)),
         lambda url: open_store("s3://bucket/x", {**KEYS, "FEDLOOM_S3_ENDPOINT": url}),
         lambda url: open_store(url.replace("http", "s3")),

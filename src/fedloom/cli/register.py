@@ -14,9 +14,9 @@ def register_command(
     registry: Annotated[
         str | None,
         typer.Option(
-            help="URL of the model registry; or a YAML file with url, token and ca_file (docs/kubeflow.md). By default "
-            "$FEDLOOM_REGISTRY.",
-            metavar="URL|FILE",
+            help="URL of the model registry; its token is $FEDLOOM_REGISTRY_TOKEN.",
+            metavar="URL",
+            envvar="FEDLOOM_REGISTRY",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the experiment's.")] = None,
@@ -33,9 +33,9 @@ def register_command(
     ] = None,
 ) -> None:
     """Register a run's model in the Kubeflow Model Registry. The same checkpoint is registered once."""
-    from fedloom.kubeflow.registration import ModelRegistry, RegistrySettings, register_run
+    from fedloom.kubeflow.registration import ModelRegistry, register_run
 
-    api = ModelRegistry(RegistrySettings.from_option(registry))
+    api = ModelRegistry(registry)
     entry = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri)
     done = "registered" if entry.created else "is already registered"
     typer.echo(f"{entry.model} {entry.version} {done}: {api.url}, model {entry.model_id}, version {entry.version_id}")

@@ -13,7 +13,6 @@ import http.client
 import json
 import os
 import re
-import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -21,12 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from pydantic import Field
-
 import fedloom
 from fedloom.cluster.api import SERVICE_ACCOUNT
-from fedloom.cluster.settings import completed_from, settings_from_file
-from fedloom.core.settings import Settings
 from fedloom.core.urls import service_url
 from fedloom.core.words import parsed_json
 from fedloom.data.problem import TrainedPrivately
@@ -47,8 +42,8 @@ ANSWER_BYTES = 16 << 20
 PAGE, MOST_PAGES = 100, 10_000
 """Objects per page of a list, and pages that are read."""
 
-VARIABLES = {"url": "FEDLOOM_REGISTRY", "token": "FEDLOOM_REGISTRY_TOKEN", "ca_file": "SSL_CERT_FILE"}
-"""Environment variables for keys that are not given."""
+TOKEN_VARIABLE = "FEDLOOM_REGISTRY_TOKEN"
+"""Environment variable with the bearer token, or @FILE, which is read for each request."""
 
 DIGEST = "checkpoint_digest"
 """Property that distinguishes two registrations."""
@@ -58,28 +53,6 @@ NAME = re.compile(r"\S(?:.{0,126}\S)?")
 
 INT32 = 999_999_999
 """Largest whole number that the API's schema takes; larger ones are registered as text."""
-
-
-class RegistrySettings(Settings):
-    """Model registry, and access to it."""
-
-    url: str | None = Field(default=None, description="URL of the registry, without the path of its API.")
-    token: str | None = Field(
-        default=None, repr=False, description="Bearer token, or @FILE, which is read for each request."
-    )
-    ca_file: str | None = Field(default=None, description="File of certificates to trust.")
-
-    @classmethod
-    def from_option(cls, text: str | None, environment: Mapping[str, str] = os.environ) -> RegistrySettings:
-        """Return the settings given by a URL or a YAML file, completed from the environment.
-
-        Raises
-        ------
-        ExperimentError
-            If the file cannot be read, or a setting is invalid.
-        """
-        settings = cls(url=text) if text is None or "://" in text else settings_from_file(cls, Path(text))
-        return completed_from(settings, VARIABLES, environment)
 
 
 class _Conflict(ExperimentError):
@@ -94,28 +67,18 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class ModelRegistry:
-    """Model registry at a URL.
+    """Model registry at a URL, with the token of ``$FEDLOOM_REGISTRY_TOKEN``; ``$SSL_CERT_FILE`` names certificates.
 
     Raises
     ------
     ExperimentError
-        If no URL is given, or a setting is invalid.
+        If the URL is missing or invalid.
     """
 
-    def __init__(self, settings: RegistrySettings) -> None:
-        option = argument("registry")
-        if settings.url is None:
-            raise ExperimentError(f"Give the URL of the model registry as {option}.", key="registry")
-        form = "a URL such as https://registry.example"
-        self.url = service_url(settings.url, option, form, key="registry", path=True).removesuffix(API)
-        self._token = settings.token
-        try:
-            context = ssl.create_default_context(cafile=settings.ca_file)
-        except OSError as error:  # ssl.SSLError is one
-            raise ExperimentError(
-                f"{settings.ca_file} is not a file of certificates: {error}", key="ca_file"
-            ) from error
-        self._opener = urllib.request.build_opener(_NoRedirect, urllib.request.HTTPSHandler(context=context))
+    def __init__(self, url: str | None) -> None:
+        option, form = argument("registry"), "a URL such as https://registry.example"
+        self.url = service_url(url or "", option, form, key="registry", path=True).removesuffix(API)
+        self._opener = urllib.request.build_opener(_NoRedirect)
 
     def ensure(self, listing: str, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Find an object by its name in a list, or create it; return it, and True if it was created.
@@ -171,8 +134,8 @@ class ModelRegistry:
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}{API}{path}", data, headers, method=verb)
-        if self._token is not None:
-            request.add_unredirected_header("Authorization", f"Bearer {read_token(self._token)}")
+        if token := os.environ.get(TOKEN_VARIABLE):
+            request.add_unredirected_header("Authorization", f"Bearer {read_token(token)}")
         try:
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
                 content: bytes = answer.read(ANSWER_BYTES + 1)
@@ -202,7 +165,7 @@ class ModelRegistry:
         message = " ".join(str(reply.get("message") or error.reason or "").split())[:500]
         failure = f"{self.url}: {what}: {message} (status {status})"
         if status in (401, 403) or 300 <= status < 400:  # a redirect to a login page
-            return RefusedError(failure, hint="give a valid token in the file of the registry's settings")
+            return RefusedError(failure, hint=f"set ${TOKEN_VARIABLE} to a valid token, or to @FILE")
         if 400 <= status < 500 and status != 429:
             return (_Conflict if status == 409 else ExperimentError)(failure, hint=self._needed, key="registry")
         return StorageError(failure, hint="retry later")
@@ -298,7 +261,7 @@ def register_task(
 ) -> str:
     """Register a run's model as a task of a pipeline: see :func:`register_run`; return the version's id."""
     entry = register_run(
-        ModelRegistry(RegistrySettings.from_option(registry)),
+        ModelRegistry(registry),
         str(model),
         model=name or None,
         version=version or None,
