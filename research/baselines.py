@@ -33,7 +33,8 @@ from fedloom.errors import InterruptedRun
 from fedloom.experiment import Point, load_experiment
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
-from fedloom.runner.sweep import SweepObserver, run_points
+from fedloom.runner.parallel import Job, JobObserver
+from fedloom.runner.sweep import run_points
 
 ROOT = Path(__file__).parents[1]
 Setting = Mapping[str, object]
@@ -352,12 +353,12 @@ def run(folder: Path, file: str, points: Mapping[str, Sequence[str]], parallel: 
         print(f"{folder / name}: {error}", flush=True)
 
 
-class Tells(SweepObserver):
+class Tells(JobObserver):
     """Observer that prints the start of each run."""
 
-    def begins(self, number: int, points: int, point: Point) -> RunObserver:
+    def begins(self, job: Job, *, beside: bool) -> RunObserver:
         """Print the run's number and name."""
-        print(f"{number} of {points}: {point.name}", flush=True)
+        print(f"{job.number} of {job.count}: {job.name}", flush=True)
         return RunObserver()
 
 

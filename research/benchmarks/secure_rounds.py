@@ -35,8 +35,8 @@ from common import MIB, ROOT, describe, machine, resident_bytes, socket_bytes, s
 from echo import SECURE, SUMMED_ECHO, SummedEchoServer, federation, names
 
 from fedloom.experiment import load_experiment
-from fedloom.federation.cohort import RoundAttempt
 from fedloom.federation.loop_config import RoundConfig
+from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.summation import Summation
 from fedloom.messages import answer_shapes
 from fedloom.runner.observer import RunObserver

@@ -20,7 +20,7 @@ from fedloom.errors import AbandonedError, RefusedError
 from fedloom.federation.activity import Activity, Group, LastEvaluation
 from fedloom.federation.monitor import Monitor
 from fedloom.runs.journal import Attempt
-from fedloom.transport.control import CONTROL, WATCH, follow, from_wire
+from fedloom.transport.control import CONTROL, WATCH, follow, from_wire, to_wire
 from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.dial import CHANNEL_OPTIONS
 from fedloom.transport.wire import control_pb2 as wire
@@ -180,7 +180,7 @@ def test_watching_can_be_refused() -> None:
 
 
 def test_text_from_the_aggregator_cannot_control_the_terminal() -> None:
-    reported = from_wire(wire.Activity(run="a\x1b[2J", message="one\ntwo\x07", phase=wire.PHASE_TRAINING))
+    reported = from_wire(to_wire(Activity("a\x1b[2J", "toy", "training", 0.0, 0.0, message="one\ntwo\x07")))
     assert reported.run.isprintable()
     assert reported.message.replace("\n", "").isprintable()
     assert reported.message.count("\n") == 1
@@ -214,8 +214,8 @@ def test_the_end_waits_for_watchers_for_a_limited_time(notices: ProgressPublishe
         notices.read_within(0.1)  # watched, and the run continues
         notices.tell("finished")
         notices.read_within(60)
-        phases = [wire.WatchResponse.FromString(reported).activity.phase for reported in call]
-        assert phases == [wire.PHASE_FINISHED]
+        phases = [from_wire(wire.WatchResponse.FromString(reported).activity).phase for reported in call]
+        assert phases == ["finished"]
     assert time.monotonic() - started < 30
 
 

@@ -19,12 +19,12 @@ from forked import Popen, run
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.errors import ExperimentError, QuorumError
-from fedloom.experiment import Experiment, Point
+from fedloom.experiment import Experiment
 from fedloom.experiment.search_space import plan_search, read_space
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
+from fedloom.runner.parallel import Job, JobObserver
 from fedloom.runner.search import SEARCH, SearchResult, run_search
-from fedloom.runner.sweep import SweepObserver
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = REPOSITORY / "experiments" / "vowel.yaml"
@@ -70,7 +70,7 @@ def found_in(out: Path) -> dict[str, Any]:
 
 
 def in_process(
-    root: Path, out: Path, space: dict[str, Any], observer: SweepObserver | None = None, *more: str, parallel: int = 1
+    root: Path, out: Path, space: dict[str, Any], observer: JobObserver | None = None, *more: str, parallel: int = 1
 ) -> SearchResult:
     def make(settings: Sequence[str]) -> Experiment:
         return experiments.of(FILE, [*changes(root), *more, *settings])
@@ -152,7 +152,7 @@ def test_a_killed_search_continues_with_the_same_trials(root: Path, tmp_path: Pa
     assert len(found_in(out)["trials"]) == 5
 
 
-class Events(SweepObserver):
+class Events(JobObserver):
     """Record of the events of a search."""
 
     def __init__(self) -> None:
@@ -161,18 +161,17 @@ class Events(SweepObserver):
         self.before: list[int] = []
         self.begun: list[int] = []
 
-    def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        self.begun.append(number)
+    def begins(self, job: Job, *, beside: bool) -> RunObserver:
+        self.begun.append(job.number)
         return RunObserver()
 
-    def stopped(self, number: int, points: int, point: Point, round: int) -> None:
-        self.stopped_after[number] = round
-
-    def failed(self, number: int, points: int, point: Point, error: Exception) -> None:
-        self.failures[number] = str(error)
-
-    def finished_before(self, number: int, points: int, point: Point) -> None:
-        self.before.append(number)
+    def ended(self, job: Job, outcome: str, error: Exception | None = None) -> None:
+        if error is not None:
+            self.failures[job.number] = str(error)
+        elif outcome == "already finished":
+            self.before.append(job.number)
+        else:
+            self.stopped_after[job.number] = int(outcome.removeprefix("stopped after round "))
 
 
 @pytest.mark.slow

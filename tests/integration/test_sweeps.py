@@ -23,8 +23,8 @@ from fedloom.errors import FedloomError
 from fedloom.experiment import Point
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
-from fedloom.runner.parallel import core_shares
-from fedloom.runner.sweep import SweepObserver, run_points
+from fedloom.runner.parallel import Job, JobObserver, core_shares
+from fedloom.runner.sweep import run_points
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -104,13 +104,13 @@ def test_a_failing_tracker_in_a_parallel_run_is_reported(
         assert tells(lost, "broken", "did not log")
 
 
-class Counts(SweepObserver):
+class Counts(JobObserver):
     """Record the datasets that exist when a run begins."""
 
     def __init__(self) -> None:
         self.datasets: list[int] = []
 
-    def begins(self, number: int, points: int, point: Point) -> RunObserver:
+    def begins(self, job: Job, *, beside: bool) -> RunObserver:
         self.datasets.append(sum(type(there) is FederatedDataset for there in gc.get_objects()))
         return RunObserver()
 
@@ -154,22 +154,20 @@ def test_a_run_leaves_no_data_in_memory(root: Path, tmp_path: Path) -> None:
         gc.enable()
 
 
-class KillsTheFirst(SweepObserver):
+class KillsTheFirst(JobObserver):
     """Kill the process of the first parallel run, and record how each ends."""
 
     def __init__(self) -> None:
         self.ends: dict[str, str] = {}
 
-    def begins_beside(self, number: int, points: int, point: Point) -> None:
-        if number == 1:
+    def begins(self, job: Job, *, beside: bool) -> RunObserver:
+        if job.number == 1:
             children = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split()
             os.kill(int(children[-1]), signal.SIGKILL)
+        return RunObserver()
 
-    def done(self, number: int, points: int, point: Point) -> None:
-        self.ends[point.name] = "done"
-
-    def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
-        self.ends[point.name] = str(error)
+    def ended(self, job: Job, outcome: str, error: FedloomError | None = None) -> None:
+        self.ends[job.name] = outcome
 
 
 @pytest.mark.slow

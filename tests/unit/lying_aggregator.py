@@ -28,11 +28,12 @@ from fedloom.algorithms.sums import Summed, sums_of
 from fedloom.core.settings import Settings
 from fedloom.errors import FedloomError
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.cohort import RoundAttempt, TooFewReplies
+from fedloom.federation.cohort import TooFewReplies
 from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.question import Question
 from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.silence import Silence
 from fedloom.federation.sum_messages import VOCABULARY, MaskedAnswer, SumSession, names_from_bytes
 from fedloom.federation.summation import Summation

@@ -17,7 +17,6 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment
 from fedloom.experiment.search_space import Parameter, SearchPlan, plan_search, read_space
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.runner.trials import distribution
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 LR = {"algorithm.local.lr": {"min": 0.001, "max": 1, "log": True}}
@@ -78,7 +77,7 @@ def test_values_of_a_grid() -> None:
 def test_a_grid_has_both_ends_and_optunas_values(low: float, high: float, step: float) -> None:
     asked = Parameter("algorithm.local.lr", low, high, step)
     assert (asked.grid[0], asked.grid[-1], len(asked.grid)) == (low, high, round((high - low) / step) + 1)
-    assert all(distribution(asked)._contains(value) for value in asked.grid)
+    assert all(optuna.distributions.FloatDistribution(low, high, step=step)._contains(value) for value in asked.grid)
 
 
 def test_a_grid_ends_below_an_end_that_no_step_meets() -> None:
@@ -109,14 +108,6 @@ def test_each_value_of_a_parameter_is_read_back_from_its_text() -> None:
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_every_number_survives_its_text(value: float) -> None:
     assert parse_yaml(Parameter("lr", 0.0, 1.0).text(value), "")[0] == value
-
-
-def test_optuna_gets_the_same_values() -> None:
-    assert distribution(only(LR)) == optuna.distributions.FloatDistribution(0.001, 1.0, log=True)
-    epochs = only({"algorithm.local.epochs": {"min": 1, "max": 9, "step": 2}})
-    assert distribution(epochs) == optuna.distributions.IntDistribution(1, 9, step=2)
-    hidden = only({"model.hidden": {"choices": [[16], [8]]}})
-    assert distribution(hidden) == optuna.distributions.CategoricalDistribution(["[16]", "[8]"])
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fedloom.experiment import Experiment
     from fedloom.experiment.search_space import Make, SearchPlan, SearchSpace
     from fedloom.runner.options import RunOptions
+    from fedloom.runner.parallel import JobObserver
     from fedloom.runner.search import SearchResult
-    from fedloom.runner.sweep import SweepObserver
 
 
 class Search(RunSequence):
@@ -142,7 +142,7 @@ def search(
 
 
 def carry_out_search(
-    plan: SearchPlan, make: Make, options: RunOptions, observer: SweepObserver | None, parallel: int
+    plan: SearchPlan, make: Make, options: RunOptions, observer: JobObserver | None, parallel: int
 ) -> SearchResult:
     """Run a search with these options, and write its page."""
     from importlib.util import find_spec

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedloom.core.words import pluralize, printable
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.sweep import SweepObserver
+from fedloom.runner.parallel import Job, JobObserver
 from fedloom.tasks.headline import GROUPS, headline_of, in_words, validation_value, values_of
 
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError
-    from fedloom.experiment import Experiment, Point
+    from fedloom.experiment import Experiment
     from fedloom.runs.journal import Attempt
 
 LINE_EVERY_S = 10.0
@@ -207,8 +207,8 @@ def _validation(line: dict[str, Any]) -> tuple[str, list[str]]:
     return "validation", ["none: no client answered" if nobody else "none: no validation examples"]
 
 
-class SweepWatch(SweepObserver):
-    """Observer that shows a sweep's progress.
+class SweepWatch(JobObserver):
+    """Observer that shows the progress of a sweep or search.
 
     Parameters
     ----------
@@ -221,41 +221,25 @@ class SweepWatch(SweepObserver):
         self._console = Console(stderr=True, highlight=False)
         self._page = Page() if self._console.is_jupyter else None
 
-    def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        """Show which run begins; return an observer that shows its progress."""
-        self._say(number, points, point)
-        return Watch(choosing=self._choosing, page=self._page)
+    def begins(self, job: Job, *, beside: bool) -> RunObserver:
+        """Show which run begins; return an observer that shows the progress of one in this process."""
+        self._say(job, "")
+        return RunObserver() if beside else Watch(choosing=self._choosing, page=self._page)
 
-    def finished_before(self, number: int, points: int, point: Point) -> None:
-        """Show that the run had already finished."""
-        self._say(number, points, point, ": already finished")
+    def ended(self, job: Job, outcome: str, error: FedloomError | None = None) -> None:
+        """Show how a run ended; a failure permanently."""
+        self._say(job, f": {outcome}", keep=error is not None)
 
-    def begins_beside(self, number: int, points: int, point: Point) -> None:
-        """Show which run begins."""
-        self._say(number, points, point)
-
-    def notice(self, number: int, points: int, point: Point, text: str) -> None:
+    def notice(self, job: Job, text: str) -> None:
         """Show the message permanently."""
-        self._say(number, points, point, f": {text}", keep=True)
+        self._say(job, f": {text}", keep=True)
 
-    def done(self, number: int, points: int, point: Point) -> None:
-        """Show that the run is done."""
-        self._say(number, points, point, ": done")
-
-    def stopped(self, number: int, points: int, point: Point, round: int) -> None:
-        """Show that the run was stopped, and when."""
-        self._say(number, points, point, f": stopped after round {round}")
-
-    def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
-        """Show why the run failed."""
-        self._say(number, points, point, f": failed: {error}", keep=True)
-
-    def _say(self, number: int, points: int, point: Point, what: str = "", *, keep: bool = False) -> None:
-        text = f"run {number} of {points}, {point.name}{what}"
+    def _say(self, job: Job, text: str, *, keep: bool = False) -> None:
+        line = f"run {job.number} of {job.count}, {job.label}{text}"
         if self._page is None or keep:
-            self._console.print(printable(text, keep="\n"), markup=False, soft_wrap=True)
+            self._console.print(printable(line, keep="\n"), markup=False, soft_wrap=True)
         else:
-            self._page.heading, self._page.found = [text], ""
+            self._page.heading, self._page.found = [line], ""
             self._page.show(now=True)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
+from fedloom.reporting.tables import Table as TableSpec
 from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
 from fedloom.tasks.names import ACCURACY
 
@@ -37,6 +38,14 @@ def print_results(summary: dict[str, Any]) -> None:
 def print_paragraph(text: str) -> None:
     """Print sentences in lines of at most 80 characters."""
     print(textwrap.fill(text, PARAGRAPH_WIDTH))
+
+
+def print_spec(title: str, table: TableSpec, *, titled: bool = False) -> None:
+    """Print each block of a table, the best cells bold and tied ones underlined; ``titled``: with the block's title."""
+    styles = {"best": "bold", "tied": "underline"}
+    for label, lines in table.blocks:
+        rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in line.cells] for line in lines]
+        print_table(f"{title}\n{label}" if titled else title, table.headings, rows)
 
 
 def print_table(

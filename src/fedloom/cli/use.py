@@ -299,13 +299,11 @@ def compare_command(
 
 def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None = None) -> None:
     """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
-    from rich.text import Text
-
-    from fedloom.cli.tables import print_paragraph, print_table
+    from fedloom.cli.tables import print_paragraph, print_spec
     from fedloom.reporting import compare_tables as tables
     from fedloom.reporting.compare import compare_runs
     from fedloom.reporting.compare_findings import caution, findings, sentence
-    from fedloom.reporting.compare_report import check_out, write_comparison
+    from fedloom.reporting.compare_page import check_out, write_comparison
 
     if out is not None:
         check_out(out)
@@ -313,21 +311,16 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     for notice in comparison.notices:
         typer.echo(notice, err=True)
     several = len(comparison.blocks) > 1
-    styles = {"best": "bold", "tied": "underline"}
-    for label, lines in tables.as_text(comparison).items():
-        title = tables.text_title(comparison) + (f"\n{label}" if several else "")
-        rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
-        print_table(title, tables.headings(comparison), rows)
+    print_spec(tables.text_title(comparison), tables.terminal_table(comparison), titled=several)
     if sys.stdout.isatty() and len(comparison.rows) > 1:
         print_paragraph(tables.marks_note(comparison))
     if comparison.chosen:
         typer.echo()
-        title = f"Best on validation ({comparison.headline.heading})"
-        print_table(title, tables.choice_headings(comparison), tables.choices_as_text(comparison))
-    for label, (headings, steps) in tables.own_steps_as_text(comparison).items():
+        print_spec(f"Best on validation ({comparison.headline.heading})", tables.choice_table(comparison))
+    for label, table in tables.own_steps_tables(comparison).items():
         typer.echo()
         title = f"Unseen clients, {comparison.headline.heading}"
-        print_table(f"{title}\n{label}" if several else title, headings, steps)
+        print_spec(f"{title}\n{label}" if several else title, table)
     typer.echo()
     for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
         if text:

@@ -1,4 +1,4 @@
-"""Cohorts and rounds: the interface of the server algorithm to clients, independent of the transport."""
+"""Cohorts: the interface of the server algorithm to clients, independent of the transport."""
 
 from __future__ import annotations
 
@@ -14,16 +14,12 @@ from torch import Tensor
 
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
-from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
+from fedloom.errors import InterruptedRun, argument
 from fedloom.federation.loop_config import RoundConfig
-from fedloom.federation.private_sums import Draw, PrivateSums, everyone
-from fedloom.federation.question import Question
-from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
-from fedloom.federation.sum_messages import STEPS
-from fedloom.federation.transport import EVALUATE, TRAIN, Call, ConversationKey, Lost, Transport
-from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
+from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
+from fedloom.messages import Message, Metrics, Replies, Shapes, stack
 from fedloom.privacy.accounting import Release
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
@@ -42,24 +38,25 @@ class RemoteCohort:
 
     def __init__(
         self,
-        session: RoundAttempt,
         key: ConversationKey,
         clients: Sequence[str],
         sizes: Tensor,
-        planned: ConversationRecord | None,
-        draw: Draw,
+        *,
+        transport: Transport,
+        config: RoundConfig,
+        attempt: Attempt,
+        helper: ThreadPoolExecutor,
+        planned: ConversationRecord | None = None,
     ) -> None:
         self.key = key
-        self.draw = draw
         self.clients = tuple(clients)
         self.records: dict[str, Tensor] = {}
         self.sizes = sizes
-        self._transport, self._config, self._helper = session.transport, session.rules, session.helper
-        self._attempt = session.attempt
+        self.config = config
+        self._transport, self._helper = transport, helper
+        self._attempt = attempt
         self._planned = planned
         self._at = 0
-        self.question = Question()
-        self.reveal = session.reveal
         self._alive = list(range(len(clients)))
         self._may_fail = False
         self._resting: dict[int, str] = {}  # rows that failed an exchange that may fail, with the reasons
@@ -83,26 +80,14 @@ class RemoteCohort:
         than ``min_replies`` clients answered; InterruptedRun if the run was stopped meanwhile and clients are missing:
         the stop may be the cause, so the replies are unusable.
         """
-        if answer is Metrics and self._config.sums_metrics:
-            answer = SummedMetrics
-        if answer not in self._config.shapes:
-            known = ", ".join(sorted(cls.__name__ for cls in self._config.shapes))
+        if answer not in self.config.shapes:
+            known = ", ".join(sorted(cls.__name__ for cls in self.config.shapes))
             raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
-        summation = self._config.summation
-        if summation is not None and answer in summation.fields:
-            return summation.gather(self, message, answer, meanwhile, self._private_sum())
-        answers = self.exchange(message, answer, self._config.shapes[answer], meanwhile)
+        answers = self.exchange(message, answer, self.config.shapes[answer], meanwhile)
         stacked = None
         if answers:
             stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self.sizes)
-
-    def _private_sum(self) -> PrivateSums | None:
-        """Record that a private sum of training is asked for, and return its settings; None if the sum is exact."""
-        private = self._config.private if self.key.purpose == TRAIN else None
-        if private is not None and self._config.releases is not None:
-            self._config.releases.tell_sum(self.key, private.release(self.draw), self.clients)
-        return private
 
     def exchange(
         self,
@@ -129,8 +114,6 @@ class RemoteCohort:
             As in :meth:`send`.
         """
         started = time.perf_counter()
-        if self._config.is_secure and not isinstance(message, STEPS):
-            self.question = self.question.then(Question.from_message(message))
         self._may_fail = may_fail
         if not may_fail:
             self._lose_resting()
@@ -150,13 +133,13 @@ class RemoteCohort:
 
     def check_replies(self, answered: int, message: Message) -> None:
         """Raise TooFewReplies if too few clients have answered a message."""
-        if answered < self._config.min_replies:
-            name, least = type(message).__name__, self._config.min_replies
+        if answered < self.config.min_replies:
+            name, least = type(message).__name__, self.config.min_replies
             raise self.too_few(answered, name, "federation.min_replies", least)
 
     def shapes(self, answer: type[Message]) -> Mapping[str, tuple[int, ...]]:
         """Return the trailing shape of each field of an answer of the method."""
-        return self._config.shapes[answer]
+        return self.config.shapes[answer]
 
     def flags(self, rows: Collection[int]) -> Tensor:
         """Return ``[c]`` bool, True in these rows."""
@@ -201,13 +184,13 @@ class RemoteCohort:
                 clients=tuple(self.clients[row] for row in rows),
                 message=message.select(rows),
                 shapes=shapes,
-                deadline_s=self._config.deadline_s,
+                deadline_s=self.config.deadline_s,
                 states=self._states() if self._at == 0 else (),
                 trace=tracing.here(),
                 told_again=self._record_private(next(iter(shapes))),
             )
             received = self._carry(call, meanwhile)
-        if self._config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
+        if self.config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
             raise InterruptedRun(f"stopped in the middle of round {self.key.round}; continue with {argument('resume')}")
         answers = {}
         for row, reply in zip(call.rows, received, strict=True):
@@ -225,7 +208,7 @@ class RemoteCohort:
                 self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
             self._lose(row, f"bug: {reply.reason}" if reply.is_bug else reply.reason)
             return None
-        if (implausible := self._config.judge(self.clients[row], reply)) is None:
+        if (implausible := self.config.judge(self.clients[row], reply)) is None:
             return reply
         self.refuse(row, implausible)
         return None
@@ -247,16 +230,16 @@ class RemoteCohort:
         return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": self._at}
 
     def _states(self) -> tuple[Versions, ...]:
-        states = self._config.states
+        states = self.config.states
         return () if states is None else states([self.clients[row] for row in self._alive])
 
     def _record_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
         """Record private answers before they are asked for; return a function that records repeats, if any."""
-        releases, clients = self._config.releases, [self.clients[row] for row in self._alive]
+        releases, clients = self.config.releases, [self.clients[row] for row in self._alive]
         if releases is None:
             return None
         repeats: list[Callable[[Sequence[str]], None]] = []
-        if (steps := self._config.noisy_steps) is not None:  # a worker that restarts repeats them at any exchange
+        if (steps := self.config.noisy_steps) is not None:  # a worker that restarts repeats them at any exchange
             if self._at == 0:
                 self._record_steps(releases, steps, clients)
             repeats.append(partial(self._record_steps, releases, steps, again=True))
@@ -345,154 +328,3 @@ class RemoteCohort:
         self._alive.remove(row)
         at = self._at if exchange is None else exchange
         self._record.lost.append(Loss(row, self.clients[row], at, printable(reason, REASON_CHARACTERS)))
-
-
-class RoundAttempt:
-    """One attempt at a round, or an evaluation (``algorithms.base.Round``)."""
-
-    def __init__(
-        self,
-        attempt: Attempt,
-        purpose: str,
-        roster: Sequence[str],
-        sizes: Mapping[str, int],
-        transport: Transport,
-        rules: RoundConfig,
-        helper: ThreadPoolExecutor,
-        planned: Attempt | None = None,
-        groups: Callable[[Sequence[str]], list[Sequence[str]]] | None = None,
-    ) -> None:
-        self._groups = groups
-        self.number = attempt.round
-        self.attempt = attempt
-        self._purpose = purpose
-        self._roster = tuple(roster)
-        self._sizes = sizes
-        self.transport = transport
-        self.rules = rules
-        self.helper = helper
-        self._planned = planned
-        self._conversations: list[RemoteCohort] = []
-        self.has_revealed = False
-        """True once members may have revealed a sum of this attempt."""
-
-    def reveal(self) -> None:
-        """Note that members may reveal a sum from now on."""
-        self.has_revealed = True
-
-    def sample(
-        self,
-        size: int | None = None,
-        purpose: str = "cohort",
-        weights: Tensor | None = None,
-        replace: bool = False,
-        always: Sequence[str] = (),
-    ) -> RemoteCohort:
-        """Draw a cohort from the roster.
-
-        In an open federation a uniform draw prefers clients that answer, and is smaller rather than filled up with
-        others (:meth:`fedloom.federation.silence.Silence.groups`).
-
-        ``purpose`` keys the generator, so that two draws of one round differ. ``weights``, ``[roster]``, are
-        probabilities up to a factor, uniform by default; with ``replace`` a client may be drawn more than once. Clients
-        named in ``always`` count for the size, and the rest is drawn uniformly from the others.
-
-        With differential privacy of clients a cohort of training is drawn as ``federation.privacy.sampling`` says; the
-        clients' answers, and their silence in earlier rounds, make no difference.
-
-        Raise ValueError if ``always`` is combined with ``weights`` or ``replace``; ExperimentError if clients are
-        private and the method draws other cohorts than uniform ones.
-        """
-        size = self.rules.clients_per_round if size is None else size
-        if size > len(self._roster) and not replace:
-            raise ExperimentError(
-                f"A cohort of {pluralize(size, 'client')} is larger than the roster, which has {len(self._roster)}.",
-                found=size,
-            )
-        is_uniform = weights is None and not replace
-        if always and not is_uniform:
-            raise ValueError("a cohort with fixed members is drawn uniformly and without replacement")
-        private = self.rules.private if self._purpose == TRAIN else None
-        if private is not None:
-            draw = private.choice(len(self._roster), size, is_uniform=is_uniform and not always)
-            drawn = private.drawn(self._roster, draw, purpose, self.number, self.attempt.attempt)
-            return self.hold(self._in_order(drawn), draw)
-        random = generator(self.rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
-        if is_uniform:
-            return self.hold(self._in_order(self._uniform(size, always, random)))
-        chances = torch.ones(len(self._roster), dtype=torch.float64) if weights is None else weights.double()
-        rows = torch.multinomial(chances, size, replacement=replace, generator=random)
-        return self.hold([self._roster[i] for i in sorted(rows.tolist())])
-
-    def _in_order(self, drawn: Collection[str]) -> list[str]:
-        return [client for client in self._roster if client in drawn]
-
-    def _uniform(self, size: int, always: Sequence[str], random: torch.Generator) -> set[str]:
-        """Draw clients uniformly without replacement, group after group; ``always`` are drawn first."""
-        drawn = set(always)
-        if always:
-            groups: list[Sequence[str]] = [[client for client in self._roster if client not in drawn]]
-        else:
-            groups = [self._roster] if self._groups is None else self._groups(self._roster)
-        for group in groups:
-            order = torch.randperm(len(group), generator=random)[: max(0, size - len(drawn))]
-            drawn.update(group[i] for i in order.tolist())
-        return drawn
-
-    def everyone(self) -> RemoteCohort:
-        """Return the whole roster as one cohort."""
-        return self.hold(self._roster)
-
-    def generator(self, purpose: str) -> torch.Generator:
-        """Return the server's random generator for this round and purpose."""
-        return generator(self.rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
-
-    def hold(self, clients: Sequence[str], draw: Draw | None = None) -> RemoteCohort:
-        """Begin a conversation with these clients, or with those that a replayed journal names."""
-        planned = None
-        if self._planned is not None:
-            planned = self._planned_conversation(clients)
-            clients = planned.clients
-        key = ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose)
-        sizes = torch.tensor([self._sizes[client] for client in clients], dtype=torch.int64)
-        draw = everyone(len(clients)) if draw is None else draw
-        conversation = RemoteCohort(self, key, clients, sizes, planned, draw)
-        self._conversations.append(conversation)
-        return conversation
-
-    def _planned_conversation(self, clients: Sequence[str]) -> ConversationRecord:
-        """Return the journal's record of the next conversation.
-
-        Raise DataError if it does not match this run.
-        """
-        assert self._planned is not None
-        planned, begun = self._planned.conversations, len(self._conversations)
-        if begun >= len(planned):
-            raise DataError(
-                f"the replayed journal has {len(planned)} conversations in round {self.number}, and this experiment "
-                "has more",
-                hint="replay a run of the same experiment",
-            )
-        strangers = [client for client in planned[begun].clients if client not in self._sizes]
-        if self._purpose == EVALUATE and planned[begun].clients != list(clients):
-            raise DataError(
-                f"the replayed journal measures {len(planned[begun].clients)} clients at once after round "
-                f"{self.number}, and this experiment {len(clients)}",
-                hint="replay a run of the same experiment",
-            )
-        if strangers:
-            raise DataError(
-                f"the replayed journal has client {strangers[0]} in round {self.number}, and this partition lacks it",
-                hint="replay a run of the same experiment",
-            )
-        return planned[begun]
-
-    @property
-    def failure(self) -> Exception | None:
-        """Error that the transport raised in one of its conversations, if any."""
-        return next((c.failure for c in self._conversations if c.failure is not None), None)
-
-    def close(self) -> None:
-        """End all conversations of this attempt."""
-        for conversation in self._conversations:
-            conversation.close()

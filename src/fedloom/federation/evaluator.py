@@ -22,10 +22,11 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.client_side import after_steps_purpose
-from fedloom.federation.cohort import RemoteCohort, RoundAttempt, TooFewReplies
+from fedloom.federation.cohort import RemoteCohort, TooFewReplies
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks, RoundConfig
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
+from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import EVALUATE, TRAIN, Transport
 from fedloom.federation.validation import learning_rates, out_of_range

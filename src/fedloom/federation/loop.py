@@ -19,12 +19,13 @@ from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.summary import Communication, EvaluationResult, line_score, metrics_line
 from fedloom.federation.activity import PrivacySpent
-from fedloom.federation.cohort import RoundAttempt, TooFewReplies
+from fedloom.federation.cohort import TooFewReplies
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.loop_config import AlgorithmPair, Extra, LoopConfig, LoopHooks
 from fedloom.federation.releases import BudgetSpent, Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
+from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.sum_messages import ANSWERS, STEPS
 from fedloom.federation.transport import TRAIN, Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower

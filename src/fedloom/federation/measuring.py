@@ -26,7 +26,7 @@ from fedloom.data.own import ClientCard
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, QuorumError, argument
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.cohort import RoundAttempt, TooFewReplies
+from fedloom.federation.cohort import TooFewReplies
 from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.moment_digits import (
@@ -38,6 +38,7 @@ from fedloom.federation.moment_digits import (
     to_digits,
 )
 from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.sum_messages import VOCABULARY as STEPS_OF_SUMS
 from fedloom.federation.summation import Summation
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport

@@ -373,7 +373,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
     """
     from fedloom.kubeflow import results
     from fedloom.reporting.compare import compare_runs
-    from fedloom.reporting.compare_report import write_comparison
+    from fedloom.reporting.compare_page import write_comparison
 
     if len({label for label, _ in runs}) < len(runs):
         labels = ", ".join(label for label, _ in runs)
@@ -408,16 +408,15 @@ def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, o
     QuorumError
         If a client got no model.
     """
-    from fedloom.cluster.kserve import FORMATS
     from fedloom.runner.client_models import save_models
     from fedloom.runner.saved_models import MODELS
 
-    if model_format not in FORMATS:
+    if model_format not in ("fedloom", "onnx"):
         raise ExperimentError(
-            f"format must be {' or '.join(FORMATS)} (got {model_format}).",
+            f"format must be fedloom or onnx (got {model_format}).",
             key="format",
             found=model_format,
-            allowed=[*FORMATS],
+            allowed=["fedloom", "onnx"],
         )
     with tempfile.TemporaryDirectory() as folder:
         suffix = ".pt2" if model_format == "fedloom" else ".onnx"

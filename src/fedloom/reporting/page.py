@@ -2,71 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from fedloom.errors import ExperimentError
+from fedloom.core.digests import RESTORE
+from fedloom.errors import DataError, ExperimentError
+from fedloom.reporting.tables import Table
 
 if TYPE_CHECKING:
     from fedloom.reporting.drawing import Drawing
+    from fedloom.runs.folder import RunFolder
+
+_log = logging.getLogger("fedloom.reporting")
+
+MALFORMED_FILE_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
+"""Exceptions of code that reads a file whose digest is right, but not its form."""
 
 DASH = "–"
 """Placeholder for an unknown value."""
 
 FEWEST_POINTS = 4
 """Minimum number of points for a learning curve; a straight line between two shows nothing."""
-
-
-class Cell(NamedTuple):
-    """Table cell. ``mark``: ``best``, ``tied`` or none; ``shade``: percent of colour behind it; ``span``: columns."""
-
-    text: str
-    mark: str = ""
-    shade: int = 0
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """Row of a table: label and other cells, and a second line of the label.
-
-    ``colour`` is the CSS variable of its colour in figures, ``dash`` the dash pattern of its line there (None: a dot).
-    """
-
-    cells: tuple[Cell, ...]
-    colour: str = ""
-    dash: str | None = None
-    note: str = ""
-
-
-def table_row(*cells: str | Cell, colour: str = "", dash: str | None = None, note: str = "") -> TableRow:
-    """Return a row of cells; text stands for a plain cell."""
-    return TableRow(tuple(Cell(each) if isinstance(each, str) else each for each in cells), colour, dash, note)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Table in titled blocks of rows.
-
-    ``above`` has headings of groups of columns, each with its number of columns; the first ``left`` columns hold text.
-    A ``small`` table stands in the grid of the figures; a ``wide`` one takes the grid's full width.
-    """
-
-    headings: tuple[str, ...]
-    blocks: tuple[tuple[str, tuple[TableRow, ...]], ...]
-    title: str = ""
-    above: tuple[tuple[str, int], ...] = ()
-    left: int = 1
-    small: bool = False
-    wide: bool = False
-
-    @property
-    def keys(self) -> str:
-        """Kind of the rows' keys, ``dot`` or ``line``; empty without any."""
-        kinds = {"dot" if row.dash is None else "line" for _, rows in self.blocks for row in rows if row.colour}
-        return min(kinds, default="")
 
 
 @dataclass(frozen=True)
@@ -120,6 +80,59 @@ class PageSection:
     parts: tuple[Part, ...] = ()
     absent: str = ""
     pending: bool = False
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """Declaration of a section of a run's report.
+
+    Attributes
+    ----------
+    title
+        Heading.
+    build
+        Returns the content, or raises DataError if a file is missing or damaged.
+    files
+        Files that it reads, besides those of every run.
+    applies
+        Returns whether the run has such a section; False also if its files cannot be read.
+    """
+
+    title: str
+    build: Callable[[RunFolder], Part | Sequence[Part]]
+    files: tuple[str, ...] = ()
+    applies: Callable[[RunFolder], bool] = lambda run: True
+
+    def page_section(self, run: RunFolder) -> PageSection | None:
+        """Return the section of a run, or a note on the damaged file in its place; None if it does not apply."""
+        try:
+            with reading(run, *self.files):
+                if not self.applies(run):
+                    return None
+                content = self.build(run)
+        except DataError as error:
+            pending = any(not (run.path / name).exists() for name in self.files)
+            return PageSection(self.title, absent=without_folder(run, error), pending=pending)
+        return PageSection(self.title, (content,) if isinstance(content, Part) else tuple(content))
+
+
+@contextmanager
+def reading(run: RunFolder, *files: str) -> Iterator[None]:
+    """Raise :class:`DataError` for files of a run that do not have the expected form, such as a missing key."""
+    try:
+        yield
+    except MALFORMED_FILE_ERRORS as error:
+        _log.warning("%s cannot be read", ", ".join(files), exc_info=True)
+        names = run.path / ", ".join(files)
+        raise DataError(
+            f"{names}: not written by this version of FedLoom, or edited ({type(error).__name__}: {error})",
+            hint=RESTORE,
+        ) from error
+
+
+def without_folder(run: RunFolder, error: DataError) -> str:
+    """Return a message with paths relative to the run's folder: a page reveals nothing about its machine."""
+    return str(error).replace(f"{run.path}/", "")
 
 
 @dataclass(frozen=True)

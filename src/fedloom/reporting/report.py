@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,34 +11,22 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.reporting import inputs, report_audit, report_classes, report_examples, report_results, report_setup
-from fedloom.reporting.page import DASH, Fact, PageSection, Part, ReportPage, check_installed
+from fedloom.reporting.page import (
+    DASH,
+    Fact,
+    PageSection,
+    ReportPage,
+    check_installed,
+    reading,
+    without_folder,
+)
 from fedloom.reporting.words import GROUP_TITLES, human_bytes, human_time, method_title, number_range
-from fedloom.runs.files import AUDIT, EXPERIMENT
+from fedloom.runs.files import EXPERIMENT, METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-FILES: Mapping[str, Sequence[str]] = {
-    "Learning curves": ("metrics.jsonl", "partition.json"),
-    "Results": ("metrics.jsonl", "summary.json"),
-    "Clients": ("clients.csv", "metrics.jsonl"),
-    "Confusion matrix": ("confusion.json",),
-    "Calibration": ("calibration.json", "metrics.jsonl", "summary.json"),
-    "Descriptors": ("descriptors.json", "partition.json"),
-    "By output": ("outputs.json",),
-    "Examples": ("examples.json",),
-    "Uncertainty": ("uncertainty.json", "clients.csv"),
-    "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
-    "Privacy audit": (AUDIT,),
-    "Privacy": ("summary.json", "metrics.jsonl"),
-    "Data": ("partition.json",),
-    "Time": ("journal.jsonl", "summary.json"),
-    "Environment": ("environment.json",),
-}
-"""Files that each section reads, besides those of every run."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +80,14 @@ def figures(run_folder: str | Path) -> dict[str, Figure]:
     return {panel.name: panel.svg.figure for panel in panels}
 
 
+def source_files() -> list[str]:
+    """Return the files of runs that sections read; errors as of :func:`figures`."""
+    check_installed("matplotlib")
+    from fedloom.reporting.report_sections import SECTIONS
+
+    return sorted({name for section in SECTIONS for name in section.files})
+
+
 def _page(run: RunFolder) -> ReportPage:
     from fedloom.reporting.drawing import COLOURS
 
@@ -105,18 +101,20 @@ def _page(run: RunFolder) -> ReportPage:
         )
     except DataError:
         about_data = ()
-    sections = tuple(_sections(run))
+    sections = _sections(run)
     try:
-        summary = inputs.checked(run, "summary.json")
+        summary = run.json(SUMMARY)
+        with reading(run, SUMMARY):
+            about = " · ".join((str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}"))
+            title = _title(method_title(summary), summary["dataset"], summary["seed"])
+            steps = None if last is None else last.get("client_steps")
+            facts = {"quality": _quality(summary), "cost": _cost(summary, steps)}
+        return ReportPage(title, (about, *about_data), sections, COLOURS, notices=notices, facts=facts)
     except DataError as error:
         results_of = "" if last is None else f" Results are those of round {last['round']}."
-        unfinished = f"This run is not finished ({_within(run, error)}).{results_of}"
+        unfinished = f"This run is not finished ({without_folder(run, error)}).{results_of}"
         subtitles = (f"{run.path.resolve().name} · unfinished run", *about_data)
         return ReportPage(_unfinished_title(run), subtitles, sections, COLOURS, notices=(unfinished, *notices))
-    about = " · ".join((str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}"))
-    title = _title(method_title(summary), summary["dataset"], summary["seed"])
-    facts = {"quality": _quality(summary), "cost": _cost(summary, None if last is None else last.get("client_steps"))}
-    return ReportPage(title, (about, *about_data), sections, COLOURS, notices=notices, facts=facts)
 
 
 def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] | None]:
@@ -124,18 +122,18 @@ def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] |
     notices = []
     try:
         lines = run.metrics()
-        inputs.check_files(run, ("metrics.jsonl",))
+        last = lines[-1] if lines else None
+        if lines.unreadable:
+            notices.append(f"metrics.jsonl: {pluralize(lines.unreadable, 'unreadable line')} left out.")
+        with reading(run, METRICS):
+            missing = {} if last is None else last.get("left_out", {})
+            if last is not None and any(missing.values()):
+                notices.append(
+                    f"The statistics of round {last['round']} leave out {pluralize(missing['absent'], 'client')} that "
+                    f"did not answer and {missing['untested']} without test examples."
+                )
     except DataError:
         return (), None
-    if lines.unreadable:
-        notices.append(f"metrics.jsonl: {pluralize(lines.unreadable, 'unreadable line')} left out.")
-    last = lines[-1] if lines else None
-    if last is not None and any(last.get("left_out", {}).values()):
-        missing = last["left_out"]
-        notices.append(
-            f"The statistics of round {last['round']} leave out {pluralize(missing['absent'], 'client')} that did not "
-            f"answer and {missing['untested']} without test examples."
-        )
     return tuple(notices), last
 
 
@@ -151,54 +149,10 @@ def _followed(page: ReportPage, renewal: AutoRefresh) -> ReportPage:
     )
 
 
-def _sections(run: RunFolder) -> list[PageSection]:
-    parts: dict[str, Callable[[RunFolder], Part | Sequence[Part]]] = {
-        "Learning curves": report_results.learning_curves,
-        "Results": report_results.result_table,
-    }
-    parts["Clients"] = report_results.client_results
-    if report_results.has_classes(run):
-        parts["Confusion matrix"] = report_classes.confusion_matrices
-        parts["Calibration"] = report_classes.calibration
-    if (run.path / "outputs.json").exists():  # only for tasks with labels, or classes of pixels
-        parts["By output"] = report_examples.outputs
-    if (run.path / "examples.json").exists():  # only for tasks with pictures, of runs that had the data
-        parts["Examples"] = report_examples.examples
-    if (run.path / "descriptors.json").exists():  # only for methods with descriptors
-        parts["Descriptors"] = report_classes.descriptors
-    if (run.path / "uncertainty.json").exists():  # only for methods whose models are distributions
-        parts["Uncertainty"] = report_classes.uncertainty
-    if report_results.has_classes(run) and (run.path / "confusion.csv").exists():
-        parts["Client by client"] = report_classes.each_client
-    if run.has(AUDIT):
-        parts["Privacy audit"] = report_audit.audit_parts
-    if report_setup.summary_of(run).get("training_privacy") is not None:
-        parts["Privacy"] = report_setup.privacy
-    if report_setup.method(run).pairs:
-        parts["Method"] = report_setup.method
-    parts |= {"Data": report_setup.data, "Time": report_setup.time}
-    parts |= {"Settings": report_setup.settings, "Environment": report_setup.machine}
-    return [section_of(title, run, build) for title, build in parts.items()]
+def _sections(run: RunFolder) -> tuple[PageSection, ...]:
+    from fedloom.reporting.report_sections import SECTIONS
 
-
-def section_of(title: str, run: RunFolder, build: Callable[[RunFolder], Part | Sequence[Part]]) -> PageSection:
-    """Return a section, or a note on the damaged file; other errors are bugs and are raised."""
-    files = FILES.get(title, ())
-    try:
-        try:
-            found = build(run)
-            return PageSection(title, (found,) if isinstance(found, Part) else tuple(found))
-        except inputs.OF_BROKEN_FILES:
-            inputs.check_files(run, files)
-            raise
-    except DataError as error:
-        pending = any(not (run.path / name).exists() for name in files)
-        return PageSection(title, absent=_within(run, error), pending=pending)
-
-
-def _within(run: RunFolder, error: DataError) -> str:
-    """Return the message with paths relative to the run's folder, so that a report reveals nothing of its machine."""
-    return str(error).replace(f"{run.path}/", "")
+    return tuple(content for section in SECTIONS if (content := section.page_section(run)) is not None)
 
 
 def _title(method: str, dataset: str, seed: int) -> str:

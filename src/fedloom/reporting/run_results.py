@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core.words import dotted_keys
 from fedloom.errors import DataError
-from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
+from fedloom.reporting.page import reading
 from fedloom.reporting.words import client_column, is_masked
 from fedloom.runs.files import METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
@@ -116,7 +116,6 @@ class RunResults:
     wire_up: int | None
     wire_down: int | None
     duration_s: float
-    training_loss: Mapping[int, float]
     own_steps: Mapping[int, GroupStatistics]
     results: Mapping[str, Result]
     privacy: Mapping[str, Any] | None = None
@@ -143,7 +142,7 @@ def read_results(run: RunFolder) -> RunResults:
     partition, history, clients = run.manifest().fingerprint, run.metrics(), run.clients()
     if not history:
         raise DataError(f"{run.path / METRICS}: has no evaluated round")
-    try:
+    with reading(run, SUMMARY, METRICS, "clients.csv"):
         best = _best(run, summary)
         groups = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
         headline = headline_of(summary)
@@ -167,7 +166,6 @@ def read_results(run: RunFolder) -> RunResults:
             wire_up=_int_or_none(traffic["wire_up"]),
             wire_down=_int_or_none(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
-            training_loss=run.training_loss(),
             own_steps=_own_steps(summary.get("own_steps"), headline, masked=masked),
             results={
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
@@ -175,9 +173,6 @@ def read_results(run: RunFolder) -> RunResults:
             },
             privacy=_claim(summary.get("training_privacy")),
         )
-    except OF_BROKEN_FILES:
-        check_compared(run)
-        raise  # with intact files, it is a bug
 
 
 def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -39,13 +39,11 @@ from fedloom.data.input_spec import input_fields
 from fedloom.data.inputs import take
 from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.cohort import RemoteCohort
 from fedloom.federation.evaluator import Evaluator
-from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.releases import count_releases_about
 from fedloom.federation.summation import Summation
-from fedloom.federation.transport import TRAIN
-from fedloom.messages import Message, Sums
+from fedloom.federation.transport import TRAIN, ConversationKey
+from fedloom.messages import Sums
 from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.privacy.accounting import Release, epsilon_of
 from fedloom.privacy.tally import largest
@@ -93,27 +91,6 @@ class CanaryOptions:
 
 
 @dataclass(frozen=True)
-class _RecordedSummation(Summation):
-    """Sums of answers that are recorded as the server receives them, with the clients of the cohort."""
-
-    record: Callable[[Sequence[str], Tensor], None] = lambda _, __: None
-
-    def gather(
-        self,
-        cohort: RemoteCohort,
-        message: Message,
-        answer: type[Message],
-        meanwhile: Callable[[], None] | None,
-        private: PrivateSums | None = None,
-    ) -> Sums[Any]:
-        """Return the sums of the answers, and record the updates of a training."""
-        sums = super().gather(cohort, message, answer, meanwhile, private)
-        if cohort.key.purpose == TRAIN and UPDATE in self.fields[answer]:
-            self.record(cohort.clients, sums.delta_theta.value)
-        return sums
-
-
-@dataclass(frozen=True)
 class _Audited(RunContext):
     """Parts of a run with canaries, whose client algorithm is wrapped, and whose sums are recorded."""
 
@@ -127,10 +104,15 @@ class _Audited(RunContext):
     @property
     def summation(self) -> Summation | None:
         """Sums of the run, recorded."""
-        found = super().summation
-        if found is None or self.record is None:
-            return found
-        return _RecordedSummation(**vars(found), record=self.record)
+        summation, record = super().summation, self.record
+        if summation is None or record is None:
+            return summation
+
+        def observe(key: ConversationKey, clients: Sequence[str], sums: Sums[Any]) -> None:
+            if key.purpose == TRAIN and hasattr(sums, UPDATE):
+                record(clients, getattr(sums, UPDATE).value)
+
+        return replace(summation, observe=observe)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, Quantity, answer_shapes
 from fedloom.privacy.claim import claim
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
-from fedloom.reporting.inputs import checked
 from fedloom.runner.training_privacy import is_simulation
 from fedloom.runs.files import METRICS
 from fedloom.runs.folder import RunFolder
@@ -74,8 +73,8 @@ def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> dict[str, 
 
     Raise DataError if it is damaged.
     """
-    found = checked(folder, name) if folder.has(name) else None
-    return found if found is not None and found["clients"]["ids"] == list(clients) else None
+    document = folder.json_or_none(name)
+    return document if document is not None and document["clients"]["ids"] == list(clients) else None
 
 
 def _keep_uncertainty(folder: RunFolder, evaluation: EvaluationResult) -> None:

@@ -1,23 +1,20 @@
-"""Runs of one experiment over a grid of settings and seeds, sequential or parallel."""
+"""Runs of one experiment over a grid of settings and seeds."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from fedloom.core.words import pluralize
-from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, argument
+from fedloom.errors import ExperimentError, FedloomError, argument
 from fedloom.experiment import Experiment, Point
 from fedloom.models.module import MEMORY
-from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
-from fedloom.runner.parallel import Job, JobEvents, run_parallel
+from fedloom.runner.parallel import Job, JobObserver, Jobs, run_jobs
 from fedloom.runner.resume import check_folder, finished
 from fedloom.runner.run_data import check_roster
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 
@@ -31,37 +28,11 @@ def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> boo
     return not report or (run.path / "report.html").exists() or find_spec("matplotlib") is None
 
 
-class SweepObserver:
-    """Callbacks for sweep progress; override the ones you need. Points are counted from 1."""
-
-    def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        """Handle the start of a run in this process; return its observer."""
-        return RunObserver()
-
-    def begins_beside(self, number: int, points: int, point: Point) -> None:
-        """Handle the start of a run in a separate process."""
-
-    def done(self, number: int, points: int, point: Point) -> None:
-        """Handle the end of a successful run in a separate process."""
-
-    def notice(self, number: int, points: int, point: Point, text: str) -> None:
-        """Handle a one-line message for the user from a run in a separate process."""
-
-    def stopped(self, number: int, points: int, point: Point, round: int) -> None:
-        """Handle a run that a search has stopped after this round."""
-
-    def finished_before(self, number: int, points: int, point: Point) -> None:
-        """Handle a run that was already finished and is skipped."""
-
-    def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
-        """Handle a failed run; the others continue."""
-
-
 def run_sweep(
     points: Sequence[Point],
     folder: Path,
     options: RunOptions,
-    observer: SweepObserver | None = None,
+    observer: JobObserver | None = None,
     *,
     parallel: int = 1,
     ended: Callable[[Path], None] | None = None,
@@ -85,7 +56,7 @@ def run_points(
     points: Sequence[Point],
     folder: Path,
     options: RunOptions,
-    observer: SweepObserver | None = None,
+    observer: JobObserver | None = None,
     *,
     parallel: int = 1,
 ) -> dict[str, FedloomError]:
@@ -99,36 +70,48 @@ def run_points(
         Options of each run; the sweep sets ``out``, ``name`` and ``replay``, and publishes below ``publish``.
     parallel
         Number of concurrent runs. If above 1, each has a process with its own share of the cores; the results are the
-        same, and no failure ends the sweep. If 1, a run that ends in :class:`QuorumError`, e.g. because it diverged,
-        counts as a result; any other failure ends the sweep.
+        same. A failed run, e.g. one that diverged, counts as a result, and does not end the sweep.
 
     Raise ExperimentError if a folder is in use, or a method cannot train with a point's clients; raised before anything
     runs. Raise InterruptedRun if the sweep was stopped.
     """
-    observer = observer or SweepObserver()
-    _check_sweep(points, folder, options, parallel)
-    left = []
-    for number, point in enumerate(points, start=1):
-        if complete(RunFolder(folder / point.name), point.experiment, options.report):
-            observer.finished_before(number, len(points), point)
-        else:
-            left.append((number, point))
-    for _, point in left:
-        try:
-            check_roster(point.experiment, options)
-        except ExperimentError as error:
-            raise ExperimentError(f"at {point.name}: {error}") from error
-    if parallel == 1:
-        return _one_by_one(left, len(points), folder, options, observer)
-    return _in_parallel(left, len(points), folder, options, observer, parallel)
-
-
-def _check_sweep(points: Sequence[Point], folder: Path, options: RunOptions, parallel: int) -> None:
-    """Check the folders and the processes of a sweep before anything runs."""
     check_parallel(parallel, [point.experiment for point in points])
     check_folder_of_runs(folder, options)
     for point in points:
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
+    sweep = _Sweep(points, folder, options, observer or JobObserver())
+    run_jobs(sweep, parallel, signals=options.signals)
+    return {point.name: sweep.failures[point.name] for point in points if point.name in sweep.failures}
+
+
+class _Sweep(Jobs):
+    """Points that are not finished yet."""
+
+    def __init__(self, points: Sequence[Point], folder: Path, options: RunOptions, observer: JobObserver) -> None:
+        self.count, self.observer = len(points), observer
+        self.failures: dict[str, FedloomError] = {}
+        self._waiting = list[Job]()
+        for number, point in enumerate(points, start=1):
+            e = point.experiment
+            job = Job(number, len(points), point.name, point.name, e, job_options(options, folder, point.name, e))
+            if complete(job.folder, e, options.report):
+                observer.ended(job, "already finished")
+                continue
+            try:
+                check_roster(e, options)
+            except ExperimentError as error:
+                raise ExperimentError(f"at {point.name}: {error}") from error
+            self._waiting.append(job)
+
+    def __iter__(self) -> Iterator[Job]:
+        """Yield the runs."""
+        return iter(self._waiting)
+
+    def ended(self, job: Job, error: FedloomError | None) -> None:
+        """Record a failure."""
+        if error is not None:
+            self.failures[job.name] = error
+            self.observer.ended(job, f"failed: {error}", error)
 
 
 def check_parallel(parallel: int, experiments: Sequence[Experiment]) -> None:
@@ -161,60 +144,11 @@ def check_folder_of_runs(folder: Path, options: RunOptions) -> None:
         )
 
 
-def _one_by_one(
-    left: Sequence[tuple[int, Point]], count: int, folder: Path, options: RunOptions, observer: SweepObserver
-) -> dict[str, FedloomError]:
-    failures: dict[str, FedloomError] = {}
-    for number, point in left:
-        try:
-            run_experiment(point.experiment, options_of(options, folder, point), observer.begins(number, count, point))
-        except QuorumError as error:  # e.g. from too large a step size, which is a result too
-            observer.failed(number, count, point, error)
-            failures[point.name] = error
-        except InterruptedRun as error:
-            raise InterruptedRun(f"{error} (run {number} of {count}, {point.name}; {number - 1} done)") from error
-        gc.collect()  # a run's objects form cycles; uncollected, they would grow to gigabytes over dozens of runs
-    return failures
-
-
-def _in_parallel(
-    left: Sequence[tuple[int, Point]],
-    count: int,
-    folder: Path,
-    options: RunOptions,
-    observer: SweepObserver,
-    parallel: int,
-) -> dict[str, FedloomError]:
-    numbers = {point.name: (number, point) for number, point in left}
-    failures: dict[str, FedloomError] = {}
-
-    def began(name: str) -> None:
-        number, point = numbers[name]
-        observer.begins_beside(number, count, point)
-
-    def over(name: str, error: FedloomError | None) -> None:
-        number, point = numbers[name]
-        if error is None:
-            observer.done(number, count, point)
-        else:
-            failures[name] = error
-            observer.failed(number, count, point, error)
-
-    def notice(name: str, text: str) -> None:
-        number, point = numbers[name]
-        observer.notice(number, count, point, text)
-
-    jobs = [Job(point.name, point.experiment, options_of(options, folder, point)) for _, point in left]
-    run_parallel(jobs, len(jobs), parallel, JobEvents(began, notice, over), signals=options.signals)
-    return {point.name: failures[point.name] for _, point in left if point.name in failures}
-
-
-def options_of(options: RunOptions, folder: Path, point: Point) -> RunOptions:
+def job_options(options: RunOptions, folder: Path, name: str, e: Experiment) -> RunOptions:
     """Return the options of one run of a sweep or search in a folder."""
-    name = f"{folder.name}/{point.name}"
-    publish, storage = options.publish, point.experiment.storage
+    publish = options.publish
     if publish is not None:
-        publish = f"{publish.rstrip('/')}/{point.name}"
-    elif storage is not None and is_url(storage):
-        publish = f"{storage.rstrip('/')}/runs/{name}"
-    return replace(options, out=folder / point.name, name=name, publish=publish)
+        publish = f"{publish.rstrip('/')}/{name}"
+    elif e.storage is not None and is_url(e.storage):
+        publish = f"{e.storage.rstrip('/')}/runs/{folder.name}/{name}"
+    return replace(options, out=folder / name, name=f"{folder.name}/{name}", publish=publish)

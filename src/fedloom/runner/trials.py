@@ -1,27 +1,30 @@
-"""Trials of a hyperparameter search: Optuna's ask and tell, and the log from which a killed search continues.
+"""Trials of a hyperparameter search: a study of Optuna, stored in the search's folder.
 
-The log has every trial that was asked for, every value that it measured, and its end. To continue a search, the log is
-replayed to a new study with the same seed: asked in the same order, the sampler draws the same trials.
+Each value is drawn by a sampler of its own, seeded by the trial's number and the key. A continued search draws
+what an uninterrupted one would have drawn: everything else that a sampler uses is in the stored study.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedloom.core.keyed import make_rng
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.experiment.search_space import Parameter, SearchPlan
-from fedloom.runs.files import RunFiles
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
+    from optuna import Study
     from optuna.pruners import BasePruner
     from optuna.samplers import BaseSampler
-    from optuna.trial import Trial as OptunaTrial
+    from optuna.trial import FrozenTrial
+    from optuna.trial import Trial as StoredTrial
 
-LOG = "search.jsonl"
+LOG = "search.log"
+"""File of the stored study, in the search's folder."""
 
 STARTUP = 5
 """Number of trials that must run to their end before the median stops others."""
@@ -30,6 +33,9 @@ REDUCTION = 3
 """Hyperband's reduction factor η: at each step, one of η trials continues."""
 
 State = Literal["running", "done", "stopped", "failed"]
+
+_STATES: Mapping[str, State] = {"RUNNING": "running", "COMPLETE": "done", "PRUNED": "stopped", "FAIL": "failed"}
+"""States of a trial, by Optuna's names."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Trial:
     measured
         Score by evaluated round: the headline metric on validation data, or minus it if lower is better.
     behind
-        True if early stopping asked to stop it at its last evaluation.
+        True if early stopping decided to stop it at its last evaluation.
     state
         ``done`` after its last round, ``stopped`` early, or ``failed``.
     score
@@ -90,38 +96,43 @@ class Trial:
 
 
 class Trials:
-    """Trials of a search, whose log is in its folder; ``all`` has every trial so far.
+    """Trials of a search; ``all`` has every trial so far.
 
-    ``base`` is a digest of the experiment without the searched parameters.
+    ``base`` is a digest of the experiment without the searched parameters. This process has locked the folder.
 
-    Raise ExperimentError if Optuna is not installed, or the folder has a different search; DataError if the log is
-    damaged.
+    Raise ExperimentError if Optuna is not installed, or the folder has a different search; DataError if the stored
+    study is damaged.
     """
 
-    def __init__(self, plan: SearchPlan, files: RunFiles, base: str, schedule: Schedule) -> None:
-        optuna = import_optuna()
-        self.plan, self.all = plan, list[Trial]()
-        self._files = files
-        self._space = {parameter.key: distribution(parameter) for parameter in plan.parameters}
-        self._asked: dict[int, OptunaTrial] = {}
-        self._study = optuna.create_study(
-            sampler=_sampler(plan),
-            pruner=_pruner(plan, schedule),
-            direction="maximize",
-            study_name="search",  # Hyperband assigns a trial to a bracket by this name and its number
-        )
-        space = plan.space.model_dump(mode="json", exclude={"trials"})
-        self._repeat({"optuna": optuna.__version__, "experiment": base, "space": space})
+    def __init__(self, plan: SearchPlan, folder: Path, base: str, schedule: Schedule) -> None:
+        import_optuna()
+        self.plan = plan
+        self._stored: dict[int, StoredTrial] = {}  # by number, of those that have not ended
+        try:
+            self._study = _stored_study(folder / LOG, _pruner(plan, schedule))
+            self.all = [self._restored(frozen) for frozen in self._study.trials]
+        except (ValueError, KeyError) as error:
+            raise DataError(f"{folder / LOG} is damaged: {error}") from error
+        settings = {"experiment": base, "space": plan.space.model_dump(mode="json", exclude={"trials"})}
+        for key, value in settings.items():
+            if self._study.user_attrs.get(key, value) != value:
+                raise ExperimentError(
+                    f"{argument('resume')}: {folder} holds another search: its {key} is different.",
+                    hint=f"continue it as it was begun, or start a new search in another folder ({argument('out')})",
+                    key="resume",
+                )
+            self._study.set_user_attr(key, value)
 
     @property
     def unfinished(self) -> list[Trial]:
-        """Trials that were asked for and have not ended."""
+        """Trials that were drawn and have not ended."""
         return [trial for trial in self.all if trial.state == "running"]
 
-    def ask(self) -> Trial:
+    def draw(self) -> Trial:
         """Return the next trial."""
-        trial = self._ask()
-        self._files.append(LOG, {"event": "asked", "trial": trial.number, "parameters": trial.texts})
+        self._study.sampler = _sampler(self.plan, len(self.all), "")
+        trial = self._drawn(self._study.ask())
+        self.all.append(trial)
         return trial
 
     def measure(self, trial: Trial, round: int, score: float) -> None:
@@ -129,10 +140,13 @@ class Trials:
 
         A round that was recorded before, which a resumed run repeats, changes nothing.
         """
-        if round not in trial.measured:
-            self._measure(trial, round, score)
-            line = {"event": "measured", "trial": trial.number, "round": round, "score": score}
-            self._files.append(LOG, line)
+        if round in trial.measured:
+            return
+        stored = self._stored[trial.number]
+        stored.report(score, round)
+        trial.measured[round], trial.behind = score, stored.should_prune()  # Hyperband counts how often it is asked
+        if trial.behind:
+            stored.set_user_attr("behind", True)
 
     def end(
         self,
@@ -144,10 +158,15 @@ class Trials:
         error: str | None = None,
     ) -> None:
         """Record the end of a trial."""
-        self._end(trial, state, score, epsilon, error)
-        line = {"event": "ended", "trial": trial.number, "state": state, "score": score, "epsilon": epsilon}
-        self._files.append(LOG, {**line, "error": error})
-        self._files.sync(LOG)
+        from optuna.trial import TrialState
+
+        trial.state, trial.score, trial.epsilon, trial.error = state, score, epsilon, error
+        stored = self._stored.pop(trial.number)
+        for key, value in (("epsilon", epsilon), ("error", error)):
+            if value is not None:
+                stored.set_user_attr(key, value)
+        states = {"done": TrialState.COMPLETE, "stopped": TrialState.PRUNED, "failed": TrialState.FAIL}
+        self._study.tell(stored, score if state == "done" else None, state=states[state])
 
     def best(self) -> Trial | None:
         """Return the trial with the highest score among those done, within the bound on ε; the first of equals."""
@@ -156,73 +175,62 @@ class Trials:
         within = [trial for trial in done if bound is None or (trial.epsilon is not None and trial.epsilon <= bound)]
         return max(within, key=lambda trial: trial.score or 0.0, default=None)
 
-    def _ask(self) -> Trial:
-        asked = self._study.ask(self._space)
-        texts = {parameter.key: parameter.text(asked.params[parameter.key]) for parameter in self.plan.parameters}
-        trial = Trial(asked.number + 1, texts)
-        self._asked[trial.number] = asked
-        self.all.append(trial)
-        return trial
+    def _drawn(self, stored: StoredTrial) -> Trial:
+        """Return a trial with a value for every key; those that it has already stay."""
+        texts = {}
+        for parameter in self.plan.parameters:
+            self._study.sampler = _sampler(self.plan, stored.number, parameter.key)
+            texts[parameter.key] = parameter.text(_suggested(stored, parameter))
+        self._stored[stored.number + 1] = stored
+        return Trial(stored.number + 1, texts)
 
-    def _measure(self, trial: Trial, round: int, score: float) -> None:
-        trial.measured[round] = score
-        self._asked[trial.number].report(score, round)
-        trial.behind = self._asked[trial.number].should_prune()  # Hyperband counts how often it is asked
+    def _restored(self, frozen: FrozenTrial) -> Trial:
+        if frozen.state.name == "RUNNING":
+            from optuna.trial import Trial as StoredTrial
 
-    def _end(self, trial: Trial, state: State, score: float | None, epsilon: float | None, error: str | None) -> None:
-        from optuna.trial import TrialState
-
-        trial.state, trial.score, trial.epsilon, trial.error = state, score, epsilon, error
-        states = {"done": TrialState.COMPLETE, "stopped": TrialState.PRUNED, "failed": TrialState.FAIL}
-        self._study.tell(self._asked[trial.number], score if state == "done" else None, state=states[state])
-
-    def _repeat(self, about: dict[str, Any]) -> None:
-        """Replay the log to the study; begin a log if there is none."""
-        log, last = self._files.line_file(LOG), 0
-        lines = list(log.forwards())
-        for line in lines:
-            if not line.whole:  # the process was killed while it wrote the line
-                log.cut(line.start)
-                break
-            assert line.object is not None
-            if last == 0:
-                _check_same(line.object, about, self._files)
-            else:
-                self._replay(line.object)
-            last = line.end
-        if last == 0:
-            self._files.append(LOG, about)
-
-    def _replay(self, line: Mapping[str, Any]) -> None:
-        match line:
-            case {"event": "asked", "parameters": dict() as texts}:
-                if (found := self._ask().texts) != texts:
-                    raise ExperimentError(
-                        f"{argument('resume')}: Optuna gives {found} where the search tried {texts}; continue on a "
-                        "machine like the first one, or start a new search in another folder."
-                    )
-            case {"event": "measured", "trial": int(number), "round": int(round), "score": int() | float() as score}:
-                self._measure(self.all[number - 1], round, score)
-            case {"event": "ended", "trial": int(number), "state": "done" | "stopped" | "failed" as state}:
-                self._end(self.all[number - 1], state, line.get("score"), line.get("epsilon"), line.get("error"))
-            case _:
-                raise DataError(f"{self._files.path / LOG} has a line that this version cannot read: {line}")
+            trial = self._drawn(StoredTrial(self._study, frozen._trial_id))
+            trial.measured, trial.behind = dict(frozen.intermediate_values), frozen.user_attrs.get("behind", False)
+            return trial
+        return Trial(
+            frozen.number + 1,
+            {parameter.key: parameter.text(frozen.params[parameter.key]) for parameter in self.plan.parameters},
+            dict(frozen.intermediate_values),
+            frozen.user_attrs.get("behind", False),
+            _STATES[frozen.state.name],
+            frozen.value if frozen.state.name == "COMPLETE" else None,
+            frozen.user_attrs.get("epsilon"),
+            frozen.user_attrs.get("error"),
+        )
 
 
-def distribution(parameter: Parameter) -> BaseDistribution:
-    """Return Optuna's distribution of a parameter's values; Katib's is the same."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+def _stored_study(path: Path, pruner: BasePruner) -> Study:
+    """Open the study in a folder, or begin one."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend, JournalStorage
 
-    p = parameter
+    path.with_name(f"{path.name}.lock").unlink(missing_ok=True)  # left by a killed process
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):  # the process was killed while it wrote the line
+        path.write_bytes(content[: content.rfind(b"\n") + 1])
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(path))),
+        pruner=pruner,
+        direction="maximize",
+        study_name="search",  # Hyperband assigns a trial to a bracket by this name and its number
+        load_if_exists=True,
+    )
+
+
+def _suggested(stored: StoredTrial, p: Parameter) -> Any:
     if p.choices is not None:
-        return CategoricalDistribution(p.choices)
+        return stored.suggest_categorical(p.key, p.choices)
     if p.whole:
-        return IntDistribution(int(p.low), int(p.high), log=p.log, step=int(p.step or 1))
-    return FloatDistribution(float(p.low), float(p.high), log=p.log, step=p.step)
+        return stored.suggest_int(p.key, int(p.low), int(p.high), log=p.log, step=int(p.step or 1))
+    return stored.suggest_float(p.key, float(p.low), float(p.high), log=p.log, step=p.step)
 
 
-def import_optuna() -> Any:
-    """Return the package optuna; raise ExperimentError if it is not installed."""
+def import_optuna() -> None:
+    """Set up the package optuna; raise ExperimentError if it is not installed."""
     try:
         import optuna
     except ImportError as error:
@@ -230,10 +238,10 @@ def import_optuna() -> Any:
             "A search needs the package optuna, which is not installed.", hint="pip install 'fedloom[search]'"
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
 
 
-def _sampler(plan: SearchPlan) -> BaseSampler:
+def _sampler(plan: SearchPlan, number: int, key: str) -> BaseSampler:
+    """Return the sampler that draws the value of a key in a trial, counted from 0."""
     from optuna.samplers import GridSampler, RandomSampler, TPESampler
 
     class Grid(GridSampler):
@@ -242,9 +250,9 @@ def _sampler(plan: SearchPlan) -> BaseSampler:
         def after_trial(self, *args: Any) -> None:
             """Do nothing: the search counts its trials itself."""
 
-    seed = plan.space.seed
     if plan.space.sampler == "grid":
-        return Grid({parameter.key: parameter.grid for parameter in plan.parameters}, seed=seed)
+        return Grid({parameter.key: parameter.grid for parameter in plan.parameters}, seed=plan.space.seed)
+    seed = int(make_rng(plan.space.seed, "search", number, key).integers(2**32))
     return RandomSampler(seed=seed) if plan.space.sampler == "random" else TPESampler(seed=seed, constant_liar=True)
 
 
@@ -257,19 +265,3 @@ def _pruner(plan: SearchPlan, schedule: Schedule) -> BasePruner:
         assert schedule.rounds is not None
         return HyperbandPruner(schedule.every, schedule.rounds, REDUCTION)
     return NopPruner()
-
-
-def _check_same(begun: Mapping[str, Any], now: Mapping[str, Any], files: RunFiles) -> None:
-    """Raise ExperimentError unless a search was begun with this space, experiment and version of Optuna."""
-    hints: Mapping[str, Callable[[], str]] = {
-        "space": lambda: "its search space is different",
-        "experiment": lambda: "its experiment has other settings",
-        "optuna": lambda: f"it was begun with Optuna {begun.get('optuna')}, and {now['optuna']} is installed",
-    }
-    for key, difference in hints.items():
-        if begun.get(key) != now[key]:
-            raise ExperimentError(
-                f"{argument('resume')}: {files.path} holds another search: {difference()}.",
-                hint=f"continue it as it was begun, or start a new search in another folder ({argument('out')})",
-                key="resume",
-            )

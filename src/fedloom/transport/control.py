@@ -6,11 +6,10 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict, ParseDict
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.core.words import printable, shortened
@@ -39,27 +38,22 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is two minutes
 )
-_PHASE = "PHASE_"
 _ACTIVITY = TypeAdapter(Activity)
 _CLIENT = TypeAdapter(RosterClient)
 
 
-def to_wire(activity: Activity) -> wire.Activity:
-    """Convert a snapshot to its wire format."""
-    fields = json.loads(json.dumps(asdict(activity)))
-    return ParseDict({**fields, "phase": f"{_PHASE}{activity.phase.upper()}"}, wire.Activity())
+def to_wire(activity: Activity) -> str:
+    """Return a snapshot as JSON."""
+    return json.dumps(asdict(activity))
 
 
-def from_wire(message: wire.Activity) -> Activity:
-    """Parse a snapshot.
+def from_wire(text: str) -> Activity:
+    """Parse a snapshot; unknown fields are ignored.
 
     Raise RefusedError if it has values, such as phases, that this version does not support.
     """
-    found = _as_dict(message)
-    found |= {name: printable(found[name], keep="\n") for name in ("run", "message")}
-    found["phase"] = str(found["phase"]).removeprefix(_PHASE).lower()
     try:
-        return _ACTIVITY.validate_python(found)
+        activity = _ACTIVITY.validate_json(text)
     except ValidationError as error:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
@@ -68,11 +62,7 @@ def from_wire(message: wire.Activity) -> Activity:
             "does not support",
             hint="install the same version of fedloom on both sides",
         ) from None
-
-
-def _as_dict(message: Any) -> dict[str, Any]:
-    """Return a message as a dict by field name, without absent optional fields."""
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return replace(activity, run=printable(activity.run), message=printable(activity.message, keep="\n"))
 
 
 class ControlClient:
@@ -125,7 +115,7 @@ class ControlClient:
         try:
             for part in self._start(unary_stream, CLIENTS, wire.ClientsRequest(), wire.ClientsResponse, timeout_s):
                 for client in part.clients:
-                    yield _CLIENT.validate_python(_as_dict(client))
+                    yield _CLIENT.validate_json(client)
         except grpc.RpcError as error:
             raise self._failure(error) from error
 

@@ -7,6 +7,7 @@ the next round.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -222,7 +223,7 @@ class ControlService:
     async def _list(self, request: wire.ClientsRequest, context: Any) -> None:
         roster = iter(self._clients())
         while part := list(islice(roster, AT_ONCE)):
-            clients = [wire.RosterClient(**asdict(client)) for client in part]
+            clients = [json.dumps(asdict(client)) for client in part]
             await context.write(wire.ClientsResponse(clients=clients))
 
     async def _pause(self, control: Control, request: wire.PauseRequest, context: Any) -> wire.PauseResponse:
