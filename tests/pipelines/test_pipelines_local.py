@@ -129,11 +129,11 @@ def test_new_clients_get_their_models_from_a_server(small_run: tuple[Path, Path]
     with started("serve", run, "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
-        fedloom(*asked, "--serve", at, "--out", tmp_path / "out")
+        fedloom(*asked, "--param", f"serve={at}", "--out", tmp_path / "out")
         other = shutil.copytree(run, tmp_path / "other")
         tree = yaml.safe_load((other / "experiment.yaml").read_text())
         (other / "experiment.yaml").write_text(yaml.safe_dump({**tree, "name": "another"}))
-        output = fedloom(*asked[:-1], other, "--serve", at, "--out", tmp_path / "refused", code=3)
+        output = fedloom(*asked[:-1], f"model={other}", "--param", f"serve={at}", "--out", tmp_path / "refused", code=3)
         assert tells(output, at, "small", "another")
         process.terminate()
     fedloom("partition", path, *common, "--out", tmp_path / "fresh")
