@@ -18,7 +18,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import ClientAlgorithm, Conversation, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.federated import FederatedDataset
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationResult
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks

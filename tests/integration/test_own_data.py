@@ -29,7 +29,7 @@ from fedloom.runs.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("forks")
 
-CLASS_NAMES = find_dataset("vowel").class_names
+CLASS_NAMES = find_dataset("vowel").spec.class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 

@@ -60,7 +60,7 @@ def test_saved_folders_hold_tables_lists_and_images(tmp_path: Path) -> None:
     rows = {"input_ids": TOKENS.tolist(), "attention_mask": np.ones_like(TOKENS).tolist(), "label": CLASSES.tolist()}
     datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "tokens"))
     manifest = read(tmp_path / "tokens", tmp_path).manifest
-    assert {name: spec.kind for name, spec in manifest.specs.items()} == dict.fromkeys(
+    assert {name: spec.kind for name, spec in manifest.spec.inputs.items()} == dict.fromkeys(
         ("attention_mask", "input_ids"), "integers"
     )
     pixels = RNG.integers(0, 256, (N, 6, 6, 3), dtype=np.uint8)
@@ -69,9 +69,9 @@ def test_saved_folders_hold_tables_lists_and_images(tmp_path: Path) -> None:
     made = datasets.Dataset.from_dict(columns, features=kinds)
     datasets.DatasetDict(train=made, test=made.select(range(9))).save_to_disk(str(tmp_path / "images"))
     manifest = read(tmp_path / "images", tmp_path).manifest
-    assert (manifest.kind, manifest.class_names) == ("pixels", ("p", "q", "r"))
+    assert (manifest.spec.kind, manifest.spec.class_names) == ("pixels", ("p", "q", "r"))
     frame()[["p", "q", "price"]].pipe(datasets.Dataset.from_pandas).save_to_disk(str(tmp_path / "table"))
-    assert read(tmp_path / "table", tmp_path, label="price").manifest.task == "regression"
+    assert read(tmp_path / "table", tmp_path, label="price").manifest.spec.task == "regression"
 
 
 def labelled(labels: Any, kind: Any, start: int = 0, **columns: Any) -> Any:
@@ -88,13 +88,13 @@ def test_labels_of_columns_and_lists_keep_their_names(tmp_path: Path) -> None:
     labelled(CLASSES.tolist(), named, **rows).remove_columns("a").save_to_disk(str(tmp_path / "lists"))
     for name in ("column", "lists"):
         manifest = read(tmp_path / name, tmp_path).manifest
-        assert manifest.class_names == ("negative", "NA", "1.0", "unused")
+        assert manifest.spec.class_names == ("negative", "NA", "1.0", "unused")
         for entry in manifest.clients:
             assert [count > 0 for count in entry.class_counts["train"]] == [True, True, True, False]
     tags = [[int(token) % 3 for token in row] for row in TOKENS]
     kind = datasets.Sequence(named)
     labelled(tags, kind, **rows).remove_columns("a").save_to_disk(str(tmp_path / "tags"))
-    targets = read(tmp_path / "tags", tmp_path).manifest.targets
+    targets = read(tmp_path / "tags", tmp_path).manifest.spec.targets
     assert targets is not None
     assert (targets.task, targets.outputs, targets.names) == ("next_token", 4, ("negative", "NA", "1.0", "unused"))
 
@@ -116,7 +116,7 @@ def test_splits_without_labels_are_left_out(mark: Any, tmp_path: Path, caplog: p
             datasets.DatasetDict(parts).save_to_disk(str(path))
             caplog.clear()
             manifest = read(path, tmp_path / "data").manifest
-            assert manifest.class_names == (("no", "yes") if number == 0 else ("0", "1"))
+            assert manifest.spec.class_names == (("no", "yes") if number == 0 else ("0", "1"))
             tested = sum(entry.test for entry in manifest.clients)
             assert tested == (30 if without == "none" else 24)  # the validation split, or a fifth
 
@@ -152,11 +152,11 @@ def test_texts_of_saved_folders_become_tokens(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(several).save_to_disk(str(tmp_path / "lists"))
     for name, task in (("one", "classification"), ("lists", "multilabel")):
         manifest = read(tmp_path / name, tmp_path / "data", text=text).manifest
-        assert manifest.task == task
-        assert {each: spec.high for each, spec in manifest.specs.items()} == {"attention_mask": 2, "input_ids": 7}
-        assert manifest.specs["input_ids"].tokenizer is not None
-    alone = read(tmp_path / "lists", tmp_path / "data", text=text | {"mask": False}).manifest
-    assert (alone.kind, alone.high, alone.tokenizer) == ("integers", 7, manifest.specs["input_ids"].tokenizer)
+        assert manifest.spec.task == task
+        assert {each: spec.high for each, spec in manifest.spec.inputs.items()} == {"attention_mask": 2, "input_ids": 7}
+        assert manifest.spec.inputs["input_ids"].tokenizer is not None
+    alone = read(tmp_path / "lists", tmp_path / "data", text=text | {"mask": False}).manifest.spec.inputs[""]
+    assert (alone.kind, alone.high, alone.tokenizer) == ("integers", 7, manifest.spec.inputs["input_ids"].tokenizer)
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_subsets_are_named_and_datasets_not_in_the_cache_are_rejected(cache: Pat
     for named in ({}, {"subset": "oats"}):
         with refusing(ExperimentError, "data.source.subset", "milk", "wheat"):
             read("someone/farm", tmp_path / "data", **named)
-    assert read("someone/farm", tmp_path / "data", subset="milk").manifest.classes == 3
+    assert read("someone/farm", tmp_path / "data", subset="milk").manifest.spec.classes == 3
     fill(cache, "someone/tests", other=frame())
     with refusing(DataError, "other", "train"):
         read("someone/tests", tmp_path / "data")

@@ -341,8 +341,8 @@ def _text(given: Mapping[str, Any]) -> TextColumn:
     """Return the settings of a column of texts; raise ExperimentError if a key is wrong."""
     from pydantic import ValidationError
 
-    from fedloom.data.manifest import text_fault
     from fedloom.data.pack.examples import TextColumn
+    from fedloom.data.spec import text_fault
 
     try:
         return TextColumn.model_validate(given)

@@ -149,21 +149,21 @@ def pack_command(
     with show_progress() as report:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), report)
     card = packed.card
-    shape = " x ".join(map(str, card.input_shape))
-    classes = f"{len(card.classes)} classes" if card.labelled else "no labels"
-    if card.targets is not None:
-        classes = f"{card.targets.task} of {pluralize(card.targets.outputs, 'output')}"
-    shape = shape or ", ".join(f"{name} {' x '.join(map(str, spec.shape))}" for name, spec in card.specs.items())
+    shape = " x ".join(map(str, card.spec.input_shape))
+    classes = f"{card.spec.classes} classes" if card.labelled else "no labels"
+    if card.spec.targets is not None:
+        classes = f"{card.spec.targets.task} of {pluralize(card.spec.targets.outputs, 'output')}"
+    shape = shape or ", ".join(f"{name} {' x '.join(map(str, spec.shape))}" for name, spec in card.spec.inputs.items())
     typer.echo(
         f"{card.id}: {card.train:,} train, {card.validation:,} validation and {card.test:,} test examples of {shape} "
-        f"{card.kind}, {classes}"
+        f"{card.spec.kind}, {classes}"
     )
     how = ", ".join(f"{key} {value:g}" for key, value in card.division.items() if key != "given")
     typer.echo(f"split: {how or 'as in the source'}")
     if card.features is not None:
         typer.echo(f"features: {listed(card.features)}")
-    if card.tokenizer_digest is not None:
-        typer.echo(f"tokenizer: {card.tokenizer_digest}")
+    if card.spec.tokenizer is not None:
+        typer.echo(f"tokenizer: {card.spec.tokenizer}")
     for note in packed.notes:
         typer.echo(note)
     typer.echo(f"in {out}")
@@ -183,7 +183,7 @@ def _text(
             raise ExperimentError(f"{(unused or ['--no-mask'])[0]} needs --text.", key="text")
         return None
     if length is None and own is not None:
-        length = next((spec.shape[0] for spec in own.specs.values() if spec.shape), None)
+        length = next((spec.shape[0] for spec in own.spec.inputs.values() if spec.shape), None)
     for key, value in (("tokenizer", tokenizer), ("length", length)):
         if value is None:
             raise ExperimentError(f"--text needs --{key}.", key=key)

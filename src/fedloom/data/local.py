@@ -30,18 +30,14 @@ from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDatas
 from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.input_spec import (
     ChannelAxis,
-    InputSpec,
-    Kind,
     RawInputs,
-    input_fields,
     input_key,
     named_arrays,
     shard_tensors,
     unnamed,
-    without_defaults,
 )
 from fedloom.data.listing import files_below
-from fedloom.data.manifest import read_stored, text_fault
+from fedloom.data.manifest import read_stored
 from fedloom.data.pack.arrays import examples_in_memory, read_arrays, read_medmnist
 from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, TextColumn, ValidationErrors, listed
 from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
@@ -49,7 +45,7 @@ from fedloom.data.pack.packer import examples_of
 from fedloom.data.pack.saved import cached, read_saved
 from fedloom.data.pack.tables import PARQUET, read_csv, read_frame, read_parquet
 from fedloom.data.requirements import Words
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec, text_fault
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.tasks.names import TaskName
@@ -152,24 +148,16 @@ log = logging.getLogger("fedloom.data")
 class DatasetCard:
     """Description of a stored data set: everything except its examples."""
 
-    version: Literal[1]
-    kind: Kind
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
+    version: Literal[2]
+    spec: DataSpec
     owners: tuple[str, ...] | None
     divided: bool
     size: int
     sha256: str
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
 
     def to_json(self) -> str:
         """Return the card as JSON; its hash names the data set."""
-        known = without_defaults(dict(vars(self)))
-        return json.dumps(known, sort_keys=True, ensure_ascii=False, indent=1) + "\n"
+        return json.dumps(_CARD.dump_python(self, mode="json"), sort_keys=True, ensure_ascii=False, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> DatasetCard:
@@ -196,13 +184,13 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     path = expanded(files.path)
     if (path / CARD).is_file():  # the folder of a data set that was stored before
         kept_source = _source(path.parent, path.name)
-        if files.task not in (None, kept_source.task):
+        if files.task not in (None, kept_source.spec.task):
             raise ExperimentError(
-                f"data.source.task: the examples at {path} are for {kept_source.task} (got {files.task}); store them "
-                "again with that task, or leave it out",
+                f"data.source.task: the examples at {path} are for {kept_source.spec.task} (got {files.task}); store "
+                "them again with that task, or leave it out",
                 key="data.source.task",
                 found=files.task,
-                allowed=[kept_source.task],
+                allowed=[kept_source.spec.task],
             )
         return kept_source
     path = _located(dataset, files, path)
@@ -270,17 +258,13 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     content = safetensors.numpy.save(tensors)
     given = examples.split is not None
     digest = hashlib.sha256(content).hexdigest()
-    about = input_fields(examples.specs)
-    del about["normalization"]
     card = DatasetCard(
-        version=1,
-        classes=examples.classes,
+        version=2,
+        spec=examples.spec,
         owners=names,
         divided=given,
         size=len(content),
         sha256=digest,
-        targets=examples.targets,
-        **about,
     )
     text = card.to_json()
     name = f"{dataset}{_named_by(text.encode())}"
@@ -304,7 +288,7 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
 
     def read(contents: Mapping[str, bytes]) -> RawDataset:
         tensors = safetensors.numpy.load(contents[EXAMPLES])
-        train, test = (_pool(tensors, part, card.inputs) for part in ("train", "test"))
+        train, test = (_pool(tensors, part, card.spec) for part in ("train", "test"))
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
         pairs = zip(named_arrays(train.inputs).items(), named_arrays(test.inputs).values(), strict=True)
         joined = {name: np.concatenate([one, other]) for (name, one), other in pairs}
@@ -313,24 +297,17 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
     return Dataset(
         name=name,
         title=name,
-        class_names=card.classes,
-        input_shape=card.input_shape,
+        spec=card.spec,
         licence="its owner's",
         files=(DataFile(EXAMPLES, card.size, card.sha256),),
         read=read,
-        kind=card.kind,
         at=home / name,
         notes=notes,
-        channel_axis=card.channel_axis,
-        high=card.high,
-        tokenizer=card.tokenizer,
-        inputs=card.inputs,
-        targets=card.targets,
     )
 
 
-def _pool(tensors: Mapping[str, NDArray[Any]], part: str, inputs: Mapping[str, InputSpec] | None) -> Pool:
-    x = {name: tensors[input_key(part, name)] for name in (("",) if inputs is None else inputs)}
+def _pool(tensors: Mapping[str, NDArray[Any]], part: str, spec: DataSpec) -> Pool:
+    x = {name: tensors[input_key(part, name)] for name in spec.inputs}
     return Pool(unnamed(x), tensors[f"{part}_y"], tensors.get(f"{part}_owner"))
 
 

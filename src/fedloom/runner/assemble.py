@@ -26,8 +26,8 @@ from fedloom.data.own import OWN, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.moments import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide
@@ -68,8 +68,9 @@ class RunContext:
 
     def examples_of(self, dataset: FederatedDataset) -> Callable[[str], ClientData]:
         """Return a function of a client's id that returns its data as the model takes them."""
-        if dataset.manifest.targets != self.setup.targets:  # the model takes numbers in their own units
-            dataset = dataset.described_by(dataclasses.replace(dataset.manifest, targets=self.setup.targets))
+        if dataset.manifest.spec.targets != self.setup.targets:  # the model takes numbers in their own units
+            spec = dataclasses.replace(dataset.manifest.spec, targets=self.setup.targets)
+            dataset = dataset.described_by(dataclasses.replace(dataset.manifest, spec=spec))
         return dataset.standardized if self.standardizes else dataset.client
 
     @property
@@ -125,16 +126,19 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     plan = evaluation_plan(experiment, manifest)
     if (until := experiment.federation.until) is not None:
         until.check(plan.task.headline)
-    found = fitted(experiment.model, manifest.specs, manifest.outputs, plan.task, plan.targets.shape)
-    model, kind, targets = found.model, manifest.kind, manifest.targets
+    found = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
+    spec = manifest.spec
+    model, kind, targets = found.model, spec.kind, spec.targets
     if model.raw_targets and targets is not None:
         targets = targets.raw()
-        plan = evaluation_plan(experiment, dataclasses.replace(manifest, targets=targets))
+        plan = evaluation_plan(
+            experiment, dataclasses.replace(manifest, spec=dataclasses.replace(spec, targets=targets))
+        )
     brought = isinstance(experiment.data, OwnData)
     setup = Setup(
         model=model,
-        classes=manifest.classes,
-        input_shape=manifest.input_shape,
+        classes=spec.classes,
+        input_shape=spec.input_shape,
         kind="features" if found.standardizes and kind == "integers" else kind,
         targets=targets,
         clients=0 if brought else len(trained_on.clients),
@@ -204,7 +208,10 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     dataset = FederatedDataset.open(where)
     manifest = dataset.manifest
     if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # an audit's packed clients with canaries
-        if own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.figures) != manifest:
+        if (
+            own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.spec.normalization)
+            != manifest
+        ):
             raise ExperimentError(
                 f"{argument('partition')}: {where} was made for other data than data.own describes.",
                 key="partition",
@@ -270,7 +277,7 @@ def open_own(
 def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
     """Raise DataError unless the clients' data match the experiment, ExperimentError if the method cannot use them."""
     clients.check(own)
-    manifest = own_manifest(own, (), experiment.seed, Normalization((0.0,) * own.numbers, (1.0,) * own.numbers))
+    manifest = own_manifest(own, (), experiment.seed, Normalization.identity(own.spec.numbers))
     parts = make_parts(experiment, manifest)
     if parts.setup.model.needs_labels and not parts.algorithm.trains_unlabelled(parts.settings):
         clients.check_labels()
@@ -387,7 +394,7 @@ def client_side(
         e.runtime.clients_at_once,
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
-        augment=augmentation(e.data.augment, dataset.manifest.normalization),
+        augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
         held=None
         if parts.summation is None
         else HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
@@ -438,8 +445,8 @@ def welcome(parts: RunContext) -> str:
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
-        found = parts.manifest.figures
-        about = {"normalization": vars(found) if len(found.mean) == parts.manifest.numbers else None}
+        spec = parts.manifest.spec
+        about = {"normalization": vars(spec.normalization) if spec.is_normalized else None}
     if constants := digests_of_run(parts):
         about["constants"] = constants
     return json.dumps({"experiment": parts.experiment.shared_json(), **about})

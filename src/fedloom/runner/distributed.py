@@ -117,7 +117,7 @@ def serving(
         clients=[entry.id for entry in parts.manifest.clients],
         roster=parts.manifest.roster,
         presence=presence,
-        classes=parts.manifest.classes,
+        classes=parts.manifest.spec.classes,
     )
     server = Aggregator(
         run,

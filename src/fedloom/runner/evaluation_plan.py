@@ -29,7 +29,7 @@ def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPla
     Raise ExperimentError if the data are of another task, its settings do not fit their outputs, or a metric is
     unknown, fails, or may not be called in this process.
     """
-    targets = manifest.targets or Targets("classification", (), manifest.classes, manifest.class_names)
+    targets = manifest.spec.targets or Targets("classification", (), manifest.spec.classes, manifest.spec.class_names)
     task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)
     own = [name for name in experiment.evaluation.metrics if ":" in name]
     asked = [name for name in experiment.evaluation.metrics if ":" not in name]

@@ -26,10 +26,12 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
 
     Raise DataError if the run's manifest is damaged.
     """
-    if isinstance(own.normalization, Given) or not own.numbers:
+    if isinstance(own.normalization, Given) or not own.spec.numbers:
         return own_normalization(own, ())
     before = folder.read("partition.json")
-    return None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).figures
+    if before is None:
+        return None
+    return Manifest.from_json(before, source=str(folder.path / "partition.json")).spec.normalization
 
 
 def open_manifest(experiment: Experiment, own: Own, found: Normalization | None) -> Manifest:
@@ -39,7 +41,7 @@ def open_manifest(experiment: Experiment, own: Own, found: Normalization | None)
 
 def has_normalization(manifest: Manifest) -> bool:
     """Return whether the manifest's normalization is known."""
-    return len(manifest.figures.mean) == manifest.numbers
+    return manifest.spec.is_normalized
 
 
 def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
@@ -85,7 +87,7 @@ def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
     settings = json.loads(experiment.shared_json())
     shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
     federation = {key: settings["federation"][key] for key in shaping}
-    figures = manifest.figures
+    figures = manifest.spec.normalization
     described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
     return combined_digest(json.dumps(described, sort_keys=True))
 

@@ -20,7 +20,7 @@ def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:
             )
         normalization = None
         if isinstance(e.data, OwnData) and options.replay is not None:
-            normalization = RunFolder(options.replay).manifest().figures
+            normalization = RunFolder(options.replay).manifest().spec.normalization
         return assemble.open_own(e, options.data, options.observe, normalization)
     if options.partition is None:
         return assemble.make_partition(e)

@@ -15,6 +15,7 @@ from fedloom.core.settings import Settings
 from fedloom.core.words import pluralize, shortened
 from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, RawInputs, named_arrays, unnamed
 from fedloom.data.requirements import Own
+from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXPANSION, LARGE
 from fedloom.errors import DataError, argument
@@ -225,6 +226,11 @@ class Examples:
     features: tuple[str, ...] | None = None
     overlap: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> DataSpec:
+        """Inputs, without normalizations, and targets."""
+        return DataSpec(self.specs, self.classes, self.targets)
 
     def __len__(self) -> int:
         return len(next(iter(named_arrays(self.x).values())))
