@@ -25,7 +25,6 @@ from fedloom.experiment.search_space import Parameter, read_space
 from fedloom.kubeflow.katib import KatibSearch, known_headline, plan_katib_search, search_objects
 from fedloom.runner.katib_lines import METRICS_PATH, katib_lines, objective_name
 from fedloom.runner.trials import Schedule, Trials
-from fedloom.runs.files import RunFiles
 from fedloom.tasks.names import METRICS
 from fedloom.trackers.katib import Katib
 
@@ -151,7 +150,7 @@ def test_trials_equal_those_of_a_search_without_a_cluster(
     """Compare samplers whose values do not depend on results; with equal versions of Optuna the order is equal, too."""
     search = planned(parameters, sampler=sampler, seed=11)
     spec = made(search)[1]["spec"]
-    trials = Trials(search.plan, RunFiles(tmp_path), "e", Schedule(150, 10))
+    trials = Trials(search.plan, tmp_path, "e", Schedule(150, 10))
     ours = [dict(trials.ask().texts) for _ in range(search.plan.trials)]
     katib = Suggestions(spec)
     theirs = [katib.ask() for _ in range(spec["maxTrialCount"])]

@@ -437,7 +437,7 @@ def test_many_errors_of_a_kind_are_counted_and_the_first_named(tmp_path: Path) -
         (b"1,2,3,0\n1,2,3,1\n", ("numbers",)),
         (b"u;v;w;label\n1;2;3;no\n", ("u;v;w;label", "commas")),
         (b"u,v,u,label\n", ("'u'",)),
-        (b"u,v,w,class\n", ("'label'", "(label;", "unlabelled", "u, v, w, class")),
+        (b"u,v,w,class\n", ("'label'", "(label)", "u, v, w, class")),
         (b"u,v,label\n1,2,no\n", (2, "data.own.input_shape [3]", 3)),
         (b"u,v,w,label\n" + 59 * b"1,2,3,no\n" + b"1,2,\xff,no\n", ("UTF-8", "line 61")),
         (b"u,v,label,\n1,2,no,\n", ("column 4 of 4",)),
@@ -455,8 +455,8 @@ def test_errors_name_command_line_options(tmp_path: Path, fedloom: Callable[...,
     (tmp_path / "t.csv").write_text("u,v,class\n1,2,no\n")
     packed = ("data", "pack", str(tmp_path / "t.csv"), "--out", str(tmp_path / "out"))
     for more, facts in (
-        ((), ("'label'", "--label", "--unlabelled")),
-        (("--label", "class", "--split", "part"), ("'part'", "--split")),
+        ((), ("'label'", "--read label")),
+        (("--read", "label=class", "--read", "split=part"), ("'part'", "--read split")),
     ):
         code, _, output = fedloom(*packed, *more)
         assert code == ExitCode.DATA

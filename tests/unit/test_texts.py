@@ -220,15 +220,16 @@ def test_the_command_packs_texts(folder: str, tmp_path: Path) -> None:
     def command(*options: str) -> Any:
         return CliRunner().invoke(app, ["data", "pack", str(path), "--out", str(tmp_path / "out"), *options])
 
-    for options, fact in (
-        (("--tokenizer", folder), "--text"),
-        (("--text", "review", "--length", "5"), "--tokenizer"),
-        (("--text", "review", "--tokenizer", folder), "--length"),
+    for option, facts in (
+        ("text.column=review", ("--read", "text.tokenizer", "text.length")),
+        ("colour=1", ("--read", "colour")),
+        ("label", ("--read label", "KEY=VALUE")),
     ):
-        refused = command(*options)
+        refused = command("--read", option)
         assert isinstance(refused.exception, ExperimentError)
-        assert mentions(str(refused.exception), fact)
-    done = command("--text", "review", "--tokenizer", folder, "--length", "5", "--padding", "left")
+        assert mentions(str(refused.exception), *facts), str(refused.exception)
+    text = f"text={{column: review, tokenizer: '{folder}', length: 5}}"
+    done = command("--read", text, "--read", "text.padding=left")
     assert done.exit_code == 0, done.output
     card = read_card(tmp_path / "out")
     assert mentions(done.output, card.spec.inputs["input_ids"].tokenizer, "owner", "when")

@@ -35,8 +35,8 @@ from fedloom.data.spec import DataSpec
 from fedloom.data.values import as_numbers, number
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
-from fedloom.models.codes import check_codes
 from fedloom.models.factories import FACTORIES
+from fedloom.models.module_facts import check_codes
 from fedloom.models.registry import ModuleSettings
 from fedloom.runner.assemble import make_partition
 

@@ -334,7 +334,7 @@ def _request(**options: Any) -> Request:
         if found is not None and found not in allowed:
             message = f"{key} must be one of {', '.join(allowed)} (got {found!r})."
             raise ExperimentError(message, key=key, found=found, allowed=allowed)
-    return Request(None, keys="", **options)
+    return Request(None, **options)
 
 
 def _text(given: Mapping[str, Any]) -> TextColumn:

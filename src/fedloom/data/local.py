@@ -42,7 +42,7 @@ from fedloom.data.pack.arrays import examples_in_memory, read_arrays, read_medmn
 from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, TextColumn, ValidationErrors, listed
 from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
 from fedloom.data.pack.packer import examples_of
-from fedloom.data.pack.saved import cached, read_saved
+from fedloom.data.pack.saved import read_saved
 from fedloom.data.pack.tables import PARQUET, read_csv, read_frame, read_parquet
 from fedloom.data.requirements import Words
 from fedloom.data.spec import DataSpec, text_fault
@@ -90,8 +90,8 @@ class LocalFiles(Settings):
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/ and test/ above, or images/NAME.png and "
         "masks/NAME.png; the .csv or .parquet file, or the folder of .parquet files; the .npz or .safetensors file "
-        "with x and y; MedMNIST's .npz file; or the folder saved by datasets, or OWNER/NAME of a data set in its local "
-        "cache. A relative path starts from the current folder; a run records it as an absolute one.",
+        "with x and y; MedMNIST's .npz file; or the folder saved by datasets. A relative path starts from the current "
+        "folder; a run records it as an absolute one.",
     )
     client: str | None = Field(
         default=None,
@@ -130,15 +130,15 @@ class LocalFiles(Settings):
         default="first",
         description="For arrays: axis of an input along which features are standardized, first or last.",
     )
-    subset: str | None = Field(
-        default=None,
-        min_length=1,
-        description="For huggingface, by name: the subset (configuration); null: the only one in the cache.",
-    )
     split: str | None = Field(
         default=None, min_length=1, description="Column with train, validation or test; null: none."
     )
     resize: bool = Field(default=False, description="Resize images of another size to the first one's.")
+
+    def request(self, **options: Any) -> Request:
+        """Return the reading options; ``options`` are others than the keys of this section."""
+        keys = {key: value for key, value in self if key != "path"}
+        return Request(**{"own": None, **keys, **options})
 
 
 log = logging.getLogger("fedloom.data")
@@ -193,7 +193,13 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
                 allowed=[kept_source.spec.task],
             )
         return kept_source
-    path = _located(dataset, files, path)
+    if files.text is not None and dataset not in WITH_TEXT:
+        raise ExperimentError(
+            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
+            key="data.source.text",
+            found=dataset,
+            allowed=WITH_TEXT,
+        )
     reader = _reader(dataset, path)
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
@@ -201,8 +207,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
     errors = ValidationErrors(str(path))
-    options = {key: value for key, value in files if key not in ("path", "subset")}
-    request = Request(None, keys="data.source.", **options)
+    request = files.request(keys="data.source.")
     try:
         examples = examples_of(reader(path, request, errors, lambda what, done, total: None), request, errors)
         errors.refuse()
@@ -309,29 +314,6 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
 def _pool(tensors: Mapping[str, NDArray[Any]], part: str, spec: DataSpec) -> Pool:
     x = {name: tensors[input_key(part, name)] for name in spec.inputs}
     return Pool(unnamed(x), tensors[f"{part}_y"], tensors.get(f"{part}_owner"))
-
-
-def _located(dataset: str, files: LocalFiles, path: Path) -> Path:
-    """Return the path of the examples; a data set in the cache of ``datasets`` is found by its name.
-
-    Raise ExperimentError if it is missing, or a key is for another kind of data set.
-    """
-    if files.text is not None and dataset not in WITH_TEXT:
-        raise ExperimentError(
-            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
-            key="data.source.text",
-            found=dataset,
-            allowed=WITH_TEXT,
-        )
-    if dataset == "huggingface" and not path.exists():
-        return cached(files.path, files.subset)
-    if files.subset is not None:
-        raise ExperimentError(
-            f"data.source.subset is only for a data set in the cache of datasets; leave it out for {path}.",
-            key="data.source.subset",
-            found=files.subset,
-        )
-    return path
 
 
 def _reader(dataset: str, path: Path) -> Reader:

@@ -303,7 +303,7 @@ def evaluate_task(
     from fedloom.evaluation import documents, summary
     from fedloom.runner import results as task_results
     from fedloom.runner import trained
-    from fedloom.runner.served_evaluation import evaluate_served
+    from fedloom.runner.personal import evaluate_served
     from fedloom.runs.folder import RunFolder
     from fedloom.security.options import ClientOptions
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedloom.errors import DataError
-from fedloom.models.module_state import digests_of
+from fedloom.models.module_layers import digests_of
 from fedloom.runs.files import CONSTANTS, RunFiles
 
 if TYPE_CHECKING:

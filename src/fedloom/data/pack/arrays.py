@@ -106,10 +106,10 @@ def read_arrays(path: Path, request: Request, errors: ValidationErrors, on_progr
     wanted = [*inputs, *["y"] * request.labelled, *[client] * (client is not None)]
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     if missing := [name for name in needed if name not in arrays]:
-        without = "" if request.keys is not None else f", or only x with {argument('unlabelled')}"
         raise DataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
-            f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs{without}"
+            f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs; when packing with "
+            f"{argument('unlabelled')}, only x"
         )
     parts = [
         _Part(
