@@ -151,7 +151,7 @@ def test_trials_equal_those_of_a_search_without_a_cluster(
     search = planned(parameters, sampler=sampler, seed=11)
     spec = made(search)[1]["spec"]
     trials = Trials(search.plan, tmp_path, "e", Schedule(150, 10))
-    ours = [dict(trials.ask().texts) for _ in range(search.plan.trials)]
+    ours = [dict(trials.draw().texts) for _ in range(search.plan.trials)]
     katib = Suggestions(spec)
     theirs = [katib.ask() for _ in range(spec["maxTrialCount"])]
     assert theirs == ours

@@ -29,7 +29,7 @@ def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
     return result
 
 
-def metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
+def run_metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of a model: what identifies the run in a summary, and its scores."""
     known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
     if summary["best"] is not None:

@@ -258,7 +258,7 @@ def federate_task(
     from fedloom.kubeflow import results
     from fedloom.runs.folder import RunFolder
 
-    return {"label": task, **results.metadata(RunFolder(out).json("summary.json"))}
+    return {"label": task, **results.run_metadata(RunFolder(out).json("summary.json"))}
 
 
 def _run_url(experiment: str, run_id: str, task: str) -> str | None:
