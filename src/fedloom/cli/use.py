@@ -114,9 +114,6 @@ def personalize_command(
             metavar="FORMAT",
         ),
     ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Format in which a server sends numbers: float32, or bfloat16, which is half as large.")
-    ] = "float32",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a server's model.", min=0.1, metavar="S")] = 60.0,
     epsilon: Annotated[
         float | None,
@@ -166,8 +163,7 @@ def personalize_command(
         )
     if out.suffix[1:] not in formats:
         of_privacy = {"--epsilon": epsilon, "--delta": delta, "--clip": clip, "--ledger": ledger, "--budget": budget}
-        of_one = {"--precision": precision != "float32", **of_privacy}
-        refuse_options(of_one, f"is for one model; give a file as --out (got {out}).")
+        refuse_options(of_privacy, f"is for one model; give a file as --out (got {out}).")
         _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form or formats[0])
         return
     of_all = {"--partition": partition, "--clients": clients, "--format": form}
@@ -183,7 +179,6 @@ def personalize_command(
         data=data[0],
         checkpoint=checkpoint,
         predictor=predictor,
-        precision=precision,  # type: ignore[arg-type]  # checked there
         timeout_s=timeout,
         epsilon=epsilon,
         delta=delta,
@@ -196,7 +191,7 @@ def personalize_command(
     for path in model.save(out):
         typer.echo(f"{path}")
     card = model.card
-    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
+    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]})")
     if card.training_privacy is not None:
         typer.echo(f"trained {card.training_privacy}")
     if (guarantee := card.privacy) is None:

@@ -25,8 +25,8 @@ from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.control_service import ProgressPublisher
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.personalization import Personalization
-from fedloom.transport.served_run import ServedRun
 
 
 @dataclass(frozen=True)
