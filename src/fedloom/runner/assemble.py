@@ -31,13 +31,10 @@ from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
-from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.states import StoredStates
-from fedloom.federation.summation import Summation
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.fitting import fitted
 from fedloom.models.predictors import Predictors
@@ -50,6 +47,9 @@ from fedloom.runner.training_privacy import check_private_buffers
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import is_url, open_store
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.revealed_sums import RevealedSums
+from fedloom.sums.summation import Summation
 
 DTYPE = torch.float32
 _log = logging.getLogger(__name__)
@@ -99,6 +99,12 @@ class RunContext:
             run=answers_digest(self.experiment, self.manifest),
             sizes={} if own else {entry.id: entry.train for entry in self.manifest.clients},
         )
+
+    @property
+    def vocabulary(self) -> dict[str, type[Message]]:
+        """Messages that the run's conversations can contain, by name."""
+        summation = self.summation
+        return {**vocabulary(self.algorithm), **({} if summation is None else summation.vocabulary)}
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
@@ -402,7 +408,7 @@ def client_side(
     )
     return ClientSide(
         algorithm,
-        vocabulary(parts.algorithm),
+        parts.vocabulary,
         parts.examples_of(dataset),
         conclude or evaluate,
         config,

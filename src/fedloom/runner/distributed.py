@@ -11,7 +11,6 @@ from typing import Any
 
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.federation.control import Control
-from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
@@ -112,7 +111,7 @@ def serving(
         experiment=assemble.welcome(parts),
         algorithm=parts.algorithm.name,
         version=parts.algorithm.version,
-        vocabulary={**vocabulary(parts.algorithm), **({} if presence is None else VOCABULARY)},
+        vocabulary={**parts.vocabulary, **({} if presence is None else VOCABULARY)},
         dtype=assemble.DTYPE,
         clients=[entry.id for entry in parts.manifest.clients],
         roster=parts.manifest.roster,

@@ -11,9 +11,9 @@ from fedloom.data.own import own_manifest, own_normalization
 from fedloom.data.requirements import Given, Own
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.question import combined_digest
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
+from fedloom.sums.question import combined_digest
 
 
 def own_of(experiment: Experiment) -> Own | None:
