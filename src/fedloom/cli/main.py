@@ -30,7 +30,6 @@ from fedloom.cli import (
     register,
     run,
     runs,
-    schedules,
     schema,
     search,
     serve,
@@ -88,7 +87,6 @@ data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
-pipeline.app.add_typer(schedules.app, name="schedules")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(status.federation, name="federation")
 app.add_typer(token.app, name="token")
