@@ -15,7 +15,8 @@ from fedloom.federation.loop import vocabulary
 from fedloom.federation.loop_config import LoopHooks
 from fedloom.runner import assemble, loops
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.runner.options import WorkerOptions
+from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.transport.aggregator import Aggregator

@@ -114,7 +114,7 @@ class Federation:
         options = RunOptions(
             out,
             replay=self.run,
-            data=tuple(data),
+            packed=tuple(data),
             observe=tuple(self.members / f"s{i}" for i in observes),
             report=False,
         )
@@ -308,7 +308,7 @@ def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federati
         changed = ("--set", f"algorithm={settings}", "--set", "federation.rounds=6")
         aggregator = federation.aggregator(*changed, "--set", "evaluation.every=3")
         more = [("--states", tmp_path / f"{name}-{i}") for i in range(2)]
-        first = federation.worker(0, name="first", observes=(2,), more=(*more[0], "--class-counts"))
+        first = federation.worker(0, name="first", observes=(2,), more=(*more[0], "--set", "class_counts=true"))
         second = federation.worker(1, name="second", more=more[1])
         ended(aggregator, 0)
         ended(first, 0)
@@ -523,7 +523,7 @@ def test_rounds_end_at_the_early_stopping_condition(members: Path, tmp_path: Pat
         )
     ):
         e = load_experiment(path, [f"federation.until={end}", "evaluation.every=3"])
-        summary = run_experiment(e, RunOptions(tmp_path / f"run-{i}", data=data, report=False)).summary
+        summary = run_experiment(e, RunOptions(tmp_path / f"run-{i}", packed=data, report=False)).summary
         assert summary["rounds"] % 3 == 0
         history = list(RunFolder(tmp_path / f"run-{i}").objects("metrics.jsonl"))
         scores = {line["round"]: line["validation_pooled"] for line in history}
@@ -539,6 +539,6 @@ def test_a_threshold_of_the_wrong_direction_is_rejected_before_round_1(members: 
     e = load_experiment(path, ["federation.until={at_most: 1.5}"])
     data = tuple(members / f"s{i}" for i in range(3))
     with pytest.raises(ExperimentError) as error:
-        run_experiment(e, RunOptions(tmp_path / "run", data=data, report=False))
+        run_experiment(e, RunOptions(tmp_path / "run", packed=data, report=False))
     assert error.value.key == "federation.until.at_most"
     assert not list((tmp_path / "run").glob("checkpoints/*"))

@@ -37,9 +37,10 @@ from fedloom.models.module_inputs import SingleInput
 from fedloom.models.predictors import predictors_of
 from fedloom.runner import assemble
 from fedloom.runner.constants import are_close, figures_of
+from fedloom.runner.options import WorkerOptions
 from fedloom.runner.requesting_client import DescribedRun
 from fedloom.runner.serve import about
-from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
 from fedloom.transport.introduction import Joined
 

@@ -1,4 +1,4 @@
-"""Commands for trained runs: ``fedloom evaluate``, ``personalize``, ``report`` and ``compare``."""
+"""Commands for trained runs: ``fedloom evaluate``, ``personalize``, ``report``, ``compare`` and ``runs``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Checkpoint, ClientCredentials, InsecureClient, refuse_options
+from fedloom.cli.options import Checkpoint, ClientAccess, Json, refuse_options, with_options
 from fedloom.core.words import pluralize, rounded_up
+from fedloom.tasks.names import ACCURACY, metric_title
+
+if TYPE_CHECKING:
+    from fedloom.runs.listing import RunEntry
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Other = Annotated[
@@ -74,7 +78,9 @@ def overlapping(found: Mapping[str, Any] | None) -> str | None:
     )
 
 
+@with_options()
 def personalize_command(
+    access: ClientAccess,
     where: Annotated[
         str,
         typer.Argument(
@@ -153,8 +159,6 @@ def personalize_command(
             metavar="E",
         ),
     ] = None,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
 ) -> None:
     """Create and save models for clients, which need not have taken part in training."""
     from fedloom.errors import ExperimentError
@@ -190,8 +194,8 @@ def personalize_command(
         clip=clip,
         ledger=ledger,
         budget=budget,
-        credentials=credentials,
-        insecure=insecure,
+        credentials=access.credentials,
+        insecure=access.insecure,
     )
     for path in model.save(out):
         typer.echo(f"{path}")
@@ -292,45 +296,57 @@ def compare_command(
     ] = None,
 ) -> None:
     """Compare runs. Runs that differ only in the seed form one row."""
+    from fedloom.cli.tables import show_comparison
+
     show_comparison(runs, out, against)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")
 
 
-def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None = None) -> None:
-    """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
-    from rich.text import Text
+def runs_command(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that holds runs, at any depth.", metavar="[DIR]", show_default=True)
+    ] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List runs. Shows progress, method, data set, and the mean test result over clients."""
+    import dataclasses
 
-    from fedloom.cli.tables import print_paragraph, print_table
-    from fedloom.reporting import compare_tables as tables
-    from fedloom.reporting.compare import compare_runs
-    from fedloom.reporting.compare_findings import caution, findings, sentence
-    from fedloom.reporting.compare_report import check_out, write_comparison
+    from fedloom.cli.tables import print_table
+    from fedloom.runs.listing import list_runs
 
-    if out is not None:
-        check_out(out)
-    comparison = compare_runs(runs, against)
-    for notice in comparison.notices:
-        typer.echo(notice, err=True)
-    several = len(comparison.blocks) > 1
-    styles = {"best": "bold", "tied": "underline"}
-    for label, lines in tables.as_text(comparison).items():
-        title = tables.text_title(comparison) + (f"\n{label}" if several else "")
-        rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
-        print_table(title, tables.headings(comparison), rows)
-    if sys.stdout.isatty() and len(comparison.rows) > 1:
-        print_paragraph(tables.marks_note(comparison))
-    if comparison.chosen:
-        typer.echo()
-        title = f"Best on validation ({comparison.headline.heading})"
-        print_table(title, tables.choice_headings(comparison), tables.choices_as_text(comparison))
-    for label, (headings, steps) in tables.own_steps_as_text(comparison).items():
-        typer.echo()
-        title = f"Unseen clients, {comparison.headline.heading}"
-        print_table(f"{title}\n{label}" if several else title, headings, steps)
-    typer.echo()
-    for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
-        if text:
-            print_paragraph(text)
-    if out is not None:
-        write_comparison(comparison, out)
+    found = list_runs(folder)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2, ensure_ascii=False))
+        return
+    if not found:
+        typer.echo(f"no runs in {folder} or below it")
+        return
+    headings = ("run", "method", "data", "rounds", "seen %", "unseen %", "state", "last change")
+    print_table(
+        f"{pluralize(len(found), 'run')} in {folder}",
+        headings,
+        [_row(run, folder) for run in found],
+        texts=(0, 1, 2, 6, 7),
+    )
+    for run in found:
+        if run.fault is not None:
+            typer.echo(f"damaged: {run.fault}", err=True)
+
+
+def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:
+    import time
+
+    where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name
+    when = "" if run.changed is None else time.strftime("%m-%d %H:%M", time.localtime(run.changed))
+    rounds = "" if run.done is None else f"{run.done}" if run.rounds is None else f"{run.done}/{run.rounds}"
+    groups = (_score(run, run.seen), _score(run, run.unseen))
+    return (where, run.method or "", run.dataset or "", rounds, *groups, run.state, when)
+
+
+def _score(run: RunEntry, value: float | None) -> str:
+    """Return a value of the headline metric: an accuracy in percent, or another metric with its name."""
+    if value is None or run.metric is None:
+        return "–"
+    shown = f"{100 * value:.1f}" if run.percent else f"{value:.3g}"
+    return shown if run.metric == ACCURACY.name else f"{metric_title(run.metric)} {shown}"

@@ -225,7 +225,7 @@ def _dataset(e: Experiment, options: CanaryOptions) -> FederatedDataset:
                 key="packed",
                 hint="owners who do not share their data can audit the same settings on data of their own",
             )
-        return run_dataset(e, RunOptions(data=options.data, partition=options.partition))
+        return run_dataset(e, RunOptions(packed=options.data, partition=options.partition))
     if options.data:
         raise ExperimentError(
             f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"

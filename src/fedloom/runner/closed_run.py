@@ -7,6 +7,7 @@ from functools import partial
 from fedloom.runner import assemble
 from fedloom.runner.distributed import Serving, with_workers
 from fedloom.runner.engine import Engine, RunResult
+from fedloom.runner.options import WorkerOptions
 from fedloom.runner.worker_processes import Workers
 from fedloom.transport.address import dialable
 
@@ -22,7 +23,7 @@ def run_closed(engine: Engine) -> RunResult:
             _announce(engine, at)
         else:
             workers = _own_workers(engine)
-        with engine.guarded(), with_workers(at, engine.parts, workers, engine.stop_request, engine.options):
+        with engine.guarded(), with_workers(at, engine.parts, workers, engine.stop_request, engine.options.serving):
             loop = engine.loop(engine.parts, at.server)
             engine.resume(loop, at.notices)
             final = engine.train(loop)
@@ -52,7 +53,13 @@ def _announce(engine: Engine, at: Serving) -> None:
 def _own_workers(engine: Engine) -> partial[Workers]:
     """Return a function that starts the run's own workers; it lacks the address and ``on_failure``."""
     assert engine.dataset is not None
-    e, options = engine.experiment, engine.options
-    serves = options.serves or ["--partition", options.partition or str(engine.dataset.folder)]
-    states = assemble.states_of(engine.folder)
-    return partial(Workers, e.runtime, serves, states, engine.folder.logs, engine.token, e.code)
+    e, options, runtime = engine.experiment, engine.options, engine.experiment.runtime
+    brought = bool(options.packed or options.observe)
+    worker = WorkerOptions(
+        None if brought else options.partition or str(engine.dataset.folder),
+        options.packed,
+        options.observe,
+        settings=tuple(f"runtime.{key}={getattr(runtime, key)}" for key in ("device", "threads", "clients_at_once")),
+        states=assemble.states_of(engine.folder),
+    )
+    return partial(Workers, runtime.workers, worker, engine.folder.logs, engine.token, e.code)

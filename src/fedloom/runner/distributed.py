@@ -18,7 +18,7 @@ from fedloom.federation.roster import AvailableClients
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.metrics import certificate_end, federation_families, metrics_served
-from fedloom.runner.options import RunOptions
+from fedloom.runner.options import ServingOptions
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.worker_processes import Workers
 from fedloom.security.audit import Audit
@@ -27,6 +27,9 @@ from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.served_run import ServedRun
+
+GRACE_S = 5.0
+"""Seconds to wait at the end for watchers to receive the final state."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +47,22 @@ class ServingSettings:
 
     Attributes
     ----------
-    listen
-        ``host:port``.
+    options
+        Addresses.
     protection, audit
         Access rules, and the audit log.
     incarnation
         Id of this process's incarnation.
-    grace_s
-        Seconds to wait for watchers at the end.
     drain, resumed
         True to wait for external workers that lost their connection, and True for a resumed run.
-    health, metrics
-        ``host:port`` for health probes, and for Prometheus.
     """
 
-    listen: str
+    options: ServingOptions
     protection: Protection
     audit: Audit
     incarnation: str
-    grace_s: float
     drain: bool = False
     resumed: bool = False
-    health: str | None = None
-    metrics: str | None = None
 
 
 @contextmanager
@@ -128,30 +124,30 @@ def serving(
         control=control,
         models=models,
         say=say,
-        health=settings.health,
+        health=settings.options.health,
     )
-    address = server.start(settings.listen)
+    address = server.start(settings.options.listen)
 
     def families() -> Iterator[Any]:
         load = None if models is None else models.load
         return federation_families(server.activity(), load, certificate_end(settings.protection))
 
     try:
-        with metrics_served(settings.metrics, families):
+        with metrics_served(settings.options.metrics, families):
             yield Serving(server, notices, address)
             if stay is not None:
                 notices.tell("finished")
                 stay()
             server.shutdown_workers(finished=stay is None)
             notices.tell("finished")
-            notices.read_within(settings.grace_s)
+            notices.read_within(GRACE_S)
             if settings.drain and stay is None:
                 server.drain(settings.resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
     except BaseException as error:
         notices.tell("failed", str(error) or type(error).__name__)
-        notices.read_within(settings.grace_s)
+        notices.read_within(GRACE_S)
         raise
     finally:
         server.stop()
@@ -159,13 +155,17 @@ def serving(
 
 @contextmanager
 def with_workers(
-    at: Serving, parts: RunContext, workers: partial[Workers] | None, stop_request: StopRequest, options: RunOptions
+    at: Serving,
+    parts: RunContext,
+    workers: partial[Workers] | None,
+    stop_request: StopRequest,
+    options: ServingOptions | None,
 ) -> Iterator[None]:
     """Set up workers for training: the run's own, or external ones.
 
     The run's own workers leave at the end of the block. External ones stay until :func:`serving` ends, unless the
     block fails. ``workers`` starts the run's own, given the address and ``on_failure``; None: they connect from
-    elsewhere. ``options`` set the timeout for them, and when a run without watchers stops.
+    elsewhere. ``options`` set the timeout for them, and when a run without watchers stops; None for own workers.
 
     Raise QuorumError if clients are not served in time; the error of the run's own workers if that stopped the run;
     AbandonedError if the run stopped for lack of watchers; InterruptedRun if it was stopped while waiting for workers.
@@ -179,11 +179,13 @@ def with_workers(
     own = None if workers is None else workers(address=at.address, on_failure=abort)
     finished = False
     try:
-        with stop_request.when_unwatched(lambda: at.notices.unwatched_s, options.orphan_after_s):
+        with stop_request.when_unwatched(
+            lambda: at.notices.unwatched_s, None if options is None else options.orphan_after_s
+        ):
             at.notices.tell("waiting", "waiting for workers")
             if parts.manifest.clients:  # in an open federation, the roster waits
                 # There is no time limit for the run's own workers: one that is lost for good aborts the wait.
-                within_s = options.wait_s if own is None else threading.TIMEOUT_MAX
+                within_s = threading.TIMEOUT_MAX if options is None else options.wait_s
                 count = 1 if own is None else parts.experiment.runtime.workers
                 at.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)
             stop_request.training = True

@@ -102,12 +102,12 @@ def check_begun_open(folder: RunFolder) -> None:
         )
 
 
-def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
+def check_replay(replay: Replay, own: Own | None, listens: bool) -> None:
     """Raise ExperimentError if an open federation is replayed without ``data.own``, or by a run that listens.
 
     Raise DataError if the journal of an open federation has no round.
     """
-    if listen is not None and (replay.is_open or own is not None):
+    if listens and (replay.is_open or own is not None):
         raise ExperimentError(
             f"{argument('replay')} of clients with their own data needs `fedloom run --data`, not an aggregator.",
             key="replay",

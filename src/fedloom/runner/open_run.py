@@ -31,7 +31,7 @@ def run_open(engine: Engine) -> RunResult:
     with engine.served(presence) as at:
         engine.make_folder()
         engine.observer.notice(f"waiting for: fedloom worker --aggregator {dialable(at.address)} --data DIR")
-        with engine.guarded(), with_workers(at, engine.parts, None, engine.stop_request, engine.options):
+        with engine.guarded(), with_workers(at, engine.parts, None, engine.stop_request, engine.options.serving):
             parts = _with_normalization(engine, at.server, presence)
             roster = _roster(engine, at.server, presence, parts.manifest)
             loop = engine.loop(parts, at.server, roster)

@@ -13,7 +13,7 @@ from fedloom.runs.folder import RunFolder
 
 def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:
     """Return the data of a run: packed folders, an existing partition, or the experiment's own, created if needed."""
-    if options.data or options.observe:
+    if options.packed or options.observe:
         if options.partition is not None:
             raise ExperimentError(
                 f"{argument('partition')} cannot be combined with {argument('packed')}.", key="partition"
@@ -21,10 +21,10 @@ def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:
         normalization = None
         if isinstance(e.data, OwnData) and options.replay is not None:
             normalization = RunFolder(options.replay).manifest().figures
-        return assemble.open_own(e, options.data, options.observe, normalization)
+        return assemble.open_own(e, options.packed, options.observe, normalization)
     if options.partition is None:
         return assemble.make_partition(e)
-    return assemble.open_partition(e, options.partition, verify=options.listen is None)
+    return assemble.open_partition(e, options.partition, verify=options.serving is None)
 
 
 def check_roster(e: Experiment, options: RunOptions) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 GROUP = "fedloom.observers"
 
+TRACK = "FEDLOOM_TRACK"
+"""Environment variable that names further trackers, separated by spaces."""
+
 log = logging.getLogger("fedloom.run")
 
 Tracker: TypeAlias = Callable[[Path], RunObserver]

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
+from fedloom.core.options import as_words
 from fedloom.core.processes import ChildReport, command, environment
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, WorkerLostError, argument
 from fedloom.models.factories import FACTORIES
+from fedloom.runner.options import WorkerOptions
 from fedloom.security.options import FILES, TOKEN
 from fedloom.storage.folder import open_to_append, read_file, storing
-
-if TYPE_CHECKING:
-    from fedloom.experiment import Runtime
 
 log = logging.getLogger("fedloom.workers")
 
@@ -36,10 +36,8 @@ class Workers:
 
     Parameters
     ----------
-    serves
-        Options of ``fedloom worker`` that name the clients to serve.
-    states
-        Folder or URL of the clients' states.
+    options
+        Options of each ``fedloom worker``.
     token
         Authenticates the workers; passed in their environment, which other users of the machine cannot read.
     code
@@ -50,9 +48,8 @@ class Workers:
 
     def __init__(
         self,
-        runtime: Runtime,
-        serves: Sequence[str],
-        states: str,
+        count: int,
+        options: WorkerOptions,
         logs: Path,
         token: SecretStr,
         code: Sequence[str],
@@ -68,11 +65,8 @@ class Workers:
             self._environment[FACTORIES] = ",".join(code)
         self._code = code
         self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-workers-")
-        self._serves = serves
+        self._options = options
         self._logs = logs
-        self._states = states
-        self._runtime = runtime
-        count = runtime.workers
         self._on_failure = on_failure
         self._stopping = threading.Event()
         self._lock = threading.Lock()
@@ -109,10 +103,9 @@ class Workers:
 
     def _start(self, i: int) -> subprocess.Popen[bytes]:
         name = f"worker-{i}"
-        words = ["worker", "--aggregator", self._address, *self._serves, "--name", name]
-        words += ["--log", str(self._logs / f"{name}.jsonl"), "--states", self._states]
-        for key in ("device", "threads", "clients_at_once"):
-            words += ["--set", f"runtime.{key}={getattr(self._runtime, key)}"]
+        log_setting = f"log={json.dumps(str(self._logs / f'{name}.jsonl'))}"
+        options = replace(self._options, settings=(*self._options.settings, log_setting))
+        words = ["worker", "--aggregator", self._address, "--name", name, *as_words(options)]
         folder = Path(self._temporary.name)
         self._reports[i] = folder / f"{name}-{len(list(folder.iterdir()))}.jsonl"
         self._reports[i].touch()
