@@ -101,6 +101,3 @@ def test_example_privacy_hides_canary_examples(tmp_path: Path) -> None:
     found = audited(tmp_path, 3, privacy, **changed)
     assert found["claim"]["of"] == "examples"
     assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"]
-    inversion = fedloom.audit(tmp_path / "audit-3-examples-2.0" / "run", invert=True).audit["inversion"]
-    assert inversion["noisy_steps"]
-    assert inversion["cases"][0]["psnr_best"] < inversion["cases"][0]["psnr_of_mean_input"] + 10

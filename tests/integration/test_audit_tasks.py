@@ -12,9 +12,6 @@ from test_tasks_end_to_end import CASES, CODES, LABELS, MLP, PRICES, ROWS, TOKEN
 import fedloom
 from fedloom.errors import ExperimentError
 
-DISCRETE = ("next token", "named inputs")
-"""Cases whose inputs no gradient reconstructs."""
-
 
 @pytest.mark.slow
 @pytest.mark.sampled(3)
@@ -25,16 +22,6 @@ def test_every_task_can_be_audited(case: str, tmp_path: Path) -> None:
     found = run.audit["membership"]["predictors"]["global"]["seen"]
     assert found["clients"] == 2
     assert 0 <= found["auc"] <= 1
-    if case in DISCRETE:
-        with refusing(ExperimentError, "inputs are"):
-            fedloom.audit(run, invert=True)
-        return
-    alone = fedloom.audit(run, invert=True).audit["inversion"]["cases"][0]
-    assert "label_found" not in alone
-    if case == "segmentation":  # noise is recovered from 56 numbers of a gradient
-        assert alone["attack"] == "gradient matching"
-    else:
-        assert alone["psnr_best"] > alone["psnr_of_mean_input"] + 20
 
 
 @pytest.mark.sampled(4)

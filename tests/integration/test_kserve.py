@@ -1,4 +1,4 @@
-"""KServe's objects match its published schema, and the container of the runtime, run as a process, serves the run."""
+"""The objects of KServe on docs/serving.md match its published schema, and the container, run as a process, serves."""
 
 from __future__ import annotations
 
@@ -29,27 +29,15 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
-from fedloom.cluster.kserve import CONTAINER, MOUNTED, kserve_objects
-from fedloom.cluster.settings import ClusterSettings
 from fedloom.errors import ExperimentError
 from fedloom.runner.client_models import client_models, save_models
 
 CRDS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "kserve.yaml").read_text())
 WAIT_S = 240
-SETTINGS = ClusterSettings(
-    image="registry.example/fedloom/aggregator:1",
-    namespace="team",
-    labels={"team": "a"},
-    annotations={"example.org/owner": "b"},
-    service_account="models",
-    priority_class="high",
-    image_pull_secrets=("pull",),
-    storage_secret="never-mounted",
-    token_secret="tokens",
-    env={"FEDLOOM_FACTORIES": "mine:net"},
-    volumes=({"name": "code", "configMap": {"name": "code"}},),
-    volume_mounts=({"name": "code", "mountPath": "/code"},),
-)
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+OBJECTS = [*yaml.safe_load_all(next(block for block in BLOCKS if "ServingRuntime" in block))]
+CONTAINER, MOUNTED = "kserve-container", "/mnt/models"
 
 
 def closed(schema: Any) -> Any:
@@ -81,7 +69,7 @@ def deployed(objects: list[dict[str, Any]]) -> dict[str, Any]:
     spec, predictor = runtime["spec"], service["spec"]["predictor"]
     assert predictor.pop("model")["runtime"] == runtime["metadata"]["name"]
     pod = {key: spec[key] for key in ("containers", "volumes", "imagePullSecrets") if key in spec} | predictor
-    labels = {**spec["labels"], "app": "isvc.x"}
+    labels = {"app": "isvc.x"}
     template = {"metadata": {"labels": labels}, "spec": pod}
     return {
         "apiVersion": "apps/v1",
@@ -91,18 +79,15 @@ def deployed(objects: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, ClusterSettings(image="registry.example/fedloom/aggregator:1")])
-def test_objects_match_kserves_schema_and_the_pod_is_restricted(settings: ClusterSettings) -> None:
-    objects = kserve_objects("s3://bucket/run", "flowers", settings)
-    check(objects)
-    runtime, service = objects
-    assert [one["kind"] for one in objects] == ["ServingRuntime", "InferenceService"]
+def test_objects_match_kserves_schema_and_the_pod_is_restricted() -> None:
+    check(OBJECTS)
+    runtime, service = OBJECTS
+    assert [one["kind"] for one in OBJECTS] == ["ServingRuntime", "InferenceService"]
     model = service["spec"]["predictor"]["model"]
     (served,) = runtime["spec"]["supportedModelFormats"]
     assert (model["modelFormat"]["name"], model["modelFormat"]["version"]) == (served["name"], served["version"])
     assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    assert model["storageUri"] == "s3://bucket/run"
-    deployment = deployed(objects)
+    deployment = deployed(OBJECTS)
     kubernetes_schemas.check(deployment)
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -110,7 +95,6 @@ def test_objects_match_kserves_schema_and_the_pod_is_restricted(settings: Cluste
     assert [port["containerPort"] for port in container["ports"]] == [8080, 7734]
     assert pod["securityContext"]["runAsNonRoot"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
-    assert "never-mounted" not in json.dumps(objects)
 
 
 def test_the_schema_rejects_keys_that_kubernetes_would_drop() -> None:
@@ -119,53 +103,13 @@ def test_the_schema_rejects_keys_that_kubernetes_would_drop() -> None:
         (("spec", "containers", 0), "argumente"),
         (("spec", "containers", 0, "ports", 0), "p"),
     ):
-        runtime = copy.deepcopy(kserve_objects("s3://bucket/run", "flowers", SETTINGS)[0])
+        runtime = copy.deepcopy(OBJECTS[0])
         place = runtime
         for step in path:
             place = place[step]
         place[key] = "x"
         with pytest.raises(jsonschema.ValidationError):
             check([runtime])
-
-
-def test_exported_models_suit_a_stock_runtime() -> None:
-    objects = kserve_objects("pvc://claim/onnx", "flowers", ClusterSettings(), "onnx")
-    check(objects)
-    (service,) = objects
-    model = service["spec"]["predictor"]["model"]
-    assert (model["modelFormat"]["name"], model["runtime"]) == ("onnx", "kserve-tritonserver")
-    assert model["storageUri"] == "pvc://claim/onnx"
-
-
-@pytest.mark.parametrize(
-    ("key", "changes"),
-    [
-        ("name", {"name": "Flowers"}),
-        ("name", {"name": "-x"}),
-        ("name", {"name": "x" * 41}),
-        ("uri", {"uri": "/local/run"}),
-        ("uri", {"uri": "minio://bucket/run"}),
-        ("uri", {"uri": "s3://bucket/a b"}),
-        ("format", {"model_format": "pt2"}),
-        ("image", {"settings": ClusterSettings()}),
-    ],
-)
-def test_values_that_kserve_would_reject_are_rejected(key: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(ExperimentError) as refused:
-        kserve_objects(**{"uri": "s3://bucket/run", "name": "x", "settings": SETTINGS, **changes})
-    assert refused.value.key == key
-
-
-def test_the_command_writes_the_objects(tmp_path: Path) -> None:
-    (tmp_path / "cluster.yaml").write_text("image: registry.example/fedloom/aggregator:1\n")
-    options = ["s3://bucket/run", "--name", "flowers", "--cluster", str(tmp_path / "cluster.yaml")]
-    shown = CliRunner().invoke(app, ["cluster", "kserve", *options])
-    CliRunner().invoke(app, ["cluster", "kserve", *options, "--out", str(tmp_path / "kserve.yaml")])
-    assert (tmp_path / "kserve.yaml").read_text() == shown.stdout
-    settings = ClusterSettings(image="registry.example/fedloom/aggregator:1")
-    assert [*yaml.safe_load_all(shown.stdout)] == kserve_objects("s3://bucket/run", "flowers", settings)
-    failed = CliRunner().invoke(app, ["cluster", "kserve", *options, "--format", "h5"])
-    assert isinstance(failed.exception, ExperimentError)
 
 
 # ---- the container, as a process
@@ -202,8 +146,7 @@ class Container:
     """
 
     def __init__(self, mounted: Path, work: Path) -> None:
-        (container,) = deployed(kserve_objects("s3://bucket/run", "flowers", ClusterSettings(image="x:1")))["spec"][
-            "template"]["spec"]["containers"]  # fmt: skip
+        (container,) = deployed(OBJECTS)["spec"]["template"]["spec"]["containers"]
         text = json.dumps(container).replace("{{.Name}}", "flowers")
         for place, here in (
             (MOUNTED, mounted),

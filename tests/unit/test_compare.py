@@ -24,20 +24,19 @@ from fedloom.cli.main import app
 from fedloom.core.words import as_csv
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.reporting.compare import RunComparison, compare_runs
-from fedloom.reporting.compare_figures import COLOURS, draw_curves, draw_spent, line_styles
+from fedloom.reporting.compare_figures import COLOURS, draw_curves, line_styles
 from fedloom.reporting.compare_findings import Finding, findings, sentence
-from fedloom.reporting.compare_report import write_comparison
+from fedloom.reporting.compare_page import write_comparison
 from fedloom.reporting.compare_tables import (
-    as_latex,
-    as_text,
-    choices_as_text,
-    escaped,
-    headings,
-    own_steps_as_text,
+    choice_table,
+    latex_table,
+    own_steps_tables,
     pairs_as_csv,
     rows_as_csv,
+    terminal_table,
 )
 from fedloom.reporting.significance import holm
+from fedloom.reporting.tables import escaped
 
 pytestmark = pytest.mark.xdist_group("compare")
 UNRENDERED = pytest.mark.usefixtures("unrendered")
@@ -103,8 +102,8 @@ def measured(folder: Path, accuracies: Sequence[float], validation: float = 0.5)
 
 
 def text_rows(comparison: RunComparison) -> list[list[str]]:
-    (rows,) = as_text(comparison).values()
-    return [[cell.text for cell in row] for row in rows]
+    ((_, rows),) = terminal_table(comparison).blocks
+    return [[cell.text for cell in row.cells] for row in rows]
 
 
 COSTS = {
@@ -145,7 +144,7 @@ def test_each_kind_of_model_has_one_row(tmp_path: Path) -> None:
     assert tuned.new_client == (50, 343_000, 0)
     assert found.rows[0].new_client == (None, None, None)
     cells = text_rows(found)
-    assert all(len(row) == len(headings(found)) for row in cells)
+    assert all(len(row) == len(terminal_table(found).headings) for row in cells)
     assert cells[2][-3:] == ["50", "343 kB", "0 B"]
     assert cells[0][-3:] == ["–", "–", "–"]
     mean, std = summary["seen"]["accuracy_mean"], summary["seen"]["accuracy_std"]
@@ -544,9 +543,9 @@ def test_settings_are_chosen_on_validation_never_on_test(tmp_path: Path) -> None
     measured(tmp_path / "lr=0.04", BETTER, 0.8)
     (choice,) = compare_runs([tmp_path]).chosen
     assert choice.edges == ("algorithm.local.lr",)
-    cells = choices_as_text(compare_runs([tmp_path]))[0]
+    cells = [cell.text for cell in choice_table(compare_runs([tmp_path])).blocks[0][1][0].cells]
     assert " ".join(cells[0].split()) == "PeFLL lr 0.04 (lr at the edge of its grid)"
-    assert cells[1:4] == ("3", "80.0", "70.0")
+    assert cells[1:4] == ["3", "80.0", "70.0"]
 
 
 def test_settings_are_chosen_on_the_common_seeds(tmp_path: Path) -> None:
@@ -593,7 +592,7 @@ def test_latex_special_characters_are_escaped() -> None:
 
 
 def test_latex_marks_the_best(tmp_path: Path) -> None:
-    text = as_latex(compare_runs(three(tmp_path), "Local"))
+    text = latex_table(compare_runs(three(tmp_path), "Local"))
     assert f"Local & 1 & \\textbf{{{100 * statistics.mean(BETTER):.1f}}} $\\pm$" in text
     assert f"FedAvg + fine-tuning & 1 & \\underline{{{100 * statistics.mean(SIMILAR):.1f}}} $\\pm$" in text
 
@@ -602,7 +601,7 @@ def test_latex_marks_the_best(tmp_path: Path) -> None:
 def test_latex_compiles(tmp_path: Path) -> None:
     folders = [run(tmp_path / "runs" / "a_b", "pefll"), run(tmp_path / "runs" / "c", "pefll")]
     folders += [run(tmp_path / "runs" / "d", "local", clients=20, unseen=5)]
-    text = as_latex(compare_runs(folders))
+    text = latex_table(compare_runs(folders))
     assert r"PeFLL, a\_b" in text
     special = escaped("\\ ~ ^ < > | \" ' & % $ # _ { } ± –")
     document = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{text}{special}\end{{document}}"
@@ -633,7 +632,7 @@ def written(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_printed_comparison(many: Path, written: Path) -> None:
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
-    figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg", "figures/training-loss.svg"]
+    figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg"]
     assert files == ["compare.csv", "compare.html", "compare.tex", *sorted(figures), "pairs.csv"]
     page = (written / "compare.html").read_text()
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
@@ -726,7 +725,7 @@ def test_one_run_and_several_blocks_have_pages(tmp_path: Path) -> None:
     others = [run(tmp_path / f"<{name}>", name, clients=20, unseen=5) for name in ("pefll", "fedavg")]
     page = write_comparison(compare_runs([alone, *others]), tmp_path / "three").read_text()
     assert {path.name for path in (tmp_path / "three" / "figures").iterdir()} == {
-        "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg", "training-loss-2.svg",
+        "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg",
     }  # fmt: skip
     assert "&lt;pefll&gt;" in page
     assert "<pefll>" not in page
@@ -737,16 +736,6 @@ def test_one_run_is_drawn_only_over_rounds(tmp_path: Path) -> None:
     for folders, over in (([one], {"rounds"}), ([one, two], {"rounds", "communication", "client steps"})):
         page = write_comparison(compare_runs(folders), tmp_path / "out").read_text()
         assert set(re.findall(r"Test accuracy over ([a-z ]+)<", page)) == over
-        assert "Training loss over rounds" in page
-
-
-def test_training_loss_is_averaged_over_the_common_rounds_of_all_seeds(tmp_path: Path) -> None:
-    folders = [run(tmp_path / str(seed), "pefll", seed=seed) for seed in (1, 2)]
-    for folder, losses in zip(folders, ({1: 4.0, 2: 3.0, 3: 1.0}, {1: 2.0, 2: 2.0}), strict=True):
-        lines = [{"round": t, "outcome": "done", "statistics": {"loss": loss}} for t, loss in losses.items()]
-        put(folder / "journal.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    (row,) = compare_runs(folders).rows
-    assert row.training_loss == {1: 3.0, 2: 2.5}
 
 
 def test_line_styles_are_distinguishable() -> None:
@@ -805,12 +794,10 @@ def test_many_methods_are_drawn_with_enough_room(tmp_path: Path) -> None:
     assert [found.rows[i].predictor for i in shown] == ["personal"] * 10
     out = write_comparison(found, tmp_path / "out").parent
     assert "10 of 19 rows" in (out / "compare.html").read_text()
-    assert (out / "figures" / "spent.svg").exists()
     rows = [found.rows[i] for i in shown]
-    for draw in (draw_curves, draw_spent):
-        figure = draw(rows, line_styles(row.label for row in rows)).figure
-        heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
-        assert min(heights) > 1.5  # inches
+    figure = draw_curves(rows, line_styles(row.label for row in rows)).figure
+    heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
+    assert min(heights) > 1.5  # inches
 
 
 # New clients and their own steps
@@ -833,10 +820,11 @@ def test_own_steps_of_new_clients_are_one_line_per_run(tmp_path: Path) -> None:
     assert [row.label for row in rows] == ["PeFLL", "FedAvg + fine-tuning"]  # not the global model's row, not Local
     assert {k: v.mean for k, v in rows[0].own_steps.items()} == pytest.approx({0: 0.85, 5: 0.92})
     assert rows[0].own_steps[0].std == pytest.approx(0.0707, abs=1e-4)
-    ((titles, lines),) = own_steps_as_text(found).values()
-    assert titles[1:] == ("0", "5", "20")
-    assert lines[0] == ("PeFLL", "85.0", "92.0", "–")
-    assert lines[1][1:] == ("50.0", "91.0", "70.0")
+    (table,) = own_steps_tables(found).values()
+    lines = [[cell.text for cell in row.cells] for row in table.blocks[0][1]]
+    assert table.headings[1:] == ("0", "5", "20")
+    assert lines[0] == ["PeFLL", "85.0", "92.0", "–"]
+    assert lines[1][1:] == ["50.0", "91.0", "70.0"]
 
 
 @UNRENDERED
@@ -858,4 +846,4 @@ def test_own_steps_are_on_the_page_and_in_a_table(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     write_comparison(compare_runs([tmp_path / "runs" / "l"]), plain)
     assert not (plain / "own_steps.csv").exists()
-    assert own_steps_as_text(compare_runs([tmp_path / "runs" / "l"])) == {}
+    assert own_steps_tables(compare_runs([tmp_path / "runs" / "l"])) == {}

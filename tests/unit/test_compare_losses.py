@@ -24,9 +24,9 @@ from fedloom.cli.main import app
 from fedloom.core.words import as_csv
 from fedloom.errors import ExperimentError
 from fedloom.reporting.compare import compare_runs
-from fedloom.reporting.compare_report import write_comparison
+from fedloom.reporting.compare_page import write_comparison
 from fedloom.reporting.compare_rows import MeanStd
-from fedloom.reporting.compare_tables import as_latex, as_text, headings, rows_as_csv
+from fedloom.reporting.compare_tables import latex_table, rows_as_csv, terminal_table
 from fedloom.tasks.names import MODEL_LOSS
 
 pytestmark = pytest.mark.xdist_group("losses")
@@ -138,7 +138,7 @@ def test_rows_contain_the_losses_of_their_runs(real: Path) -> None:
 def test_a_common_user_0_has_no_column(real: Path) -> None:
     found = compare_runs([real / "all"])
     assert found.groups == ("seen",)
-    assert headings(found)[1:3] == ("seen", "worst decile")
+    assert terminal_table(found).headings[1:3] == ("seen", "worst decile")
     assert [row.method for row in found.rows] == ["WGA, mean of all", "WGA"] * 3
     (choice,) = found.chosen
     (chosen,) = found.rows[choice.row].runs
@@ -175,8 +175,8 @@ def test_the_lowest_losses_are_marked(real: Path) -> None:
     means = [row.over_seeds("users") for row in found.rows]
     values = [mean.mean for mean in means if mean is not None]
     assert found.marks("users") == ["best" if value == min(values) else "" for value in values]
-    cells = next(iter(as_text(found).values()))
-    assert [cell.mark for cell in (line[1] for line in cells)] == found.marks("users")
+    ((_, rows),) = terminal_table(found).blocks
+    assert [row.cells[1].mark for row in rows] == found.marks("users")
 
 
 def test_the_printed_table_has_no_accuracy(real: Path, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_printed_table_has_no_accuracy(real: Path, tmp_path: Path) -> None:
     assert "best, user 0" in page
     assert "best, seen" not in page
     assert {path.name for path in (tmp_path / "one" / "figures").iterdir()} == {
-        "clients.svg", "loss.svg", "pairs.svg", "training-loss.svg",
+        "clients.svg", "loss.svg", "pairs.svg",
     }  # fmt: skip
     with (tmp_path / "one" / "compare.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -233,7 +233,7 @@ def test_losses_of_different_models_are_not_compared(real: Path, copied: Path) -
     ]
     assert any("models" in notice for notice in found.notices)
     assert len(rows_as_csv(found).splitlines()) == 1 + len(found.rows)
-    assert all(as_latex(found).count(label) for label in found.labels.values())
+    assert all(latex_table(found).count(label) for label in found.labels.values())
 
 
 def test_runs_with_and_without_classes_are_not_mixed(real: Path, tmp_path: Path) -> None:

@@ -94,14 +94,14 @@ def test_a_mask_that_may_have_been_drawn_in_two_ways_is_rejected(
     held: int, size: tuple[int, int], tmp_path: Path
 ) -> None:
     photos(tmp_path / "m", held, 1, STORED[held], size)
-    with refusing(DataError, "12 places", "EXIF", f"orientation {held}"):
+    with refusing(DataError, "12 places", "EXIF", f"mask 1, image {held}"):
         pack(tmp_path / "m", tmp_path / "out", PackSettings())
     assert not (tmp_path / "out").exists()
 
 
 def test_a_mask_of_another_orientation_is_rejected(tmp_path: Path) -> None:
     photos(tmp_path / "m", 6, 8, STORED[8], (9, 9))
-    with refusing(DataError, "12 places", "EXIF", "8, 6"):
+    with refusing(DataError, "12 places", "EXIF", "mask 8, image 6"):
         pack(tmp_path / "m", tmp_path / "out", PackSettings())
 
 

@@ -23,7 +23,7 @@ from fedloom.privacy.accounting import EVERYONE, sampled
 from fedloom.privacy.claim import claim
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.reporting.compare import compare_runs
-from fedloom.reporting.compare_report import write_comparison
+from fedloom.reporting.compare_page import write_comparison
 from fedloom.reporting.compare_tables import rows_as_csv
 from fedloom.reporting.report import write_report
 from fedloom.reporting.status import RunStatus

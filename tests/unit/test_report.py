@@ -20,9 +20,10 @@ from fedloom.errors import DataError, StorageError
 from fedloom.reporting.follow import follow_report
 from fedloom.reporting.page import Part, ReportSection
 from fedloom.reporting.report import write_report
-from fedloom.reporting.report_classes import confusion_matrices, confusion_table_of, uncertainty
+from fedloom.reporting.report_classes import confusion_matrices, confusion_table_of
 from fedloom.reporting.report_results import client_results
 from fedloom.reporting.report_setup import time
+from fedloom.reporting.report_uncertainty import uncertainty
 from fedloom.runs.folder import RunFolder
 
 SECTIONS = [
@@ -31,8 +32,7 @@ SECTIONS = [
 ]  # fmt: skip
 FIGURES = [
     "clients.svg", "confusion-seen.svg", "confusion-unseen.svg", "correlation.svg", "descriptors-training.svg",
-    "descriptors.svg", "learning-curve.svg", "partition.svg", "reliability.svg", "time-rounds.svg", "time-total.svg",
-    "training-loss.svg",
+    "descriptors.svg", "learning-curve.svg", "partition.svg", "reliability.svg", "time.svg", "training-loss.svg",
 ]  # fmt: skip
 pytestmark = pytest.mark.xdist_group("report")
 UNRENDERED = pytest.mark.usefixtures("unrendered")
@@ -323,7 +323,7 @@ def test_failed_attempts_pauses_and_the_rest_are_part_of_the_time(small: Path) -
     put(small / "journal.jsonl", "".join(json.dumps(line) + "\n" for line in journal))
     summary = json.loads((small / "summary.json").read_text()) | {"duration_s": 25.0}
     put(small / "summary.json", json.dumps(summary))
-    svg = time(RunFolder.open(small)).panels[1].svg
+    svg = time(RunFolder.open(small)).panels[0].svg
     for label in (
         "2.00 s (8%)",
         "1.00 s (4%)",

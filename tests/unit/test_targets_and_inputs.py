@@ -141,7 +141,7 @@ def test_rows_with_one_1_are_noted_and_are_classes_on_request(
     several[0] = 1
     opened(FEATURES, several, tmp_path)
     assert not noted(caplog, "exactly one 1")
-    with refusing(DataError, "[60, 4]"):
+    with refusing(DataError, "[n, 4]"):
         opened(FEATURES, several, tmp_path, task="classification")
 
 
@@ -291,14 +291,14 @@ def test_a_named_task_is_accepted_or_rejected(tmp_path: Path) -> None:
         (FEATURES, CLASSES, {"task": "multilabel"}, ("multilabel", "[n, K]")),
         (FEATURES, CLASSES, {"task": "segmentation"}, ("segmentation", "height")),
         (FEATURES, np.stack([CLASSES, CLASSES], 1), {"task": "multilabel"}, ("0 to 1", "client a: y[2]")),
-        (IMAGES, MASKS[:, :4], {"task": "segmentation"}, ("[4, 6]", "[6, 6]")),
-        (TOKENS, TOKENS[:, 1:], {"task": "next_token"}, ("[4]", "[5]")),
-        (FEATURES, np.stack([CLASSES, CLASSES], 1), {}, ("[60, 2]", "multilabel", "regression")),
+        (IMAGES, MASKS[:, :4], {"task": "segmentation"}, ("[n, 4, 6]", "[6, 6]")),
+        (TOKENS, TOKENS[:, 1:], {"task": "next_token"}, ("[n, 4]", "[5]")),
+        (FEATURES, np.stack([CLASSES, CLASSES], 1), {}, ("[n, 2]", "multilabel", "regression")),
         (IMAGES, MASKS * 3, {"outputs": 2}, ("outputs is 2", "4")),
         (IMAGES, MASKS * 3, {"classes": ["p", "q"]}, ("0 to 1", "client a: y[0]")),
         (FEATURES, np.where(PRICES > 100, np.nan, PRICES), {}, ("finite", "client a: y[")),
         (FEATURES, PRICES * 1e-3 + 1e7, {}, ("32-bit",)),
-        (VOLUMES, np.repeat(VOLUMES > 1, 2, 1), {}, ("[60, 2, 3, 4, 5]", "depth")),
+        (VOLUMES, np.repeat(VOLUMES > 1, 2, 1), {}, ("[n, 2, 3, 4, 5]", "depth")),
         (FEATURES, np.array(["p", "q"] * N), {"task": "regression"}, ("<U1", "regression")),
     ]
     for x, y, settings, facts in cases:
@@ -378,7 +378,7 @@ def test_repeated_named_inputs_stay_in_one_split(tmp_path: Path) -> None:
     [
         ({"row": FEATURES, "image": IMAGES[:-1]}, ("60", "59")),
         ({"row": FEATURES, "a b": IMAGES}, ("'a b'", "letters")),
-        ({"row": np.array(["p"] * 2 * N)}, ("x.row", "[60]", "[n, features]")),
+        ({"row": np.array(["p"] * 2 * N)}, ("x.row", "[n]", "[n, features]")),
         ({}, ("x",)),
     ],
 )

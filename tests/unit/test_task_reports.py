@@ -24,13 +24,12 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.kubeflow import markdown, steps
-from fedloom.reporting import figures
 from fedloom.reporting.compare import compare_runs
-from fedloom.reporting.compare_report import write_comparison
-from fedloom.reporting.compare_tables import as_latex, pairs_as_csv, rows_as_csv
+from fedloom.reporting.compare_page import write_comparison
+from fedloom.reporting.compare_tables import latex_table, pairs_as_csv, rows_as_csv
 from fedloom.reporting.report import write_report
 from fedloom.reporting.report_examples import examples
-from fedloom.reporting.report_results import client_results, result_table
+from fedloom.reporting.report_results import client_results, draw_distribution, draw_gains, result_table
 from fedloom.runner.tracking import evaluation_numbers
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs
@@ -97,10 +96,10 @@ def test_client_figures_mark_the_worst_side(tmp_path: Path, task: str) -> None:
     rows = RunFolder(write_task_run(tmp_path / "run", task)).clients()
     metric = headline(task)
     worst = max if not metric.higher_is_better else min
-    axes = figures.draw_distribution(rows, metric, "unmasked").figure.axes[0]
+    axes = draw_distribution(rows, metric, "unmasked").figure.axes[0]
     thick = [line for line in axes.lines if line.get_linewidth() == 3.6]
     assert worst(thick[0].get_xdata()) == pytest.approx(worst(made_up(metric.name, i, 0.8) for i in SEEN))
-    texts = [text.get_text() for text in figures.draw_gains(rows, metric, "unmasked").figure.axes[0].texts]
+    texts = [text.get_text() for text in draw_gains(rows, metric, "unmasked").figure.axes[0].texts]
     assert sorted(texts) == ["global better: 0", "personalized better: 30"]
 
 
@@ -154,8 +153,8 @@ def test_the_comparison_finds_the_better_method(tmp_path: Path, task: str) -> No
     page = write_comparison(found, tmp_path / "out")
     assert (page.parent / "figures" / f"{metric.name}.svg").is_file()
     assert metric.title in page.read_text()
-    assert metric.title in as_latex(found)
-    assert "accurac" not in "".join(line for line in as_latex(found).splitlines() if "caption" in line)
+    assert metric.title in latex_table(found)
+    assert "accurac" not in "".join(line for line in latex_table(found).splitlines() if "caption" in line)
 
 
 def test_equal_error_differences_are_equal_floats(tmp_path: Path) -> None:

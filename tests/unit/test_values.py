@@ -597,7 +597,7 @@ def test_cells_that_mark_missing_values_are_no_owners_features_or_targets(tmp_pa
     for request, what in (
         (Request(None, client="cell"), "client missing"),
         (Request(None), "value missing"),
-        (Request(None, targets=("cell",), task="regression"), "target missing"),
+        (Request(None, targets=("cell",), task="regression"), "value missing"),
     ):
         with pytest.raises(DataError) as error:
             pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=request))

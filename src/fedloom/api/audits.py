@@ -24,8 +24,6 @@ def audit(
     of: Literal["clients", "examples"] = "clients",
     norm: float | None = None,
     seed: int | None = None,
-    invert: bool = False,
-    client: str | None = None,
     checkpoint: Literal["last", "best"] | int = "last",
     packed: str | Path | Iterable[str | Path] = (),
     out: str | Path | None = None,
@@ -53,10 +51,6 @@ def audit(
         ``federation.privacy``, or without it the norm of an honest update.
     seed
         Seed of the coins; None: drawn by the operating system.
-    invert
-        Also reconstruct examples of a client from one update, and from the sum of a cohort's.
-    client
-        With ``invert``, the client; None: the first that trains.
     checkpoint
         As in :meth:`Run.models`.
     packed
@@ -85,9 +79,8 @@ def audit(
         from fedloom.runner.audit import audit_run
 
         run = what if isinstance(what, Run) else Run(what)
-        audit_run(run.folder, str(checkpoint), folders(packed), invert=invert, client=client)
+        audit_run(run.folder, str(checkpoint), folders(packed))
         return run
-    _refuse("a run", invert=invert or None, client=client)
     if isinstance(what, Run) or checkpoint != "last":
         raise ExperimentError("canaries needs an experiment, not a run.", key="canaries")
     from fedloom import experiment as experiments

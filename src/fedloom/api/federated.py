@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from fedloom.data.federated import FederatedDataset
-    from fedloom.data.pack.examples import Request
-    from fedloom.data.text_column import TextColumn
+    from fedloom.data.pack.examples import Request, TextColumn
 
 NATURAL: Mapping[str, Any] = {"scheme": "natural"}
 """Partition with one client per owner."""
@@ -343,7 +342,7 @@ def _text(given: Mapping[str, Any]) -> TextColumn:
     from pydantic import ValidationError
 
     from fedloom.data.manifest import text_fault
-    from fedloom.data.text_column import TextColumn
+    from fedloom.data.pack.examples import TextColumn
 
     try:
         return TextColumn.model_validate(given)

@@ -163,11 +163,9 @@ class Run:
         return figure
 
     def _drawn(self) -> dict[str, Figure]:
-        from fedloom.reporting.report import SECTIONS, figures
+        from fedloom.reporting.report import figures, source_files
 
-        stamps = [
-            _stamp(self.folder / name) for name in sorted({name for section in SECTIONS for name in section.files})
-        ]
+        stamps = [_stamp(self.folder / name) for name in source_files()]
         if self._figures is None or self._figures[0] != stamps:  # figures of a run in progress change
             self._figures = stamps, figures(self.folder)
         return self._figures[1]
@@ -364,30 +362,32 @@ class Comparison:
 
     def write(self, folder: str | Path) -> Path:
         """Write ``compare.html``, tables and figures to a folder; return the path of the page."""
-        from fedloom.reporting.compare_report import write_comparison
+        from fedloom.reporting.compare_page import write_comparison
 
         return write_comparison(self._comparison, folder)
 
     def __repr__(self) -> str:
-        from fedloom.reporting.compare_tables import as_text, headings
+        from fedloom.reporting.compare_tables import terminal_table
 
-        lines = ["  ".join(headings(self._comparison))]
-        for title, rows in as_text(self._comparison).items():
-            lines += [title, *("  ".join(cell.text for cell in row) for row in rows)]
+        table = terminal_table(self._comparison)
+        lines = ["  ".join(table.headings)]
+        for title, rows in table.blocks:
+            lines += [title, *("  ".join(cell.text for cell in row.cells) for row in rows)]
         return "\n".join(line for line in lines if line)
 
     def _repr_html_(self) -> str:
         from html import escape
 
-        from fedloom.reporting.compare_tables import as_text, headings
+        from fedloom.reporting.compare_tables import terminal_table
 
-        found = ["<tr>", *(f"<th>{escape(title)}</th>" for title in headings(self._comparison)), "</tr>"]
-        for title, rows in as_text(self._comparison).items():
-            found.append(f"<tr><th colspan=99>{escape(title)}</th></tr>")
+        table = terminal_table(self._comparison)
+        parts = ["<tr>", *(f"<th>{escape(heading)}</th>" for heading in table.headings), "</tr>"]
+        for title, rows in table.blocks:
+            parts.append(f"<tr><th colspan=99>{escape(title)}</th></tr>")
             for row in rows:
-                tags = ("<b>", "</b>") if any(cell.mark == "best" for cell in row) else ("", "")
-                found += ["<tr>", *(f"<td>{tags[0]}{escape(cell.text)}{tags[1]}</td>" for cell in row), "</tr>"]
-        return f"<table>{''.join(found)}</table>"
+                tags = ("<b>", "</b>") if any(cell.mark == "best" for cell in row.cells) else ("", "")
+                parts += ["<tr>", *(f"<td>{tags[0]}{escape(cell.text)}{tags[1]}</td>" for cell in row.cells), "</tr>"]
+        return f"<table>{''.join(parts)}</table>"
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -24,12 +24,6 @@ def audit_command(
             metavar="RUN|EXPERIMENT",
         ),
     ],
-    invert: Annotated[
-        bool, typer.Option("--invert", help="Also reconstruct examples of a client from its update.")
-    ] = False,
-    client: Annotated[
-        str | None, typer.Option(help="With --invert, the client; by default the first that trains.", metavar="ID")
-    ] = None,
     canaries: Annotated[
         int | None,
         typer.Option(
@@ -64,7 +58,7 @@ def audit_command(
     checkpoint: Checkpoint = "last",
     data: OwnFolders = None,
 ) -> None:
-    """Attack a run: membership inference, gradient inversion, canaries. Results go to audit.json and the report."""
+    """Attack a run: membership inference, canaries. Results go to audit.json and the report."""
     from fedloom.errors import ExperimentError
 
     if canaries is None:
@@ -72,23 +66,22 @@ def audit_command(
         refuse_options(of_canaries, "needs --canaries.")
         if Path(where).is_file():
             raise ExperimentError(f"{where} is an experiment; give --canaries to audit it.", key="canaries")
-        run = _audit_run(where, checkpoint, data, invert=invert, client=client)
+        run = _audit_run(where, checkpoint, data)
     else:
-        of_run = {"--invert": invert, "--client": client, "--checkpoint": checkpoint != "last"}
-        refuse_options(of_run, "is for a run, and --canaries for an experiment.")
+        refuse_options({"--checkpoint": checkpoint != "last"}, "is for a run, and --canaries for an experiment.")
         from fedloom.runner.audit_canaries import CanaryOptions
 
         run = _audit_experiment(where, set_, CanaryOptions(canaries, of, out, partition, norm, data=tuple(data or ())))
     show_audit(run)
 
 
-def _audit_run(where: str, checkpoint: str, data: list[Path] | None, *, invert: bool, client: str | None) -> Path:
+def _audit_run(where: str, checkpoint: str, data: list[Path] | None) -> Path:
     from fedloom.runs.folder import RunFolder
 
     RunFolder.open(where)  # fail early, before torch is imported
     from fedloom.runner.audit import audit_run
 
-    audit_run(Path(where), checkpoint, data or (), invert=invert, client=client)
+    audit_run(Path(where), checkpoint, data or ())
     return Path(where)
 
 
@@ -106,7 +99,7 @@ def show_audit(run: Path) -> None:
     from fedloom.runs.folder import RunFolder
 
     document = RunFolder.open(run).json(AUDIT)
-    for part, show in (("membership", _show_membership), ("canaries", _show_canaries), ("inversion", _show_inversion)):
+    for part, show in (("membership", _show_membership), ("canaries", _show_canaries)):
         if part in document:
             show(document[part], document["claim"])
             typer.echo()
@@ -159,27 +152,3 @@ def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) ->
     if "sampling" in found:
         typer.echo(f"  {sampling_note(found['sampling'])}")
     print_paragraph(audit_verdict(found, claim))
-
-
-def _show_inversion(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
-    from fedloom.cli.tables import print_paragraph, print_table
-    from fedloom.reporting.words import inversion_note
-
-    rows = [
-        (
-            case["update"],
-            f"{case['clients']:,}",
-            f"{case['examples']:,}",
-            case["attack"],
-            f"{case['psnr_best']:.1f}",
-            f"{case['psnr_of_mean_input']:.1f}",
-        )
-        for case in found["cases"]
-    ]
-    print_table(
-        f"Gradient inversion, client {found['client']}",
-        ("update", "clients", "examples", "attack", "PSNR, dB", "mean, dB"),
-        rows,
-        texts=(0, 3),
-    )
-    print_paragraph(inversion_note(found))

@@ -122,47 +122,6 @@ def _stop(name: Name, namespace: Namespace = None) -> None:
     typer.echo(f"its published results stay in {found.run}")
 
 
-@app.command("kserve")
-def _kserve(
-    uri: Annotated[
-        str,
-        typer.Argument(
-            help="Storage URI of the models: the run's folder with the clients' saved models; with --format onnx, a "
-            "folder with ID/1/model.onnx for each client.",
-            metavar="URI",
-        ),
-    ],
-    name: Annotated[str, typer.Option(help="Name of the InferenceService, and of its model.")],
-    cluster: Annotated[
-        Path | None, typer.Option(help="YAML file: image and the other settings (docs/cluster.md).", metavar="FILE")
-    ] = None,
-    form: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            help="fedloom: the runtime is `fedloom serve`; onnx: exported models, with KServe's runtime of Triton.",
-            metavar="fedloom|onnx",
-        ),
-    ] = "fedloom",
-    out: Annotated[
-        Path | None, typer.Option(help="File for `kubectl apply -f`; by default standard output.", metavar="FILE")
-    ] = None,
-) -> None:
-    """Write the objects with which KServe serves a run's models."""
-    from fedloom.cluster.kserve import kserve_objects
-    from fedloom.cluster.manifests import as_documents
-    from fedloom.cluster.settings import ClusterSettings, settings_from_file
-    from fedloom.storage.folder import write_atomically
-
-    settings = ClusterSettings() if cluster is None else settings_from_file(ClusterSettings, cluster)
-    text = as_documents(kserve_objects(uri, name, settings, form))
-    if out is None:
-        typer.echo(text, nl=False)
-    else:
-        write_atomically(out, text.encode())
-        typer.echo(f"{out}: kubectl apply -f {out}")
-
-
 @app.command("clean")
 def _clean(
     storage: Annotated[str, typer.Argument(help="As `storage` in experiments: s3://BUCKET/PREFIX.", metavar="STORAGE")],

@@ -11,8 +11,8 @@ from fedloom.api.progress import show_progress
 from fedloom.cli.options import Set
 
 if TYPE_CHECKING:
+    from fedloom.data.pack.examples import TextColumn
     from fedloom.data.requirements import Own
-    from fedloom.data.text_column import TextColumn
     from fedloom.tasks.names import TaskName
 
 
@@ -173,7 +173,7 @@ def _text(
     own: Own | None, column: str | None, tokenizer: str | None, length: int | None, **options: Any
 ) -> TextColumn | None:
     """Return the column of texts that the options describe, if they describe one."""
-    from fedloom.data.text_column import TextColumn
+    from fedloom.data.pack.examples import TextColumn
     from fedloom.errors import ExperimentError
 
     given = {"tokenizer": tokenizer, "length": length, **options}

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
+from fedloom.reporting.tables import Table as TableSpec
 from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
 from fedloom.tasks.names import ACCURACY
 
@@ -40,6 +41,14 @@ def print_results(summary: dict[str, Any]) -> None:
 def print_paragraph(text: str) -> None:
     """Print sentences in lines of at most 80 characters."""
     print(textwrap.fill(text, PARAGRAPH_WIDTH))
+
+
+def print_spec(title: str, table: TableSpec, *, titled: bool = False) -> None:
+    """Print each block of a table, the best cells bold and tied ones underlined; ``titled``: with the block's title."""
+    styles = {"best": "bold", "tied": "underline"}
+    for label, lines in table.blocks:
+        rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in line.cells] for line in lines]
+        print_table(f"{title}\n{label}" if titled else title, table.headings, rows)
 
 
 def print_table(
@@ -111,7 +120,7 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     from fedloom.reporting import compare_tables as tables
     from fedloom.reporting.compare import compare_runs
     from fedloom.reporting.compare_findings import caution, findings, sentence
-    from fedloom.reporting.compare_report import check_out, write_comparison
+    from fedloom.reporting.compare_page import check_out, write_comparison
 
     if out is not None:
         check_out(out)
@@ -119,21 +128,16 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     for notice in comparison.notices:
         typer.echo(notice, err=True)
     several = len(comparison.blocks) > 1
-    styles = {"best": "bold", "tied": "underline"}
-    for label, lines in tables.as_text(comparison).items():
-        title = tables.text_title(comparison) + (f"\n{label}" if several else "")
-        rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
-        print_table(title, tables.headings(comparison), rows)
+    print_spec(tables.text_title(comparison), tables.terminal_table(comparison), titled=several)
     if sys.stdout.isatty() and len(comparison.rows) > 1:
         print_paragraph(tables.marks_note(comparison))
     if comparison.chosen:
         typer.echo()
-        title = f"Best on validation ({comparison.headline.heading})"
-        print_table(title, tables.choice_headings(comparison), tables.choices_as_text(comparison))
-    for label, (headings, steps) in tables.own_steps_as_text(comparison).items():
+        print_spec(f"Best on validation ({comparison.headline.heading})", tables.choice_table(comparison))
+    for label, table in tables.own_steps_tables(comparison).items():
         typer.echo()
         title = f"Unseen clients, {comparison.headline.heading}"
-        print_table(f"{title}\n{label}" if several else title, headings, steps)
+        print_spec(f"{title}\n{label}" if several else title, table)
     typer.echo()
     for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
         if text:

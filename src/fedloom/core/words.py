@@ -140,7 +140,7 @@ def shortest_suffixes(keys: Sequence[str]) -> list[str]:
     return found
 
 
-def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
+def as_csv(rows: Sequence[Mapping[str, object]]) -> str:
     """Return rows with the same columns as CSV text with a header line; empty text if there are no rows."""
     if not rows:
         return ""

@@ -81,7 +81,8 @@ class InputSpec:
     high
         Largest integer of the data + 1; None for other kinds.
     tokenizer
-        SHA-256 of the tokenizer that turned texts into integers (:func:`~fedloom.data.pack.tokens.digest_of`), if any.
+        SHA-256 of the tokenizer that turned texts into integers
+        (:func:`~fedloom.data.pack.texts.tokenizer_digest`), if any.
     """
 
     kind: TensorKind

@@ -42,17 +42,14 @@ from fedloom.data.input_spec import (
 )
 from fedloom.data.listing import files_below
 from fedloom.data.manifest import read_stored, text_fault
-from fedloom.data.pack.arrays import examples_of, read_arrays
-from fedloom.data.pack.collections import read_medmnist, read_saved
-from fedloom.data.pack.columns import PARQUET, read_frame, read_parquet
-from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, listed
-from fedloom.data.pack.images import read_images
-from fedloom.data.pack.medical import HOW_TO_READ, is_medical
-from fedloom.data.pack.saved import cached
-from fedloom.data.pack.tables import read_csv
+from fedloom.data.pack.arrays import examples_in_memory, read_arrays, read_medmnist
+from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, TextColumn, ValidationErrors, listed
+from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
+from fedloom.data.pack.packer import examples_of
+from fedloom.data.pack.saved import cached, read_saved
+from fedloom.data.pack.tables import PARQUET, read_csv, read_frame, read_parquet
 from fedloom.data.requirements import Words
 from fedloom.data.targets import Targets
-from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.tasks.names import TaskName
@@ -67,7 +64,7 @@ CARD, EXAMPLES = "dataset.json", "examples.safetensors"
 TEST_FRACTION = 0.2
 """Fraction of the examples used for testing, where neither the source nor a scheme sets a test split."""
 
-Reader = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
+Reader = Callable[[Path, Request, ValidationErrors, OnProgress], Columns]
 
 READERS: Mapping[str, Mapping[str, Reader]] = {
     "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
@@ -219,7 +216,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     options = {key: value for key, value in files if key not in ("path", "subset")}
     request = Request(None, keys="data.source.", **options)
     try:
-        examples = reader(path, request, errors, lambda what, done, total: None)
+        examples = examples_of(reader(path, request, errors, lambda what, done, total: None), request, errors)
         errors.refuse()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
@@ -408,9 +405,9 @@ def of_arrays(
 ) -> Path:
     """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
-    Parameters and errors are those of :func:`~fedloom.data.pack.arrays.examples_of`.
+    Parameters and errors are those of :func:`~fedloom.data.pack.arrays.examples_in_memory`.
     """
-    return keep_in_memory(examples_of(parts, classes, request), "the arrays", root)
+    return keep_in_memory(examples_in_memory(parts, classes, request), "the arrays", root)
 
 
 def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Path:
@@ -418,7 +415,10 @@ def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Pat
 
     Raise DataError if the frame is invalid: it lists all errors, with a count of each kind.
     """
-    return keep_in_memory(read_frame(frame, request, ValidationErrors("the frame")), "the frame", root)
+    errors = ValidationErrors("the frame")
+    examples = examples_of(read_frame(frame, request, errors), request, errors)
+    errors.refuse()
+    return keep_in_memory(examples, "the frame", root)
 
 
 def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:

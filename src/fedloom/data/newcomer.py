@@ -20,9 +20,10 @@ from fedloom.data.input_spec import InputSpec, input_fields, input_key, tokenize
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
 from fedloom.data.own import AGAIN, ClientCard, check_features, is_same, read_card, read_own_shard
-from fedloom.data.pack.arrays import numbered, with_channels
+from fedloom.data.pack.arrays import with_channels
 from fedloom.data.pack.examples import ValidationErrors
-from fedloom.data.pack.targets import pixel_classes, tokens_to_predict
+from fedloom.data.pack.labels import label_positions
+from fedloom.data.pack.packer import pixel_classes, tokens_to_predict
 from fedloom.data.problem import Problem
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
@@ -279,9 +280,10 @@ def _positions(y: NDArray[Any], problem: Problem) -> Tensor:
     if y.ndim != 1 or not problem.class_names:
         return _tensor(y, "y")  # checked with its task
     errors = ValidationErrors("y", outcome="")
-    found, _ = numbered([y], problem.class_names, problem.kind, lambda i: f"y[{i}]", errors)
+    in_order = problem.kind == "tokens"
+    positions, _ = label_positions(y, problem.class_names, lambda i: f"y[{i}]", errors, in_order=in_order)
     errors.refuse()
-    return torch.from_numpy(found)
+    return torch.from_numpy(positions)
 
 
 def _tensor(array: NDArray[Any], what: str) -> Tensor:

@@ -36,16 +36,16 @@ def _titled(headline: Headline) -> str:
     return f"{headline.title} in percent" if headline.percent else headline.title
 
 
-def comparison(found: RunComparison) -> str:
+def comparison(compared: RunComparison) -> str:
     """Return runs side by side, best in bold, as in the pages of ``fedloom compare``."""
     from fedloom.reporting.compare_findings import findings, sentence
-    from fedloom.reporting.compare_tables import as_text, headings, marks_note, text_title
+    from fedloom.reporting.compare_tables import marks_note, terminal_table, text_title
 
-    parts = [f"{sentence(found, finding)}\n\n" for finding in findings(found)]
-    parts.append(f"{text_title(found)}. {marks_note(found, tied='italic')}\n")
-    marks = {"best": "**", "tied": "*", "": ""}
-    for title, lines in as_text(found).items():
-        rows = [[f"{marks[cell.mark]}{cell.text}{marks[cell.mark]}" for cell in line] for line in lines]
-        parts += [f"\n### {title}\n\n" if len(found.blocks) > 1 else "\n", table(headings(found), rows)]
-    parts += [f"\n{notice}\n" for notice in found.notices]
+    parts = [f"{sentence(compared, finding)}\n\n" for finding in findings(compared)]
+    parts.append(f"{text_title(compared)}. {marks_note(compared, tied='italic')}\n")
+    marks, results = {"best": "**", "tied": "*", "": ""}, terminal_table(compared)
+    for title, lines in results.blocks:
+        rows = [[f"{marks[cell.mark]}{cell.text}{marks[cell.mark]}" for cell in line.cells] for line in lines]
+        parts += [f"\n### {title}\n\n" if len(compared.blocks) > 1 else "\n", table(results.headings, rows)]
+    parts += [f"\n{notice}\n" for notice in compared.notices]
     return "".join(parts)

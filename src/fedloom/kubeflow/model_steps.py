@@ -33,16 +33,15 @@ def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, o
     QuorumError
         If a client got no model.
     """
-    from fedloom.cluster.kserve import FORMATS
     from fedloom.runner.client_models import save_models
     from fedloom.runner.saved_models import MODELS
 
-    if model_format not in FORMATS:
+    if model_format not in ("fedloom", "onnx"):
         raise ExperimentError(
-            f"format must be {' or '.join(FORMATS)} (got {model_format}).",
+            f"format must be fedloom or onnx (got {model_format}).",
             key="format",
             found=model_format,
-            allowed=[*FORMATS],
+            allowed=["fedloom", "onnx"],
         )
     with tempfile.TemporaryDirectory() as folder:
         suffix = ".pt2" if model_format == "fedloom" else ".onnx"

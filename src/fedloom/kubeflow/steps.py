@@ -372,7 +372,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
     """
     from fedloom.kubeflow import markdown
     from fedloom.reporting.compare import compare_runs
-    from fedloom.reporting.compare_report import write_comparison
+    from fedloom.reporting.compare_page import write_comparison
 
     if len({label for label, _ in runs}) < len(runs):
         labels = ", ".join(label for label, _ in runs)

@@ -17,6 +17,7 @@ from fedloom.runs.listing import finished_runs
 from fedloom.tasks.names import MODEL_LOSS, Headline
 
 if TYPE_CHECKING:
+    from fedloom.reporting.compare_figures import LineStyle
     from fedloom.reporting.compare_pairs import Pair
 
 FEATURED = 8
@@ -90,12 +91,28 @@ class RunComparison:
         return any(len(row.runs) > 1 for row in self.rows)
 
     @cached_property
+    def runs(self) -> tuple[RunResults, ...]:
+        """Runs of all rows, each once."""
+        return tuple({run.path: run for row in self.rows for run in row.runs}.values())
+
+    @cached_property
+    def styles(self) -> dict[str, LineStyle]:
+        """Styles of the featured rows in figures, by label."""
+        from fedloom.reporting.compare_figures import line_styles
+
+        return line_styles(self.rows[i].label for featured in self.featured.values() for i in featured)
+
+    @cached_property
     def blocks(self) -> dict[str, list[int]]:
         """Row indices by block."""
         found: dict[str, list[int]] = {}
         for i, row in enumerate(self.rows):
             found.setdefault(row.block, []).append(i)
         return found
+
+    def blocks_of_rows(self, titles: Mapping[str, str]) -> list[tuple[str, list[Row]]]:
+        """Return the rows of each block, after its title."""
+        return [(titles[block], [self.rows[i] for i in members]) for block, members in self.blocks.items()]
 
     @cached_property
     def differing(self) -> tuple[str, ...]:

@@ -19,11 +19,8 @@ from fedloom.reporting.compare_rows import MeanStd, Row, differences, mean_std, 
 from fedloom.reporting.drawing import (
     FULL,
     INK,
-    MANY_ROUNDS,
     around,
     as_svg,
-    neighbours,
-    over_rounds,
     panel,
     percent,
     sheet,
@@ -58,9 +55,9 @@ class LineStyle:
         return {"color": COLOURS[self.name], "linestyle": (0, self.dash) if self.dash else "-"}
 
     @property
-    def svg_dash(self) -> str:
-        """Dash pattern of a line of width 2."""
-        return " ".join(f"{2 * length:g}" for length in self.dash)
+    def key(self) -> dict[str, str]:
+        """Colour and dash pattern of a table's row; the line has a width of 2."""
+        return {"colour": self.name, "dash": " ".join(f"{2 * length:g}" for length in self.dash)}
 
 
 def line_styles(labels: Iterable[str]) -> dict[str, LineStyle]:
@@ -84,7 +81,7 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     Lines are means over seeds, bands ± one standard deviation. A method evaluated only once, e.g. without rounds, is a
     horizontal line. The axis covers the values of trained rounds, up to 100 % for a percentage; an untrained model
     may lie outside. A single row is drawn over rounds only, because its other panels
-    would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too; see :func:`draw_spent`.
+    would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too.
     """
     shown = _groups_and_users(rows)
     over = _SPENT if 1 < len(rows) <= FEATURED else _SPENT[:1]
@@ -113,35 +110,6 @@ def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], style
         line[0].set_ylim(*around(trained))
 
 
-@as_svg
-def draw_spent(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
-    """Draw test results of the last round against the bytes and client steps of training, a point per row.
-
-    Bars are ± one standard deviation over seeds.
-    """
-    shown = _groups_and_users(rows)
-    figure = sheet(FULL, 0.8 + 2.9 * len(shown))
-    grid = figure.subplots(len(shown), 2, sharex="col", sharey="row", squeeze=False)
-    for group, line in zip(shown, grid, strict=True):
-        line[0].set_ylabel(GROUP_NAMES[group])
-        for row in rows:
-            value, look = row.over_seeds(group), styles[row.label]
-            spent = (row.training("payload"), row.training("client_steps"))
-            for axes, total in zip(line, spent, strict=True):
-                if value is not None and total is not None:
-                    axes.errorbar(
-                        total.mean, value.mean, yerr=value.std, color=COLOURS[look.name], marker=look.marker,
-                        markersize=5, linewidth=0.9, linestyle="none", label=row.label,
-                    )  # fmt: skip
-    if rows[0].headline.percent:
-        percent(*(line[0].yaxis for line in grid))
-    _label_spent(grid, rows[0].headline, _SPENT[1:], "and")
-    for axes in grid[-1]:
-        axes.set_xmargin(0.08)
-    _legend(figure, grid[0][0], grid[-1][0])
-    return figure
-
-
 def _label_spent(grid: Any, headline: Headline, over: Sequence[tuple[str, str]], link: str) -> None:
     """Label the columns of panels by the measure of cost."""
     for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
@@ -152,28 +120,6 @@ def _label_spent(grid: Any, headline: Headline, over: Sequence[tuple[str, str]],
         bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=not in_bytes))
         plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
         bottom.xaxis.set_major_formatter(EngFormatter("B") if in_bytes else plain)
-
-
-@as_svg
-def draw_training_losses(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
-    """Draw training loss over rounds for trained rows: means over seeds, and over adjacent rounds if there are many."""
-    figure, axes = panel(2.9, FULL)
-    last = 0
-    distinct = {
-        tuple(run.path for run in row.runs): row for row in reversed(rows)
-    }  # all predictors of a run share its loss
-    for row in reversed(distinct.values()):
-        losses = row.training_loss
-        if losses:
-            every = max(1, min(len(losses), MANY_ROUNDS) // 12)
-            x, y = neighbours([*losses]), neighbours([*losses.values()])
-            look = styles[row.label]
-            axes.plot(x, y, **look.line, marker=look.marker, markersize=3.2, markevery=every, label=row.label)
-            last = max(last, *losses)
-    axes.set(title="Training loss over rounds", ylabel="mean over the cohort")
-    over_rounds(axes, last)
-    _legend(figure, axes)
-    return figure
 
 
 @as_svg
@@ -237,11 +183,6 @@ def _best_of(rows: Sequence[Row], group: str) -> Row | None:
     """Return the row with the best mean, the first on ties; None without results."""
     measured = [row for row in rows if row.over_seeds(group) is not None]
     return max(measured, key=lambda row: row.headline.sign * row.mean(group), default=None)
-
-
-def has_losses(rows: Sequence[Row]) -> bool:
-    """Return whether some row has the training losses of enough rounds for a curve (:data:`FEWEST_POINTS`)."""
-    return any(len(row.training_loss) >= FEWEST_POINTS for row in rows)
 
 
 def has_pairs(rows: Sequence[Row]) -> bool:

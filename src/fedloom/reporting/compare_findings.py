@@ -138,9 +138,7 @@ def _lead(comparison: RunComparison, finding: Finding) -> str:
 
 def _evidence(comparison: RunComparison, pair: Pair, p: float) -> str:
     """Return the interval of a difference, the number of seeds or clients, and the p-value."""
-    ends = pair.interval or pair.bootstrap
-    assert ends is not None, "the pair was tested"
-    low, high = map(comparison.headline.shown_difference, ends)
+    low, high = map(comparison.headline.shown_difference, pair.ends)
     seeds = f"{len(pair.seeds)} seeds" if len(pair.seeds) > 1 else f"1 seed, {pluralize(pair.clients, 'client')}"
     shown = "< 0.001" if p < 0.001 else f"= {p:.2g}"
     return (

@@ -66,6 +66,13 @@ class Pair:
         """Unit of observation of the test: ``seeds``, or ``clients`` of one seed."""
         return "seeds" if len(self.seeds) > 1 else "clients"
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """95 % interval that suits the test, for a pair that was tested."""
+        ends = self.interval or self.bootstrap
+        assert ends is not None
+        return ends
+
     def turned(self) -> Pair:
         """Return the same comparison with first and second swapped."""
         turned = replace(self, first=self.second, second=self.first, better=self.worse, worse=self.better)

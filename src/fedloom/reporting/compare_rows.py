@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,12 +124,6 @@ class Row:
     def training(self, quantity: str) -> MeanStd | None:
         """Return an attribute of the last :class:`CurvePoint`, such as ``client_steps``, over seeds."""
         return mean_std(getattr(result.curve[-1], quantity) for result in self.results)
-
-    @property
-    def training_loss(self) -> dict[int, float]:
-        """Mean training loss over seeds by round, for rounds that every seed has."""
-        rounds = set.intersection(*(set(run.training_loss) for run in self.runs))
-        return {t: math.fsum(run.training_loss[t] for run in self.runs) / len(self.runs) for t in sorted(rounds)}
 
     @property
     def own_steps(self) -> dict[int, MeanStd]:

@@ -1,82 +1,147 @@
-"""Tables of a comparison: cells for a terminal or a page, CSV, and LaTeX."""
+"""Tables of a comparison: their columns, and the CSV files."""
 
 from __future__ import annotations
 
-import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from fedloom.reporting.compare import LEVEL, RunComparison
+from fedloom.reporting.compare import LEVEL, Choice, RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES
+from fedloom.reporting.compare_pairs import Pair
 from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
-from fedloom.reporting.page import DASH, Cell, check_installed
+from fedloom.reporting.page import DASH
 from fedloom.reporting.run_results import GROUPS, USERS
+from fedloom.reporting.tables import Cell, Column, Table, as_latex, records_as_csv, tabulated
 from fedloom.reporting.words import human_bytes
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-    from fedloom.reporting.compare_pairs import Pair
 
 NARROW = 22
 """Width of the method column on a terminal, in characters."""
 
 
-def headings(comparison: RunComparison) -> tuple[str, ...]:
-    """Return the columns of :func:`as_text`: the groups with results, and the cost of a new client."""
-    groups = [(GROUP_NAMES[g],) if g == USERS else (g, "worst decile") for g in comparison.groups]
-    return ("method", *sum(groups, ()), "client steps", "receives", "sends")
+def group_columns(comparison: RunComparison, statistics: Mapping[str, str]) -> Iterator[Column[Row]]:
+    """Yield columns of test results of the groups; for user 0, only the mean.
+
+    Parameters
+    ----------
+    statistics
+        Heading of each statistic (:class:`~fedloom.reporting.run_results.GroupStatistics`); a mean has its ±.
+    """
+
+    def column(group: str, statistic: str) -> Column[Row]:
+        marks = dict(zip(map(id, comparison.rows), comparison.marks(group, statistic), strict=True))
+
+        def cell(row: Row) -> Cell:
+            if statistic == "mean":
+                return Cell(value_cell(comparison, row, group), marks[id(row)])
+            return Cell(mean_only(comparison, row.over_seeds(group, statistic)), marks[id(row)])
+
+        return Column(statistics[statistic], cell, GROUP_NAMES[group])
+
+    for group in comparison.groups:
+        yield from (column(group, key) for key in statistics if group != USERS or key == "mean")
+
+
+def _bytes(count: float | None) -> str:
+    return human_bytes(None if count is None else round(count))
+
+
+def _steps(row: Row) -> str:
+    steps = row.new_client.client_steps
+    return DASH if steps is None else f"{steps:g}"
+
+
+COST_COLUMNS: tuple[Column[Row], ...] = (
+    Column("steps", _steps, "new client"),
+    Column("receives", lambda row: _bytes(row.new_client.payload_down), "new client"),
+    Column("sends", lambda row: _bytes(row.new_client.payload_up), "new client"),
+)
+"""Cost of a new client: gradient steps, bytes received, bytes sent."""
+
+LABEL: Column[Row] = Column("method", lambda row: row.label)
+SEEDS: Column[Row] = Column("seeds", lambda row: str(len(row.seeds)))
+
+
+def terminal_table(comparison: RunComparison) -> Table:
+    """Return the table of a terminal: a block for each kind of data, details of a method on separate lines.
+
+    Fractions are in percent; :func:`spread_note` explains ±.
+    """
+    steps, *sizes = COST_COLUMNS
+    columns = [Column[Row]("method", lambda row: _narrow(row.method, *row.details))]
+    for column in group_columns(comparison, {"mean": "", "worst_decile": "worst decile"}):
+        columns.append(column._replace(heading=column.heading or column.above.removesuffix(" clients")))
+    columns += [steps._replace(heading="client steps"), *sizes]
+    return tabulated([column._replace(above="") for column in columns], comparison.blocks_of_rows(comparison.labels))
 
 
 def text_title(comparison: RunComparison) -> str:
-    """Return the title of :func:`as_text`."""
+    """Return the title of :func:`terminal_table`."""
     return f"Results for each client (test {comparison.headline.heading}, {spread_note(comparison)})"
 
 
-def as_text(comparison: RunComparison) -> dict[str, list[tuple[Cell, ...]]]:
-    """Return rows of cells under :func:`headings` for each block, by the block's label.
+def choice_table(comparison: RunComparison) -> Table:
+    """Return each method's setting chosen on validation, with its test results."""
 
-    Fractions are in percent; :func:`spread_note` explains ±. Details are on separate lines.
-    """
-    values = _value_cells(comparison)
+    def name(choice: Choice) -> str:
+        row = comparison.rows[choice.row]
+        return _narrow(row.method, *row.details, *(f"({edge_note([key])})" for key in choice.edges))
+
+    columns = [Column("chosen on validation", name), *choice_columns(comparison, "second", "{}")]
+    return tabulated(columns, [("", comparison.chosen)])
+
+
+def choice_columns(comparison: RunComparison, second: str, test: str) -> list[Column[Choice]]:
+    """Return the columns of the results of chosen settings, under these headings of the runner-up and of a group."""
+
+    def tested(group: str, choice: Choice) -> str:
+        return comparison.shown(comparison.rows[choice.row].over_seeds(group))
+
+    return [
+        Column("of", lambda choice: str(choice.candidates)),
+        Column("validation", lambda choice: comparison.shown(MeanStd(choice.validation, None))),
+        Column(second, lambda choice: comparison.shown(MeanStd(choice.runner_up, None))),
+        *(Column(test.format(group), partial(tested, group)) for group in comparison.groups),
+    ]
+
+
+def own_steps_table(rows: Sequence[Row], heading: str, shown: Callable[[MeanStd | None], str], **options: Any) -> Table:
+    """Return a table of results after an unseen client's own steps."""
+
+    def column(k: int) -> Column[Row]:
+        return Column(str(k), lambda row: shown(row.own_steps.get(k)))
+
+    columns = [LABEL._replace(heading=heading), *map(column, own_steps_of(rows))]
+    return tabulated(columns, [("", rows)], **options)
+
+
+def own_steps_tables(comparison: RunComparison) -> dict[str, Table]:
+    """Return for each block, by its label, a table of results after an unseen client's own steps."""
     return {
-        comparison.labels[block]: [
-            (Cell(_narrow(row.method, *row.details)), *values[i], *map(Cell, cost_cells(row)))
-            for i in members
-            if (row := comparison.rows[i])
-        ]
-        for block, members in comparison.blocks.items()
+        comparison.labels[block]: own_steps_table(
+            [comparison.rows[i] for i in members], "after local steps", partial(mean_only, comparison)
+        )
+        for block, members in comparison.stepping.items()
     }
 
 
-def choice_headings(comparison: RunComparison) -> tuple[str, ...]:
-    """Return the columns of :func:`choices_as_text`."""
-    return ("chosen on validation", "of", "validation", "second", *comparison.groups)
-
-
-def choices_as_text(comparison: RunComparison) -> list[tuple[str, ...]]:
-    """Return rows under :func:`choice_headings`: each method's setting chosen on validation, with its test results."""
-    found, shown = [], comparison.shown
-    for choice in comparison.chosen:
-        row = comparison.rows[choice.row]
-        tests = [shown(row.over_seeds(group)) for group in comparison.groups]
-        name = _narrow(row.method, *row.details, *(f"({edge_note([key])})" for key in choice.edges))
-        validation = (shown(MeanStd(value, None)) for value in (choice.validation, choice.runner_up))
-        found.append((name, str(choice.candidates), *validation, *tests))
-    return found
-
-
-def own_steps_as_text(comparison: RunComparison) -> dict[str, tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Return for each block, by its label, headings and rows of results after an unseen client's own steps."""
-    found = {}
-    for block, members in comparison.stepping.items():
-        rows = [comparison.rows[i] for i in members]
-        steps = own_steps_of(rows)
-        lines = [(row.label, *(mean_only(comparison, row.own_steps.get(k)) for k in steps)) for row in rows]
-        found[comparison.labels[block]] = (("after local steps", *map(str, steps)), lines)
-    return found
+def latex_table(comparison: RunComparison) -> str:
+    """Return the results for a LaTeX document; if there are several blocks, the first column is the block's data."""
+    several = len(comparison.blocks) > 1
+    columns = [
+        *([Column[Row]("data", lambda row: comparison.labels[row.block])] if several else []),
+        LABEL,
+        SEEDS,
+        *group_columns(comparison, {"mean": "mean", "worst_decile": "worst decile"}),
+        *COST_COLUMNS,
+    ]
+    what = f"Test {comparison.headline.title}" + (" in percent" if comparison.headline.percent else "")
+    return as_latex(
+        tabulated(columns, [("", comparison.rows)], left=1 + several),
+        f"{what}, mean over clients, {spread_note(comparison)}. {marks_note(comparison)}",
+    )
 
 
 def edge_note(keys: Sequence[str]) -> str:
@@ -90,7 +155,7 @@ def spread_note(comparison: RunComparison) -> str:
 
 
 def marks_note(comparison: RunComparison, tied: str = "underlined") -> str:
-    """Return a note that explains the marks of :func:`as_text`; ``tied`` is the style of tied rows."""
+    """Return a note that explains the marks of a table; ``tied`` is the style of tied rows."""
     over = {"clients": "the clients of one seed", "seeds": "seeds"}.get(comparison.tested_over, "seeds or clients")
     return (
         f"Bold: best. {tied.capitalize()}: not significantly different from "
@@ -101,31 +166,24 @@ def marks_note(comparison: RunComparison, tied: str = "underlined") -> str:
 
 def reference_note(comparison: RunComparison) -> str:
     """Return the reference of the tests and how it was chosen."""
-    found = list(comparison.references.values())
-    if len(found) > 1:
-        return f"the reference of its block ({found[0].because})"
-    return f"{comparison.rows[found[0].row].label} ({found[0].because})"
+    first, *others = comparison.references.values()
+    if others:
+        return f"the reference of its block ({first.because})"
+    return f"{comparison.rows[first.row].label} ({first.because})"
 
 
 def value_cell(comparison: RunComparison, row: Row, group: str) -> str:
     """Return the mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
-    found = row.over_seeds(group)
-    if found is None or comparison.several_seeds:
-        return comparison.shown(found)
+    value = row.over_seeds(group)
+    if value is None or comparison.several_seeds:
+        return comparison.shown(value)
     over_clients = None if group == USERS else row.over_seeds(group, "std")  # user 0 is one client
-    return comparison.shown(MeanStd(found.mean, None if over_clients is None else over_clients.mean))
+    return comparison.shown(MeanStd(value.mean, None if over_clients is None else over_clients.mean))
 
 
 def mean_only(comparison: RunComparison, value: MeanStd | None) -> str:
     """Return a mean without its standard deviation, as the table shows it."""
     return comparison.shown(None if value is None else MeanStd(value.mean, None))
-
-
-def cost_cells(row: Row) -> tuple[str, str, str]:
-    """Return a new client's cost: gradient steps, bytes received, bytes sent."""
-    steps, *sizes = row.new_client
-    down, up = (human_bytes(None if size is None else round(size)) for size in sizes)
-    return DASH if steps is None else f"{steps:g}", down, up
 
 
 def rows_as_csv(comparison: RunComparison) -> str:
@@ -135,23 +193,23 @@ def rows_as_csv(comparison: RunComparison) -> str:
     """
     groups = tuple(dict.fromkeys((*comparison.groups, *GROUPS)))
     marks = {group: comparison.marks(group) for group in groups}
-    lines = []
+    records = []
     for i, row in enumerate(comparison.rows):
-        line = _identity(comparison, row)
+        record = _identity(comparison, row)
         for group in groups:
-            line |= _group_columns(comparison.headline.name, row, group) | {f"{group}_mark": marks[group][i]}
-        line |= _with_std("validation_last", row.validation(best=False))
-        line |= _with_std("validation_best", row.validation(best=True))
-        line["best_rounds"] = " ".join("" if r.best is None else str(r.best.round) for r in row.results)
+            record |= _group_record(comparison.headline.name, row, group) | {f"{group}_mark": marks[group][i]}
+        record |= _with_std("validation_last", row.validation(best=False))
+        record |= _with_std("validation_best", row.validation(best=True))
+        record["best_rounds"] = " ".join("" if r.best is None else str(r.best.round) for r in row.results)
         for group in groups:
-            line |= _with_std(f"{group}_at_best", row.at_best(group))
-        line |= {f"new_client_{key}": value for key, value in row.new_client._asdict().items()}
-        line |= {"rounds": _mean(row.training("round")), "client_steps": _mean(row.training("client_steps"))}
-        line |= {key: _mean(row.of_runs(key)) for key in ("payload_up", "payload_down", "wire_up", "wire_down")}
+            record |= _with_std(f"{group}_at_best", row.at_best(group))
+        record |= {f"new_client_{key}": value for key, value in row.new_client._asdict().items()}
+        record |= {"rounds": _mean(row.training("round")), "client_steps": _mean(row.training("client_steps"))}
+        record |= {key: _mean(row.of_runs(key)) for key in ("payload_up", "payload_down", "wire_up", "wire_down")}
         if any(run.privacy is not None for one in comparison.rows for run in one.runs):
-            line["epsilon"] = row.epsilon
-        lines.append(line | _with_std("duration_s", row.of_runs("duration_s")))
-    return _csv(lines)
+            record["epsilon"] = row.epsilon
+        records.append(record | _with_std("duration_s", row.of_runs("duration_s")))
+    return records_as_csv(records)
 
 
 def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
@@ -171,25 +229,25 @@ def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
     }
 
 
-def _group_columns(name: str, row: Row, group: str) -> dict[str, Any]:
-    found: dict[str, Any] = _with_std(f"{group}_{name}", row.over_seeds(group))
-    found[f"{group}_{name}_over_clients"] = _mean(row.over_seeds(group, "std"))
-    found[f"{group}_clients"] = _mean(row.over_seeds(group, "clients"))
-    found |= _with_std(f"{group}_worst_decile", row.over_seeds(group, "worst_decile"))
+def _group_record(name: str, row: Row, group: str) -> dict[str, Any]:
+    record: dict[str, Any] = _with_std(f"{group}_{name}", row.over_seeds(group))
+    record[f"{group}_{name}_over_clients"] = _mean(row.over_seeds(group, "std"))
+    record[f"{group}_clients"] = _mean(row.over_seeds(group, "clients"))
+    record |= _with_std(f"{group}_worst_decile", row.over_seeds(group, "worst_decile"))
     if row.headline != MODEL_LOSS:
-        found |= _with_std(f"{group}_pooled", row.over_seeds(group, "pooled"))
+        record |= _with_std(f"{group}_pooled", row.over_seeds(group, "pooled"))
     if row.headline == ACCURACY:
         reading = "unmasked" if row.runs[0].masked else "masked"
-        found |= _with_std(f"{group}_{reading}", row.over_seeds(group, "other"))
-    return found
+        record |= _with_std(f"{group}_{reading}", row.over_seeds(group, "other"))
+    return record
 
 
 def pairs_as_csv(comparison: RunComparison) -> str:
     """Return a CSV line for each pair of rows of a block and group of clients."""
-    return _csv([_pair_columns(comparison, pair) for pair in comparison.pairs])
+    return records_as_csv([_pair_record(comparison, pair) for pair in comparison.pairs])
 
 
-def _pair_columns(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
+def _pair_record(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
     rows, block = comparison.rows, comparison.rows[pair.first].block
     t_low, t_high = pair.interval or (None, None)
     bootstrap_low, bootstrap_high = pair.bootstrap or (None, None)
@@ -221,108 +279,22 @@ def _pair_columns(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
 
 def own_steps_as_csv(comparison: RunComparison) -> str:
     """Return a CSV line for each row, seed and number of an unseen client's extra local steps, with fractions."""
-    return _csv(
-        [
-            {
-                "label": row.label,
-                "data": comparison.labels[block],
-                "seed": run.seed,
-                "steps": k,
-                "clients": group.clients,
-                comparison.headline.name: group.mean,
-                "worst_decile": group.worst_decile,
-                "other_reading": group.other,
-            }
-            for block, members in comparison.stepping.items()
-            for row in (comparison.rows[i] for i in members)
-            for run in row.runs
-            for k, group in run.own_steps.items()
-        ]
-    )
-
-
-def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return lines as CSV with the columns of all of them, in order of first use; empty text if there are none."""
-    text: str = _frame(lines).to_csv(index=False, lineterminator="\n") if lines else ""
-    return text
-
-
-def _frame(lines: Sequence[Any], **options: Any) -> DataFrame:
-    check_installed("pandas", extra="compare")
-    import pandas
-
-    frame: DataFrame = pandas.DataFrame(lines, dtype=object, **options)
-    return frame
-
-
-def as_latex(comparison: RunComparison) -> str:
-    r"""Return a ``table`` for a LaTeX document with the package ``booktabs``: best in bold, tied rows underlined.
-
-    If there are several blocks, the first column is the block's data.
-    """
-    check_installed("pandas", "jinja2", extra="compare")
-    import pandas
-
-    several, values = len(comparison.blocks) > 1, _value_cells(comparison)
-    columns = [*([("", "data")] if several else []), ("", "method"), ("", "seeds")]
-    for group in comparison.groups:
-        columns += [(GROUP_NAMES[group], name) for name in (("mean",) if group == USERS else ("mean", "worst decile"))]
-    columns += [("new client", name) for name in ("steps", "receives", "sends")]
-    lines = []
-    for i, row in enumerate(comparison.rows):
-        about = [*([comparison.labels[row.block]] if several else []), row.label, str(len(row.seeds))]
-        lines.append([*map(escaped, about), *map(_latex, values[i]), *map(escaped, cost_cells(row))])
-    text = 2 if several else 1
-    what = f"Test {comparison.headline.title}" + (" in percent" if comparison.headline.percent else "")
-    latex: str = _frame(lines, columns=pandas.MultiIndex.from_tuples(columns)).to_latex(
-        index=False,
-        escape=False,
-        column_format=f"@{{}}{'l' * text}{'r' * (len(columns) - text)}@{{}}",
-        multicolumn_format="c",
-        caption=escaped(f"{what}, mean over clients, {spread_note(comparison)}. {marks_note(comparison)}"),
-    )
-    head, body = latex.replace("\\begin{table}\n", "\\begin{table}\n\\centering\n").split("\\\\\n", 1)
-    return f"% needs \\usepackage{{booktabs}}\n{head}\\\\\n{_rules([above for above, _ in columns])}\n{body}"
-
-
-def _rules(above: Sequence[str]) -> str:
-    """Return the rules below the headings of groups of columns."""
-    found, end = "", 0
-    for name, same in itertools.groupby(above):
-        start, end = end + 1, end + len(list(same))
-        if name:
-            found += rf"\cmidrule({'l' if end == len(above) else 'lr'}){{{start}-{end}}}"
-    return found
-
-
-_SPECIAL = {ord(c): rf"\{c}" for c in "&%$#_{}"} | str.maketrans({
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", "<": r"\textless{}",
-    ">": r"\textgreater{}", "|": r"\textbar{}", '"': "''", "±": r"$\pm$", "–": "--",
-})  # fmt: skip
-
-
-def escaped(text: str) -> str:
-    """Return a text with LaTeX's special characters escaped."""
-    return text.translate(_SPECIAL)
-
-
-def _latex(cell: Cell) -> str:
-    mean, plus_minus, std = cell.text.partition(" ± ")
-    command = {"best": r"\textbf", "tied": r"\underline"}.get(cell.mark)
-    shown = escaped(mean) if command is None else f"{command}{{{escaped(mean)}}}"
-    return rf"{shown} $\pm$ {std}" if plus_minus else shown
-
-
-def _value_cells(comparison: RunComparison) -> list[list[Cell]]:
-    """Return for each row the mean and worst decile of the groups with results; for user 0, only the mean."""
-    cells: list[list[Cell]] = [[] for _ in comparison.rows]
-    for group in comparison.groups:
-        means, deciles = comparison.marks(group), comparison.marks(group, "worst_decile")
-        for row, mean, decile, line in zip(comparison.rows, means, deciles, cells, strict=True):
-            line.append(Cell(value_cell(comparison, row, group), mean))
-            if group != USERS:
-                line.append(Cell(mean_only(comparison, row.over_seeds(group, "worst_decile")), decile))
-    return cells
+    return records_as_csv([
+        {
+            "label": row.label,
+            "data": comparison.labels[block],
+            "seed": run.seed,
+            "steps": k,
+            "clients": group.clients,
+            comparison.headline.name: group.mean,
+            "worst_decile": group.worst_decile,
+            "other_reading": group.other,
+        }
+        for block, members in comparison.stepping.items()
+        for row in (comparison.rows[i] for i in members)
+        for run in row.runs
+        for k, group in run.own_steps.items()
+    ])  # fmt: skip
 
 
 def _narrow(method: str, *details: str) -> str:

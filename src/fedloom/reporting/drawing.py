@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from io import BytesIO, StringIO
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, Literal, ParamSpec, TypeAlias
 from xml.sax.saxutils import escape
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgba
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from fedloom.reporting.words import GROUP_TITLES
@@ -29,6 +32,17 @@ PAPER = "#fefefe"
 
 COLOURS = {"seen": "#0072b2", "unseen": "#d55e00", "global": "#009e73"}
 """Okabe and Ito's colours, distinct under any colour vision; :func:`inline` replaces them by CSS variables."""
+
+HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(COLOURS["seen"], opacity) for opacity in (0, 1)])
+"""Colour map of heat maps, from transparent to opaque: zero shows the page, light or dark, and lightness varies
+evenly with the value on both. Pages brighten ``image`` elements of dark figures.
+"""
+
+
+CLASS_COLOURS = (
+    "#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd",
+)  # fmt: skip
+"""Petroff's ten accessible colours (arXiv 2107.02270)."""
 
 OTHER = "#c9ccd1"
 """Colour of elements without their own colour."""
@@ -199,3 +213,48 @@ def _svg(figure: Figure) -> str:
     text = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in referred else "", text)
     text = text.replace("'DejaVu Sans'", "system-ui, sans-serif")
     return re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+
+
+def class_label(name: str) -> str:
+    """Return a class name as a label: symbols for invisible characters, and long names shortened."""
+    signs = {" ": "␣", "\n": "⏎", "\t": "⇥", "": "∅"}
+    return signs.get(name, name if len(name) <= 16 else f"{name[:15]}…")
+
+
+def shares(counts: Sequence[Sequence[int]]) -> Array:
+    """Return rows scaled to sum to one, ``[r, c]``; a row of zeros stays zero."""
+    values = np.asarray(counts, dtype=np.float64)
+    return np.asarray(values / np.maximum(values.sum(1, keepdims=True), 1))
+
+
+def heat(axes: Axes, share: Array, aspect: Literal["auto", "equal"] = "auto") -> AxesImage:
+    """Draw shares as opacities, by their square roots, so that small ones are visible."""
+    framed(axes)
+    return axes.imshow(share, cmap=HEAT, norm=PowerNorm(0.5, 0, 1), interpolation="none", aspect=aspect)
+
+
+def heat_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes], label: str) -> None:
+    """Add the colour scale of a heat map."""
+    bar = figure.colorbar(image, ax=beside, aspect=18, pad=0.015, fraction=0.02, ticks=[0, 0.05, 0.25, 0.5, 1])
+    if bar.solids is not None:
+        bar.solids.set_rasterized(True)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=7)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0%}"))
+    bar.set_label(label, fontsize=7.5)
+
+
+def class_ticks(axis: Axis, names: Sequence[str], pitch: float) -> None:
+    """Label the classes of a heat map with ``pitch`` points per cell: all of them, in two lines, or some."""
+    places, size = list(range(len(names))), min(8.0, 0.95 * pitch)
+    if pitch >= 5:
+        axis.set_ticks(places, names, fontsize=size)
+    elif max(len(name) for name in names) <= 2:
+        size = min(6.5, 1.8 * pitch)
+        axis.set_ticks(places[::2], names[::2], fontsize=size)
+        axis.set_minor_locator(FixedLocator(places[1::2]))
+        axis.set_minor_formatter(FixedFormatter(list(names[1::2])))
+        axis.set_tick_params(which="minor", length=0, pad=3 + 1.3 * size, labelsize=size)
+    else:
+        some = places[:: math.ceil(6.5 / pitch)]
+        axis.set_ticks(some, [names[i] for i in some], fontsize=6.5)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError, ExperimentError
+from fedloom.reporting.tables import Table
 
 if TYPE_CHECKING:
     from fedloom.reporting.drawing import Drawing
@@ -26,56 +27,6 @@ DASH = "–"
 
 FEWEST_POINTS = 4
 """Minimum number of points for a learning curve; a straight line between two shows nothing."""
-
-
-class Cell(NamedTuple):
-    """Table cell. ``mark``: ``best``, ``tied`` or none; ``shade``: percent of colour behind it; ``span``: columns."""
-
-    text: str
-    mark: str = ""
-    shade: int = 0
-    span: int = 1
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """Row of a table: label and other cells, and a second line of the label.
-
-    ``colour`` is the CSS variable of its colour in figures, ``dash`` the dash pattern of its line there (None: a dot).
-    """
-
-    cells: tuple[Cell, ...]
-    colour: str = ""
-    dash: str | None = None
-    note: str = ""
-
-
-def table_row(*cells: str | Cell, colour: str = "", dash: str | None = None, note: str = "") -> TableRow:
-    """Return a row of cells; text stands for a plain cell."""
-    return TableRow(tuple(Cell(each) if isinstance(each, str) else each for each in cells), colour, dash, note)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Table in titled blocks of rows.
-
-    ``above`` has headings of groups of columns, each with its number of columns; the first ``left`` columns hold text.
-    A ``small`` table stands in the grid of the figures; a ``wide`` one takes the grid's full width.
-    """
-
-    headings: tuple[str, ...]
-    blocks: tuple[tuple[str, tuple[TableRow, ...]], ...]
-    title: str = ""
-    above: tuple[tuple[str, int], ...] = ()
-    left: int = 1
-    small: bool = False
-    wide: bool = False
-
-    @property
-    def keys(self) -> str:
-        """Kind of the rows' keys, ``dot`` or ``line``; empty without any."""
-        kinds = {"dot" if row.dash is None else "line" for _, rows in self.blocks for row in rows if row.colour}
-        return min(kinds, default="")
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.reporting import report_audit, report_classes, report_examples, report_results, report_setup
 from fedloom.reporting.page import (
     DASH,
     Fact,
     PageSection,
     ReportPage,
-    ReportSection,
     check_installed,
     reading,
     without_folder,
 )
 from fedloom.reporting.words import GROUP_TITLES, human_bytes, human_time, method_title, number_range
-from fedloom.runs.files import AUDIT, EXPERIMENT, JOURNAL, METRICS, PARTITION, SUMMARY
+from fedloom.runs.files import EXPERIMENT, METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, values_of
 
@@ -80,6 +78,14 @@ def figures(run_folder: str | Path) -> dict[str, Figure]:
     check_installed("matplotlib")
     panels = (panel for section in _sections(run) for part in section.parts for panel in part.panels)
     return {panel.name: panel.svg.figure for panel in panels}
+
+
+def source_files() -> list[str]:
+    """Return the files of runs that sections read; errors as of :func:`figures`."""
+    check_installed("matplotlib")
+    from fedloom.reporting.report_sections import SECTIONS
+
+    return sorted({name for section in SECTIONS for name in section.files})
 
 
 def _page(run: RunFolder) -> ReportPage:
@@ -143,53 +149,9 @@ def _followed(page: ReportPage, renewal: AutoRefresh) -> ReportPage:
     )
 
 
-SECTIONS = (
-    ReportSection("Learning curves", report_results.learning_curves, (METRICS, JOURNAL)),
-    ReportSection("Results", report_results.result_table, (METRICS, SUMMARY)),
-    ReportSection("Clients", report_results.client_results, ("clients.csv", METRICS)),
-    ReportSection(
-        "Confusion matrix", report_classes.confusion_matrices, ("confusion.json",), report_results.has_classes
-    ),
-    ReportSection(
-        "Calibration", report_classes.calibration, ("calibration.json", METRICS, SUMMARY), report_results.has_classes
-    ),
-    ReportSection("By output", report_examples.outputs, ("outputs.json",), lambda run: run.has("outputs.json")),
-    ReportSection("Examples", report_examples.examples, ("examples.json",), lambda run: run.has("examples.json")),
-    ReportSection(
-        "Descriptors",
-        report_classes.descriptors,
-        ("descriptors.json", PARTITION),
-        lambda run: run.has("descriptors.json"),
-    ),
-    ReportSection(
-        "Uncertainty",
-        report_classes.uncertainty,
-        ("uncertainty.json", "clients.csv"),
-        lambda run: run.has("uncertainty.json"),
-    ),
-    ReportSection(
-        "Client by client",
-        report_classes.each_client,
-        ("clients.csv", METRICS, "confusion.csv", PARTITION),
-        lambda run: report_results.has_classes(run) and run.has("confusion.csv"),
-    ),
-    ReportSection("Privacy audit", report_audit.audit_parts, (AUDIT,), lambda run: run.has(AUDIT)),
-    ReportSection(
-        "Privacy",
-        report_setup.privacy,
-        (SUMMARY, METRICS),
-        lambda run: report_setup.summary_of(run).get("training_privacy") is not None,
-    ),
-    ReportSection("Method", report_setup.method, (SUMMARY,), lambda run: bool(report_setup.method(run).pairs)),
-    ReportSection("Data", report_setup.data, (PARTITION,)),
-    ReportSection("Time", report_setup.time, (JOURNAL, SUMMARY)),
-    ReportSection("Settings", report_setup.settings),
-    ReportSection("Environment", report_setup.machine, ("environment.json",)),
-)
-"""Sections of a report in their order."""
-
-
 def _sections(run: RunFolder) -> tuple[PageSection, ...]:
+    from fedloom.reporting.report_sections import SECTIONS
+
     return tuple(content for section in SECTIONS if (content := section.page_section(run)) is not None)
 
 

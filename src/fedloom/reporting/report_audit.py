@@ -1,17 +1,22 @@
-"""Section of a report on attacks: membership inference, canaries, gradient inversion."""
+"""Section of a report on attacks: membership inference, canaries."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
 from fedloom.core.words import pluralize
-from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.drawing import COLOURS, INK, as_svg, panel
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.tables import TableRow, one_block, table_row
 from fedloom.reporting.words import (
     audit_verdict,
     estimate_note,
     in_percent,
-    inversion_note,
     sampling_note,
     shown_bound,
     shown_epsilon,
@@ -28,13 +33,10 @@ def audit_parts(run: RunFolder) -> tuple[Part, ...]:
         parts.append(_canaries(document["canaries"], document["claim"]))
     if "membership" in document:
         parts.append(_membership(document["membership"]))
-    if "inversion" in document:
-        parts.append(_inversion(document["inversion"]))
     return tuple(parts)
 
 
 def _membership(found: Mapping[str, Any]) -> Part:
-    from fedloom.reporting import audit_figures
 
     rows: list[TableRow] = []
     for name, groups in found["predictors"].items():
@@ -61,8 +63,8 @@ def _membership(found: Mapping[str, Any]) -> Part:
         f"δ = {found['delta']:g}, from half of the examples, by the threshold that is best for the other half. The "
         "bound assumes independent examples; those of a single training are only nearly independent."
     )
-    panel = Panel("membership", audit_figures.draw_membership(found))
-    return Part("Membership inference", (panel,), (Table(headings, (("", tuple(rows)),)),), columns=2, text=text)
+    panel = Panel("membership", draw_membership(found))
+    return Part("Membership inference", (panel,), (one_block(headings, rows),), columns=2, text=text)
 
 
 def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part:
@@ -97,27 +99,29 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
     return Part("Canaries", pairs=tuple(pairs), text=text)
 
 
-def _inversion(found: Mapping[str, Any]) -> Part:
-    from fedloom.reporting import audit_figures
+LOWEST = 1e-3
+"""Lowest rate on the logarithmic axes."""
 
-    rows = [
-        table_row(
-            case["update"],
-            f"{case['clients']:,}",
-            f"{case['examples']:,}",
-            case["attack"],
-            f"{case['psnr_best']:.1f}",
-            f"{case['psnr_mean']:.1f}",
-            f"{case['psnr_of_mean_input']:.1f}",
-        )
-        for case in found["cases"]
-    ]
-    headings = ("update", "clients", "examples", "attack", "best PSNR, dB", "mean, dB", "mean input, dB")
-    pictured = [case for case in found["cases"] if case.get("original") and case.get("reconstruction")]
-    panels = (Panel("inversion", audit_figures.draw_inversion(pictured)),) if pictured else ()
-    text = (
-        f"Examples of {found['client']}, reconstructed from its update, or from the sum of several updates. The figure "
-        f"shows the best one. {inversion_note(found)}"
-    )
-    tables = (Table(headings, (("", tuple(rows)),)),)
-    return Part("Gradient inversion", panels, tables, columns=2, text=text)
+
+@as_svg
+def draw_membership(membership: Mapping[str, Any]) -> Figure:
+    """Draw true against false positive rates of membership inference, on logarithmic axes; the diagonal is chance."""
+    figure, axes = panel(3.3)
+    axes.plot([LOWEST, 1], [LOWEST, 1], color=INK, linewidth=0.7, alpha=0.5)
+    for name, groups in membership["predictors"].items():
+        for group, result in groups.items():
+            if result is not None:
+                fpr, tpr = (np.maximum(rates, LOWEST) for rates in np.array(result["curve"]).T)
+                dash = "-" if name == "personal" else "--"
+                axes.plot(fpr, tpr, color=COLOURS[group], linestyle=dash, label=f"{name}, {group} clients")
+    axes.set(
+        title="Membership inference", xlabel="false positive rate", ylabel="true positive rate",
+        xscale="log", yscale="log", xlim=(LOWEST, 1), ylim=(LOWEST, 1.05),
+    )  # fmt: skip
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(FixedLocator([LOWEST, 0.01, 0.1, 1]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{100 * rate:g}%"))
+    axes.grid(visible=True, axis="both")
+    axes.legend(loc="upper left")
+    return figure

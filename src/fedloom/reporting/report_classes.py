@@ -1,4 +1,4 @@
-"""Sections of a report on classification: clients one by one, confusion, calibration, uncertainty, descriptors."""
+"""Sections of a report on classification: confusion, and clients one by one."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
-from fedloom.reporting.page import DASH, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.report_results import NAMED, client_row, group_of, main_reading, owner_of, small_table
-from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.drawing import (
+    FULL,
+    HALF,
+    INK,
+    PAPER,
+    as_svg,
+    class_label,
+    class_ticks,
+    heat,
+    heat_bar,
+    shares,
+    sheet,
+)
+from fedloom.reporting.page import DASH, ConfusionCard, Panel, Part
+from fedloom.reporting.report_results import NAMED, group_of, main_reading, owner_of, small_table
+from fedloom.reporting.tables import Cell, Table, TableRow, one_block, table_row
 from fedloom.reporting.words import GROUP_TITLES, in_percent
 from fedloom.runs.folder import RunFolder
 
 CARDS = 1000
 """Maximum number of clients for which each gets a card; every card adds half a kilobyte to the page."""
 
+
 CARD_CLASSES = 12
 """Maximum number of classes in a card's confusion matrix: the most frequent ones."""
 
 
-def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Return the rows of ``clients.csv`` by id; empty if it cannot be read."""
-    try:
-        return {row["id"]: row for row in run.clients()}
-    except DataError:
-        return {}
-
-
 def each_client(run: RunFolder) -> Part:
     """Return a card for each client with its data and its own model's confusion matrix."""
-    from fedloom.reporting.figures import class_label
-
     rows, confusions, reading = run.clients(), run.confusions(), main_reading(run)
     manifest = run.manifest()
     names = [class_label(name) for name in manifest.class_names]
@@ -43,7 +49,7 @@ def each_client(run: RunFolder) -> Part:
     for k, row in enumerate(rows):
         accuracy = row.get(f"personal_accuracy_{reading}")
         facts = [f"accuracy {in_percent(float(accuracy))} %"] if accuracy else ["not measured"]
-        facts += [pluralize(int(row["train"]), "training example"), _mix(counts.get(row["id"], ()), names)]
+        facts += [pluralize(int(row["train"]), "training example"), class_mix(counts.get(row["id"], ()), names)]
         about = "; ".join(filter(None, facts))
         table = confusion_table_of(confusions.get(row["id"], []), names)
         cards.append(ConfusionCard(row["id"], f"c{k}", group_of(row), owner_of(row), about, table))
@@ -78,10 +84,10 @@ def confusion_table_of(pairs: Sequence[tuple[int, int, int]], names: Sequence[st
             cells = (Cell(str(n or ""), shade=round(100 * n / total)) for n in found)
             rows.append(TableRow((Cell(names[true]), *cells)))
     headings = ("true \\ predicted", *(names[k] for k in kept))
-    return Table(headings, (("", tuple(rows)),), small=True) if rows else None
+    return one_block(headings, rows, small=True) if rows else None
 
 
-def _mix(counts: Sequence[int], names: Sequence[str]) -> str:
+def class_mix(counts: Sequence[int], names: Sequence[str]) -> str:
     """Return the classes of a client's training data in percent, most frequent first; empty if unknown."""
     most = sorted((k for k, n in enumerate(counts) if n), key=lambda k: (-counts[k], k))
     parts = [f"{names[k]} ({100 * counts[k] / sum(counts):.0f} %)" for k in most[:NAMED]]
@@ -90,24 +96,21 @@ def _mix(counts: Sequence[int], names: Sequence[str]) -> str:
 
 def confusion_matrices(run: RunFolder) -> Part:
     """Return the confusion matrices of the seen and unseen clients' models and of the global model."""
-    from fedloom.reporting import figures
-
     document = run.json("confusion.json")
     names, counts = document["classes"], _confusion_counts(document)
     if not counts:
         raise DataError(f"{run.path / 'confusion.json'}: no client answered in round {document['round']}")
     titles = {key: f"{key.capitalize()} clients, personalized model" for key in ("seen", "unseen")}
     titles["global"] = "All clients, global model"
-    wide = figures.confusion_is_wide(names)
+    wide = confusion_is_wide(names)
     panels = tuple(
-        Panel(f"confusion-{key}", figures.draw_confusion(each, names, titles[key]), wide)
-        for key, each in counts.items()
+        Panel(f"confusion-{key}", draw_confusion(each, names, titles[key]), wide) for key, each in counts.items()
     )
     text = (
         f"Test split, unmasked, round {document['round']}. Each row is a class and sums to 100 %. The colour is the "
         "square root of the share, so that rare errors can be seen."
     )
-    labels = [figures.class_label(name) for name in names]
+    labels = [class_label(name) for name in names]
     table = _errors(counts, labels, wide=wide or len(panels) % 2 == 0)
     return Part(panels=panels, tables=(table,), columns=2, text=text)
 
@@ -134,94 +137,32 @@ def _errors(counts: Mapping[str, Sequence[Sequence[int]]], names: Sequence[str],
     return small_table(title, ("true → predicted, %", *counts), rows, wide=wide)
 
 
-def calibration(run: RunFolder) -> Part:
-    """Return the reliability diagram, calibration errors and uncertainties."""
-    from fedloom.reporting.uncertainty_figures import draw_reliability
-
-    panel = Panel("reliability", draw_reliability(run.json("calibration.json")))
-    last, _ = run.last_evaluation() or ({}, 0)
-    of_clients = {key: of.get("ece_clients") for key, of in summary_of(run).get("uncertainty", {}).items() if of}
-    rows = []
-    for key, label in GROUP_TITLES.items():
-        found = last.get("uncertainty", {}).get(key)
-        if found is not None:
-            own = DASH if of_clients.get(key) is None else in_percent(of_clients[key])
-            nats = (f"{found[name]:.3f}" for name in ("entropy", "mutual_information"))
-            rows.append(table_row(label, in_percent(found["ece"]), own, *nats, colour=key))
-    headings = ("", "calibration error, %", "mean over clients, %", "entropy, nats", "mutual information, nats")
-    text = (
-        "Test split, unmasked. Predictions are sorted into bins by confidence, the highest predicted probability. The "
-        "accuracy of a calibrated model equals its confidence (the diagonal). Calibration error: expected calibration "
-        "error (ECE), the mean distance from the diagonal weighted by examples, over all examples together. Its mean "
-        "over clients is higher, because an overconfident client does not offset a cautious one, and because of chance "
-        "where examples are few. Entropy is that of the prediction. Mutual information of prediction and model is zero "
-        "for a client with a single model rather than a distribution of models."
-    )
-    table = small_table("Calibration error and uncertainty", headings, rows)
-    return Part(panels=(panel,), tables=(table,), columns=2, text=text)
-
-
-def uncertainty(run: RunFolder) -> Part:
-    """Return confidence, entropy and mutual information of clients whose models are distributions."""
-    from fedloom.reporting.uncertainty_figures import draw_accuracy_by_uncertainty, draw_confidence_over_training
-
-    document = run.json("uncertainty.json")
-    ids, seen, last = document["clients"]["ids"], document["clients"]["seen"], document["rounds"][-1]
-    if all(value is None for value in last["entropy"]):
-        raise DataError(f"{run.path / 'uncertainty.json'}: no client answered in round {last['round']}")
-    panels = (
-        Panel("uncertainty-training", draw_confidence_over_training(document), wide=True),
-        Panel("uncertainty-clients", draw_accuracy_by_uncertainty(document)),
-    )
-    by_id = _clients_by_id(run)
-    most = sorted((-entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)[:NAMED]
-    rows = []
-    for _, i in most:
-        right = in_percent(sum(last["right"][i]) / sum(last["examples"][i]))
-        nats = (f"{last[name][i]:.3f}" for name in ("entropy", "mutual_information"))
-        rows.append(client_row(by_id.get(ids[i], {"id": ids[i], "seen": str(seen[i]).lower()}), right, *nats))
-    headings = ("client", "accuracy, %", "entropy, nats", "mutual information, nats")
-    text = (
-        "Personalized model, test split, unmasked. Bars: share of a client's examples by confidence, with correct "
-        "predictions in colour and wrong ones grey, after the first two evaluated rounds and the last. The clients are "
-        "those at the minimum, the quartiles and the maximum of entropy after the last round. H and I: mean entropy of "
-        "the prediction, and mean mutual information of prediction and model, in nats."
-    )
-    return Part(
-        panels=panels, tables=(small_table("Clients of highest entropy", headings, rows),), columns=2, text=text
-    )
+@as_svg
+def draw_confusion(counts: Sequence[Sequence[int]], class_names: Sequence[str], title: str) -> Figure:
+    """Draw a confusion matrix: a row per true class, in percent of its examples."""
+    share, names = shares(counts), [class_label(name) for name in class_names]
+    c, longest, width = len(names), max(map(len, names)), FULL if confusion_is_wide(class_names) else HALF
+    figure = sheet(width, width, layout="compressed")
+    axes = figure.add_subplot()
+    image = heat(axes, share, aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        class_ticks(axis, names, 72 * 0.8 * width / c)
+    if longest > 2:
+        slanted = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if c <= 12 else {"rotation": 90}
+        for label in axes.get_xticklabels():
+            label.set(**slanted)
+    axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    if c > 12:
+        heat_bar(figure, image, axes, "share of the true class")
+        return figure
+    for i, row in enumerate(share):
+        for j, value in enumerate(row):
+            if value >= 0.005:
+                colour = PAPER if value > 0.5 else INK
+                axes.text(j, i, f"{100 * value:.0f}", color=colour, ha="center", va="center", fontsize=7.5)
+    return figure
 
 
-def descriptors(run: RunFolder) -> Part:
-    """Return maps of the clients' descriptors, and their correlation with the clients' data."""
-    from fedloom.reporting import descriptor_figures
-    from fedloom.reporting.figures import class_label
-
-    document, manifest = run.json("descriptors.json"), run.manifest()
-    names = [class_label(name) for name in manifest.class_names]
-    about = {
-        client.id: (f"{client.id} ({client.owner})" if client.owner else client.id, client.class_counts["train"])
-        for client in manifest.clients
-    }
-    points = []
-    for id in document["clients"]["ids"]:
-        name, counts = about.get(id, (id, ()))
-        points.append((id, ": ".join(filter(None, (name, _mix(counts, names))))))
-    panels = [
-        Panel("descriptors", descriptor_figures.draw_map(document, manifest.class_names), points=tuple(points)),
-        Panel("correlation", descriptor_figures.draw_correlation(document)),
-    ]
-    if len(document["maps"]) > 1:
-        panels.append(Panel("descriptors-training", descriptor_figures.draw_maps(document), wide=True))
-    excluded = document["excluded"][-1]
-    text = (
-        "Maps: a point per client, coloured by its most frequent class, with diamonds for unseen clients. In the large "
-        "map, hover over a point to see the client's classes, and click on it to see its confusion matrix. All are "
-        f"drawn on the two principal axes of round {document['maps'][-1]['round']}, each around its own mean; the "
-        "small ones have one scale. Rank correlation: for each unseen client, Spearman's coefficient between its "
-        "descriptor's distances and its class proportions' distances to all clients; mean and ± one standard deviation "
-        "over unseen clients. The dotted line is the value at the first evaluation: an untrained embedding network "
-        "that sees labels already correlates."
-        + (f" {pluralize(excluded, 'unseen client')} without a coefficient (all distances equal)." if excluded else "")
-    )
-    return Part(panels=tuple(panels), columns=2, text=text)
+def confusion_is_wide(class_names: Sequence[str]) -> bool:
+    """Return whether the matrix needs the full page width: many classes with long names."""
+    return len(class_names) > 30 and max(len(class_label(name)) for name in class_names) > 2

@@ -6,10 +6,29 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
-from fedloom.reporting.page import DASH, Panel, Part, Table, table_row
+from fedloom.reporting.drawing import (
+    CLASS_COLOURS,
+    COLOURS,
+    FULL,
+    INK,
+    OTHER,
+    around,
+    as_svg,
+    class_label,
+    framed,
+    panel,
+    sheet,
+)
+from fedloom.reporting.page import DASH, Panel, Part
 from fedloom.reporting.report_results import group_of, small_table
+from fedloom.reporting.tables import one_block, table_row
 from fedloom.reporting.words import GROUP_TITLES
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import metric_title, significant
@@ -52,7 +71,7 @@ def outputs(run: RunFolder) -> Part:
         + ("examples that have the label." if what == "label" else "pixels of the class.")
         + (f" Only the {MANY_OUTPUTS} worst of {len(names)} are listed." if len(names) > MANY_OUTPUTS else "")
     )
-    return Part(tables=(Table(headings, (("", tuple(rows)),), above=above),), text=text)
+    return Part(tables=(one_block(headings, rows, above=above),), text=text)
 
 
 def examples(run: RunFolder) -> Part:
@@ -65,15 +84,13 @@ def examples(run: RunFolder) -> Part:
 
 def _numbers(document: Mapping[str, Any]) -> Part:
     """Return predicted against true numbers, and residuals by client."""
-    from fedloom.reporting import example_figures
-
     k = len(document["clients"][0]["true"][0])
     names = document["names"] or [""] * k
     panels = []
     for i, name in enumerate(names[:NUMBERS]):
         suffix = f"-{i + 1}" if k > 1 else ""
-        panels.append(Panel(f"predictions{suffix}", example_figures.draw_predictions(document, i, name)))
-        panels.append(Panel(f"residuals{suffix}", example_figures.draw_residuals(document, i, name)))
+        panels.append(Panel(f"predictions{suffix}", draw_predictions(document, i, name)))
+        panels.append(Panel(f"residuals{suffix}", draw_residuals(document, i, name)))
     rows = []
     for client in document["clients"]:
         pairs = list(zip(client["true"], client["predicted"], strict=True))
@@ -96,9 +113,6 @@ def _numbers(document: Mapping[str, Any]) -> Part:
 
 def _masks(document: Mapping[str, Any]) -> Part:
     """Return input, truth and prediction of each client's worst image, and its share of wrong pixels."""
-    from fedloom.reporting import example_figures
-    from fedloom.reporting.figures import class_label
-
     classes = document["outputs"]
     names = [class_label(name) for name in document["names"]] or [f"class {i}" for i in range(classes)]
     rows = []
@@ -113,7 +127,7 @@ def _masks(document: Mapping[str, Any]) -> Part:
         most = max(sorted(set(missed)), key=missed.count, default="none")
         share = f"{100 * len(missed) / len(pairs):.1f}" if pairs else "–"
         rows.append(table_row(client["id"], share, most, colour=group_of({"seen": str(client["seen"]).lower()})))
-    panel = Panel("examples", example_figures.draw_segmentations(document), wide=True)
+    panel = Panel("examples", draw_segmentations(document), wide=True)
     text = (
         f"Personalized models after round {document['round']}: for each of the "
         f"{pluralize(len(document['clients']), 'client')} with the worst results, the test image with the most wrong "
@@ -122,3 +136,81 @@ def _masks(document: Mapping[str, Any]) -> Part:
     )
     table = small_table("Wrong pixels", ("client", "wrong, %", "missed most"), rows)
     return Part(panels=(panel,), tables=(table,), columns=2, text=text)
+
+
+@as_svg
+def draw_predictions(document: Mapping[str, Any], k: int, name: str) -> Figure:
+    """Draw predicted against true numbers, one point per test example; the diagonal is a perfect prediction.
+
+    Parameters
+    ----------
+    k, name
+        Index of the number among those predicted, and its name.
+    """
+    figure, axes = panel(3.3)
+    everything = [row[k] for client in document["clients"] for key in ("true", "predicted") for row in client[key]]
+    limits = around(everything or [0.0])
+    axes.plot(limits, limits, color=INK, linewidth=0.7, alpha=0.5)
+    for group, marker in (("seen", "o"), ("unseen", "D")):
+        of_group = [client for client in document["clients"] if client["seen"] == (group == "seen")]
+        x, y = ([row[k] for client in of_group for row in client[key]] for key in ("true", "predicted"))
+        if x:
+            axes.scatter(
+                x, y, s=9, color=COLOURS[group], marker=marker, alpha=0.5, linewidths=0, label=f"{group} clients"
+            )
+    axes.set(
+        title="Predicted against true", xlabel=f"true {name}", ylabel=f"predicted {name}", xlim=limits, ylim=limits
+    )
+    axes.grid(visible=True, axis="both")
+    axes.legend(loc="best")
+    return figure
+
+
+@as_svg
+def draw_residuals(document: Mapping[str, Any], k: int, name: str) -> Figure:
+    """Draw predicted minus true numbers by client: median, quartiles, and whiskers to the 5th and 95th percentile."""
+    clients = document["clients"]
+    residuals = [[p[k] - t[k] for t, p in zip(c["true"], c["predicted"], strict=True)] for c in clients]
+    figure, axes = panel(max(2.6, 0.7 + 0.22 * len(clients)))
+    boxes = axes.boxplot(
+        residuals, orientation="horizontal", whis=(5, 95), showfliers=False, patch_artist=True,
+        tick_labels=[class_label(client["id"]) for client in clients],
+    )  # fmt: skip
+    for box, client in zip(boxes["boxes"], clients, strict=True):
+        box.set(facecolor=COLOURS["seen" if client["seen"] else "unseen"], alpha=0.6, linewidth=0)
+    for line in (*boxes["medians"], *boxes["whiskers"], *boxes["caps"]):
+        line.set(color=INK, linewidth=0.9)
+    axes.axvline(0, color=INK, linewidth=0.7, alpha=0.5)
+    axes.invert_yaxis()
+    axes.set(title="Residuals by client, worst first", xlabel=f"predicted minus true {name}")
+    axes.grid(visible=True, axis="x")
+    return figure
+
+
+@as_svg
+def draw_segmentations(document: Mapping[str, Any]) -> Figure:
+    """Draw input, truth and prediction of one test image of each client, a row per client.
+
+    Pixels without a class are grey.
+    """
+    clients, classes = document["clients"], int(document["outputs"])
+    colours = ListedColormap([CLASS_COLOURS[i % len(CLASS_COLOURS)] for i in range(classes)], under=OTHER, over=OTHER)
+    figure = sheet(FULL, 0.5 + 2.4 * len(clients))
+    grid = figure.subplots(len(clients), 3, squeeze=False)
+    for line, client in zip(grid, clients, strict=True):
+        for axes, key in zip(line, ("image", "true", "predicted"), strict=True):
+            framed(axes)
+            axes.set(xticks=[], yticks=[])
+            if key == "image" and key in client:
+                axes.imshow(np.array(client[key], dtype=np.uint8), cmap="gray", vmin=0, vmax=255, interpolation="none")
+            elif key in client:
+                limits = {"vmin": -0.5, "vmax": classes - 0.5}
+                axes.imshow(np.array(client[key]), cmap=colours, interpolation="none", **limits)
+        line[0].set_ylabel(client["id"])
+    for axes, title in zip(grid[0], ("input", "truth", "prediction"), strict=True):
+        axes.set_title(title)
+    if classes <= len(CLASS_COLOURS):
+        names = [class_label(name) for name in document["names"]] or [f"class {i}" for i in range(classes)]
+        handles = [Patch(color=CLASS_COLOURS[i], label=name) for i, name in enumerate(names)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(classes, 6))
+    return figure

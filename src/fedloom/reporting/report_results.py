@@ -6,9 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
 from fedloom.errors import DataError
-from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.drawing import (
+    COLOURS,
+    INK,
+    MANY_POINTS,
+    MANY_ROUNDS,
+    Array,
+    around,
+    as_svg,
+    dots,
+    neighbours,
+    over_rounds,
+    panel,
+    percent,
+)
+from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part
 from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.tables import Table, TableRow, one_block, table_row
 from fedloom.reporting.words import GROUP_TITLES, client_column, is_masked
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
@@ -17,8 +37,10 @@ from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline, metric_heading, 
 NAMED = 10
 """Maximum number of rows of a small table."""
 
+
 FEW_CLIENTS = 20
 """Maximum number of clients that are all listed by name."""
+
 
 MANY_METRICS = 3
 """Maximum number of metrics in a small table of clients; one of more takes the full width."""
@@ -34,8 +56,6 @@ def has_classes(run: RunFolder) -> bool:
 
 def learning_curves(run: RunFolder) -> Part:
     """Return test results and training loss over rounds."""
-    from fedloom.reporting import figures
-
     lines, losses = run.metrics(), run.training_loss()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
@@ -45,10 +65,10 @@ def learning_curves(run: RunFolder) -> Part:
         text.append(f"Evaluated rounds: {rounds}. A curve of test results needs {FEWEST_POINTS} or more.")
     else:
         headline = headline_of(lines[-1])
-        panels.append(Panel("learning-curve", figures.draw_learning_curve(lines, headline)))
+        panels.append(Panel("learning-curve", draw_learning_curve(lines, headline)))
         text.append(_about_curve(headline))
     if len(losses) >= FEWEST_POINTS:
-        panels.append(Panel("training-loss", figures.draw_training_loss(losses)))
+        panels.append(Panel("training-loss", draw_training_loss(losses)))
         text.append("Training: the method's own loss, mean over the cohort of each round.")
     return Part(panels=tuple(panels), columns=2, text=" ".join(text))
 
@@ -227,12 +247,10 @@ def _headline(run: RunFolder) -> Headline:
 
 def client_results(run: RunFolder) -> Part:
     """Return the distribution of results over clients, and the clients with the lowest ones."""
-    from fedloom.reporting import figures
-
     rows, reading, headline = run.clients(), main_reading(run), _headline(run)
     if not any(row[client_column("personal", headline.name, reading)] for row in rows):
         return Part(text="No client's own results are known: metrics were summed securely, or no client was measured.")
-    panels = [Panel("clients", figures.draw_distribution(rows, headline, reading))]
+    panels = [Panel("clients", draw_distribution(rows, headline, reading))]
     right, thick = ("right", "foot") if headline.higher_is_better else ("left", "top")
     which, value = ("last evaluation", "a value")
     if headline == ACCURACY:
@@ -243,7 +261,7 @@ def client_results(run: RunFolder) -> Part:
     )
     tables = [_worst(rows, headline, reading, _class_names(run))]
     if client_column("global", headline.name, reading) in rows[0]:
-        panels.append(Panel("personalization", figures.draw_gains(rows, headline, reading)))
+        panels.append(Panel("personalization", draw_gains(rows, headline, reading)))
         tables.append(_changed(rows, headline, reading))
         side = "above" if headline.higher_is_better else "below"
         text += f" Gain: {side} the diagonal, the personalized model is better on the client's test data."
@@ -252,7 +270,7 @@ def client_results(run: RunFolder) -> Part:
 
 def small_table(title: str, headings: tuple[str, ...], rows: Sequence[TableRow], *, wide: bool = False) -> Table:
     """Return a table for the grid of the figures."""
-    return Table(headings, (("", tuple(rows)),), title, small=True, wide=wide)
+    return one_block(headings, rows, title, small=True, wide=wide)
 
 
 def _worst(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str, names: Mapping[str, str]) -> Table:
@@ -331,3 +349,143 @@ def _class_names(run: RunFolder) -> dict[str, str]:
         return {str(k): name for k, name in enumerate(manifest.class_names[: manifest.classes])}
     except DataError:
         return {}
+
+
+@as_svg
+def draw_learning_curve(lines: Sequence[Mapping[str, Any]], headline: Headline) -> Figure:
+    """Draw the mean of the headline metric on test data over rounds, with a band of ± one standard deviation.
+
+    Axes of fractions begin at zero; others show the trained rounds, and an untrained model may lie outside.
+    """
+    figure, axes = panel(2.6)
+    drawn = [_draw_group(axes, lines, name, headline) for name in COLOURS]
+    over_rounds(axes, lines[-1]["round"])
+    axes.set(title=f"Test {headline.title}", ylabel="mean over clients")
+    if headline.percent:
+        top = max((top for _, top in drawn), default=0.0)
+        axes.set_ylim(0, min(1.0, math.ceil(10 * top + 0.5) / 10))
+        percent(axes.yaxis)
+    elif len(trained := [value for values, _ in drawn for value in values]) > 1:
+        axes.set_ylim(*around(trained))
+    axes.legend(loc="lower right" if headline.percent else "best")
+    return figure
+
+
+def _draw_group(
+    axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, headline: Headline
+) -> tuple[list[float], float]:
+    """Draw a group's learning curve; return its means of trained rounds, and the upper end of its band."""
+    groups = [(line["round"], values_of(line[name], headline)) for line in lines if line[name] is not None]
+    measured = [(number, values) for number, values in groups if values.mean is not None]
+    if not measured:
+        return [], 0.0
+    x, mean = [number for number, _ in measured], np.array([values.mean for _, values in measured])
+    top, colour = 0.0, COLOURS[name]
+    if all(values.std is not None for _, values in measured):
+        std = np.array([values.std for _, values in measured])
+        low, high = mean - std, mean + std
+        if headline.percent:
+            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+        top = float(high.max())
+    dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
+    clipped = not headline.percent
+    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=GROUP_TITLES[name], clip_on=clipped)
+    return [value for number, value in zip(x, mean.tolist(), strict=True) if number], top
+
+
+@as_svg
+def draw_training_loss(losses: Mapping[int, float]) -> Figure:
+    """Draw training loss over rounds; beyond :data:`MANY_ROUNDS`, the line shows means of adjacent rounds."""
+    figure, axes = panel(2.6)
+    if len(losses) > MANY_ROUNDS:
+        axes.plot([*losses], [*losses.values()], color=COLOURS["seen"], linewidth=0.6, alpha=0.3)
+    marker = "o" if len(losses) <= 25 else None
+    means = neighbours([*losses.values()])
+    axes.plot(neighbours([*losses]), means, color=COLOURS["seen"], marker=marker, markersize=2.6)
+    axes.set(title="Training loss", ylabel="mean over the cohort")
+    over_rounds(axes, max(losses))
+    if min(losses.values()) >= 0:
+        axes.set_ylim(0, 1.08 * max(float(means.max()), 1e-9))
+    return figure
+
+
+_EVERYONE = ("true", "false")
+
+
+@as_svg
+def draw_distribution(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
+    """Draw the empirical distribution of the clients' test results: the share of clients at or below each value."""
+    groups = (("seen", "personal", ("true",)), ("unseen", "personal", ("false",)), ("global", "global", _EVERYONE))
+    columns = {name: (client_column(predictor, headline.name, reading), of) for name, predictor, of in groups}
+    curves = {name: np.sort(_values(_measured(rows, column, of), column)) for name, (column, of) in columns.items()}
+    figure, axes = panel(3.3)
+    found = [float(value) for curve in curves.values() for value in curve]
+    left, right = around(found or [0.0])
+    if headline.percent:
+        left, right = min(found, default=0.0) - 0.02, 1.0
+    for name, curve in curves.items():
+        n = len(curve)
+        if n == 0:
+            continue
+        tenth = math.ceil(n / 10)
+        foot = slice(1, tenth + 1) if headline.higher_is_better else slice(n - tenth + 1, n + 1)
+        x, y = np.array([left, *curve, right]), np.array([0.0, *(np.arange(n) + 1) / n, 1.0])
+        dash, colour = "--" if name == "global" else "-", COLOURS[name]
+        axes.step(x, y, dash, where="post", color=colour, label=f"{GROUP_TITLES[name]} ({n})")
+        axes.step(x[foot], y[foot], where="post", color=colour, linewidth=3.6, alpha=0.75)
+        end = -1 if headline.higher_is_better else 0
+        axes.plot([x[foot][end]], [y[foot][end]], "o", color=colour, markersize=3.6)
+    axes.set(title="Distribution over clients", xlabel=f"test {headline.title}", ylabel="share of clients at or below")
+    axes.set(xlim=(max(0.0, left), 1.005) if headline.percent else (left, right), ylim=(0, 1.01))
+    axes.grid(visible=True, axis="x")
+    percent(*([axes.xaxis] if headline.percent else []), axes.yaxis)
+    axes.legend(loc="best")
+    return figure
+
+
+@as_svg
+def draw_gains(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
+    """Draw each client's test result with the personalized model against that with the global one, as a point."""
+    columns = [client_column(predictor, headline.name, reading) for predictor in ("global", "personal")]
+    both = _measured(_measured(rows, columns[1]), columns[0])
+    figure, axes = panel(3.3)
+    x, y = (_values(both, column) for column in columns)
+    sign = headline.sign
+    low, high = around([*x, *y] or [0.0])
+    if headline.percent:
+        low, high = max(0.0, min((float(v.min()) for v in (x, y) if len(v)), default=0.0) - 0.03), 1.015
+    seen = np.array([row["seen"] == "true" for row in both], dtype=bool)
+    diagonal = [0.0, 1.0] if headline.percent else [low, high]
+    axes.plot(diagonal, diagonal, color=INK, linewidth=0.7, alpha=0.5)
+    dots(axes, x, y, seen)
+    for kind, marker in ((seen, "o"), (~seen, "D")):
+        worst = np.flatnonzero(kind)[np.argsort(sign * y[kind], kind="stable")[: math.ceil(kind.sum() / 10)]]
+        axes.scatter(
+            x[worst], y[worst], s=26, marker=marker, facecolors="none", edgecolors=INK, linewidths=0.8,
+            rasterized=len(both) > MANY_POINTS,
+        )  # fmt: skip
+    above, below = ("personalized", "global") if headline.higher_is_better else ("global", "personalized")
+    axes.text(0.02, 0.98, f"{above} better: {(y > x).sum()}", transform=axes.transAxes, va="top")
+    axes.text(0.98, 0.02, f"{below} better: {(y < x).sum()}", transform=axes.transAxes, ha="right")
+    handles, labels = axes.get_legend_handles_labels()
+    circle = Line2D([], [], linestyle="", marker="o", markersize=5, color="none", markeredgecolor=INK)
+    legend = axes.legend([*handles, circle], [*labels, "worst decile"], loc="lower right", bbox_to_anchor=(1, 0.06))
+    if not headline.higher_is_better:  # the points are below the diagonal
+        legend.set(loc="upper left")
+        legend.set_bbox_to_anchor((0, 0.94), axes.transAxes)
+    axes.set(title="Gain by personalization", xlabel=f"{headline.title} of the global model")
+    axes.set_ylabel(f"{headline.title} of the personalized model")
+    axes.set(xlim=(low, high), ylim=(low, high))
+    if headline.percent:
+        percent(axes.xaxis, axes.yaxis)
+    return figure
+
+
+def _measured(rows: Sequence[Mapping[str, str]], column: str, of: Sequence[str] = _EVERYONE) -> list[Mapping[str, str]]:
+    """Return the clients that have a value in a column and whose ``seen`` is in ``of``."""
+    return [row for row in rows if row.get(column) and row["seen"] in of]
+
+
+def _values(rows: Sequence[Mapping[str, str]], column: str) -> Array:
+    return np.array([float(row[column]) for row in rows], dtype=np.float64)

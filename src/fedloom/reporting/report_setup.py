@@ -7,13 +7,37 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from fedloom.core.words import dotted_keys, pluralize
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
-from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.words import number_range, shown_epsilon, shown_guarantee
-from fedloom.runs.files import SUMMARY
+from fedloom.reporting.drawing import (
+    COLOURS,
+    FULL,
+    OTHER,
+    Array,
+    as_svg,
+    class_label,
+    class_ticks,
+    heat,
+    heat_bar,
+    panel,
+    shares,
+    sheet,
+)
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.tables import Table, TableRow, table_row
+from fedloom.reporting.words import human_time, number_range, shown_epsilon, shown_guarantee
+from fedloom.runs.files import JOURNAL, SUMMARY
 from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT
+
+MANY_CLIENTS = 300
+"""Maximum number of columns in the partition figure; above it, neighbouring clients share a column."""
 
 
 def summary_of(run: RunFolder) -> Mapping[str, Any]:
@@ -26,42 +50,33 @@ def summary_of(run: RunFolder) -> Mapping[str, Any]:
 
 def time(run: RunFolder) -> Part:
     """Return the time spent in the phases of the rounds, and outside them."""
-    from fedloom.reporting import figures
-
     summary = summary_of(run)
     if summary.get("rounds") == 0:
         return Part(text="No round was trained.")
-    by_round, outside = _phases(run)
-    phases = list(by_round.values())
-    if not any(phases):
-        raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
-    rest = summary.get("duration_s", 0.0) - sum(outside.values()) - sum(sum(phase.values()) for phase in phases)
-    others = {name: seconds for name, seconds in (*outside.items(), ("evaluation and rest", rest)) if seconds > 0}
-    panels = (
-        Panel("time-rounds", figures.draw_phases_by_round(list(by_round), phases)),
-        Panel("time-total", figures.draw_phase_totals(phases, others)),
-    )
+    rounds: dict[int, Mapping[str, float] | None] = {}  # a repeated round counts once
+    outside = {"failed attempts": 0.0, "paused": 0.0}
+    for line in run.objects(JOURNAL):
+        outside["paused"] += line.get("paused", {}).get("seconds", 0.0)
+        outcome = line.get("outcome", DONE)
+        if outcome in (BURNT, EVALUATED, SPENT):  # follows a round, whose phases stay
+            continue
+        outside["failed attempts"] += 0.0 if outcome == DONE else line["seconds"]
+        if "phases" in line:
+            rounds[line["round"]] = line["phases"] if outcome == DONE else None
+    done = [phases for _, phases in sorted(rounds.items()) if phases is not None]
+    if not any(done):
+        raise DataError(f"{run.path / JOURNAL}: has no round with phase times")
+    inside: dict[str, float] = {}
+    for phases in done:
+        inside |= {name: inside.get(name, 0.0) + seconds for name, seconds in phases.items()}
+    rest = summary.get("duration_s", 0.0) - sum(outside.values()) - sum(inside.values())
+    others = {**outside, "evaluation and rest": rest}
     text = (
-        f"Time of the aggregator in {pluralize(len(phases), 'round')}. A phase that is named after a message lasts "
+        f"Time of the aggregator in {pluralize(len(done), 'round')}. A phase that is named after a message lasts "
         "from sending it to the last reply."
     )
-    return Part(panels=panels, columns=2, text=text)
-
-
-def _phases(run: RunFolder) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
-    """Return the phases of each round that was completed, and the seconds of failed attempts and pauses."""
-    rounds: dict[int, dict[str, float] | None] = {}  # a repeated round counts once
-    failed = paused = 0.0
-    for line in run.objects("journal.jsonl"):
-        paused += line.get("paused", {}).get("seconds", 0.0)
-        outcome = line.get("outcome", "done")
-        if outcome in ("burnt", "evaluated", "budget spent"):  # follows a round, whose phases stay
-            continue
-        failed += 0.0 if outcome == "done" else line["seconds"]
-        if "phases" in line:
-            rounds[line["round"]] = line["phases"] if outcome == "done" else None
-    done = {number: found for number, found in sorted(rounds.items()) if found is not None}
-    return done, {"failed attempts": failed, "paused": paused}
+    total = Panel("time", draw_time(inside, {name: s for name, s in others.items() if s > 0}))
+    return Part(panels=(total,), columns=2, text=text)
 
 
 def method(run: RunFolder) -> Part:
@@ -116,8 +131,6 @@ def machine(run: RunFolder) -> Part:
 
 def data(run: RunFolder) -> Part:
     """Return the partition: its scheme, and the classes of every client, if the data have classes."""
-    from fedloom.reporting import figures
-
     manifest = run.manifest()
     pairs = _about_partition(manifest)
     if not manifest.classes:
@@ -134,10 +147,10 @@ def data(run: RunFolder) -> Part:
     )
     if len(set(map(sum, train))) > 1:
         text += " The curve above is its number of examples."
-    together = math.ceil(len(train) / figures.MANY_CLIENTS)
+    together = math.ceil(len(train) / MANY_CLIENTS)
     if together > 1:
         text += f" Each column is the mean of {together} neighbours."
-    panel = Panel("partition", figures.draw_partition(mixes, manifest.class_names), wide=True)
+    panel = Panel("partition", draw_partition(mixes, manifest.class_names), wide=True)
     return Part(panels=(panel,), text=text, pairs=pairs)
 
 
@@ -172,3 +185,75 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+@as_svg
+def draw_partition(mixes: Mapping[str, Sequence[Sequence[int]]], class_names: Sequence[str]) -> Figure:
+    """Draw the partition: a column per client with its class proportions, and its number of training examples above.
+
+    Clients are ordered by their most frequent class and its share. Beyond :data:`MANY_CLIENTS`, neighbouring clients
+    share a column, which shows their means.
+    """
+    groups = {name: np.asarray(rows, dtype=np.float64) for name, rows in mixes.items() if len(rows)}
+    together = math.ceil(sum(map(len, groups.values())) / MANY_CLIENTS)
+    columns = {name: _columns(rows, together) for name, rows in groups.items()}
+    sizes = np.concatenate([rows.sum(1) for rows in groups.values()])
+    unequal, c = bool((sizes != sizes[0]).any()), len(class_names)
+    height, above = min(max(0.165 * c, 0.8), 4.6), 0.6
+    figure = sheet(FULL, height + above * unequal + 0.55)
+    axes = figure.subplots(
+        1 + unequal,
+        len(columns),
+        squeeze=False,
+        width_ratios=[max(len(sizes), 3) for sizes, _ in columns.values()],
+        height_ratios=[above, height] if unequal else None,
+    )
+    for axis, (_, mix) in zip(axes[-1], columns.values(), strict=True):
+        image = heat(axis, mix.T)
+        axis.set(xticks=[], yticks=[], xlabel="clients")
+    class_ticks(axes[-1, 0].yaxis, [class_label(name) for name in class_names], 72 * height / c)
+    if unequal:
+        _draw_sizes(axes[0], {name: sizes for name, (sizes, _) in columns.items()})
+    for axis, (name, rows) in zip(axes[0], groups.items(), strict=True):
+        axis.set_title(f"{len(rows)} {name}")
+    heat_bar(figure, image, list(axes[-1]), "share of the client's examples")
+    return figure
+
+
+def _draw_sizes(axes: Sequence[Axes], sizes: Mapping[str, Array]) -> None:
+    """Draw the numbers of examples of each group's columns on one scale."""
+    most = 1.05 * max(float(each.max()) for each in sizes.values())
+    for k, (top, (name, each)) in enumerate(zip(axes, sizes.items(), strict=True)):
+        edges = np.arange(len(each) + 1) - 0.5
+        top.fill_between(edges, [*each, each[-1]], step="post", color=COLOURS[name], alpha=0.6, linewidth=0)
+        top.set(xlim=(edges[0], edges[-1]), ylim=(0, most), ylabel="examples" if k == 0 else "")
+        top.tick_params(labelbottom=False, bottom=False, labelleft=k == 0, left=k == 0)
+        top.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+
+
+def _columns(rows: Array, together: int) -> tuple[Array, Array]:
+    """Return sizes and class proportions of clients ``[n, C]``, sorted by main class, ``together`` per column."""
+    sizes, mix = rows.sum(1), shares(rows.tolist())
+    main = mix.argmax(1)
+    order = np.lexsort((np.arange(len(rows)), -mix[np.arange(len(rows)), main], main))
+    groups = [order[i : i + together] for i in range(0, len(rows), together)]
+    return np.array([sizes[g].mean() for g in groups]), np.array([mix[g].mean(0) for g in groups])
+
+
+@as_svg
+def draw_time(phases: Mapping[str, float], others: Mapping[str, float]) -> Figure:
+    """Draw the seconds of each phase, and of what is outside phases in grey."""
+    seconds = {**phases, **others}
+    total = sum(seconds.values())
+    figure, axes = panel(max(2.5, 0.85 + 0.22 * (len(phases) + 2)))
+    colours = [COLOURS["seen"] if name in phases else OTHER for name in seconds]
+    bars = axes.barh([*seconds], [*seconds.values()], height=0.66, color=colours)
+    shares = (f"{human_time(s)} ({s / total:.0%})" if total else human_time(s) for s in seconds.values())
+    axes.bar_label(bars, [*shares], padding=3)
+    limits = {"xlim": (0, 1.6 * max([*seconds.values(), 1e-9])), "ylim": (max(len(seconds), 5) - 0.5, -0.5)}
+    axes.set(title="Total time", **limits)
+    axes.grid(visible=False)
+    axes.tick_params(axis="both", length=0)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    return figure

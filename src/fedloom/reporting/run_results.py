@@ -116,7 +116,6 @@ class RunResults:
     wire_up: int | None
     wire_down: int | None
     duration_s: float
-    training_loss: Mapping[int, float]
     own_steps: Mapping[int, GroupStatistics]
     results: Mapping[str, Result]
     privacy: Mapping[str, Any] | None = None
@@ -167,7 +166,6 @@ def read_results(run: RunFolder) -> RunResults:
             wire_up=_int_or_none(traffic["wire_up"]),
             wire_down=_int_or_none(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
-            training_loss=run.training_loss(),
             own_steps=_own_steps(summary.get("own_steps"), headline, masked=masked),
             results={
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)

@@ -8,7 +8,8 @@ from typing import Any
 
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.experiment.yaml_reader import as_yaml
-from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, Table, check_installed, table_row
+from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, check_installed
+from fedloom.reporting.tables import Table, table_row
 from fedloom.runs.files import RunFiles
 from fedloom.tasks.names import Headline
 

@@ -121,29 +121,6 @@ def power_note(power: Mapping[str, Any], claim: float, *, enough: bool) -> str:
     return f"{text}, even if there is no noise; for the claim of {rounded_up(claim)} they need {needed}."
 
 
-OUTLINE_DB, COPY_DB = 3.0, 40.0
-"""dB above the mean input from which a reconstruction is recognizable, and PSNR from which it is a copy."""
-
-
-def inversion_note(inversion: Mapping[str, Any]) -> str:
-    """Return sentences that explain the result of an inversion of updates."""
-    last = inversion["cases"][-1]
-    best, above = last["psnr_best"], last["psnr_best"] - last["psnr_of_mean_input"]
-    text = (
-        f"Each update is one step of FedAvg at the initial model. From {COPY_DB:g} dB on, a reconstruction is a copy; "
-        "the mean input is a guess without any update. "
-    )
-    if inversion.get("noisy_steps"):
-        text += "The steps are noisy, as in the run. "
-    if inversion["secure_aggregation"]:
-        text = f"Secure aggregation: no single update reaches the aggregator, so there is none to invert. {text}"
-    if best >= COPY_DB:
-        return f"{text}Even the {last['update']} contains a copy of an input."
-    if above < OUTLINE_DB:
-        return f"{text}On the {last['update']} the attack fails."
-    return f"{text}The {last['update']} gives no copy, but {above:.0f} dB more than the mean input."
-
-
 def human_bytes(count: int | None) -> str:
     """Return a byte count in decimal units, as communication is counted; a dash if unknown."""
     if count is None:

@@ -10,7 +10,7 @@ from fedloom.attacks.membership import MemberScores, membership_document
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientData, FederatedDataset
 from fedloom.data.manifest import read_manifest
-from fedloom.errors import DataError, ExperimentError, QuorumError, argument
+from fedloom.errors import DataError, QuorumError, argument
 from fedloom.federation.evaluator import Evaluator
 from fedloom.models.predictors import Predictor
 from fedloom.runner.assemble import RunContext
@@ -32,31 +32,23 @@ DELTA = 1e-5
 """δ of bounds for a run that claims none."""
 
 
-def audit_run(
-    run: Path, checkpoint: str = "last", data: Sequence[Path] = (), *, invert: bool = False, client: str | None = None
-) -> dict[str, Any]:
-    """Attack a run's models, and with ``invert`` an update; add the results to ``audit.json``, and return its content.
+def audit_run(run: Path, checkpoint: str = "last", data: Sequence[Path] = ()) -> dict[str, Any]:
+    """Attack a run's models, add the results to ``audit.json``, and return its content.
 
     :func:`fedloom.audit` describes the arguments; ``data`` are folders of packed clients.
 
     Raise DataError if the folder is not a finished run, or the data of its clients are missing; ExperimentError if the
     run's inputs cannot be reconstructed; QuorumError if no client has a model and both training and test examples.
     """
-    from fedloom.runner.audit_inversion import inversion_document
-
     folder = RunFolder.open(run)
     if not folder.is_finished:
         raise DataError(
             f"{run} is not finished; an audit needs a run's last model.", hint=f"continue it with {argument('resume')}"
         )
-    if client is not None and not invert:
-        raise ExperimentError(f"{argument('client')} needs {argument('invert')}.", key="client")
     with torch_threads(1):  # restores the number of threads, which is changed inside
         parts, evaluator, dataset = restore(folder.path, checkpoint, _own_partition(folder), data)
-        found = {"membership": _membership(parts, evaluator, dataset, claimed_delta(folder))}
-        if invert:
-            found["inversion"] = inversion_document(parts, dataset, client)
-    return keep_audit(folder, found)
+        membership = _membership(parts, evaluator, dataset, claimed_delta(folder))
+    return keep_audit(folder, {"membership": membership})
 
 
 def _own_partition(folder: RunFolder) -> Path | None:

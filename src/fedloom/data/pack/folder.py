@@ -22,17 +22,16 @@ from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
 from fedloom.data.pack.arrays import read_arrays
-from fedloom.data.pack.columns import PARQUET, has_parts, read_parquet
-from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors
-from fedloom.data.pack.images import read_images
-from fedloom.data.pack.medical import HOW_TO_READ, is_medical
-from fedloom.data.pack.tables import read_csv
+from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, ValidationErrors
+from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
+from fedloom.data.pack.packer import examples_of
+from fedloom.data.pack.tables import PARQUET, is_parquet, read_csv, read_parquet
 from fedloom.data.pack.texts import read_characters
 from fedloom.data.targets import same_targets
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, storing, sync
 
-Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
+Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Columns]
 
 FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".csv": ("csv", read_csv),
@@ -94,7 +93,7 @@ def pack(
     form, reader = _reader(source)
     errors = ValidationErrors(str(source))
     try:
-        examples = reader(source, settings.request, errors, on_progress)
+        examples = examples_of(reader(source, settings.request, errors, on_progress), settings.request, errors)
     except OSError as error:
         raise DataError(f"{source} cannot be read ({error.strerror or error})") from error
     errors.refuse()
@@ -171,7 +170,7 @@ def _check_targets(examples: Examples, request: Request, source: str) -> None:
 
 def _reader(source: Path) -> tuple[str, Reader]:
     if source.is_dir():
-        return ("parquet", read_parquet) if has_parts(source) else ("images", read_images)
+        return ("parquet", read_parquet) if is_parquet(source) else ("images", read_images)
     if not source.exists():
         raise DataError(f"{source} does not exist")
     if source.suffix.lower() not in FORMATS or not source.is_file():
@@ -237,7 +236,7 @@ def _refuse_shared(
         "input in two splits",
         len(shared),
         (
-            f"{examples.where(i)} ({SPLITS[split[i]]}) and {examples.where(group[i])} ({SPLITS[split[group[i]]]})"
+            f"{examples.place(i)} ({SPLITS[split[i]]}) and {examples.place(group[i])} ({SPLITS[split[group[i]]]})"
             for i in shared
         ),
     )

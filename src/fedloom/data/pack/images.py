@@ -1,133 +1,144 @@
-"""Folder of images by class, laid out like torchvision's ``ImageFolder``."""
+"""Folders of images: by class, like torchvision's ``ImageFolder``; or ``images/NAME.png`` with ``masks/NAME.png``."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.core.words import composed
+from fedloom.core.words import composed, pluralize
+from fedloom.data.input_spec import InputSpec
 from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, OnProgress, Request, ValidationErrors, listed, spec_of
-from fedloom.data.pack.masks import has_masks, read_masked
-from fedloom.data.pack.medical import refuse_medical
-from fedloom.data.pack.pixels import ImageStack, UnfitImage, endings, read_picture
+from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Places, Request, ValidationErrors, listed
+from fedloom.data.pack.pixels import ImageStack, Picture, UnfitImage, endings, load_picture, read_picture, turned
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
-def read_images(folder: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
+IMAGES, MASKS = "images", "masks"
+"""Names of the two folders of segmentation; the values of masks are the classes of pixels."""
+
+MODES = ("1", "L", "P", "I", "I;16", "I;16B")
+"""Pillow modes with one whole number for each pixel."""
+
+LOSSY = ("JPEG", "MPO", "WEBP", "jpeg", "tiff_jpeg", "webp")
+"""Formats, and compressions within a TIFF file, that change the numbers of pixels."""
+
+APPLY = "apply the orientation to the pixels of both files, and remove the tag"
+
+MEDICAL = (".dcm", ".dicom", ".nii", ".nii.gz")
+
+HOW_TO_READ = (
+    "read them with pydicom (dcmread(file).pixel_array) or nibabel (load(file).get_fdata()), and give the arrays: x "
+    "and y of an .npz file, or Federated.from_arrays; or save slices of 8 bits as PNG; or register a data set that "
+    "reads them (docs/extending.md#a-data-set)"
+)
+"""Hint for DICOM and NIfTI files."""
+
+
+class _Entry(NamedTuple):
+    """Image, the names of its folders and its own, and its mask if there is one."""
+
+    image: Path
+    steps: tuple[str, ...]
+    mask: Path | None = None
+
+
+def read_images(folder: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on; or images with their masks.
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
     ``client``, the owners' folders are above those of the classes. Without ``data.own``, the images are greyscale if
-    all of them are, else RGB, and have the size of the first.
+    all of them are, else RGB, and have the size of the first. Files that cannot be read are recorded as errors.
 
     Raise ExperimentError if ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks
     for inputs other than images; DataError if there is no image, an image is invalid, or a folder cannot be read.
     """
     _check_request(folder, request)
-    refuse_medical(folder)
     own = request.own
     given = _are_splits(folder, () if own is None else own.classes)
     depth = int(given) + int(request.client is not None)
-    if request.labelled and request.wanted_task in (None, "segmentation") and has_masks(folder, depth):
-        return read_masked(folder, depth, request, errors, on_progress)
-    if request.wanted_task not in (None, "classification"):
+    task = request.wanted_task
+    masked = request.labelled and task in (None, "segmentation") and _has_masks(folder, depth)
+    if not masked and task not in (None, "classification"):
         raise DataError(
-            f"{folder}: task {request.wanted_task} cannot be read from images in folders; segmentation needs folders "
-            "images and masks, and other targets a table or arrays"
+            f"{folder}: task {task} cannot be read from images in folders; segmentation needs folders {IMAGES} and "
+            f"{MASKS}, and other targets a table or arrays"
         )
-    taken = ImageStack(None if own is None else own.input_shape, request.resize)
-    found = _pictures(folder, depth, request, taken, errors, on_progress, given=given)
-    kept, x = [each.path for each in found], taken.joined()
-    empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
-    classes, y = _labels(found, request)
-    return Examples(
-        specs={"": spec_of("pixels", x)},
+    if masked:
+        entries = _pairs(folder, depth, errors)
+    else:
+        entries = [_Entry(path, tuple(map(composed, _below(folder, path)))) for path in files_below(folder)]
+    stack = ImageStack(None if own is None else own.input_shape, request.resize)
+    palettes, turns = _Palettes(), Counter[str]()
+    kept: list[_Entry] = []
+    masks: list[NDArray[np.int64]] = []
+    known = endings()
+    for done, entry in enumerate(entries):
+        on_progress("reading images", done, len(entries))
+        name = "/".join(entry.steps)
+        try:
+            if entry.mask is None:
+                _check_place(entry, depth, request, known, given=given)
+            picture = read_picture(entry.image)
+            if entry.mask is not None:
+                mask, note = _read_mask(entry.mask, name, picture, palettes)
+            stack.add(picture)
+        except UnfitImage as unfit:
+            errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else name)
+            continue
+        kept.append(entry)
+        if entry.mask is not None:
+            masks.append(_resized(mask, stack.size))
+            turns.update(note)
+    errors.refuse()
+    if not kept:
+        raise DataError(
+            f"{folder} has no images; put images below it as CLASS/NAME.png, or in {IMAGES} with masks of the same "
+            f"names in {MASKS}"
+        )
+    x, y, classes = stack.joined(), None, None
+    notes = [*stack.notes(), *(f"{pluralize(count, 'mask')} {how}" for how, count in turns.items()), *palettes.notes()]
+    if masked:
+        y = np.stack(masks)
+    elif request.labelled:
+        labels = [entry.steps[depth] for entry in kept]
+        classes = found_classes(labels) if own is None else own.classes
+        position = {composed(name): i for i, name in enumerate(classes)}
+        y = np.array([position[label] for label in labels], dtype=np.int64)
+        empty = [str(path.relative_to(folder)) for path in _empty(folder, depth, [entry.image for entry in kept])]
+        notes += [f"folders without an image, left out: {listed(empty)}"] * bool(empty)
+    return Columns(
+        {"": x},
+        {"": InputSpec("pixels", x.shape[1:])},
+        y,
+        Places(["/".join(entry.steps) for entry in kept]),
+        np.array([SPLIT_NAMES[entry.steps[0].lower()] for entry in kept], dtype=np.int64) if given else None,
+        None if request.client is None else [entry.steps[depth - 1] for entry in kept],
         classes=classes,
-        x=x,
-        y=y,
-        split=np.array([each.split for each in found], dtype=np.int64) if given else None,
-        where=lambda i: str(kept[i]),
-        notes=(*taken.notes(), *([f"folders without an image, left out: {listed(empty)}"] if empty else [])),
-        owners=None if request.client is None else tuple(each.owner for each in found),
+        notes=tuple(notes),
     )
 
 
-def _pictures(
-    folder: Path,
-    depth: int,
-    request: Request,
-    taken: ImageStack,
-    errors: ValidationErrors,
-    on_progress: OnProgress,
-    *,
-    given: bool,
-) -> list[_Picture]:
-    """Add every image below a folder to a stack; return their places.
-
-    Raise DataError if there is no image, or some are invalid.
-    """
-    known, files, found = endings(), list(files_below(folder)), list[_Picture]()
-    for done, path in enumerate(files):
-        on_progress("reading images", done, len(files))
-        try:
-            picture = _picture(path, folder, depth, request, known, given)
-            taken.add(read_picture(path))
-        except UnfitImage as unfit:
-            name = path.relative_to(folder)  # as shown in errors, which start with the folder
-            errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
-        else:
-            found.append(picture)
-    errors.refuse()
-    if not found:
-        raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
-    return found
+def is_medical(path: Path) -> bool:
+    """Return True for a DICOM or NIfTI file; DICOM files without an extension have a mark at byte 128."""
+    if path.name.lower().endswith(MEDICAL):
+        return True
+    if path.suffix or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(132)[128:] == b"DICM"
 
 
-def _labels(found: Sequence[_Picture], request: Request) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
-    """Return the classes, and each image's position in them if they are labelled."""
-    labels = [each.label for each in found]
-    given = None if request.own is None else request.own.classes
-    if not request.labelled:
-        return given or (), None
-    classes = found_classes(labels) if given is None else given
-    place = {composed(name): i for i, name in enumerate(classes)}
-    return classes, np.array([place[label] for label in labels], dtype=np.int64)
-
-
-class _Picture(NamedTuple):
-    """Path of an image, with the class, owner and split that its folders give."""
-
-    path: Path
-    label: str
-    owner: str
-    split: int
-
-
-def _picture(path: Path, folder: Path, depth: int, request: Request, known: frozenset[str], given: bool) -> _Picture:
-    """Return an image, described by its folders; raise UnfitImage if it is in the wrong place."""
-    steps = tuple(map(composed, path.relative_to(folder).parts))
-    if given and len(steps) == 1:
-        raise UnfitImage("an image outside the folders of splits", "")
-    label = steps[depth] if len(steps) > depth + 1 else None
-    _check_place(path, label, request, known)
-    owner = steps[depth - 1] if request.client is not None else ""
-    return _Picture(path, label or "", owner, SPLIT_NAMES[steps[0].lower()] if given else 0)
-
-
-def _empty(folder: Path, depth: int, kept: Sequence[Path]) -> Iterator[Path]:
-    """Yield the folders of classes, ``depth`` below a folder, and those above them, from which no image was kept."""
-    full = {above for path in kept for above in path.parents}
-    for name in folders_in(folder):
-        if folder / name not in full:
-            yield folder / name
-        elif depth:
-            yield from _empty(folder / name, depth - 1, kept)
+def _below(folder: Path, path: Path) -> tuple[str, ...]:
+    return path.relative_to(folder).parts
 
 
 def _check_request(folder: Path, request: Request) -> None:
@@ -146,21 +157,12 @@ def _check_request(folder: Path, request: Request) -> None:
             f"{folder}: a folder of images needs kind pixels and 1 or 3 channels; data.own has kind {own.kind} and "
             f"input_shape {list(own.input_shape)}"
         )
-
-
-def _check_place(path: Path, label: str | None, request: Request, known: frozenset[str]) -> None:
-    """Reject a path that has no image extension, is not a file, or is outside the folder of a class."""
-    if path.suffix.lower() not in known:
-        raise UnfitImage(f"not an image, by its name; images end in {listed(sorted(known), 30)}", "")
-    if not path.is_file():
-        raise UnfitImage("not a file, but a pipe, a device or a broken link", "")
-    if not request.labelled:
-        return
-    if label is None:
-        where = "OWNER/CLASS" if request.client is not None else "classes"
-        raise UnfitImage(f"label missing: an image outside the folders of {where}", "")
-    if request.own is not None and label not in map(composed, request.own.classes):
-        raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
+    if medical := [path for path in files_below(folder) if is_medical(path)]:
+        raise DataError(
+            f"{folder}: DICOM and NIfTI files are not read, and it has {len(medical):,} (first: "
+            f"{medical[0].relative_to(folder)}).",
+            hint=HOW_TO_READ,
+        )
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
@@ -180,3 +182,135 @@ def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
             "into a split"
         )
     return bool(names) and len(splits) == len(names)
+
+
+def _check_place(entry: _Entry, depth: int, request: Request, known: frozenset[str], *, given: bool) -> None:
+    """Reject a path that has no image extension, is not a file, or is outside the folder of a class or split."""
+    if given and len(entry.steps) == 1:
+        raise UnfitImage("an image outside the folders of splits", "")
+    if entry.image.suffix.lower() not in known:
+        raise UnfitImage(f"not an image, by its name; images end in {listed(sorted(known), 30)}", "")
+    if not entry.image.is_file():
+        raise UnfitImage("not a file, but a pipe, a device or a broken link", "")
+    if request.labelled and len(entry.steps) < depth + 2:
+        folders = "OWNER/CLASS" if request.client is not None else "classes"
+        raise UnfitImage(f"label missing: an image outside the folders of {folders}", "")
+    if request.labelled and request.own is not None and entry.steps[depth] not in map(composed, request.own.classes):
+        raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
+
+
+def _empty(folder: Path, depth: int, kept: Sequence[Path]) -> Iterator[Path]:
+    """Yield the folders of classes, ``depth`` below a folder, and those above them, from which no image was kept."""
+    full = {above for path in kept for above in path.parents}
+    for name in folders_in(folder):
+        if folder / name not in full:
+            yield folder / name
+        elif depth:
+            yield from _empty(folder / name, depth - 1, kept)
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def _has_masks(folder: Path, depth: int) -> bool:
+    """Return True if the folders ``depth`` levels below a folder are ``images`` and ``masks``."""
+    names = folders_in(folder)
+    if depth:
+        return bool(names) and all(_has_masks(folder / name, depth - 1) for name in names)
+    return {IMAGES, MASKS} <= set(names)
+
+
+def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> list[_Entry]:
+    """Return images with their masks, by folders and name; record images without a mask, and masks without an image."""
+    files: dict[str, dict[tuple[str, ...], Path]] = {IMAGES: {}, MASKS: {}}
+    known = endings()
+    for path in files_below(folder):
+        steps = _below(folder, path)
+        if len(steps) <= depth + 1 or steps[depth] not in files or path.suffix.lower() not in known:
+            errors.add(f"not an image in a folder {IMAGES} or {MASKS}", "/".join(steps))
+            continue
+        key = (*steps[:depth], *steps[depth + 1 : -1], path.stem)
+        if key in files[steps[depth]]:
+            errors.add("two files of one name", "/".join(steps))
+        files[steps[depth]][key] = path
+    images, masks = files[IMAGES], files[MASKS]
+    for what, one, other in (("image without a mask", images, masks), ("mask without an image", masks, images)):
+        errors.add(what, *(str(path.relative_to(folder)) for key, path in one.items() if key not in other))
+    return [_Entry(images[key], key, masks[key]) for key in images if key in masks]
+
+
+@dataclass
+class _Palettes:
+    """Colours of the numbers in masks with a palette, each with the first mask that has it."""
+
+    colours: dict[int, tuple[str, str]] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+
+    def add(self, mask: Image, values: NDArray[np.int64], name: str) -> None:
+        """Add a mask; raise UnfitImage if a number that is used has another colour than in a mask before."""
+        if mask.mode != "P":
+            return
+        self.used |= set(np.unique(values).tolist())
+        palette = bytes(mask.getpalette() or ())
+        for number in range(len(palette) // 3):
+            colour = f"#{palette[3 * number : 3 * number + 3].hex()}"
+            other, first = self.colours.setdefault(number, (colour, name))
+            if colour != other and number in self.used:
+                raise UnfitImage(
+                    "palette in which a number has another colour than in another mask; give all masks one palette, "
+                    "or save the numbers of classes as greyscale",
+                    f"{number} is {colour}, and {other} in {first}",
+                )
+
+    def notes(self) -> tuple[str, ...]:
+        """Return the colours of the numbers that are used; masks of other clients must have the same."""
+        shown = [f"{number} {self.colours[number][0]}" for number in sorted(self.used) if number in self.colours]
+        return (f"colours in the palette of the masks: {listed(shown, 24)}",) if shown else ()
+
+
+def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Return the numbers of a mask, ``[height, width]``, upright like its image, and a note if it was turned with it.
+
+    Raise UnfitImage if it is not a mask of this image, or it is unclear in which orientation it was drawn.
+    """
+    mask, _, held = load_picture(path, _check_form)
+    size, note = image.image.size, tuple[str, ...]()
+    if held != image.orientation:
+        with_image = turned(mask, image.orientation)
+        if held != 1 or with_image.size == mask.size:
+            raise UnfitImage(
+                "mask whose EXIF orientation is not that of its image: was it drawn before or after the image was "
+                f"turned? {APPLY}",
+                f"mask {held}, image {image.orientation}",
+            )
+        if with_image.size == size:
+            mask, note = with_image, ("turned with the image, by its EXIF orientation",)
+    if mask.size != size:
+        shapes = (" x ".join(map(str, each[::-1])) for each in (mask.size, size))
+        raise UnfitImage("mask of another size (height x width) than its image", ", image ".join(shapes))
+    values = np.asarray(mask).astype(np.int64)
+    palettes.add(mask, values, name)
+    return values, note
+
+
+def _check_form(mask: Image) -> None:
+    """Reject an image that cannot hold the number of each pixel's class."""
+    if lossy := [form for form in (mask.format, mask.info.get("compression")) if form in LOSSY]:
+        raise UnfitImage(
+            "mask in a lossy format, which changes the numbers of classes; save the original masks as PNG", lossy[0]
+        )
+    if mask.mode not in MODES:
+        raise UnfitImage(
+            "mask with several channels or fractions; a mask has one whole number for each pixel, its class", mask.mode
+        )
+
+
+def _resized(values: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
+    """Return a mask resized to (width, height), by nearest neighbours."""
+    height, width = values.shape
+    if (width, height) == size:
+        return values
+    rows = (np.arange(size[1]) * 2 + 1) * height // (2 * size[1])
+    columns = (np.arange(size[0]) * 2 + 1) * width // (2 * size[0])
+    resized: NDArray[np.int64] = values[rows[:, None], columns]
+    return resized

@@ -1,4 +1,4 @@
-"""In-memory image data sets such as torchvision's: images and labels are kept exactly, or rejected with their index."""
+"""In-memory data sets such as torchvision's: images and labels are kept exactly, or rejected with their index."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.words import pluralize
-from fedloom.data.pack.examples import MOST_CHANNELS
+from fedloom.data.pack.arrays import MOST_CHANNELS
 from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
 from fedloom.data.values import as_array
 from fedloom.errors import DataError
@@ -48,29 +48,22 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
     what
         Name of the data set in errors.
     """
-    _check_repeatable(dataset, what)
     images: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
     changed: Counter[str] = Counter()
-    for place, item in enumerate(_items(dataset, what)):
-        where = f"{what}[{place}]"
-        if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
-            raise DataError(f"{where}: is a {type(item).__name__}; it must be a pair (image, label)")
-        pixels, changes = _pixels(item[0], where)
+    for i, (image, label) in enumerate(_pairs(dataset, what)):
+        pixels, changes = _pixels(image, f"{what}[{i}]")
         if images and pixels.shape != images[0].shape:
             raise DataError(
-                f"{where}: is an image of shape {list(pixels.shape)}, but the first one has {list(images[0].shape)}; "
-                "resize all images to one size"
+                f"{what}[{i}]: is an image of shape {list(pixels.shape)}, but the first one has "
+                f"{list(images[0].shape)}; resize all images to one size"
             )
         images.append(pixels)
-        labels.append(_label(item[1], where))
+        labels.append(_label(label, f"{what}[{i}]"))
         changed.update(changes)
-    if not images:
-        raise DataError(f"{what} has no examples")
     if len({isinstance(label, str) for label in labels}) > 1:
         raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
-    notes = tuple(f"{pluralize(count, 'image')} {note}" for note, count in changed.items())
-    return np.stack(images), np.array(labels), notes
+    return np.stack(images), np.array(labels), tuple(f"{pluralize(n, 'image')} {note}" for note, n in changed.items())
 
 
 def read_dataset(dataset: Any, what: str) -> tuple[Any, Any, tuple[str, ...]]:
@@ -83,16 +76,9 @@ def read_dataset(dataset: Any, what: str) -> tuple[Any, Any, tuple[str, ...]]:
     from torch import Tensor
     from torch.utils.data import default_collate
 
-    items = list(_items(dataset, what))
-    wrong = [type(item).__name__ for item in items if not isinstance(item, tuple | list) or len(item) != 2]
-    if wrong or not items:
-        raise DataError(
-            f"{what} has {f'an item of type {wrong[0]}' if wrong else 'no items'}; give pairs (x, y).", hint=STACKED
-        )
-    pillow = sys.modules.get("PIL.Image")
-    if pillow is not None and isinstance(items[0][0], pillow.Image):
-        return read_items(dataset, what)
-    _check_repeatable(dataset, what)
+    items = list(_pairs(dataset, what))
+    if _is_pillow(items[0][0]):
+        return read_items(items, what)
     try:
         x, y = default_collate(items)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
@@ -100,82 +86,88 @@ def read_dataset(dataset: Any, what: str) -> tuple[Any, Any, tuple[str, ...]]:
         raise DataError(f"{what}: its items cannot be stacked ({reason}); pad them to one shape") from error
     named = isinstance(y, tuple | list) and all(isinstance(label, str) for label in y)
     if not isinstance(x, Tensor | Mapping) or not (isinstance(y, Tensor) or named):
-        found = " and ".join(type(each).__name__ for each in items[0])
-        raise DataError(f"{what}: an item is a pair of {found}; give a tensor, or a dict of tensors, and its target")
+        types = " and ".join(type(each).__name__ for each in items[0])
+        raise DataError(f"{what}: an item is a pair of {types}; give a tensor, or a dict of tensors, and its target")
     return x, y, ()
 
 
-def _check_repeatable(dataset: Any, what: str) -> None:
-    """Raise DataError if an input differs when it is read twice, because of a random transform."""
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        return
-    for place in range(min(READ_TWICE, len(dataset))):
-        try:
-            one, other = (_arrays(dataset[place][0]) for _ in range(2))
-        except Exception:  # the full read reports the error
-            return
-        if not all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(one, other, strict=True)):
-            raise DataError(
-                f"{what}[{place}]: is a different input each time it is read, and only one would be kept.",
-                hint="leave out its random transforms, and give them as augment=, which changes only training images",
-                key=what,
-            )
+def _pairs(dataset: Any, what: str) -> Iterator[Sequence[Any]]:
+    """Yield the items of a data set.
 
-
-def _arrays(x: Any) -> list[NDArray[Any]]:
-    return [np.asarray(each) for each in (x.values() if isinstance(x, Mapping) else [x])]
-
-
-def _items(dataset: Any, what: str) -> Iterator[Any]:
+    Raise DataError if it is none, has no items or others than pairs, has another length than it states, or yields
+    another input when read twice, because of a random transform.
+    """
     try:
         length = len(dataset) if hasattr(dataset, "__len__") else None
     except TypeError:  # such as a data loader over a stream
         length = None
     if isinstance(dataset, str | bytes | Mapping | Set) or (length is None and not hasattr(dataset, "__iter__")):
-        raise DataError(f"{what}: is a {type(dataset).__name__}; it must be a data set of pairs (image, label)")
+        raise DataError(f"{what}: is a {type(dataset).__name__}; it must be a data set of pairs (x, y)")
     count = 0
-    for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0, what):
-        if count == length:
-            raise DataError(f"{what} yields more than its length, {length:,} examples; correct its length")
-        count += 1
+    for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0):
+        place, count = f"{what}[{count}]", count + 1
+        if length is not None and count > length:
+            break
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(f"{place}: is a {type(item).__name__}; it must be a pair (x, y)", hint=STACKED)
+        if length is not None and count <= READ_TWICE and _differs(dataset, count - 1):
+            raise DataError(
+                f"{place}: is a different input each time it is read, and only one would be kept.",
+                hint="leave out its random transforms, and give them as augment=, which changes only training images",
+                key=what,
+            )
         yield item
-    if length is not None and count < length:
-        raise DataError(f"{what} yields {count:,} examples, but its length is {length:,}; correct the length")
+    if not count or length not in (None, count):
+        stated = f" than the {length:,} of its length; correct its length" if length else ""
+        raise DataError(
+            f"{what} has {'no' if not count else 'more' if count > (length or 0) else 'fewer'} items{stated}"
+        )
 
 
-def _by_place(dataset: Any, length: int, what: str) -> Iterator[Any]:
+def _differs(dataset: Any, place: int) -> bool:
+    """Return True if an input is another one when it is read again."""
+    try:
+        inputs = (dataset[place][0] for _ in range(2))
+        one, other = ([*map(np.asarray, x.values() if isinstance(x, Mapping) else [x])] for x in inputs)
+    except Exception:  # the iteration reports errors
+        return False
+    return not all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(one, other, strict=True))
+
+
+def _by_place(dataset: Any, length: int) -> Iterator[Any]:
     for place in range(length):
         try:
-            item = dataset[place]
-        except IndexError as error:
-            raise DataError(
-                f"{what}[{place}]: raises IndexError ({error}), and the length is {length:,}; correct the length"
-            ) from error
-        yield item
+            yield dataset[place]
+        except IndexError:  # its length is wrong
+            return
 
 
-def _pixels(image: Any, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
-    """Return pixels ``[channels, height, width]``, and notes."""
+def _is_pillow(image: Any) -> bool:
     pillow = sys.modules.get("PIL.Image")
-    if pillow is not None and isinstance(image, pillow.Image):
-        values, notes = _of_pillow(image, where)
+    return pillow is not None and isinstance(image, pillow.Image)
+
+
+def _pixels(image: Any, place: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Return pixels ``[channels, height, width]``, and notes."""
+    if _is_pillow(image):
+        values, notes = _pillow_pixels(image, place)
         return (values[:, :, None] if values.ndim == 2 else values).transpose(2, 0, 1), notes
-    values = _shaped(as_array(image, where), hasattr(image, "detach"), where)
+    values = _shaped(as_array(image, place), hasattr(image, "detach"), place)
     if values.dtype.kind == "b":
         return values.astype(np.uint8) * np.uint8(255), ("of booleans became 0 and 255",)
     if values.dtype.kind == "f":
-        return _unscaled(values, where), ()
+        return _unscaled(values, place), ()
     if values.dtype.kind not in "iu":
-        raise DataError(f"{where}: is an image of type {values.dtype}; pixels must be whole numbers from 0 to 255")
+        raise DataError(f"{place}: is an image of type {values.dtype}; pixels must be whole numbers from 0 to 255")
     low, high = int(values.min()), int(values.max())
     if low < 0 or high > 255:
         raise DataError(
-            f"{where}: has pixels from {low} to {high}, which 8 bits cannot hold; scale them to 0 to 255 first"
+            f"{place}: has pixels from {low} to {high}, which 8 bits cannot hold; scale them to 0 to 255 first"
         )
     return values.astype(np.uint8), ()
 
 
-def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+def _pillow_pixels(image: Image, place: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
     """Return the pixels of a Pillow image, ``[height, width]`` or ``[height, width, channels]``, and notes."""
     notes: list[str] = []
     try:
@@ -183,7 +175,7 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
         if check_frames(image):
             notes.append("had further images; only the current one was taken")
     except UnfitImage as unfit:
-        raise DataError(f"{where}: {unfit.detail}: {unfit.fault}") from None
+        raise DataError(f"{place}: {unfit.detail}: {unfit.fault}") from None
     if image.mode in PALETTES:
         mode = "RGBA" if image.has_transparency_data else "RGB"
         notes.append(f"converted from a palette to {mode}")
@@ -191,7 +183,7 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
     elif image.mode == "1":
         image = image.convert("L")
     elif image.mode not in AS_THEY_ARE:
-        raise DataError(f"{where}: is an image of mode {image.mode}; convert it to RGB, or to another mode of 8 bits")
+        raise DataError(f"{place}: is an image of mode {image.mode}; convert it to RGB, or to another mode of 8 bits")
     values = np.asarray(image, dtype=np.uint8)
     if orientation(image) != 1:
         notes.append(
@@ -201,30 +193,30 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
     return values, tuple(notes)
 
 
-def _shaped(values: NDArray[Any], is_tensor: bool, where: str) -> NDArray[Any]:
+def _shaped(values: NDArray[Any], is_tensor: bool, place: str) -> NDArray[Any]:
     """Return ``[channels, height, width]``: tensors have their channels first, other arrays last."""
     if values.ndim == 2:
         values = values[None] if is_tensor else values[:, :, None]
     if values.ndim != 3 or not values.size:
         raise DataError(
-            f"{where}: is an image of shape {list(values.shape)}; it must have a height and a width. Give other inputs "
+            f"{place}: is an image of shape {list(values.shape)}; it must have a height and a width. Give other inputs "
             "to Federated.from_arrays."
         )
     first, last = values.shape[0], values.shape[2]
     if is_tensor and first > MOST_CHANNELS >= last:
         raise DataError(
-            f"{where}: is a tensor of shape {list(values.shape)}; a tensor must be [channels, height, width], as "
+            f"{place}: is a tensor of shape {list(values.shape)}; a tensor must be [channels, height, width], as "
             "image.permute(2, 0, 1) makes it"
         )
     if not is_tensor and last > MOST_CHANNELS >= first:
         raise DataError(
-            f"{where}: is an array of shape {list(values.shape)}; an array must be [height, width, channels], as "
+            f"{place}: is an array of shape {list(values.shape)}; an array must be [height, width, channels], as "
             "image.transpose(1, 2, 0) makes it"
         )
     return values if is_tensor else values.transpose(2, 0, 1)
 
 
-def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
+def _unscaled(values: NDArray[Any], place: str) -> NDArray[np.uint8]:
     """Return pixels that ``ToTensor`` has divided by 255."""
     levels = values.astype(np.float64) * 255
     with np.errstate(invalid="ignore"):
@@ -233,21 +225,21 @@ def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if not exact.all():
         found = values[~exact].reshape(-1)[0]
         raise DataError(
-            f"{where}: has a pixel of {found:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
+            f"{place}: has a pixel of {found:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
             "transform, or use ToTensor alone: pixels are standardized by the federation (whole numbers from 0 to 255 "
             "must be of an integer type)"
         )
     return whole.astype(np.uint8)
 
 
-def _label(label: Any, where: str) -> int | str:
+def _label(label: Any, place: str) -> int | str:
     allowed = "a label must be one whole number, or one name"
-    values = as_array(label, f"{where}: the label")
+    values = as_array(label, f"{place}: the label")
     if values.size != 1:
-        raise DataError(f"{where}: has {values.size} labels; {allowed}")
+        raise DataError(f"{place}: has {values.size} labels; {allowed}")
     value = values.reshape(-1)[0]
     if values.dtype.kind == "U" and str(value).strip():
         return str(value).strip()
     if values.dtype.kind not in "iuf" or not abs(value) <= np.iinfo(np.int32).max or value != int(value):
-        raise DataError(f"{where}: has the label {value!r:.80}; {allowed}")
+        raise DataError(f"{place}: has the label {value!r:.80}; {allowed}")
     return int(value)

@@ -1,35 +1,41 @@
-"""Data sets of the package ``datasets``: saved folders, and its local cache, from which one is read by name."""
+"""Data sets of the package ``datasets``: saved folders, and its local cache, from which one is read by name.
+
+One table or several splits: a column of images makes pixels, columns of equally long lists make named inputs, a column
+of text becomes the tokens of a tokenizer, and other columns are those of a table.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedloom.core.home import expanded
-from fedloom.data.pack.examples import SPLIT_NAMES, listed
+from fedloom.data.input_spec import INPUT_NAME, InputSpec, RawInputs
+from fedloom.data.manifest import SPLITS
+from fedloom.data.pack.arrays import array_columns
+from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Request, ValidationErrors, listed
+from fedloom.data.pack.items import read_items
+from fedloom.data.pack.tables import read_frame
+from fedloom.data.pack.texts import IDS, tokenized
 from fedloom.errors import DataError, ExperimentError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SPLIT = "fedloom split"
+"""Column with the split of each row."""
 
 INFO = "dataset_info.json"
 """File that describes a data set in the cache."""
 
 NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 """Pattern of the names of data sets: OWNER/NAME, or NAME."""
-
-
-def library(what: str) -> Any:
-    """Return the package ``datasets``; raise ExperimentError if it is missing, so that ``what`` cannot be read."""
-    try:
-        import datasets
-    except ImportError:
-        raise ExperimentError(
-            f"reading {what} needs the package datasets, which is not installed",
-            hint="pip install 'fedloom[huggingface]'",
-        ) from None
-    return datasets
 
 
 def cached(name: str, subset: str | None = None) -> Path:
@@ -44,7 +50,7 @@ def cached(name: str, subset: str | None = None) -> Path:
     if not NAME.fullmatch(name):
         hint = "give OWNER/NAME of a data set in the cache, or a folder saved by datasets (save_to_disk)"
         raise ExperimentError(f"{key}: {name} does not exist", hint=hint, key=key, found=name)
-    datasets = library(name)
+    datasets = _library(name)
     cache = expanded(datasets.config.HF_DATASETS_CACHE, "HF_DATASETS_CACHE")
     *owner, own_name = name.split("/")
     home = cache / "___".join([*owner, datasets.naming.camelcase_to_snakecase(own_name)])
@@ -70,50 +76,93 @@ def cached(name: str, subset: str | None = None) -> Path:
     return max(versions, key=lambda folder: (folder.stat().st_mtime_ns, str(folder)))
 
 
-def saved_splits(path: Path, labels: Sequence[str]) -> tuple[dict[str, Any], list[int | None], tuple[str, ...]]:
-    """Return the tables of a folder by the names of their splits, the positions of these, and notes.
+def read_saved(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
+    """Read a folder that ``datasets`` has saved (``save_to_disk``) or keeps in its cache.
+
+    Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is not such a data set, or it lacks
+    labels, or examples for training.
+    """
+    on_progress("reading the data set", 0, None)
+    parts, notes = _splits(path, request.targets or (request.label,))
+    features = next(iter(parts.values())).features
+    images = [name for name, kind in features.items() if type(kind).__name__ == "Image"]
+    frames = {} if images else {split: part.to_pandas() for split, part in parts.items()}
+    lists = [
+        name
+        for name in features
+        if not images and next(iter(frames.values()))[name].map(lambda cell: isinstance(cell, list | np.ndarray)).all()
+    ]
+    if ((images or lists) and request.label not in features) or len(images) > 1:
+        raise DataError(
+            f"{path}: it has the columns {listed(list(features))}; one column of labels ({request.called('label')}) "
+            "and at most one of images are needed; images with masks are read from a folder of both, or from arrays"
+        )
+    if images:
+        columns = _of_images(parts, images[0], request, errors)
+    elif lists:
+        columns = _of_lists(frames, lists, request, errors)
+    elif None in frames:
+        columns = read_frame(frames[None], request, errors)
+    else:
+        import pandas
+
+        named = [frame.assign(**{SPLIT: SPLITS[split or 0]}) for split, frame in frames.items()]
+        columns = read_frame(pandas.concat(named, ignore_index=True), replace(request, split=SPLIT), errors)
+    classes = None if request.targets else _class_names(features.get(request.label))
+    return replace(columns, classes=classes, notes=(*columns.notes, *notes))
+
+
+def _library(what: str) -> Any:
+    """Return the package ``datasets``; raise ExperimentError if it is missing, so that ``what`` cannot be read."""
+    try:
+        import datasets
+    except ImportError:
+        raise ExperimentError(
+            f"reading {what} needs the package datasets, which is not installed",
+            hint="pip install 'fedloom[huggingface]'",
+        ) from None
+    return datasets
+
+
+def _splits(path: Path, labels: Sequence[str]) -> tuple[dict[int | None, Any], list[str]]:
+    """Return the tables of a folder by the positions of their splits, and notes.
 
     A single table, or a single split for training, has the position None. Splits with other names are left out if there
     is one for training, and so are splits without labels. Without a split for testing, that for validation is used.
-
-    Parameters
-    ----------
-    labels
-        Columns of the labels.
-
-    Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is neither a saved data set nor one
-    of the cache, or no split is for training.
     """
-    datasets = library(str(path))
+    datasets = _library(str(path))
     try:
         whole = _of_cache(datasets, path) if _is_cache(path) else datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError, OSError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{path} is not a data set that datasets has saved: {reason}") from error
     if not isinstance(whole, Mapping):
-        return {"": whole}, [None], ()
+        return {None: whole}, []
     places = {name: SPLIT_NAMES.get(name.lower()) for name in whole}
-    if 0 not in places.values():
-        raise DataError(f"{path}: the splits are {listed(list(whole))}; they must be {', '.join(SPLIT_NAMES)}")
+    positions = [place for place in places.values() if place is not None]
+    if 0 not in positions or len(set(positions)) < len(positions):
+        raise DataError(
+            f"{path}: the splits are {listed(list(whole))}; they must be train, validation (or val) and test, each once"
+        )
     training = next(part for name, part in whole.items() if places[name] == 0)
-    kept = {name: part for name, part in whole.items() if places[name] is not None}
-    if unlabelled := [name for name, part in kept.items() if _is_unlabelled(part, training, labels)]:
-        kept = {name: part for name, part in kept.items() if name not in unlabelled}
     left_out = [name for name in whole if places[name] is None]
-    notes = [f"splits left out: {listed(left_out)}"] if left_out else []
-    notes += [f"splits without labels, left out: {listed(unlabelled)}"] if unlabelled else []
-    if not any(places[name] == 0 for name in kept):
+    unlabelled = [
+        name for name, part in whole.items() if name not in left_out and _is_unlabelled(part, training, labels)
+    ]
+    notes = [f"splits left out: {listed(left_out)}"] * bool(left_out)
+    notes += [f"splits without labels, left out: {listed(unlabelled)}"] * bool(unlabelled)
+    kept = {places[name]: part for name, part in whole.items() if name not in (*left_out, *unlabelled)}
+    if 0 not in kept:
         raise DataError(f"{path}: no example for training has a label ({', '.join(labels)})")
     if len(kept) == 1:
-        return {"": next(iter(kept.values()))}, [None], tuple(notes)
-    if 2 not in (places[name] for name in kept):
-        validation = next(name for name in kept if places[name] == 1)
-        places[validation] = 2
-        notes.append(f"no split is for testing: {validation} is used for it")
-    return kept, [places[name] for name in kept], tuple(notes)
+        return {None: kept[0]}, notes
+    if 2 not in kept:
+        kept[2] = kept.pop(1)
+        notes.append("no split is for testing: that for validation is used for it")
+    return kept, notes
 
 
-def class_names(feature: Any) -> tuple[str, ...] | None:
+def _class_names(feature: Any) -> tuple[str, ...] | None:
     """Return the names of the classes of a column, or of lists in it, in the order of the labels; None if unnamed."""
     while (inner := getattr(feature, "feature", None)) is not None:
         feature = inner
@@ -130,7 +179,7 @@ def _is_unlabelled(part: Any, training: Any, labels: Sequence[str]) -> bool:
         if name not in part.column_names:
             return True
         if all(_missing(cell) for cell in _cells(part, name)):
-            named = class_names(part.features[name]) is not None
+            named = _class_names(part.features[name]) is not None
             return named or not any(_missing(cell) for cell in _cells(training, name))
     return False
 
@@ -166,3 +215,54 @@ def _of_cache(datasets: Any, path: Path) -> Mapping[str, Any]:
         )
         parts[str(name)] = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
     return parts
+
+
+def _of_images(parts: Mapping[int | None, Any], image: str, request: Request, errors: ValidationErrors) -> Columns:
+    given: dict[str, RawInputs] = {}
+    owners: list[str] = []
+    for split, part in parts.items():
+        prefix = "" if split is None else f"{SPLITS[split]}_"
+        items = [(row[image], row[request.label]) for row in part]
+        given[f"{prefix}x"], given[f"{prefix}y"], _ = read_items(items, f"{errors.source} {prefix}".rstrip(" _"))
+        owners += [] if request.client is None else map(str, part[request.client])
+    columns = array_columns([(None, given)], None, request, errors)
+    return replace(columns, owners=None if request.client is None else owners)
+
+
+def _of_lists(
+    frames: Mapping[int | None, DataFrame], lists: Sequence[str], request: Request, errors: ValidationErrors
+) -> Columns:
+    """Return columns of lists, and the tokens of a text, as inputs; the column of labels may be a list, too."""
+    given: dict[str, RawInputs] = {}
+    owners: list[str] = []
+    specs: dict[str, InputSpec] = {}
+    text = request.text
+    for split, frame in frames.items():
+        prefix = "" if split is None else f"{SPLITS[split]}_"
+        inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
+        if text is not None:
+            if text.column not in frame.columns:
+                raise DataError(
+                    f"{errors.source}: there is no column {text.column!r}; the columns are {listed([*frame])}"
+                )
+            cells = frame[text.column].astype(object).where(frame[text.column].notna(), None).tolist()
+            tokens, specs = tokenized(cells, text, lambda i: f"row {i + 1}, column {text.column}", errors)
+            inputs |= {name or IDS: each for name, each in tokens.items()}
+        if wrong := [name for name in inputs if not INPUT_NAME.fullmatch(name)]:
+            raise DataError(f"{errors.source}: column {wrong[0]!r} cannot name an input; use letters and digits")
+        is_list = request.label in lists
+        labels = _stacked(frame, request.label, errors.source) if is_list else np.asarray(frame[request.label])
+        given[f"{prefix}x"] = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+        given[f"{prefix}y"] = labels
+        owners += [] if request.client is None else map(str, frame[request.client])
+    errors.refuse()
+    columns = array_columns([(None, given)], None, request, errors)
+    of_text = {(name or IDS if "" not in columns.specs else name): spec for name, spec in specs.items()}
+    return replace(columns, specs={**columns.specs, **of_text}, owners=None if request.client is None else owners)
+
+
+def _stacked(frame: DataFrame, name: str, source: str) -> NDArray[Any]:
+    try:
+        return np.stack([np.asarray(value) for value in frame[name]])
+    except ValueError as error:
+        raise DataError(f"{source}: column {name}: lists must be of one length ({error}); pad them first") from error

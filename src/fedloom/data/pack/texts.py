@@ -1,18 +1,152 @@
-"""Text: windows of characters, each labelled with the next character."""
+"""Texts: tokens of a tokenizer of ``transformers``, and windows of characters."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
-from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, undecodable_line
+from fedloom.core.home import expanded
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.pack.examples import (
+    Columns,
+    OnProgress,
+    Places,
+    Request,
+    TextColumn,
+    ValidationErrors,
+    undecodable_line,
+)
+from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, argument
 
+ROWS = 4096
+"""Texts processed at once."""
 
-def read_characters(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
-    """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input."""
+IDS, MASK = "input_ids", "attention_mask"
+"""Names of the inputs that a tokenizer makes."""
+
+
+def tokenized(
+    texts: Sequence[object],
+    how: TextColumn,
+    place: Callable[[int], str],
+    errors: ValidationErrors,
+    own: Own | None = None,
+) -> tuple[dict[str, NDArray[np.int64]], dict[str, InputSpec]]:
+    """Return the tokens of texts as inputs by name, ``[n, length]`` each, and their descriptions.
+
+    Ids without a mask have the empty name. Texts that are missing, too long or without a token are recorded.
+
+    Raise ExperimentError if ``transformers`` is not installed; DataError if the folder holds no tokenizer, it cannot
+    pad, or an experiment requires other inputs.
+
+    Parameters
+    ----------
+    place
+        Returns the place of the i-th text.
+    """
+    tokenizer = _opened(how, errors.source)
+    ids = InputSpec("integers", (how.length,), high=len(tokenizer), tokenizer=tokenizer_digest(tokenizer))
+    specs = {MASK: InputSpec("integers", (how.length,), high=2), IDS: ids} if how.mask else {"": ids}
+    specs = specs if own is None else _fitting(specs, own, errors.source)
+    checked = [text if isinstance(text, str) and text.strip() else "" for text in texts]
+    for i, text in enumerate(texts):
+        if not checked[i]:
+            missing = text is None or isinstance(text, str)
+            errors.add("text missing" if missing else "not a text", f"{place(i)}{'' if missing else f': {text!r}'}")
+    x = {name: np.zeros((len(texts), how.length), dtype=np.int64) for name in specs}
+    for start in range(0, len(checked), ROWS):
+        some = checked[start : start + ROWS]
+        tokens = tokenizer(some, padding="max_length", truncation=True, max_length=how.length, return_tensors="np")
+        empty = [start + i for i, count in enumerate(tokens[MASK].sum(1)) if some[i] and not count]
+        errors.add_many("text without a token of the tokenizer", len(empty), map(place, empty))
+        if how.truncation == "refuse":
+            lengths = {start + i: len(ids) for i, ids in enumerate(tokenizer(some)[IDS]) if len(ids) > how.length}
+            places = [f"{place(i)}: {length} tokens" for i, length in lengths.items()]
+            errors.add(f"text of more than {how.length} tokens", *places)
+        for name in specs:
+            x[name][start : start + ROWS] = tokens[name or IDS]
+    return x, specs
+
+
+def _opened(how: TextColumn, source: str) -> Any:
+    """Return the tokenizer of a folder, with the sides that the settings name."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise ExperimentError(
+            f"{source}: tokens of a text need the package transformers, which is not installed",
+            hint="pip install 'fedloom[text]'",
+        ) from None
+    folder = Path(expanded(how.tokenizer))
+    if not folder.is_dir():
+        raise DataError(f"{folder} is not the folder of a tokenizer")
+    sides: dict[str, str] = {} if how.padding is None else {"padding_side": how.padding}
+    if how.truncation not in (None, "refuse"):
+        sides["truncation_side"] = how.truncation
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **sides)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} holds no tokenizer: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token is None:
+        raise DataError(f"{folder}: the tokenizer has no padding token; set its pad_token and save it again")
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a SHA-256, hex, of everything that makes ids of a text.
+
+    These are the pipeline of a tokenizer of the library ``tokenizers``, or else its class and vocabulary; its special
+    tokens; and the sides on which it pads and cuts.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        pipeline: Any = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
+    else:
+        pipeline = json.loads(backend.to_str())
+        pipeline.update(truncation=None, padding=None)  # of the last call
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    facts = [pipeline, special, tokenizer.padding_side, tokenizer.truncation_side]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _fitting(specs: Mapping[str, InputSpec], own: Own, source: str) -> dict[str, InputSpec]:
+    """Return the inputs that an experiment requires, with the tokenizer's digest; raise DataError if they differ."""
+    for name in {*specs, *own.specs}:
+        needed, given = own.specs.get(name), specs.get(name)
+        if needed is None or given is None or not _fits(given, needed):
+            raise DataError(
+                f"{source}: a text gives the inputs {_described(specs)}; data.own needs {_described(own.specs)}"
+            )
+    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in own.specs.items()}
+
+
+def _fits(given: InputSpec, needed: InputSpec) -> bool:
+    same = (given.kind, given.shape) == (needed.kind, needed.shape)
+    return same and (given.high or 0) <= (needed.high or 0) and needed.tokenizer in (None, given.tokenizer)
+
+
+def _described(specs: Mapping[str, InputSpec]) -> str:
+    described = (
+        f"{name} {list(spec.shape)} {spec.kind} below {spec.high}, tokenizer {spec.tokenizer or 'any'}".strip()
+        for name, spec in specs.items()
+    )
+    return "; ".join(described)
+
+
+def read_characters(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
+    """Read a UTF-8 text as windows of characters, each labelled with the next character.
+
+    The classes are its characters, and ``input_shape`` sets the characters per input.
+    """
     own = request.own
     if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
         raise ExperimentError(
@@ -40,12 +174,11 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, on_p
     if len(text) <= window:
         raise DataError(f"{path}: it has {len(text)} characters, but one input needs {window}; give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
-    return Examples(
-        specs=own.specs,
+    return Columns(
+        {"": np.ascontiguousarray(sliding_window_view(characters, window)[:-1])},
+        own.specs,
+        characters[window:],
+        Places(range(1, len(text)), "character "),
         classes=own.classes,
-        x=np.ascontiguousarray(sliding_window_view(characters, window)[:-1]),
-        y=characters[window:].astype(np.int64),
-        split=None,
-        where=lambda i: f"character {i + 1}",
         overlap=window,
     )

@@ -1,4 +1,4 @@
-"""Figures of the clients' descriptors: maps, and their correlation with the clients' data."""
+"""Section of a report on the clients' descriptors: maps, and their correlation with the clients' data."""
 
 from __future__ import annotations
 
@@ -12,20 +12,57 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from fedloom.core.words import pluralize
 from fedloom.reporting.drawing import (
+    CLASS_COLOURS,
     COLOURS,
     FULL,
     INK,
     MANY_POINTS,
     OTHER,
     as_svg,
+    class_label,
     framed,
     over_rounds,
     panel,
     point_url,
     sheet,
 )
-from fedloom.reporting.figures import CLASS_COLOURS, class_label
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.report_classes import class_mix
+from fedloom.runs.folder import RunFolder
+
+
+def descriptors(run: RunFolder) -> Part:
+    """Return maps of the clients' descriptors, and their correlation with the clients' data."""
+    document, manifest = run.json("descriptors.json"), run.manifest()
+    names = [class_label(name) for name in manifest.class_names]
+    about = {
+        client.id: (f"{client.id} ({client.owner})" if client.owner else client.id, client.class_counts["train"])
+        for client in manifest.clients
+    }
+    points = []
+    for id in document["clients"]["ids"]:
+        name, counts = about.get(id, (id, ()))
+        points.append((id, ": ".join(filter(None, (name, class_mix(counts, names))))))
+    panels = [
+        Panel("descriptors", draw_map(document, manifest.class_names), points=tuple(points)),
+        Panel("correlation", draw_correlation(document)),
+    ]
+    if len(document["maps"]) > 1:
+        panels.append(Panel("descriptors-training", draw_maps(document), wide=True))
+    excluded = document["excluded"][-1]
+    text = (
+        "Maps: a point per client, coloured by its most frequent class, with diamonds for unseen clients. In the large "
+        "map, hover over a point to see the client's classes, and click on it to see its confusion matrix. All are "
+        f"drawn on the two principal axes of round {document['maps'][-1]['round']}, each around its own mean; the "
+        "small ones have one scale. Rank correlation: for each unseen client, Spearman's coefficient between its "
+        "descriptor's distances and its class proportions' distances to all clients; mean and ± one standard deviation "
+        "over unseen clients. The dotted line is the value at the first evaluation: an untrained embedding network "
+        "that sees labels already correlates."
+        + (f" {pluralize(excluded, 'unseen client')} without a coefficient (all distances equal)." if excluded else "")
+    )
+    return Part(panels=tuple(panels), columns=2, text=text)
 
 
 @as_svg

@@ -1,4 +1,4 @@
-"""Figures of accuracy against confidence: the reliability diagram, and single clients."""
+"""Sections of a report on calibration, and on clients whose models are distributions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,79 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from fedloom.errors import DataError
 from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, OTHER, as_svg, dots, percent, sheet
-from fedloom.reporting.words import GROUP_TITLES
+from fedloom.reporting.page import DASH, Panel, Part
+from fedloom.reporting.report_results import NAMED, client_row, small_table
+from fedloom.reporting.report_setup import summary_of
+from fedloom.reporting.tables import table_row
+from fedloom.reporting.words import GROUP_TITLES, in_percent
+from fedloom.runs.folder import RunFolder
 
 PICTURED = 5
 """Number of clients shown individually, as in papers/003, Figure 3."""
+
+
+def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
+    """Return the rows of ``clients.csv`` by id; empty if it cannot be read."""
+    try:
+        return {row["id"]: row for row in run.clients()}
+    except DataError:
+        return {}
+
+
+def calibration(run: RunFolder) -> Part:
+    """Return the reliability diagram, calibration errors and uncertainties."""
+    panel = Panel("reliability", draw_reliability(run.json("calibration.json")))
+    last, _ = run.last_evaluation() or ({}, 0)
+    of_clients = {key: of.get("ece_clients") for key, of in summary_of(run).get("uncertainty", {}).items() if of}
+    rows = []
+    for key, label in GROUP_TITLES.items():
+        found = last.get("uncertainty", {}).get(key)
+        if found is not None:
+            own = DASH if of_clients.get(key) is None else in_percent(of_clients[key])
+            nats = (f"{found[name]:.3f}" for name in ("entropy", "mutual_information"))
+            rows.append(table_row(label, in_percent(found["ece"]), own, *nats, colour=key))
+    headings = ("", "calibration error, %", "mean over clients, %", "entropy, nats", "mutual information, nats")
+    text = (
+        "Test split, unmasked. Predictions are sorted into bins by confidence, the highest predicted probability. The "
+        "accuracy of a calibrated model equals its confidence (the diagonal). Calibration error: expected calibration "
+        "error (ECE), the mean distance from the diagonal weighted by examples, over all examples together. Its mean "
+        "over clients is higher, because an overconfident client does not offset a cautious one, and because of chance "
+        "where examples are few. Entropy is that of the prediction. Mutual information of prediction and model is zero "
+        "for a client with a single model rather than a distribution of models."
+    )
+    table = small_table("Calibration error and uncertainty", headings, rows)
+    return Part(panels=(panel,), tables=(table,), columns=2, text=text)
+
+
+def uncertainty(run: RunFolder) -> Part:
+    """Return confidence, entropy and mutual information of clients whose models are distributions."""
+    document = run.json("uncertainty.json")
+    ids, seen, last = document["clients"]["ids"], document["clients"]["seen"], document["rounds"][-1]
+    if all(value is None for value in last["entropy"]):
+        raise DataError(f"{run.path / 'uncertainty.json'}: no client answered in round {last['round']}")
+    panels = (
+        Panel("uncertainty-training", draw_confidence_over_training(document), wide=True),
+        Panel("uncertainty-clients", draw_accuracy_by_uncertainty(document)),
+    )
+    by_id = _clients_by_id(run)
+    most = sorted((-entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)[:NAMED]
+    rows = []
+    for _, i in most:
+        right = in_percent(sum(last["right"][i]) / sum(last["examples"][i]))
+        nats = (f"{last[name][i]:.3f}" for name in ("entropy", "mutual_information"))
+        rows.append(client_row(by_id.get(ids[i], {"id": ids[i], "seen": str(seen[i]).lower()}), right, *nats))
+    headings = ("client", "accuracy, %", "entropy, nats", "mutual information, nats")
+    text = (
+        "Personalized model, test split, unmasked. Bars: share of a client's examples by confidence, with correct "
+        "predictions in colour and wrong ones grey, after the first two evaluated rounds and the last. The clients are "
+        "those at the minimum, the quartiles and the maximum of entropy after the last round. H and I: mean entropy of "
+        "the prediction, and mean mutual information of prediction and model, in nats."
+    )
+    return Part(
+        panels=panels, tables=(small_table("Clients of highest entropy", headings, rows),), columns=2, text=text
+    )
 
 
 @as_svg
