@@ -27,7 +27,7 @@ from transport_support import Proxy
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.sum_messages import KeyRoster, ShareDelivery
 from fedloom.federation.transport import Call
-from fedloom.runner import assemble
+from fedloom.runner import assemble, distributed
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.introduction import Introduction
 from fedloom.transport.served_run import ServedRun
@@ -80,7 +80,7 @@ class Wire:
         run = ServedRun(
             name="conformance",
             incarnation=f"a{self._incarnations}",
-            experiment=assemble.welcome(parts),
+            experiment=distributed.welcome(parts),
             vocabulary=vocabulary(algorithm),
             dtype=assemble.DTYPE,
             clients=self.everyone,

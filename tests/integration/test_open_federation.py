@@ -37,10 +37,9 @@ from fedloom.experiment import OwnData, load_experiment
 from fedloom.federation.releases import count_releases, count_training_releases
 from fedloom.privacy.accounting import Release
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
-from fedloom.runner.open_federation import open_manifest
 from fedloom.runner.options import RunOptions
-from fedloom.runner.replay import replay_segments
-from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.run_data import open_manifest
+from fedloom.runner.run_experiment import replay_segments, run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store

@@ -192,7 +192,7 @@ def test_a_missing_data_set(tmp_path: Path) -> None:
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.cli.data import partition_command as partition
-    from fedloom.runner.assemble import make_partition
+    from fedloom.runner.run_data import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
     dataset = make_partition(load_experiment(path))

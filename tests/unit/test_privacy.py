@@ -36,9 +36,10 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.embedding import EmbeddingSettings, clipped
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
-from fedloom.runner.assemble import make_partition, make_parts
+from fedloom.runner.assemble import make_parts
 from fedloom.runner.options import WorkerOptions
 from fedloom.runner.results import conclude
+from fedloom.runner.run_data import make_partition
 from fedloom.runner.worker import Worker
 from fedloom.transport.introduction import Joined
 

@@ -26,7 +26,8 @@ from fedloom.errors import ExperimentError, InterruptedRun
 from fedloom.experiment import load_experiment, of
 from fedloom.runner import tracking
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import NumberTracker, find_trackers
+from fedloom.runner.tracking import find_trackers
+from fedloom.trackers.numbers import NumberTracker
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from fedloom.experiment import of
 from fedloom.models.codes import check_codes
 from fedloom.models.factories import FACTORIES
 from fedloom.models.registry import ModuleSettings
-from fedloom.runner.assemble import make_partition
+from fedloom.runner.run_data import make_partition
 
 DEALT = {"scheme": "iid", "clients": 2}
 TASK: dict[str, Any] = {

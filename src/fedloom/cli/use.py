@@ -111,7 +111,6 @@ def personalize_command(
         ),
     ] = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
-    predictor: Annotated[str, typer.Option(help="Predictor to save: personal or global.")] = "personal",
     form: Annotated[
         str | None,
         typer.Option(
@@ -120,22 +119,22 @@ def personalize_command(
             metavar="FORMAT",
         ),
     ] = None,
-    precision: Annotated[
-        str, typer.Option(help="Format in which a server sends numbers: float32, or bfloat16, which is half as large.")
-    ] = "float32",
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server's model.", min=0.1, metavar="S")] = 60.0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="predictor (personal; or global), precision of a server's numbers (float32; or bfloat16, half as large), "
+            "timeout_s (seconds to wait for a server's model; 60), delta (with --epsilon, δ: 1e-5; below 1/n for n "
+            "examples, and at most 0.01); repeatable.",
+        ),
+    ] = None,
     epsilon: Annotated[
         float | None,
         typer.Option(
             help="ε, above 0, of the (ε, δ)-differential privacy of the data disclosed to the server; inf adds no "
             "noise. By default as in the run's training.",
             metavar="E",
-        ),
-    ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(
-            help="With --epsilon, δ; 1e-5 if not given, below 1/n for n examples, and at most 0.01.", metavar="D"
         ),
     ] = None,
     clip: Annotated[
@@ -163,15 +162,17 @@ def personalize_command(
     """Create and save models for clients, which need not have taken part in training."""
     from fedloom.errors import ExperimentError
 
+    settings = _request_settings(set_ or ())
     formats = ("safetensors", "pt2", "onnx", "peft")  # runner.personal_model.FORMATS, which imports torch
     if form is not None and form not in formats:
         raise ExperimentError(
             f"--format must be one of {', '.join(formats)} (got {form}).", key="format", found=form, allowed=formats
         )
     if out.suffix[1:] not in formats:
-        of_privacy = {"--epsilon": epsilon, "--delta": delta, "--clip": clip, "--ledger": ledger, "--budget": budget}
-        of_one = {"--precision": precision != "float32", **of_privacy}
+        of_privacy = {"--epsilon": epsilon, "--clip": clip, "--ledger": ledger, "--budget": budget}
+        of_one = {f"--set {key}": key for key in settings.keys() - {"predictor"}} | of_privacy
         refuse_options(of_one, f"is for one model; give a file as --out (got {out}).")
+        predictor = settings.get("predictor", "personal")
         _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form or formats[0])
         return
     of_all = {"--partition": partition, "--clients": clients, "--format": form}
@@ -186,16 +187,13 @@ def personalize_command(
         where,
         data=data[0],
         checkpoint=checkpoint,
-        predictor=predictor,
-        precision=precision,  # type: ignore[arg-type]  # checked there
-        timeout_s=timeout,
         epsilon=epsilon,
-        delta=delta,
         clip=clip,
         ledger=ledger,
         budget=budget,
         credentials=access.credentials,
         insecure=access.insecure,
+        **settings,
     )
     for path in model.save(out):
         typer.echo(f"{path}")
@@ -215,6 +213,26 @@ def personalize_command(
             f"in total, after {trainings}{pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
             f"({rounded_up(guarantee.total_epsilon)}, {rounded_up(guarantee.total_delta)})"
         )
+
+
+def _request_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the rare arguments of a request that ``--set`` gives."""
+    from typing import Literal
+
+    from pydantic import Field
+
+    from fedloom.core.settings import Settings
+    from fedloom.experiment import settings_of
+
+    class RequestSettings(Settings):
+        """Rare arguments of :func:`fedloom.personalize`."""
+
+        predictor: str = "personal"
+        precision: Literal["float32", "bfloat16"] = "float32"
+        timeout_s: float = Field(default=60.0, ge=0.1)
+        delta: float | None = None
+
+    return settings_of(RequestSettings, overrides, "the request").model_dump(exclude_unset=True)
 
 
 def _save_models(

@@ -1,7 +1,7 @@
 """Engine of a run: checks, components and steps shared by closed, open, replayed and finished runs.
 
-A kind of run is one function over this engine (:mod:`~fedloom.runner.closed_run`, :mod:`~fedloom.runner.open_run`,
-:mod:`~fedloom.runner.replay`, :mod:`~fedloom.runner.finished_run`). Nothing is written before
+A kind of run is one function over this engine (:mod:`~fedloom.runner.run_experiment`, :mod:`~fedloom.runner.open_run`).
+Nothing is written before
 :meth:`Engine.make_folder`, so that a run that cannot begin leaves no trace.
 """
 
@@ -29,18 +29,17 @@ from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients, Roster
 from fedloom.federation.transport import Transport
-from fedloom.runner import assemble, loops, results
-from fedloom.runner.assemble import RunContext
+from fedloom.runner import loops, results
+from fedloom.runner.assemble import RunContext, fingerprint, make_parts, use_device
 from fedloom.runner.constants import check_run_constants, write_constants
 from fedloom.runner.distributed import Serving, ServingSettings, serving
 from fedloom.runner.examples import write_examples
 from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.open_federation import check_replay, has_normalization, known_normalization, open_manifest, own_of
 from fedloom.runner.options import RunOptions, ServingOptions
 from fedloom.runner.publication import Publication
-from fedloom.runner.resume import check_folder, check_partition, check_states, finished
-from fedloom.runner.run_data import run_dataset
+from fedloom.runner.resume import check_folder, check_partition, check_replay, check_states, finished
+from fedloom.runner.run_data import has_normalization, known_normalization, open_manifest, own_of, run_dataset
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TRACK, TrackerObserver, find_trackers
@@ -114,10 +113,10 @@ class Engine:
             ServerOptions(token=self.token) if options.serving is None else options.serving.protection
         )
         self._audit = Audit()
-        assemble.use_device("cpu" if self.listens else e.runtime.device, e.runtime.threads)
+        use_device("cpu" if self.listens else e.runtime.device, e.runtime.threads)
         self.replay = None if options.replay is None else _replay(options.replay)
         if self.replay is not None:
-            check_replay(self.replay, self.own, listens=self.listens)
+            check_replay(self.replay, self.own)
             if e.federation.rounds and not self.replay.is_open and not _has_budget(e):
                 self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
         self.dataset = None if self.is_open else run_dataset(e, options)
@@ -143,10 +142,10 @@ class Engine:
     def _parts(self) -> RunContext:
         """Return the parts; those of an open federation have no clients, and the normalization only if it is known."""
         if self.dataset is not None:
-            return assemble.make_parts(self.experiment, self.dataset.manifest)
+            return make_parts(self.experiment, self.dataset.manifest)
         assert self.own is not None
         known = known_normalization(self.own, self.folder)
-        return assemble.make_parts(self.experiment, open_manifest(self.experiment, self.own, known))
+        return make_parts(self.experiment, open_manifest(self.experiment, self.own, known))
 
     def _check(self, found: RunFolder, where: str | None = None) -> None:
         """Raise unless the run in a folder, published at ``where``, can be resumed here."""
@@ -195,7 +194,7 @@ class Engine:
         self._keep_log(folder.path / AGGREGATOR_LOG)
         if not self.is_open or has_normalization(self.parts.manifest):
             folder.write("partition.json", self.parts.manifest.to_json())
-        folder.write_json("environment.json", assemble.fingerprint(e))
+        folder.write_json("environment.json", fingerprint(e))
         write_constants(folder, self.parts)
         if self.listens and self._protection.access is not None:
             self._audit.keep((options.serving and options.serving.audit) or folder.logs / "audit.jsonl")

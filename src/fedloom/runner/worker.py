@@ -24,7 +24,7 @@ from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.roster import Member
 from fedloom.federation.sum_vector import weaker_graph
 from fedloom.privacy.settings import SecureAggregation
-from fedloom.runner import assemble
+from fedloom.runner import assemble, run_data
 from fedloom.runner.constants import check_constants
 from fedloom.runner.options import WorkerOptions
 from fedloom.security.options import Credentials
@@ -242,7 +242,7 @@ class OwnDataProvider:
                 f"{shared.data.dataset}; give {argument('partition')}.",
                 key="packed",
             )
-        assemble.check_own(shared, shared.data.own, self._packed)
+        run_data.check_own(shared, shared.data.own, self._packed)
         return shared.data.own
 
     def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
