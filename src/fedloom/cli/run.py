@@ -131,12 +131,14 @@ def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> Non
     """Run an experiment and show its results."""
     with collection_paused():
         from fedloom import experiment as experiments
+
+        # before torch is imported, so that an invalid file is refused at once
+        experiment = experiments.load_experiment(file, overrides, begun=options.out if options.resume else None)
         from fedloom.api.watch import LoggedRun, Watch
         from fedloom.cli.tables import print_results
         from fedloom.core.logs import structured
         from fedloom.runner.run_experiment import run_experiment
 
-        experiment = experiments.load_experiment(file, overrides, begun=options.out if options.resume else None)
     if structured():
         run_experiment(experiment, options, LoggedRun())
         return

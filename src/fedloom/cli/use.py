@@ -124,9 +124,9 @@ def personalize_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="predictor (personal; or global), precision of a server's numbers (float32; or bfloat16, half as large), "
-            "timeout_s (seconds to wait for a server's model; 60), delta (with --epsilon, δ: 1e-5; below 1/n for n "
-            "examples, and at most 0.01); repeatable.",
+            help="predictor (personal; or global), precision of a server's numbers (float32; or bfloat16, half as "
+            "large), timeout_s (seconds to wait for a server's model; 60), delta (with --epsilon, δ: 1e-5; below "
+            "1/n for n examples, and at most 0.01); repeatable.",
         ),
     ] = None,
     epsilon: Annotated[
