@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter
 
 from fedloom.algorithms.base import Algorithm, available, find_algorithm
-from fedloom.algorithms.schedules import RateSchedule
+from fedloom.algorithms.local_sgd import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema

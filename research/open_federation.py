@@ -260,9 +260,9 @@ class Demonstration:
         self.fedloom("data", "fetch", about.source)
         source = datasets.find_dataset(about.source)
         official = datasets.load_dataset(source)
-        self.experiment.write_text(yaml.safe_dump(experiment_of(self.name, source.class_names, self.rounds)))
+        self.experiment.write_text(yaml.safe_dump(experiment_of(self.name, source.spec.class_names, self.rounds)))
         for member, ((x, y), form) in enumerate(zip(owners(official), about.formats, strict=True)):
-            given = write_source(self.folder / "sources" / self.of(member), form, x, y, source.class_names)
+            given = write_source(self.folder / "sources" / self.of(member), form, x, y, source.spec.class_names)
             packed = ("--out", self.data(member), "--id", self.of(member), "--experiment", self.experiment)
             print(self.fedloom("data", "pack", given, *packed).splitlines()[0], f"(from {form})", flush=True)
         make_ca(self.folder / "authority-1")

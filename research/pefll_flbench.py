@@ -31,7 +31,7 @@ from fedloom.data.inputs import single
 
 def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, list[int]]]]:
     """Return all training and validation images with pixels from 0 to 255, their labels, and each client's indices."""
-    about = dataset.manifest.normalization
+    about = dataset.manifest.spec.normalization
     mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (about.mean, about.std))
     images, labels, where, count = [], [], [], 0
     for entry in dataset.manifest.clients:

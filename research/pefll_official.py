@@ -39,7 +39,7 @@ def nodes(dataset: FederatedDataset, batch_size: int) -> SimpleNamespace:
     """Return all clients, seen ones first, as the authors' code orders them."""
     entries = sorted(dataset.manifest.clients, key=lambda entry: not entry.seen)
     clients = [dataset.client(entry.id) for entry in entries]
-    classes = dataset.manifest.classes
+    classes = dataset.manifest.spec.classes
     return SimpleNamespace(
         train_loaders=[loader(c.train, classes, batch_size, train=True) for c in clients],
         val_loaders=[loader(c.validation, classes, batch_size, train=False) for c in clients],

@@ -45,12 +45,12 @@ Client = tuple[frozenset[int], tuple[float, ...]]
 
 def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, list[Client]]:
     """Return each new client by the number of seen clients with the same classes."""
-    trained = Manifest.from_json(RunFolder.open(run).text("partition.json"), where=str(run))
+    trained = Manifest.from_json(RunFolder.open(run).text("partition.json"), source=str(run))
     own = class_sets(trained)
     known = Counter(own[entry.id] for entry in trained.clients if entry.seen)
     found: dict[int, list[Client]] = defaultdict(list)
     for folder in partitions:
-        held = class_sets(Manifest.from_json((folder / "partition.json").read_text(), where=str(folder)))
+        held = class_sets(Manifest.from_json((folder / "partition.json").read_text(), source=str(folder)))
         measured = evaluate(run, partition=folder)
         evaluation, overlap = measured.evaluation, measured.statistics["overlap"]
         if overlap is None or overlap["clients"]:

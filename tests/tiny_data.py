@@ -10,6 +10,7 @@ import numpy as np
 
 from fedloom.data.datasets.base import DataFile, Dataset
 from fedloom.data.datasets.mnist import read_mnist
+from fedloom.data.spec import DataSpec
 
 
 def files() -> dict[str, bytes]:
@@ -28,8 +29,7 @@ def source(contents: Mapping[str, bytes], *locations: str) -> Dataset:
     return Dataset(
         name="tiny",
         title="Tiny",
-        class_names=("a", "b", "c", "d", "e"),
-        input_shape=(1, 6, 6),
+        spec=DataSpec.single("pixels", (1, 6, 6), ("a", "b", "c", "d", "e")),
         licence="none",
         files=tuple(
             DataFile(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()

@@ -53,21 +53,18 @@ def made_up_manifest(dataset: str, clients: Iterable[str], classes: int, per_cla
     """Return a manifest of seen clients without data, with ``per_class`` images of each class in each split."""
     from fedloom.data.input_spec import Normalization
     from fedloom.data.manifest import VERSION, ClientEntry, Manifest
+    from fedloom.data.spec import DataSpec
 
-    n = classes * per_class
+    n, spec = classes * per_class, DataSpec.single("pixels", (1, 28, 28), tuple(f"class {c}" for c in range(classes)))
     counts = dict.fromkeys(("train", "validation", "test"), (per_class,) * classes)
     return Manifest(
         version=VERSION,
         dataset=dataset,
-        classes=classes,
-        class_names=tuple(f"class {c}" for c in range(classes)),
-        input_shape=(1, 28, 28),
-        kind="pixels",
+        spec=spec.with_normalization(Normalization((0.5,), (0.5,))),
         scheme={"scheme": "none"},
         seed=1,
         held_out_fraction=0.0,
         validation_fraction=0.0,
-        normalization=Normalization((0.5,), (0.5,)),
         source_sha256={},
         clients=tuple(ClientEntry(name, True, n, n, n, counts, "0" * 64) for name in clients),
     )

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -81,7 +81,7 @@ def group_of(model: Model) -> Any:
     return ClientGroup([client], lambda client, purpose: torch.Generator().manual_seed(1))
 
 
-def module_of(model: Model, initial: Literal["module", "drawn"] = "module") -> Any:
+def module_of(model: Model) -> Any:
     """Return FedLoom's model of a module."""
     from fedloom.models.module import ModuleModel
     from fedloom.models.module_inputs import SingleInput
@@ -92,7 +92,7 @@ def module_of(model: Model, initial: Literal["module", "drawn"] = "module") -> A
     if isinstance(shape, Mapping):
         shape = {name: SingleInput("integers", s, high) for name, (s, high) in shape.items()}
     return ModuleModel(
-        model.make, shape, model.outputs, model.kind, initial=initial,
+        model.make, shape, model.outputs, model.kind,
         task=tasks[model.task], target_shape=model.target_shape,
     )  # fmt: skip
 
@@ -128,7 +128,6 @@ def speed(name: str, pairs: int) -> dict[str, Any]:
     if name == "LeNet":
         from fedloom.models.lenet import LeNet
 
-        sides["module"] = fedloom_visit(module_of(model, "drawn"), model)
         sides["built in"] = fedloom_visit(LeNet((1, 28, 28), model.outputs), model)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(pairs + 2):

@@ -15,10 +15,10 @@ import yaml
 from torch import Tensor
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import ClientAlgorithm, Conversation, find_algorithm
+from fedloom.algorithms.base import ClientAlgorithm, Conversation, available, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.federated import FederatedDataset
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationResult
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks
@@ -31,98 +31,13 @@ from fedloom.runner.assemble import RunContext
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
 
-TINY: dict[str, dict[str, Any]] = {
-    "pefll": {
-        "embedding": {"network": "linear"},
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "descriptor": {"standardize": "first"},
-        "server": {"rule": "adam", "lr": 0.01},
-    },
+VARIANTS: dict[str, dict[str, Any]] = {
     "pefll:subspace": {
         "embedding": {"network": "linear"},
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
         "hypernetwork": {"subspace": {"size": 11}},
     },
-    "apfl": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "ditto": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "personal": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "proximity": 0.5,
-        "personalize_steps": 2,
-    },
-    "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedala": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "start_epochs": 12, "personalize_steps": 2},
-    "feddyn": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedproto": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "moon": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedbabu": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
-    "fedbn": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
-    "fedsa-lora": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "local_parameters": ["*bias"],
-        "personalize_epochs": 1,
-    },
-    "fgdro-kl": {"local": {"steps": 3, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fgdro-kl:momentum": {"optimizer": "momentum", "local": {"steps": 3, "batch_size": 4, "lr": 0.05}},
-    "fedper": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
-    "fedadam": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedavgm": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedyogi": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedprox": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "mu": 0.5,
-        "stragglers": 0.5,
-        "personalize_steps": 2,
-    },
-    "fedrep": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "head": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "personalize_epochs": 1,
-    },
-    "per-fedavg": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "inner_lr": 0.05,
-        "hessian": "finite_difference",
-        "personalize_steps": 2,
-    },
-    "knn-per": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "neighbours": [1, 3],
-        "mixing": [0.0, 0.3, 1.0],
-        "scale": 1.0,
-    },
-    "pfedgp": {"steps": 2, "gibbs_steps": 2, "chains": 3, "chains_predict": 4, "clip": None},
-    "pfedhn": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "embedding_lr": 0.05,
-        "personalize_exchanges": 2,
-    },
-    "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02, "personalize_epochs": 1},
-    "scaffold": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "fedrod": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
-    "lg-fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
-    "local": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
-    "comfedl": {
-        "objective": "damaml",
-        "gamma": 0.5,
-        "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05},
-    },
-    "q-fedavg": {"q": 1.0, "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "drfa": {"gamma": 0.05, "local": {"steps": 3, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "tr-maml": {"local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}, "weights_lr": 0.2},
-    "flowdup": {
-        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
-        "embedding": {"network": "mlp", "width": 6, "labels": False},
-        "subspace": {"size": 11},
-        "lambda_centre": 0.1,
-        "unlabelled": 0.4,
-        "personalize_steps": 2,
-    },
-    "heurfedamp": {"proximity": 0.5, "local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
-    "pfnm": {"sweeps": 2, "local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "afl": {"weights_lr": 0.2, "local": {"steps": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
-    "wga": {"batch_size": 4, "steps_per_round": 2, "personalize_steps": 2},
-    "pfedbayes": {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3, "personalize_steps": 2},
     "pfedbayes:kept": {
         "steps": 2,
         "batch_size": 4,
@@ -149,10 +64,10 @@ TINY: dict[str, dict[str, Any]] = {
         "weights": "inverse_variance",
     },
 }
-"""Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps.
+"""Settings with which some methods run once more, where these decide what the server keeps."""
 
-A name with a colon is a method once more, with other settings: where these decide what the server keeps.
-"""
+TINY = {name: find_algorithm(name).example_settings() for name in available()} | VARIANTS
+"""Settings with which each method runs on 6x6 images; epochs, so that clients of different sizes differ in steps."""
 
 MODELS = {"fedbn": {"name": "vgg", "channels": [3], "norm": "batch"}}
 """Models of methods that need more than body and head."""

@@ -34,7 +34,7 @@ def aggregator_of(tiny: Federation, states: str, workers: int = WORKERS) -> Iter
         algorithm=algorithm.name,
         version=algorithm.version,
         roster=parts.manifest.roster,
-        classes=parts.manifest.classes,
+        classes=parts.manifest.spec.classes,
     )
     server = Aggregator(run)
     address = server.start("127.0.0.1:0")

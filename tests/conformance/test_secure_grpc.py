@@ -87,7 +87,7 @@ class Wire:
             algorithm=algorithm.name,
             version=algorithm.version,
             roster=parts.manifest.roster,
-            classes=parts.manifest.classes,
+            classes=parts.manifest.spec.classes,
         )
         self.server = Aggregator(run)
         self.server.start(self.address)

@@ -29,7 +29,7 @@ from fedloom.data.requirements import Own
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import add_token
 
-CLASS_NAMES = find_dataset("vowel").class_names
+CLASS_NAMES = find_dataset("vowel").spec.class_names
 
 pytestmark = [
     pytest.mark.cluster,

@@ -14,7 +14,7 @@ from facts import mentions
 from torch import Tensor
 
 import fedloom
-from fedloom.algorithms import example_gradients
+from fedloom.algorithms import losses
 from fedloom.algorithms.batches import TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.cli.audit import show_audit
@@ -131,13 +131,13 @@ def clipping_of_batches(patch: pytest.MonkeyPatch) -> None:
         norm = torch.cat([each.reshape(-1) for each in sums]).norm() / n
         return [each * (clip / norm.clamp(min=1e-12)).clamp(max=1) for each in sums]
 
-    patch.setattr(example_gradients, "_clipped", clipped)
+    patch.setattr(losses, "_clipped", clipped)
 
 
 def no_clipping_of_examples(patch: pytest.MonkeyPatch) -> None:
     """Add gradients as they are."""
-    clipped = example_gradients._clipped
-    patch.setattr(example_gradients, "_clipped", lambda flat, counted, clip: clipped(flat, counted, 1e9))
+    clipped = losses._clipped
+    patch.setattr(losses, "_clipped", lambda flat, counted, clip: clipped(flat, counted, 1e9))
 
 
 def fixed_batch(patch: pytest.MonkeyPatch) -> None:

@@ -429,9 +429,11 @@ import json, sys
 from fedloom.data import datasets
 from fedloom.data.datasets.base import Dataset, DataFile
 from fedloom.data.datasets.mnist import read_mnist as read
+from fedloom.data.spec import DataSpec
 base, root, files = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 files = tuple(DataFile(*file) for file in files)
-source = Dataset("tiny", "Tiny", tuple("abcde"), (1, 6, 6), "none", read, files, (base + "/{name}.gz",))
+spec = DataSpec.single("pixels", (1, 6, 6), tuple("abcde"))
+source = Dataset("tiny", "Tiny", spec, "none", read, files, (base + "/{name}.gz",))
 datasets.fetch_dataset(source, root)
 assert len(datasets.load_dataset(source, root).train) == 240
 """

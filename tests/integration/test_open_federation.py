@@ -45,7 +45,7 @@ from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store
 from fedloom.transport.wire import federation_pb2 as wire
 
-CLASS_NAMES = find_dataset("vowel").class_names
+CLASS_NAMES = find_dataset("vowel").spec.class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GIVEN = f"{{mean: {[0.0] * 9}, std: {[1.0] * 9}}}"
@@ -178,7 +178,7 @@ def test_joins_leaves_and_kills_do_not_change_the_replay(federation: Federation,
 
     experiments = [json.loads(line["experiment"]) for line in federation.lines() if "experiment" in line]
     assert [e["algorithm"]["local"]["lr"] for e in experiments] == [0.1, 0.05]
-    assert RunFolder(federation.run).manifest().normalization == manifest.normalization
+    assert RunFolder(federation.run).manifest().spec.normalization == manifest.spec.normalization
     summary = json.loads((federation.run / "summary.json").read_text())
     assert (summary["rounds"], summary["seen"]["clients"], summary["unseen"]["clients"]) == (last, 4, 1)
     equal_to_the_replay(federation, tmp_path / "replay", 3)
@@ -260,7 +260,7 @@ def test_a_published_run_resumes_on_another_machine(
     until(lambda: any(published.entries("published/")), "it is published")
     federation.more_rounds(5)
     kill(aggregator)
-    normalization = RunFolder(federation.run).manifest().normalization
+    normalization = RunFolder(federation.run).manifest().spec.normalization
 
     federation.run = tmp_path / "elsewhere"
     again = ("--publish", url, "--resume", "--set", "federation.rounds=60")
@@ -269,7 +269,7 @@ def test_a_published_run_resumes_on_another_machine(
     ended(aggregator, 0)
     for process in (first, second, third):
         ended(process, 0)
-    assert RunFolder(federation.run).manifest().normalization == normalization
+    assert RunFolder(federation.run).manifest().spec.normalization == normalization
     equal_to_the_replay(federation, tmp_path / "replay")
 
 

@@ -127,12 +127,12 @@ def test_members_train_and_new_clients_get_predictions_in_own_units(
         aggregator.send_signal(signal.SIGTERM)
         ended(aggregator, 130)
     manifest = RunFolder(run).manifest()
-    targets = manifest.targets
+    targets = manifest.spec.targets
     assert targets is not None
     here = python.personalize(run, part(x, new), y[new], client="new")
     raw = part(x, new)
     as_tensors = {name: torch.from_numpy(each) for name, each in raw.items()} if isinstance(raw, dict) else raw
-    assert there.card.targets == here.card.targets == targets
+    assert there.card.spec.targets == here.card.spec.targets == targets
     for found in (there(as_tensors), here(as_tensors)):
         check_units(found, y[new], targets)
     data = tuple(tmp_path / f"s{i}" for i in range(2))

@@ -29,7 +29,7 @@ from fedloom.runs.folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("forks")
 
-CLASS_NAMES = find_dataset("vowel").class_names
+CLASS_NAMES = find_dataset("vowel").spec.class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -72,7 +72,9 @@ def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
         source = tmp_path / f"speaker-{speaker}.csv"
         source.write_text("\n".join([",".join(["vowel", *FEATURES]), *lines]))
         out = tmp_path / "packed" / f"s{speaker}"
-        code, output, _ = fedloom("data", "pack", source, "--out", out, "--experiment", experiment, "--label", "vowel")
+        code, output, _ = fedloom(
+            "data", "pack", source, "--out", out, "--experiment", experiment, "--read", "label=vowel"
+        )
         assert code == 0
         assert tells(output, f"speaker-{speaker}", 44, 9, 13, "9 features", "11 classes", out)
     return tmp_path / "packed"
@@ -446,7 +448,7 @@ def test_a_client_with_reordered_columns_gets_no_model(
     swapped = tmp_path / "swapped.csv"
     swapped.write_text("\n".join(",".join([row[0], row[2], row[1], *row[3:]]) for row in rows))
     for name, more in (("swapped", ()), ("ordered", ("--experiment", experiment))):
-        assert fedloom("data", "pack", swapped, "--out", tmp_path / name, "--label", "vowel", *more)[0] == 0
+        assert fedloom("data", "pack", swapped, "--out", tmp_path / name, "--read", "label=vowel", *more)[0] == 0
     run_experiment(of(experiment), options(packed, tmp_path / "run"))
     asked = ("personalize", tmp_path / "run", "--out", tmp_path / "m.safetensors", "--data")
     found, _, output = fedloom(*asked, tmp_path / "swapped")

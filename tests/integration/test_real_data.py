@@ -74,7 +74,7 @@ def test_cifar10_if_it_is_available() -> None:
     for channel, mean in enumerate((0.4914, 0.4822, 0.4465)):
         assert pixels[:, channel].mean() / 255 == pytest.approx(mean, abs=5e-5)
     # The first is a frog, the second a truck.
-    assert [source.class_names[label] for label in official.train.labels[:2]] == ["frog", "truck"]
+    assert [source.spec.class_names[label] for label in official.train.labels[:2]] == ["frog", "truck"]
 
 
 def test_qmnist_has_the_writers_of_nist() -> None:
@@ -113,7 +113,7 @@ def test_shakespeare_roles_within_time_and_memory_limits() -> None:
     assert len(names) == 1093
     assert len({name.split("/")[0] for name in names}) == 37
     owner = names.index("romeo_and_juliet/JULIET")
-    letters = datasets.find_dataset("shakespeare").class_names
+    letters = datasets.find_dataset("shakespeare").spec.class_names
     mine = official.train.inputs[official.train.owners == owner]
     first = "".join(letters[c] for c in mine[0])
     assert first == "How now, who calls? Madam, I am here. What is your will? And stint thou too, I p"

@@ -90,7 +90,7 @@ def measure(
 
 
 def plain(own: Own, cards: Mapping[str, ClientCard], clients: Sequence[str] = ()) -> Normalization:
-    return pooled_normalization(own.measured, [cards[client].moments for client in clients or cards])
+    return pooled_normalization(own.spec.measured, [cards[client].moments for client in clients or cards])
 
 
 class Disturbed:
@@ -186,7 +186,7 @@ def lying(card: ClientCard, **moments: tuple[float, ...]) -> ClientCard:
 @pytest.mark.parametrize("first", [1e30, -1e30])
 def test_impossible_sums_are_rejected(packed: Packed, first: float) -> None:
     own, cards = packed
-    false = cards | {"c3": lying(cards["c3"], sum=(first,) * own.numbers)}
+    false = cards | {"c3": lying(cards["c3"], sum=(first,) * own.spec.numbers)}
     with pytest.raises(QuorumError) as error:
         measure(in_process(false), own, cards)
     assert error.value.key == "data.own.normalization"
@@ -195,7 +195,7 @@ def test_impossible_sums_are_rejected(packed: Packed, first: float) -> None:
 @pytest.mark.parametrize("moments", [{"sum": (1e43,)}, {"squares": (1e43,)}, {"sum": (2.0**-160,)}])
 def test_overflowing_sums_are_excluded(packed: Packed, moments: dict[str, tuple[float]]) -> None:
     own, cards = packed
-    wrong = {name: value * own.numbers for name, value in moments.items()}
+    wrong = {name: value * own.spec.numbers for name, value in moments.items()}
     found = measure(in_process(cards | {"c3": lying(cards["c3"], **wrong)}), own, cards)
     assert found == plain(own, cards, [client for client in cards if client != "c3"])
 

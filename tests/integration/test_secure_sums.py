@@ -143,8 +143,8 @@ def test_measured_normalization_covers_all_examples_and_survives_restarts(tmp_pa
         for worker in workers:
             ended(worker, 0)
         cards = OwnClients.open([members / f"s{i}" for i in range(5)]).cards
-        assert RunFolder(first.run).manifest().normalization == pooled_normalization(
-            OWN.measured, [card.moments for card in cards.values()]
+        assert RunFolder(first.run).manifest().spec.normalization == pooled_normalization(
+            OWN.spec.measured, [card.moments for card in cards.values()]
         )
         equal_to_the_replay(first, tmp_path / "again")
 
@@ -152,7 +152,9 @@ def test_measured_normalization_covers_all_examples_and_survives_restarts(tmp_pa
         assert mentions(ended(aggregator, 5), "normalization", "mean", "std")
         for worker in workers:
             kill(worker)
-        assert not (fewer.run / "partition.json").exists() or not RunFolder(fewer.run).manifest().normalization.mean
+        assert (
+            not (fewer.run / "partition.json").exists() or not RunFolder(fewer.run).manifest().spec.normalization.mean
+        )
 
         _, aggregator, workers = serve("same", range(5))
         ended(aggregator, 0)

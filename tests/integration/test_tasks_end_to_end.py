@@ -208,7 +208,7 @@ def test_new_clients_get_equal_models_from_a_folder_and_over_the_network(
     raw = {name: torch.from_numpy(each) for name, each in some.items()} if isinstance(x, dict) else some
     assert torch.equal(there(raw), here(raw))
     assert bool(here(raw).isfinite().all())
-    assert there.card.targets == here.card.targets
+    assert there.card.spec.targets == here.card.spec.targets
     with pytest.raises(DataError):
         fedloom.personalize(run.folder, some, y[:19], client="new")
 

@@ -20,52 +20,17 @@ PLAIN = MLP(IMAGE, [5], CLASSES)
 NORMALIZED = BatchNormConvNet(IMAGE, [3], [], CLASSES)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
 
-METHODS: dict[str, dict[str, Any]] = {
-    "apfl": {"local": LOCAL, "personalize_steps": 2},
-    "ditto": {"local": LOCAL, "personal": LOCAL},
-    "fedavg": {"local": LOCAL, "personalize_steps": 2},
-    "fedala": {"local": LOCAL, "layers": 2, "share": 0.7, "start_epochs": 12, "personalize_steps": 2},
-    "fedbabu": {"local": LOCAL, "personalize_epochs": 1},
-    "fedbn": {"local": LOCAL, "personalize_epochs": 1},
-    "feddyn": {"local": LOCAL, "personalize_steps": 2},
-    "fedper": {"local": LOCAL, "personalize_epochs": 1},
-    "fedadam": {"local": LOCAL, "personalize_steps": 2},
-    "fedavgm": {"local": LOCAL, "personalize_steps": 2},
-    "fedyogi": {"local": LOCAL, "personalize_steps": 2},
-    "knn-per": {"local": LOCAL, "neighbours": [2]},
-    "fedprox": {"local": LOCAL, "mu": 0.5},
-    "fedproto": {"local": LOCAL, "personalize_steps": 2},
-    "fedsa-lora": {"local": LOCAL, "local_parameters": ["*bias*"], "personalize_epochs": 1},
-    "fgdro-kl": {"local": LOCAL, "personalize_steps": 2},
-    "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
-    "moon": {"local": LOCAL, "personalize_steps": 2},
-    "per-fedavg": {"local": LOCAL, "hessian": "exact"},
-    "pfedhn": {"local": LOCAL, "personalize_exchanges": 2},
-    "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 3, "personalize_epochs": 1},
-    "scaffold": {"local": LOCAL, "personalize_steps": 2},
-    "fedrod": {"local": LOCAL},
-    "lg-fedavg": {"local": LOCAL, "personalize_epochs": 1},
-    "local": {"local": LOCAL},
-    "pefll": {"local": LOCAL, "embedding": {"network": "linear"}},
-    "pfedbayes": {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "draws": 2},
-    "comfedl": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
-    "comfedl damaml": {"objective": "damaml", "gamma": 1.0, "local": LOCAL},
-    "q-fedavg": {"local": LOCAL, "personalize_steps": 2},
-    "drfa": {"local": LOCAL},
-    "tr-maml": {"local": LOCAL},
-    "flowdup": {"local": LOCAL, "embedding": {"network": "linear", "labels": True}, "subspace": {"size": 9}},
-    "heurfedamp": {"local": LOCAL},
-    "pfnm": {"local": LOCAL},
-    "afl": {"local": LOCAL | {"steps": 1}},
-    "pfedgp": {"steps": 2, "gibbs_steps": 2, "chains": 3, "chains_predict": 4},
-    "wga": {"batch_size": 3, "personalize_steps": 2},
-}
-"""Settings by method; after a space stands which settings, where a method is here twice."""
-
 
 def ours() -> set[str]:
     """Return the methods of this repository; those of other packages may be installed beside them."""
     return {name for name in available() if find_algorithm(name).server.__module__.startswith("fedloom.")}
+
+
+METHODS = {name: find_algorithm(name).example_settings() for name in sorted(ours())} | {
+    "comfedl robust": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
+    "flowdup": {"local": LOCAL, "embedding": {"network": "linear", "labels": True}, "subspace": {"size": 9}},
+}
+"""Settings by method; after a space stands which settings, where a method is here twice."""
 
 
 def made(
@@ -76,6 +41,7 @@ def made(
     unseen: Sequence[str] = (),
     rounds: int = 1,
     at_once: int = 1,
+    cohort: int | None = None,
     examples: ExamplePrivacy | None = None,
     **settings: Any,
 ) -> Federation:
@@ -89,7 +55,7 @@ def made(
     rounds = rounds if method.trains else 0
     return federation(
         folder, method, s, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2, at_once=at_once,
-        examples=examples,
+        cohort=cohort, examples=examples,
     )  # fmt: skip
 
 

@@ -22,12 +22,13 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
+from fedloom.data.input_spec import TensorKind
 from fedloom.data.manifest import VERSION
+from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.moments import summed_metrics
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
 from fedloom.federation.held_answers import HeldAnswers
@@ -229,6 +230,9 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
     """Return the manifest of these clients."""
 
     classes = data[0].classes and CLASSES
+    shape = tuple(data[0].train.x.shape[1:])
+    kind: TensorKind = "pixels" if len(shape) == 3 else "features"
+    spec = DataSpec.single(kind, shape, tuple("abc") if classes else ())
 
     def counts(part: Split) -> tuple[int, ...]:
         if part.y is None or not classes or part.y.dim() > 1 or part.y.is_floating_point():
@@ -238,15 +242,11 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
     return Manifest(
         version=VERSION,
         dataset="random",
-        classes=classes,
-        class_names=tuple("abc") if classes else (),
-        input_shape=tuple(data[0].train.x.shape[1:]),
-        kind="pixels",
+        spec=spec.with_normalization(Normalization.identity(spec.numbers)),
         scheme={},
         seed=0,
         held_out_fraction=0.0,
         validation_fraction=0.1,
-        normalization=Normalization((0.0,), (1.0,)),
         source_sha256={},
         clients=tuple(
             ClientEntry(

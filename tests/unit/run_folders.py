@@ -15,10 +15,11 @@ from fedloom.core import digests
 from fedloom.core.words import as_csv
 from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest
+from fedloom.data.spec import DataSpec
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import Communication, EvaluationResult, RunCost, RunDescription, metrics_line, summary
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
+from fedloom.evaluation.summary import Communication, RunCost, RunDescription, metrics_line, summary
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
 from fedloom.runs.folder import RunFolder
 
@@ -50,15 +51,11 @@ def manifest(
     return Manifest(
         version=VERSION,
         dataset="fashion-mnist",
-        classes=len(class_names),
-        class_names=class_names,
-        input_shape=(1, 28, 28),
-        kind="pixels",
+        spec=DataSpec.single("pixels", (1, 28, 28), class_names, Normalization((0.286,), (0.353,))),
         scheme={"scheme": "classes", "clients": n, "classes_per_client": 2, "shares": None},
         seed=1,
         held_out_fraction=unseen / n,
         validation_fraction=1 / 6,
-        normalization=Normalization((0.286,), (0.353,)),
         source_sha256={"train-images-idx3-ubyte": "0" * 64},
         clients=tuple(clients),
     )
@@ -66,7 +63,7 @@ def manifest(
 
 def confusion(partition: Manifest, predictors: int, level: float) -> Tensor:
     """Return ``[n, P, C, C]``: a fraction ``level`` of each class is right, the rest predicted as the next class."""
-    c = partition.classes
+    c = partition.spec.classes
     of_class = torch.tensor([client.class_counts["test"] for client in partition.clients])
     right = (level * of_class).round().long()
     here, following = torch.arange(c), (torch.arange(c) + 1) % c

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.core.words import as_csv
-from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
+from fedloom.data.input_spec import Normalization
+from fedloom.data.manifest import VERSION, ClientEntry, Manifest
+from fedloom.data.spec import DataSpec
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal
 from fedloom.tasks.names import METRICS
@@ -138,9 +140,10 @@ def write_task_run(
         )
         for i in range(n)
     )
+    spec = DataSpec.single("features", (8,)).with_normalization(Normalization.identity(8))
     partition = Manifest(
-        VERSION, "made-up", 0, (), (8,), "features", {"scheme": "natural", "clients": n}, seed, unseen / n, 0.2,
-        Normalization((0.0,) * 8, (1.0,) * 8), {}, entries,
+        VERSION, "made-up", spec, {"scheme": "natural", "clients": n}, seed, unseen / n, 0.2,
+        {}, entries,
     )  # fmt: skip
     last = list(rounds.values())[-1]
     rows = []

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, mean_loss, setup
-from pydantic import ValidationError
+from federations import Federation, clients, federation, group, mean_loss, setup
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -145,23 +144,6 @@ def test_a_client_without_a_personal_model_gets_the_shared_one(tmp_path: Path) -
     )
 
 
-def test_held_out_examples_change_no_model(tmp_path: Path) -> None:
-    data = clients(SIZES)
-    one, other = (
-        run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
-        for name, those in (("one", data), ("other", held_out_elsewhere(data)))
-    )
-    assert torch.equal(one.state["theta"], other.state["theta"])
-    for c in data:
-        assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
-
-
-def test_alpha_must_be_between_0_and_1() -> None:
-    for alpha in (-0.1, 1.1):
-        with pytest.raises(ValidationError, match="alpha"):
-            made(alpha=alpha)
-
-
 def test_a_client_whose_personal_model_diverges_is_lost() -> None:
     """Lose the client although training of its shared model does not diverge."""
     split = Split(torch.zeros(4, 1).double(), None)
@@ -170,14 +152,3 @@ def test_a_client_whose_personal_model_diverges_is_lost() -> None:
     trained = APFL.train(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made())
     assert trained.theta.isfinite().all()
     assert tells(members.lost[0], "algorithm.local.lr", "0.05")
-
-
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    """One of them has a v and an α, the others have none."""
-    random = torch.Generator().manual_seed(3)
-    opening, _, ask = APFL.messages
-    w = MODEL.init(random, torch.float64)
-    state = {"v": w + 0.1 * torch.randn(len(w), generator=random).double(), "alpha": torch.tensor([0.3]).double()}
-    half = APFL.client(made(personalize_steps=1), setup())
-    answers_as_alone(half, clients((9, 4, 6)), opening(w), ask(w), [None, state, None])

@@ -27,6 +27,7 @@ from fedloom.core.draws import drawing_from
 from fedloom.data.augment import Augmentation, augmentation, check_augment, describe_transforms, made
 from fedloom.data.federated import ClientData, Normalization, Split, standardize
 from fedloom.data.input_spec import InputSpec
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.experiment.loading import of_run
@@ -227,7 +228,7 @@ def some_transforms() -> list[Any]:
 def test_a_transform_and_its_description_give_equal_images(transform: Any) -> None:
     described = describe_transforms(transform)
     assert json.loads(json.dumps(described)) == described
-    check_augment(described, "pixels", (3, 32, 32))
+    check_augment(described, DataSpec.single("pixels", (3, 32, 32)))
     (again,) = made(described)
     for seed in range(5):
         image = pixels(1, seed, (3, 32, 32))[0]
@@ -298,7 +299,7 @@ STANDARD = v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scal
 )
 def test_transforms_that_do_not_fit_the_images_are_rejected(described: Any, facts: tuple[Any, ...]) -> None:
     with refusing(ExperimentError, "data.augment", *facts) as error:
-        check_augment(described, "pixels", IMAGE)
+        check_augment(described, DataSpec.single("pixels", IMAGE))
     assert error.value.key == "data.augment"
 
 
@@ -323,9 +324,9 @@ def test_augmentation_that_would_be_ignored_or_fail_is_rejected(tmp_path: Path) 
         load_experiment(experiment(tmp_path, partition="clients: 4}, augment: [{RandomCrop: {}, RandomErasing: {}}]}"))
     assert tells(str(error.value), "data.augment", 2)
     with refusing(ExperimentError, "data.augment", "features"):
-        check_augment(["RandomHorizontalFlip"], "features", (8,))
+        check_augment(["RandomHorizontalFlip"], DataSpec.single("features", (8,)))
     with refusing(ExperimentError, "data.augment", "tokens"):
-        check_augment(["RandomHorizontalFlip"], "tokens", (8,))
+        check_augment(["RandomHorizontalFlip"], DataSpec.single("tokens", (8,)))
 
 
 def test_clients_with_own_data_augment_too(tmp_path: Path) -> None:

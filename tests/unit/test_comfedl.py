@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from fedloom.algorithms.client import train
 from fedloom.algorithms.comfedl import (
     COMFEDL,
     ComFedLSettings,
-    CompositionalUpdate,
     composed_loss,
     compositional_sgd,
     loss_at_shared_model,
@@ -385,32 +383,6 @@ GROUPED: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(message: CompositionalUpdate) -> Sequence[Tensor]:
-    return list(message.tensors().values())
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "sizes"),
-    [(name, SMALL, (11, 3, 6, 1)) for name in GROUPED] + [("damaml", LeNet(IMAGE, CLASSES), (7, 3))],
-)
-def test_clients_train_together_as_one_by_one(name: str, model: FlatModel, sizes: tuple[int, ...]) -> None:
-    s, data = made(**GROUPED[name]), clients(sizes)
-    theta = starts(model, len(data))
-    shift = ZERO + 1.2
-    there = loss_at_shared_model(model, theta, group(data), s)
-    for held in (None, there):
-        together = compositional_sgd(model, theta, group(data), s, shift, held)
-        alone = [
-            compositional_sgd(model, theta[i : i + 1], group([c]), s, shift, held if held is None else held[i : i + 1])
-            for i, c in enumerate(data)
-        ]
-        for mine, theirs in zip(rows(together), zip(*map(rows, alone), strict=True), strict=True):
-            close(mine, torch.cat(theirs), atol=1e-10)
-    assert together.delta_theta.abs().max() > 1e-2
-    for i, c in enumerate(data):
-        close(there[i : i + 1], loss_at_shared_model(model, theta[i : i + 1], group([c]), s), atol=1e-10)
-
-
 def test_a_diverged_client_does_not_affect_its_batch() -> None:
     s, data = made(scale="literal", gamma=1e-3), clients((5, 5))
     theta = starts(SMALL, 2)
@@ -558,17 +530,6 @@ def test_defaults_are_the_papers_if_stated() -> None:
     assert (s.local.momentum, s.local.lambda_theta, s.local.clip) == (0, 0, None)
     assert s.inner_lr == 0.05  # §5.2
     assert [ComFedLSettings(scale=scale).holds for scale in ("literal", "largest", "normalized")] == [False, True, True]
-
-
-@pytest.mark.parametrize(("scale", "down", "up"), [("literal", 0, 5), ("largest", 1, 6), ("normalized", 1, 6)])
-def test_traffic_is_the_model_both_ways_and_a_few_scalars(tmp_path: Path, scale: str, down: int, up: int) -> None:
-    problem = setup()
-    d = problem.model.layout.size
-    run = federation(tmp_path, COMFEDL, made(scale=scale), problem, clients(SIZES))
-    run.run()
-    (attempt,) = run.loop.journal.counted()
-    assert attempt.payload_down == 8 * 3 * (d + down)
-    assert attempt.payload_up == 8 * 3 * (d + up)
 
 
 @pytest.mark.slow

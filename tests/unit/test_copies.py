@@ -39,6 +39,7 @@ from fedloom.data.schemes import (
     NaturalScheme,
     Scheme,
 )
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -260,7 +261,9 @@ def test_repeated_inputs_of_published_data_are_noted_and_stay_where_they_are(rep
     (tmp_path / "datasets/published").mkdir(parents=True)
     (tmp_path / "datasets/published/x").write_bytes(content)
     files = (DataFile("x", len(content), hashlib.sha256(content).hexdigest()),)
-    source = Dataset("published", "", ("a", "b"), (2,), "", lambda contents: official, files, kind="features")
+    source = Dataset(
+        "published", "", DataSpec.single("features", (2,), ("a", "b")), "", lambda contents: official, files
+    )
     given_settings = PartitionSettings(IidScheme(clients=2), 1, 0.0, 1 / 6)
     folder = partition_dataset(source, given_settings, root=tmp_path)
     train, validation, test = (rows(FederatedDataset.open(folder), split) for split in SPLITS)
@@ -334,13 +337,13 @@ def test_data_of_unseen_clients_do_not_change_inputs_of_seen_ones(scheme: dict[s
     (unseen,) = (entry.owner for entry in before.manifest.clients if not entry.seen)
     after = opened(clients | {unseen: (clients[unseen][0] + 100, clients[unseen][1])})
     assert before.manifest.unseen == after.manifest.unseen
-    assert before.manifest.normalization == after.manifest.normalization
+    assert before.manifest.spec.normalization == after.manifest.spec.normalization
     for client in before.manifest.roster:
         assert torch.equal(before.client(client).train.x, after.client(client).train.x)
     if "train_per_client" not in scheme:
         theirs = np.concatenate([before.tensors(client)["train_x"].numpy() for client in before.manifest.roster])
-        assert np.allclose(before.manifest.normalization.mean, theirs.astype(np.float64).mean(0))
-        assert np.allclose(before.manifest.normalization.std, theirs.astype(np.float64).std(0))
+        assert np.allclose(before.manifest.spec.normalization.mean, theirs.astype(np.float64).mean(0))
+        assert np.allclose(before.manifest.spec.normalization.std, theirs.astype(np.float64).std(0))
 
 
 def test_normalization_over_the_pool_includes_unseen_clients_and_changes_the_partition(tmp_path: Path) -> None:
@@ -355,8 +358,8 @@ def test_normalization_over_the_pool_includes_unseen_clients_and_changes_the_par
     assert seen.manifest.unseen == pool.manifest.unseen
     assert seen.manifest.fingerprint == opened(normalization="seen").manifest.fingerprint != pool.manifest.fingerprint
     everyone = np.concatenate([pool.tensors(entry.id)["train_x"].numpy() for entry in pool.manifest.clients])
-    assert np.allclose(pool.manifest.normalization.mean, everyone.astype(np.float64).mean(0))
-    assert not np.allclose(seen.manifest.normalization.mean, pool.manifest.normalization.mean)
+    assert np.allclose(pool.manifest.spec.normalization.mean, everyone.astype(np.float64).mean(0))
+    assert not np.allclose(seen.manifest.spec.normalization.mean, pool.manifest.spec.normalization.mean)
     assert Manifest.from_json(pool.manifest.to_json()) == pool.manifest
 
 

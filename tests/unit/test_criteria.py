@@ -20,9 +20,8 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.pfedbayes import likelihood_of
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
-from fedloom.models.flat import FlatModel, masked
+from fedloom.models.flat import FlatModel, bfloat16, masked
 from fedloom.models.module import ModuleModel
-from fedloom.models.precision import bfloat16
 from fedloom.tasks.next_token import NextToken
 from fedloom.tasks.regression import Regression
 

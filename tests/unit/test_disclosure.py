@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedloom.algorithms.base import available, find_algorithm
-from fedloom.evaluation.moments import summed_metrics
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.runner.disclosure import answers, measures
 

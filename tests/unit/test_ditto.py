@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, mean_loss, setup
+from federations import Federation, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -151,17 +151,6 @@ def test_v_is_that_of_the_last_counted_round(tmp_path: Path) -> None:
     assert torch.equal(theta_of(f, 2, "c0"), load_file(path)["v"])
 
 
-def test_held_out_examples_change_no_model(tmp_path: Path) -> None:
-    data = clients(SIZES)
-    one, other = (
-        run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
-        for name, those in (("one", data), ("other", held_out_elsewhere(data)))
-    )
-    assert torch.equal(one.state["theta"], other.state["theta"])
-    for c in data:
-        assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
-
-
 def test_a_step_that_overshoots_on_the_proximal_term_is_rejected() -> None:
     made(proximity=9.9)
     for proximity in (10.0, 30.0):
@@ -169,15 +158,3 @@ def test_a_step_that_overshoots_on_the_proximal_term_is_rejected() -> None:
             made(proximity=proximity)
     with pytest.raises(ValidationError, match="proximity"):
         made(proximity=-1.0)
-
-
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    """One of them has a v, the others have none."""
-    random = torch.Generator().manual_seed(3)
-    opening, _, ask = DITTO.messages
-    w = MODEL.init(random, torch.float64)
-    v = w + torch.randn(len(w), generator=random, dtype=torch.float64)
-    half, states = DITTO.client(made(), setup()), [None, {"v": v}, None]
-    found = answers_as_alone(half, clients((9, 4, 6)), opening(w), ask(w), states)
-    assert torch.equal(found[1]["personal.theta"], v)

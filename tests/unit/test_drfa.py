@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from federations import answers_as_alone, clients, federation, mean_loss, setup
+from federations import clients, federation, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.afl import AFL, AFLSettings, project_onto_simplex
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
-from fedloom.algorithms.drfa import DRFA, DRFASettings, DRFATrainRequest, LossRequest
+from fedloom.algorithms.drfa import DRFA, DRFASettings
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
@@ -180,15 +180,6 @@ def test_lost_clients_have_no_effect(tmp_path: Path) -> None:
     run.run()
     two.run()
     close(run.state["theta"], two.state["theta"])
-
-
-@pytest.mark.usefixtures("each_task")
-def test_batches_reply_as_single_clients() -> None:
-    p = problem(4)
-    half = DRFA.client(drfa(local=LOCAL | {"lambda_theta": 0.01}), p)
-    theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
-    for opening in (DRFATrainRequest(theta, torch.tensor([2.0]).double()), LossRequest(theta)):
-        answers_as_alone(half, clients((9, 4, 12, 1)), opening)
 
 
 def test_invalid_settings_are_rejected() -> None:

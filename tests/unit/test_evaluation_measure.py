@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import Measurements, measure, metrics
-from fedloom.evaluation.measure_together import measured_together
+from fedloom.evaluation.measure import Measurements, measure, measured_together, metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.uncertainty import group_uncertainty
 from fedloom.tasks.base import LOSS_CAP

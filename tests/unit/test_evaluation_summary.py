@@ -20,14 +20,13 @@ from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document
 from fedloom.evaluation.group_statistics import calibration_of_clients, group_statistics, groups, uncertainties
-from fedloom.evaluation.last_evaluations import late
-from fedloom.evaluation.plan import EvaluationPlan
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.evaluation.summary import (
     Communication,
-    EvaluationResult,
     RunCost,
     RunDescription,
     best,
+    late,
     left_out,
     metrics_line,
     summary,

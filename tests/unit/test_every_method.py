@@ -74,6 +74,18 @@ def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(tensor, other[key]) for key, tensor in found.items())
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_clients_train_together_as_one_by_one(tmp_path: Path, name: str) -> None:
+    """Clients of unequal sizes, of which some have a state in the second round and at the end, and others none."""
+    data = clients((4, 9, 6, 5))
+    together, alone = (
+        made_by(run(tmp_path / str(n), name, data=data, unseen=["c3"], rounds=2, cohort=2, at_once=n)) for n in (3, 1)
+    )
+    assert together.keys() == alone.keys()
+    for key, tensor in together.items():
+        torch.testing.assert_close(tensor, alone[key], atol=1e-9, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"pfnm", "fedbn"}))  # MLPs alone; normalization layers
 def test_byte_tokens_train_as_equal_integers(tmp_path: Path, name: str) -> None:

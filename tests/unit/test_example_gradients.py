@@ -12,22 +12,21 @@ import torch.nn.functional as F
 from federations import CLASSES, IMAGE, client, clients
 from torch import Tensor, nn
 
-from fedloom.algorithms import example_gradients
+from fedloom.algorithms import losses
 from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import Correction, LocalTrainer, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_gradients import clipped_sums
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.losses import clipped_sums
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, Normalization, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.convnet import ConvNet
-from fedloom.models.flat import FlatModel, Leaves
+from fedloom.models.flat import FlatModel, Leaves, bfloat16
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
-from fedloom.models.precision import bfloat16
 from fedloom.privacy.examples import ExamplePrivacy
 
 TINY, HUGE = 1e-13, 1e9
@@ -132,7 +131,7 @@ def test_chunks_and_stacked_clients_do_not_change_sums(monkeypatch: pytest.Monke
     weight = torch.ones(3, 6).double()
     weight[1, 2:] = 0
     whole = clipped_sums(model, w, [*w], Batch(x, y, weight), 0.5, stacked=True)
-    monkeypatch.setattr(example_gradients, "MOST_NUMBERS", 1)
+    monkeypatch.setattr(losses, "MOST_NUMBERS", 1)
     pieces = clipped_sums(model, w, [*w], Batch(x, y, weight), 0.5, stacked=True)
     for i in range(3):
         one = Leaves({name: leaf[i] for name, leaf in w.items()})

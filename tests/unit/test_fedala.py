@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, setup, sgd
+from federations import CLASSES, IMAGE, Federation, clients, federation, setup, sgd
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -178,18 +178,3 @@ def test_unsuitable_settings_are_rejected() -> None:
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
     assert FEDALA.requires_fixed_population(made()) is None
-
-
-@pytest.mark.parametrize("threshold", [1e-9, 0.02])
-def test_a_batch_of_clients_replies_as_single_clients(threshold: float) -> None:
-    """New clients, one at its first aggregation, which ends when its own losses settle, and one at a later one."""
-    random = torch.Generator().manual_seed(3)
-    w, *own = (MODEL.init(random, torch.float64) for _ in range(4))
-    weights = torch.rand(sum(MODEL.layout.sizes[-4:]), generator=random, dtype=torch.float64)
-    opening, _, ask = FEDALA.messages
-    half = FEDALA.client(made(threshold=threshold, start_epochs=20, personalize_steps=2), setup(MODEL))
-    states = [
-        {"theta": theta, "weights": weights, "started": torch.tensor([begun]).double()}
-        for theta, begun in zip(own, (0.0, 1.0, 0.0), strict=True)
-    ]
-    answers_as_alone(half, clients((9, 4, 2, 14)), opening(w), ask(w), [None, *states], atol=1e-10)

@@ -147,12 +147,3 @@ def test_a_model_that_is_not_finite_is_discarded(tmp_path: Path) -> None:
     with pytest.raises(QuorumError, match="not finite"):
         run.run()
     assert torch.equal(run.state["theta"], theta)
-
-
-def test_a_clients_traffic_is_the_model_both_ways(tmp_path: Path) -> None:
-    problem = setup()
-    run = federation(tmp_path, FEDAVG, made(), problem, clients(SIZES))
-    run.run()
-    (attempt,) = run.loop.journal.counted()
-    assert attempt.payload_down == 8 * 3 * problem.model.layout.size
-    assert attempt.payload_up == 8 * 3 * (problem.model.layout.size + 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, answers_as_alone, clients, federation, group, kept, rostered, setup
+from federations import CLASSES, IMAGE, clients, federation, group, kept, rostered, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -146,12 +146,3 @@ def test_unsuitable_settings_are_rejected() -> None:
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
     assert FEDDYN.requires_fixed_population(made()) is not None
-
-
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    random = torch.Generator().manual_seed(3)
-    w = MODEL.init(random, torch.float64)
-    g = torch.randn(len(w), generator=random, dtype=torch.float64)
-    opening, _, ask = FEDDYN.messages
-    half = FEDDYN.client(made(personalize_steps=2), setup())
-    answers_as_alone(half, clients((9, 4, 1)), opening(w), ask(w), [None, {"g": g}, None])

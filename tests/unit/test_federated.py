@@ -21,9 +21,10 @@ from fedloom.data.assignment import PartitionSettings
 from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
 from fedloom.data.datasets.base import DataFile
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
-from fedloom.data.input_spec import InputSpec, Kind, Normalization
+from fedloom.data.input_spec import InputSpec, Normalization, TensorKind
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import ClassesScheme, NaturalScheme
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
 SCHEME = ClassesScheme(clients=6, classes_per_client=2)
@@ -56,7 +57,12 @@ def test_clients_get_the_examples_of_the_manifest(folder: Path, tiny_root: Path)
     dataset = FederatedDataset.open(folder)
     manifest = dataset.manifest
     whole = datasets.load_dataset(datasets.find_dataset("tiny"), tiny_root)
-    assert (manifest.dataset, manifest.classes, manifest.input_shape, manifest.kind) == ("tiny", 5, (1, 6, 6), "pixels")
+    assert (manifest.dataset, manifest.spec.classes, manifest.spec.input_shape, manifest.spec.kind) == (
+        "tiny",
+        5,
+        (1, 6, 6),
+        "pixels",
+    )
     assert len(manifest.roster) == 4
     assert len(manifest.unseen) == 2
     assert sorted(manifest.roster + manifest.unseen) == [f"client-000{i}" for i in range(6)]
@@ -70,7 +76,7 @@ def test_clients_get_the_examples_of_the_manifest(folder: Path, tiny_root: Path)
             assert len(data) == entry.size(split) > 0
             assert data.x.dtype == torch.float32
             assert torch.bincount(data.y, minlength=5).tolist() == list(entry.class_counts[split])
-            pixels = (data.x * manifest.normalization.std[0] + manifest.normalization.mean[0]) * 255
+            pixels = (data.x * manifest.spec.normalization.std[0] + manifest.spec.normalization.mean[0]) * 255
             assert all(image.round().byte().numpy().tobytes() in official[pool] for image in pixels)
         assert client.present.tolist() == [count > 0 for count in entry.class_counts["train"]]
         assert int(client.present.sum()) == 2
@@ -116,29 +122,27 @@ def tokens() -> RawDataset:
     return RawDataset(*pools, Owners(("ann", "bob", "cem"), divided=True, overlap=4))
 
 
-MAKERS: dict[Kind, tuple[Callable[[], RawDataset], tuple[int, ...]]] = {
+MAKERS: dict[TensorKind, tuple[Callable[[], RawDataset], tuple[int, ...]]] = {
     "features": (features, (2,)),
     "tokens": (tokens, (4,)),
 }
 
 
 @pytest.fixture
-def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, RawDataset], Path]:
+def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[TensorKind, RawDataset], Path]:
     """Register a source ``other`` of some kind that returns these examples, and return its data root."""
 
-    def make(kind: Kind, whole: RawDataset) -> Path:
+    def make(kind: TensorKind, whole: RawDataset) -> Path:
         content = b"what these examples stand in"
         (tmp_path / "given").mkdir()
         (tmp_path / "given" / "data").write_bytes(content)
         source = Dataset(
             name="other",
             title="Other",
-            class_names=("a", "b", "c"),
-            input_shape=MAKERS[kind][1],
+            spec=DataSpec.single(kind, MAKERS[kind][1], ("a", "b", "c")),
             licence="none",
             files=(DataFile("data", len(content), hashlib.sha256(content).hexdigest()),),
             read=lambda contents: whole,
-            kind=kind,
         )
         monkeypatch.setitem(datasets.DATASETS, "other", source)
         datasets.fetch_dataset(source, tmp_path / "root", copy_from=tmp_path / "given")
@@ -153,12 +157,12 @@ def make_other(root: Path) -> Path:
 
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_owners_features_and_tokens_reach_the_client(
-    kind: Kind, other_source: Callable[[Kind, RawDataset], Path]
+    kind: TensorKind, other_source: Callable[[TensorKind, RawDataset], Path]
 ) -> None:
     whole = MAKERS[kind][0]()
     dataset = FederatedDataset.open(make_other(other_source(kind, whole)))
     manifest = dataset.manifest
-    assert (manifest.kind, manifest.input_shape, manifest.classes) == (kind, MAKERS[kind][1], 3)
+    assert (manifest.spec.kind, manifest.spec.input_shape, manifest.spec.classes) == (kind, MAKERS[kind][1], 3)
     assert [entry.owner for entry in manifest.clients] == ["ann", "bob", "cem"]
     assert [entry.id for entry in manifest.clients] == ["client-0000", "client-0001", "client-0002"]
     assert manifest.scheme == {
@@ -173,11 +177,11 @@ def test_owners_features_and_tokens_reach_the_client(
         assert torch.allclose(train.std(0, correction=0), torch.ones(2), atol=1e-5)
     else:
         assert train.dtype == torch.uint8
-        assert manifest.normalization == Normalization((), ())
+        assert manifest.spec.normalization == Normalization((), ())
     for owner, entry in enumerate(manifest.clients):
         client, pool = dataset.client(entry.id), whole.test
         expected = torch.from_numpy(pool.inputs[pool.owners == owner].copy())
-        assert torch.equal(client.test.x, normalize(expected, manifest.specs[""]))
+        assert torch.equal(client.test.x, normalize(expected, manifest.spec.inputs[""]))
         assert client.test.y.tolist() == pool.labels[pool.owners == owner].tolist()
 
 
@@ -192,7 +196,7 @@ def test_owners_features_and_tokens_reach_the_client(
     ],
 )  # fmt: skip
 def test_examples_that_contradict_their_source_are_rejected(
-    kind: Kind, change: Callable[[Pool], Pool], words: str, other_source: Callable[[Kind, RawDataset], Path]
+    kind: TensorKind, change: Callable[[Pool], Pool], words: str, other_source: Callable[[TensorKind, RawDataset], Path]
 ) -> None:
     whole = MAKERS[kind][0]()
     root = other_source(kind, replace(whole, test=change(whole.test)))
@@ -211,10 +215,10 @@ def test_examples_that_contradict_their_source_are_rejected(
     ],
 )  # fmt: skip
 def test_a_shard_of_another_kind_is_rejected(
-    kind: Kind,
+    kind: TensorKind,
     damage: Callable[[dict[str, torch.Tensor]], None],
     words: str,
-    other_source: Callable[[Kind, RawDataset], Path],
+    other_source: Callable[[TensorKind, RawDataset], Path],
 ) -> None:
     folder = make_other(other_source(kind, MAKERS[kind][0]()))
     tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
@@ -322,30 +326,38 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
     return lambda manifest: manifest["clients"][1].update(values)
 
 
+def change_spec(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["spec"].update(values)
+
+
+def change_input(**values: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["spec"]["inputs"][""].update(values)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (change(version=1), ["version", "1", "3"]),
-        (change(kind="sounds"), ["kind: ", "'pixels', 'features', 'tokens'"]),
-        (change(kind="pixels", input_shape=[6]), ["input_shape: [6]", "[channels, height, width]"]),
-        (change(kind="integers"), ["high"]),
-        (change(channel_axis="last"), ["channel_axis"]),
-        (change(kind="named"), ["inputs"]),
-        (change(kind="named", input_shape=[], inputs={}), ["inputs"]),
-        (change(targets={"task": "regression", "shape": [], "outputs": 1}), ["classes"]),
-        (change(kind="tokens", input_shape=[6]), ["tokens need 0"]),
-        (change(kind="features", input_shape=[6]), ["features need 6"]),
-        (change(input_shape=[1, 0, 6]), ["input_shape: [1, 0, 6]"]),
-        (change(classes="five"), ["classes: "]),
-        (change(class_names=["a"]), ["class_names", "1", "5"]),
-        (change(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["2 means", "need 1"]),
-        (change(normalization={"mean": [0.1], "std": [0.0]}), ["above 0"]),
+        (change_input(kind="sounds"), ["kind: ", "'pixels', 'features', 'tokens'"]),
+        (change_input(shape=[6]), ["input_shape: [6]", "[channels, height, width]"]),
+        (change_input(kind="integers"), ["high"]),
+        (change_input(channel_axis="last"), ["channel_axis"]),
+        (change_spec(inputs={}), ["inputs"]),
+        (change_spec(targets={"task": "regression", "shape": [], "outputs": 1}), ["classes"]),
+        (change_input(kind="tokens", shape=[6]), ["give 0 of each"]),
+        (change_input(kind="features", shape=[6]), ["give 6 of each"]),
+        (change_input(shape=[1, 0, 6]), ["input_shape: [1, 0, 6]"]),
+        (change_spec(class_names="five"), ["class_names"]),
+        (change_spec(class_names=["a"]), ["class_counts"]),
+        (change_spec(class_names=["a", "a", "b", "c", "d"]), ["classes", "'a' occurs twice"]),
+        (change_input(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["2 means", "give 1"]),
+        (change_input(normalization={"mean": [0.1], "std": [0.0]}), ["above 0"]),
+        (change_input(normalization={"mean": [], "std": []}), ["normalization"]),
         (change(clients=[]), ["no clients"]),
         (change_client(id="client-0000"), ["occurs twice"]),
-        (change_client(id="../../etc/passwd"), ["'../../etc/passwd'"]),
-        (change_client(sha256="abc"), ["64 hex digits"]),
-        (change_client(train=1), ["train of client-0001 has 1 examples", "sum to"]),
-        (change_client(test=-1), ["test of client-0001"]),
+        (change_client(id="../../etc/passwd"), ["clients.1.id"]),
+        (change_client(sha256="abc"), ["clients.1.sha256"]),
+        (change_client(train=1), ["class_counts of client-0001: train", "sum"]),
+        (change_client(test=-1), ["clients.1.test"]),
         (change_client(class_counts={"train": [1] * 5}), ["class_counts of client-0001"]),
         (lambda manifest: manifest.pop("seed"), ["seed"]),
     ],
@@ -364,8 +376,8 @@ def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], w
 
 def test_a_manifest_of_an_older_version_is_reported_as_such(folder: Path) -> None:
     content = json.loads((folder / "partition.json").read_text()) | {"version": 1}
-    del content["kind"]
-    with pytest.raises(DataError, match=r"version 1.*version 3"):
+    del content["spec"]
+    with pytest.raises(DataError, match=r"version 1.*version 4"):
         Manifest.from_json(json.dumps(content))
 
 

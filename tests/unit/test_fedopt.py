@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Federation, clients, federation, held_out_elsewhere, setup
+from federations import Federation, clients, federation, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -98,39 +98,6 @@ def test_adaptive_rounds_follow_algorithm_2(tmp_path: Path, name: str, lost: dic
     f.run()
     for key, expected in (("theta", theta), ("m", m), ("v", v)):
         close(f.state[key], torch.tensor(expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_held_out_examples_change_no_model(tmp_path: Path, name: str) -> None:
-    data = clients(SIZES)
-    one, other = (
-        made(tmp_path / which, METHODS[name], those, personalize_steps=2, unseen=["c2"])
-        for which, those in (("one", data), ("other", held_out_elsewhere(data)))
-    )
-    one.run()
-    other.run()
-    for key, tensor in one.state.items():
-        assert torch.equal(tensor, other.state[key])
-    for c in data:
-        theta, theirs = (f.predictors[1, c.id]["personal"].tensors()["theta"] for f in (one, other))
-        assert torch.equal(theta, theirs)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("fedavgm", "momentum", 1.0),
-        ("fedavgm", "tau", 0.001),
-        ("fedadam", "tau", 0.0),
-        ("fedadam", "beta1", 1.0),
-        ("fedadam", "momentum", 0.9),
-        ("fedyogi", "beta2", 1.1),
-        ("fedyogi", "server_lr", 0.0),
-    ],
-)
-def test_each_rule_has_its_own_keys_and_bounds(name: str, key: str, value: float) -> None:
-    with pytest.raises(ValidationError, match=key):
-        METHODS[name].settings.model_validate({key: value})
 
 
 def test_nesterov_needs_momentum() -> None:

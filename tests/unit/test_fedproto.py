@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, setup
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor, nn
 
@@ -225,14 +225,3 @@ def test_a_client_without_examples_gets_no_model() -> None:
     ask = FEDPROTO.messages[2]
     with pytest.raises(DataError, match="c2"):
         next(half.open(group([data[2]]), ask(**server.state)))
-
-
-@pytest.mark.parametrize("start", ["common", "own"])
-def test_a_batch_of_clients_replies_as_single_clients(start: str) -> None:
-    random = torch.Generator().manual_seed(3)
-    own = MODEL.init(random, torch.float64)
-    prototypes = torch.randn(CLASSES, FEATURES, generator=random, dtype=torch.float64)
-    sent = (prototypes, torch.tensor([1.0, 0.0, 1.0]).double(), torch.tensor([11.0]).double())
-    opening, _, ask = FEDPROTO.messages
-    half = FEDPROTO.client(made(start=start, personalize_steps=3), setup())
-    answers_as_alone(half, some((9, 4, 2)), opening(*sent), ask(*sent), [None, {"theta": own}, None])

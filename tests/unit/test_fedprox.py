@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import answers_as_alone, client, clients, federation, group, mean_loss, setup
+from federations import client, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -124,10 +124,3 @@ def test_number_and_delay_of_stragglers() -> None:
     assert set(work(group(data), made())) == {3}
     one_step = made(stragglers=1.0, local={"epochs": None, "steps": 1})
     assert set(work(group(data), one_step)) == {1}  # one step cannot be divided
-
-
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    half = FEDPROX.client(made(mu=1.0, stragglers=0.5), setup())
-    opening = FEDPROX.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
-    answers_as_alone(half, clients((9, 4, 12, 1)), opening, atol=1e-10)

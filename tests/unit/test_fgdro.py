@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from facts import refusing
-from federations import answers_as_alone, clients, federation, mean_loss, setup
+from federations import clients, federation, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
-from fedloom.algorithms.fedavg import FEDAVG, PersonalizeRequest
-from fedloom.algorithms.fgdro import FGDRO_KL, FGDROSettings, RobustModel, RobustUpdate
+from fedloom.algorithms.fedavg import FEDAVG
+from fedloom.algorithms.fgdro import FGDRO_KL, FGDROSettings, RobustUpdate
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
@@ -107,17 +107,6 @@ def test_a_smaller_lambda_reduces_the_spread_of_losses(tmp_path: Path) -> None:
         losses = [float(mean_loss(p.model.logits(theta, one.x), one.y)) for one in splits if one.y is not None]
         spread.append(max(losses) - min(losses))
     assert spread[0] < spread[1] < spread[2]
-
-
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_a_batch_of_clients_replies_as_single_clients(optimizer: Any) -> None:
-    s, p = fgdro(optimizer=optimizer, personalize_steps=2), setup()
-    theta = p.model.init(torch.Generator().manual_seed(1), torch.float64)
-    moments = theta.new_ones(s.moments, len(theta)) * 0.01
-    opening = RobustModel(theta, torch.tensor([1.1]).double(), moments)
-    states = [{"u": torch.tensor([1.5]).double()}, None, {"u": torch.tensor([0.7]).double()}]
-    ask = PersonalizeRequest(theta)
-    answers_as_alone(FGDRO_KL.client(s, p), clients(SIZES), opening, ask, states)
 
 
 def test_very_different_losses_do_not_overflow(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from federations import (
     CLASSES,
     IMAGE,
     Federation,
-    answers_as_alone,
     client,
     clients,
     federation,
@@ -35,7 +34,6 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
 
@@ -255,18 +253,6 @@ def test_clients_with_labels_can_fine_tune_their_models(tmp_path: Path) -> None:
     half = FLOWDUP.client(made(personalize_steps=3), problem(data))
     assert half.personalization_steps("personal", 9) == 3
     assert FLOWDUP.titles(made()) != FLOWDUP.titles(made(personalize_steps=1))
-
-
-@pytest.mark.parametrize("network", ["mlp", "lenet"])
-@pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
-def test_a_batch_of_clients_replies_as_single_clients(model: FlatModel, network: str) -> None:
-    """Batches of several sizes, with and without labels."""
-    data = clients((4, 9, 2, 6, 9, 5))
-    data[1], data[2] = bare(data[1]), bare(data[2])
-    s, p = made(embedding={"network": network, "labels": False}), problem(data, model)
-    opening, _, ask = FLOWDUP.messages
-    psi = FLOWDUP.server(s, p, torch.Generator().manual_seed(1)).state["theta"]
-    answers_as_alone(FLOWDUP.client(s, p), data, opening(psi), ask(psi))
 
 
 class Net(nn.Module):

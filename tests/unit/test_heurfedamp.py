@@ -18,7 +18,7 @@ from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.heurfedamp import HEURFEDAMP, Centre, HeurFedAMPServer, HeurFedAMPSettings, attention
+from fedloom.algorithms.heurfedamp import HEURFEDAMP, HeurFedAMPServer, HeurFedAMPSettings, attention
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 
@@ -150,16 +150,6 @@ def test_a_client_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) 
             (g,) = torch.autograd.grad(loss + s.proximity / 2 * (here - mine).square().sum(), [here])
             w = w - s.local.lr * g
         close(found, w)
-
-
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    data, half = clients((9, 4, 12, 1)), HEURFEDAMP.client(made(), problem(4))
-    theta = torch.randn(4, setup().model.layout.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    together = next(half.open(group(data), Centre(theta))).tensors()
-    alone = [next(half.open(group([c]), Centre(theta[i : i + 1]))).tensors() for i, c in enumerate(data)]
-    for name, value in together.items():
-        close(value, torch.cat([one[name] for one in alone]))
 
 
 def test_invalid_settings_are_rejected() -> None:

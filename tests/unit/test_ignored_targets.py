@@ -57,24 +57,13 @@ def targets_of(newcomer: Newcomer) -> torch.Tensor:
 
 def wanted_of(manifest: Manifest) -> Problem:
     """Return the requirements of a run on a partition for a new client's data."""
-    names = (
-        "dataset",
-        "kind",
-        "input_shape",
-        "class_names",
-        "normalization",
-        "channel_axis",
-        "high",
-        "inputs",
-        "targets",
-    )
-    return Problem(clients=1, **{name: getattr(manifest, name) for name in names})
+    return Problem(manifest.dataset, manifest.spec, 1)
 
 
 @pytest.mark.parametrize("given", [{}, {"outputs": 3}, {"classes": ["road", "car", "sky"]}, {"outputs": 20}])
 def test_pixels_of_255_have_no_class(given: dict[str, Any], tmp_path: Path) -> None:
     dataset = opened(IMAGES, BORDERED, tmp_path, **given)
-    assert dataset.manifest.outputs == given.get("outputs", 3)
+    assert dataset.manifest.spec.outputs == given.get("outputs", 3)
     found = all_targets(dataset)
     assert found.dtype == torch.int64
     assert torch.equal(torch.bincount(found.flatten()), torch.bincount(torch.from_numpy(BORDERED).long().flatten()))
@@ -85,7 +74,7 @@ def test_black_and_white_masks_have_two_classes(tmp_path: Path) -> None:
     kinds: tuple[dict[str, Any], ...] = ({}, {"outputs": 2}, {"classes": ["no", "yes"]})
     for i, given in enumerate(kinds):
         dataset = opened(IMAGES, white, tmp_path / str(i), **given)
-        assert dataset.manifest.outputs == 2
+        assert dataset.manifest.spec.outputs == 2
         assert sorted(set(all_targets(dataset).flatten().tolist())) == [0, 1]
     many = opened(IMAGES, white, tmp_path / "many", outputs=5)  # then pixels of the other classes may be absent
     assert sorted(set(all_targets(many).flatten().tolist())) == [0, 255]
@@ -93,11 +82,11 @@ def test_black_and_white_masks_have_two_classes(tmp_path: Path) -> None:
 
 def test_255_is_a_class_with_256_classes_or_more(tmp_path: Path) -> None:
     dataset = opened(IMAGES, BORDERED, tmp_path / "a", outputs=256)
-    assert dataset.manifest.targets is not None
-    assert dataset.manifest.targets.ignored is None
+    assert dataset.manifest.spec.targets is not None
+    assert dataset.manifest.spec.targets.ignored is None
     wide = BORDERED.astype(np.int64)
     wide[0, 0, 0] = 299
-    assert opened(IMAGES, wide, tmp_path / "b", outputs=300).manifest.outputs == 300
+    assert opened(IMAGES, wide, tmp_path / "b", outputs=300).manifest.spec.outputs == 300
     assert mentions(Segmentation().setting_fault(300) or "", "task.ignore_index", "300")
 
 
@@ -125,7 +114,7 @@ def test_packed_masks_keep_pixels_without_a_class(tmp_path: Path) -> None:
     own = Own.model_validate({"kind": "pixels", "input_shape": [3, 6, 6], "targets": targets})
     packed = pack(tmp_path / "data", tmp_path / "out", PackSettings("ann", Request(own)))
     assert any(mentions(note, "255") for note in packed.notes)
-    assert packed.card.targets == Targets("segmentation", (6, 6), 3)
+    assert packed.card.spec.targets == Targets("segmentation", (6, 6), 3)
 
 
 def test_masks_of_new_clients_are_read_like_those_of_clients(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

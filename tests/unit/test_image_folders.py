@@ -109,7 +109,7 @@ def test_a_linked_class_folder_is_read(tmp_path: Path) -> None:
         (tmp_path / "subset" / name).symlink_to(Path("..") / "store" / name)
     done, x = packed(tmp_path / "subset")
     _, plain = packed(store)
-    assert done.card.classes == ("cat", "dog")
+    assert done.card.spec.class_names == ("cat", "dog")
     assert np.array_equal(x, plain)
 
 
@@ -154,7 +154,7 @@ def test_files_of_operating_systems_are_skipped(tmp_path: Path) -> None:
     ):
         (source / place).write_bytes(b"no image")
     done, x = packed(source)
-    assert (len(x), done.card.classes) == (16, ("cat", "dog"))
+    assert (len(x), done.card.spec.class_names) == (16, ("cat", "dog"))
 
 
 def test_split_folders_are_recognized_beside_system_files(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_split_folders_are_recognized_beside_system_files(tmp_path: Path) -> Non
     (tmp_path / "pictures" / "__MACOSX").mkdir()
     done, _ = packed(tmp_path / "pictures")
     assert done.card.division == {"given": True}
-    assert done.card.classes == ("cat", "dog")
+    assert done.card.spec.class_names == ("cat", "dog")
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
@@ -171,7 +171,7 @@ def test_both_unicode_forms_of_a_class_are_one_class(form: Any, tmp_path: Path) 
     one, other = unicodedata.normalize("NFC", "café"), unicodedata.normalize("NFD", "café")
     source = folder(tmp_path / "pictures", 4, 5, classes=(one, other, "bar"))
     done, _ = packed(source)
-    assert done.card.classes == ("bar", one)
+    assert done.card.spec.class_names == ("bar", one)
     own = Own(kind="pixels", input_shape=(1, 4, 5), classes=(unicodedata.normalize(form, "café"), "bar"))
     card = pack(source, tmp_path / "out", PackSettings("a", Request(own))).card
     assert card.class_counts["train"][0] > card.class_counts["train"][1] > 0
@@ -231,7 +231,7 @@ def test_images_are_rotated_by_their_orientation(ending: str, tmp_path: Path) ->
             path = tmp_path / "pictures" / label / f"{held}.{ending}"
             Image.fromarray(np.ascontiguousarray(stored(image))).save(path, exif=tag)
     done, x = packed(tmp_path / "pictures")
-    assert done.card.input_shape == (3, 8, 16)
+    assert done.card.spec.input_shape == (3, 8, 16)
     assert x[:, :, :3].min() > 200
     assert x[:, 0, 5:].max() < 60
     assert any(tells(note, 14, "EXIF") for note in done.notes)
@@ -318,7 +318,7 @@ def test_all_grey_images_stay_grey(tmp_path: Path) -> None:
     Image.new("LA", (5, 4), (7, 255)).save(source / "cat" / "opaque.png")
     Image.new("1", (5, 4), 1).save(source / "cat" / "bits.png")
     done, x = packed(source)
-    assert done.card.input_shape == (1, 4, 5)
+    assert done.card.spec.input_shape == (1, 4, 5)
     assert holds(x, np.full((1, 4, 5), 7, np.uint8))
     assert holds(x, np.full((1, 4, 5), 255, np.uint8))
     assert sorted(done.notes) == ["1 image converted from 1 to L", "1 image converted from LA to L"]
@@ -409,7 +409,7 @@ def test_notes_of_a_folder_are_shown_by_every_command_that_partitions(tmp_path: 
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("1 image converted from L to RGB") == 1
         assert tells(done.stderr, "WARNING", source)
-    assert json.loads((tmp_path / "run" / "partition.json").read_text())["input_shape"] == [3, 6, 6]
+    assert json.loads((tmp_path / "run" / "partition.json").read_text())["spec"]["inputs"][""]["shape"] == [3, 6, 6]
 
 
 def test_notes_reach_python_callers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -455,7 +455,7 @@ def test_split_folders_are_not_classes(names: tuple[str, ...], tmp_path: Path) -
     for name in names:
         folder(tmp_path / "pictures" / name, 6, 6, 3, each=30)
     manifest = opened(tmp_path / "pictures", tmp_path).manifest
-    assert manifest.class_names == ("cat", "dog")
+    assert manifest.spec.class_names == ("cat", "dog")
     assert 50 <= sum(entry.test for entry in manifest.clients) <= 60  # of 60; a fifth of all would be fewer
 
 
@@ -477,7 +477,7 @@ def test_split_folders_beside_other_folders_are_rejected(tmp_path: Path) -> None
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     folder(tmp_path / "pictures", 6, 6, 3, classes=("bus", "train"), each=30)
-    assert opened(tmp_path / "pictures", tmp_path).manifest.class_names == ("bus", "train")
+    assert opened(tmp_path / "pictures", tmp_path).manifest.spec.class_names == ("bus", "train")
 
 
 def test_an_image_beside_split_folders_is_rejected(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack.items import read_items
 from fedloom.data.problem import Problem
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -159,7 +160,7 @@ def test_a_single_integer_is_a_label(label: Any) -> None:
 def test_strings_are_labels(tmp_path: Path) -> None:
     dataset = [(image(4, 5), ("dog", "cat")[i % 2]) for i in range(40)]
     manifest = fedloom.Federated.from_torchvision(dataset, SCHEME, root=tmp_path).open().manifest
-    assert manifest.class_names == ("cat", "dog")
+    assert manifest.spec.class_names == ("cat", "dog")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,11 @@ def test_images_of_several_shapes_are_rejected() -> None:
 
 # --- newcomers --------------------------------------------------------------------------------------------------------
 
-WANTED = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)), clients=1)
+WANTED = Problem(
+    "photos",
+    DataSpec.single("pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,))),
+    clients=1,
+)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "u4", "u8", "i2", ">i4", "i8"])

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
-from fedloom.algorithms.ivon import by_ivon
-from fedloom.algorithms.mean_field import MeanField, inverse_softplus
+from fedloom.algorithms.mean_field import MeanField, by_ivon, inverse_softplus
 from fedloom.algorithms.pfedbayes import PFEDBAYES, PFedBayesSettings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator

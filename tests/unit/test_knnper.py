@@ -16,12 +16,9 @@ from federations import (
     clients,
     federation,
     group,
-    held_out_elsewhere,
-    made_by,
     manifest,
     setup,
 )
-from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -193,38 +190,11 @@ def test_the_saved_state_reproduces_predictions() -> None:
     assert torch.equal(again.log_probabilities(c.test.x), personal.log_probabilities(c.test.x))
 
 
-def test_held_out_examples_change_nothing(tmp_path: Path) -> None:
-    found, other = (
-        made_by(run(tmp_path / str(i), made(), data))
-        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
-    )
-    assert found.keys() == other.keys()
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    data = clients((9, 4, 6))
-    together = KNNPER.personalize(MODEL, group(data), THETA.expand(3, -1), made())
-    for named, c in zip(together, data, strict=True):
-        (alone,) = KNNPER.personalize(MODEL, group([c]), THETA[None], made())
-        assert torch.equal(named["personal"].probabilities(c.test.x), alone["personal"].probabilities(c.test.x))
-
-
 def test_a_client_without_labels_has_no_datastore() -> None:
     c = client("c0", 9)
     bare = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, CLASSES)
     with pytest.raises(DataError, match=r"c0: .*labels"):
         KNNPER.personalize(MODEL, group([bare]), THETA[None], made())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"neighbours": []}, {"neighbours": [0]}, {"mixing": []}, {"mixing": [1.1]}, {"mixing": [-0.1]}, {"scale": 0.0}],
-    ids=str,
-)
-def test_impossible_choices_are_rejected(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=next(iter(wrong))):
-        made(**wrong)
 
 
 def test_a_client_with_fewer_examples_than_any_k_is_rejected_before_training(tmp_path: Path) -> None:

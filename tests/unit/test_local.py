@@ -10,7 +10,7 @@ import torch
 from federations import clients, federation, group, setup
 
 from fedloom.algorithms.client import train
-from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, LocalTrainRequest
+from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 
@@ -53,27 +53,9 @@ def test_a_clients_model_does_not_depend_on_other_clients(tmp_path: Path) -> Non
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.usefixtures("each_task")
-def test_clients_train_together_as_one_by_one() -> None:
-    half, data = LocalClient(made(), setup()), clients(SIZES)
-
-    def trained(members: Any) -> list[torch.Tensor]:
-        with pytest.raises(StopIteration) as end:
-            next(half.open(group(members), LocalTrainRequest()))
-        return [named["personal"].tensors()["theta"] for named in end.value.value]
-
-    for together, alone in zip(trained(data), [trained([c])[0] for c in data], strict=True):
-        torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
-
-
 def test_local_training_has_no_rounds_and_no_state(tmp_path: Path) -> None:
     assert not LOCAL.trains
     run = federation(tmp_path, LOCAL, made(), setup(), clients(SIZES), rounds=1)
     assert run.state == {}
     with pytest.raises(ExperimentError, match=r"\b1\b.*federation\.rounds to 0"):
         run.loop._train_round()
-
-
-def test_the_default_is_the_papers() -> None:
-    s = LocalSettings()
-    assert (s.local.epochs, s.local.steps, s.local.batch_size, s.local.momentum) == (200, None, 32, 0.9)

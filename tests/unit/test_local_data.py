@@ -147,7 +147,7 @@ def test_class_names_follow_the_labels(tmp_path: Path) -> None:
         data = fedloom.Federated.from_arrays(
             {"a": (np.tile(X, (9, 1)) + np.arange(54)[:, None], np.tile(Y, 9))}, classes=classes, root=tmp_path
         )
-        assert data.open().manifest.class_names == ("5", "6", "7")
+        assert data.open().manifest.spec.class_names == ("5", "6", "7")
 
 
 def test_arrays_from_a_file_equal_those_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +167,7 @@ def test_arrays_from_a_file_equal_those_in_memory(tmp_path: Path, caplog: pytest
         ).open()
     assert sum(tells(record.getMessage(), "t.npz", "ignored", "ids") for record in caplog.records) == 1
     memory = fedloom.Federated.from_arrays({"a": given}, partition=dealt, root=tmp_path).open()
-    assert file.manifest.input_shape == (1, 4, 4)
+    assert file.manifest.spec.input_shape == (1, 4, 4)
     assert [entry.sha256 for entry in file.manifest.clients] == [entry.sha256 for entry in memory.manifest.clients]
 
 
@@ -198,7 +198,7 @@ def test_a_frame_a_table_and_arrays_give_equal_data(tmp_path: Path) -> None:
         source = {"path": str(tmp_path / file), "label": "kind", "client": "hospital"}
         data = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
         manifest = make_partition(of(TASK, data=data)).manifest
-        assert manifest.class_names == ("p", "q")
+        assert manifest.spec.class_names == ("p", "q")
         shards.append([entry.sha256 for entry in manifest.clients])
     assert shards[0] == shards[1] == shards[2]
 
@@ -206,7 +206,7 @@ def test_a_frame_a_table_and_arrays_give_equal_data(tmp_path: Path) -> None:
 def test_columns_need_no_names_and_integers_become_codes(tmp_path: Path) -> None:
     named = frame().assign(kind=lambda rows: (rows["kind"] == "q").astype(int))
     reported = fedloom.Federated.from_frame(named, client="hospital", label="kind", root=tmp_path)
-    assert reported.open().manifest.class_names == ("0", "1")
+    assert reported.open().manifest.spec.class_names == ("0", "1")
     floats = named.assign(kind=named["kind"].astype(float))  # as pandas stores them if one was missing
     assert (
         fedloom.Federated.from_frame(floats, client="hospital", label="kind", root=tmp_path).section == reported.section
@@ -291,7 +291,11 @@ def test_an_image_folder_by_owner_and_class_or_by_class(images: Path, tmp_path: 
     run = fedloom.run(TASK, data=owned, out=tmp_path / "run", report=False, progress=False)
     assert sorted(run.clients["owner"]) == ["eve", "fay", "gil"]
     manifest = make_partition(run.experiment).manifest
-    assert (manifest.class_names, manifest.input_shape, manifest.kind) == (("cat", "dog"), (3, 6, 6), "pixels")
+    assert (manifest.spec.class_names, manifest.spec.input_shape, manifest.spec.kind) == (
+        ("cat", "dog"),
+        (3, 6, 6),
+        "pixels",
+    )
     one = {**data, "source": {"path": str(images / "eve")}}
     dealt = make_partition(of(TASK, data={**one, "partition": {"scheme": "iid", "clients": 2}})).manifest
     assert sum(entry.train + entry.validation + entry.test for entry in dealt.clients) <= 24
@@ -333,7 +337,7 @@ def test_a_torchvision_dataset_is_partitioned(tmp_path: Path) -> None:
     )
     assert plain.section == scaled.section
     manifest = plain.open().manifest
-    assert (manifest.class_names, manifest.input_shape, len(manifest.clients)) == (("a", "b"), (1, 6, 6), 4)
+    assert (manifest.spec.class_names, manifest.spec.input_shape, len(manifest.clients)) == (("a", "b"), (1, 6, 6), 4)
     halves = fedloom.Federated.from_torchvision(Pictures(), scheme, test=Pictures(), root=tmp_path).open().manifest
     assert sum(entry.test for entry in halves.clients) > 180
     turned = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.5)])

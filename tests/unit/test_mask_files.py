@@ -181,8 +181,8 @@ def test_one_palette_is_noted(tmp_path: Path) -> None:
 
     done = packed(masked(tmp_path / "m", make), tmp_path / "out")
     assert any(mentions(note, "0 #000000, 1 #ff0000", "2 #00ff00") for note in done.notes)
-    assert done.card.targets is not None
-    assert done.card.targets.outputs == 3
+    assert done.card.spec.targets is not None
+    assert done.card.spec.targets.outputs == 3
 
 
 def numbered(*numbers: int) -> Callable[[int, NDArray[Any]], Image.Image]:
@@ -198,8 +198,8 @@ def test_the_number_of_classes_is_asked_for(numbers: tuple[int, ...], tmp_path: 
         packed(tmp_path / "m", tmp_path / "out")
     most = max(numbers) + 1
     done = packed(tmp_path / "m", tmp_path / "whole", outputs=most)
-    assert done.card.targets is not None
-    assert done.card.targets.outputs == most
+    assert done.card.spec.targets is not None
+    assert done.card.spec.targets.outputs == most
     kept = safetensors.numpy.load_file(tmp_path / "whole/shard.safetensors")["train_y"]
     assert set(np.unique(kept).tolist()) == set(numbers)
     assert not any("255" in note for note in done.notes)
@@ -208,7 +208,7 @@ def test_the_number_of_classes_is_asked_for(numbers: tuple[int, ...], tmp_path: 
 def test_the_command_states_the_number_of_classes(tmp_path: Path) -> None:
     masked(tmp_path / "m", numbered(0, 2, 255))
     done = CliRunner().invoke(
-        app, ["data", "pack", str(tmp_path / "m"), "--out", str(tmp_path / "out"), "--outputs", "3"]
+        app, ["data", "pack", str(tmp_path / "m"), "--out", str(tmp_path / "out"), "--read", "outputs=3"]
     )
     assert done.exit_code == 0
     assert mentions(done.output, "segmentation of 3 outputs", "255")

@@ -24,9 +24,8 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD, TwoHeads
 from fedloom.data.federated import ClientData, Split
-from fedloom.models.flat import masked
+from fedloom.models.flat import bfloat16, masked
 from fedloom.models.module import ModuleModel, remember
-from fedloom.models.precision import bfloat16
 from fedloom.models.predictors import Ensemble, ModelPredictor
 
 MARGIN = 3.0
@@ -213,8 +212,6 @@ def test_a_parametrized_or_shared_head_is_rejected_by_body_and_head_methods() ->
         FEDPER.check_model(FEDPER.settings(), tied)
     with refused("model.head", "'last'", "shares"):
         ModuleModel(Tied, (2,), 2, "features", head="last")
-    with refused("model.initial", "'2'", "module"):
-        model_of(weight_normed, initial="drawn")
 
 
 # --- random draws and states ------------------------------------------------------------------------------------------

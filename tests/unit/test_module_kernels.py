@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithms.local_optimizers import local_step
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.local_sgd import LocalSGD, local_step
 from fedloom.models.module import ModuleModel
 
 

@@ -45,8 +45,8 @@ class Net(nn.Module):
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
 
 
-def lenet(initial: Any = "drawn", make: Any = Net) -> ModuleModel:
-    return ModuleModel(make, (1, 28, 28), 10, "pixels", initial=initial)
+def lenet(make: Any = Net) -> ModuleModel:
+    return ModuleModel(make, (1, 28, 28), 10, "pixels")
 
 
 @contextlib.contextmanager
@@ -73,14 +73,12 @@ def test_lenet_as_a_module_equals_the_built_in_one_to_the_bit() -> None:
     ours, theirs = LeNet((1, 28, 28), 10), lenet()
     assert theirs.layout.entries == ours.layout.entries
     assert theirs.layout.head == ("fc3.weight", "fc3.bias")
-    start = [model.init(torch.Generator().manual_seed(5)) for model in (ours, theirs)]
-    assert torch.equal(*start)
-    x = torch.randn(4, 1, 28, 28)
-    assert torch.equal(*(model.logits(start[0], x) for model in (ours, theirs)))
-    features = [model.features(model.layout.leaves(start[0]), x) for model in (ours, theirs)]
+    start, x = ours.init(torch.Generator().manual_seed(5)), torch.randn(4, 1, 28, 28)
+    assert torch.equal(*(model.logits(start, x) for model in (ours, theirs)))
+    features = [model.features(model.layout.leaves(start), x) for model in (ours, theirs)]
     assert torch.equal(*features)
     s = LocalSGD(steps=3, batch_size=8, mask_absent=True)
-    ends = [train(model, group(20), start[0][None], s).theta for model in (ours, theirs)]
+    ends = [train(model, group(20), start[None], s).theta for model in (ours, theirs)]
     assert torch.equal(*ends)
 
 
@@ -93,7 +91,7 @@ def test_several_clients_at_once_equal_single_ones() -> None:
 
 
 def test_start_of_training() -> None:
-    module = lenet("module")
+    module = lenet()
     first, again, other = (module.init(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -101,7 +99,7 @@ def test_start_of_training() -> None:
     module.init(torch.Generator().manual_seed(3))
     assert torch.equal(state, torch.get_rng_state())
     net = Net()
-    kept = lenet("module", lambda: copy.deepcopy(net))
+    kept = lenet(lambda: copy.deepcopy(net))
     assert torch.equal(kept.init(torch.Generator().manual_seed(1)), kept.init(torch.Generator().manual_seed(2)))
 
 

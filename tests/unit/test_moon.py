@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, setup
+from federations import CLASSES, IMAGE, Federation, clients, federation, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -174,12 +174,3 @@ def test_unsuitable_settings_are_rejected() -> None:
         MOON.check_model(made(), MLP(IMAGE, [], CLASSES))
     assert refused.value.key == "model.name"
     assert MOON.requires_fixed_population(made()) is None
-
-
-@pytest.mark.parametrize("mask", [False, True])
-def test_a_batch_of_clients_replies_as_single_clients(mask: bool) -> None:
-    random = torch.Generator().manual_seed(3)
-    w, last = (MODEL.init(random, torch.float64) for _ in range(2))
-    opening, _, ask = MOON.messages
-    half = MOON.client(made(personalize_steps=2, local={"mask_absent": mask}), setup())
-    answers_as_alone(half, clients((9, 4, 2)), opening(w), ask(w), [None, {"theta": last}, None])

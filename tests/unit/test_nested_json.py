@@ -31,10 +31,10 @@ DEEP = "[" * 100_000 + "]" * 100_000
 OBJECTS = '{"a":' * 100_000 + "1" + "}" * 100_000
 PROBLEM: dict[str, Any] = {
     "dataset": "photos",
-    "kind": "pixels",
-    "input_shape": [1, 4, 4],
-    "class_names": ["a", "b"],
-    "normalization": {"mean": [0.5], "std": [0.5]},
+    "spec": {
+        "inputs": {"": {"kind": "pixels", "shape": [1, 4, 4], "normalization": {"mean": [0.5], "std": [0.5]}}},
+        "class_names": ["a", "b"],
+    },
     "clients": 3,
 }
 
@@ -125,15 +125,22 @@ def test_a_lone_surrogate_is_rejected_with_a_printable_message(text: str) -> Non
 @pytest.mark.parametrize(
     "change",
     [
-        {"input_shape": []},
-        {"input_shape": [0, 4, 4]},
-        {"input_shape": "1"},
-        {"kind": "sounds"},
-        {"normalization": {"mean": [0.5], "std": [0.0]}},
-        {"normalization": {"mean": [0.5, 0.5], "std": [0.5, 0.5]}},
-        {"normalization": {"mean": [float("nan")], "std": [0.5]}},
-        {"normalization": None},
-        {"class_names": [1]},
+        {"spec": {"inputs": {}}},
+        {"spec": {"inputs": {"": {"kind": "pixels", "shape": [0, 4, 4]}}}},
+        {"spec": {"inputs": {"": {"kind": "pixels", "shape": "1"}}}},
+        {"spec": {"inputs": {"": {"kind": "sounds", "shape": [1, 4, 4]}}}},
+        {"spec": {"inputs": {"": {"kind": "pixels", "shape": [1, 4, 4]}}}},  # no normalization
+        *(
+            {"spec": {"inputs": {"": {"kind": "pixels", "shape": [1, 4, 4], "normalization": numbers}}}}
+            for numbers in (
+                {"mean": [0.5], "std": [0.0]},
+                {"mean": [0.5, 0.5], "std": [0.5, 0.5]},
+                {"mean": [float("nan")], "std": [0.5]},
+                None,
+            )
+        ),
+        {"spec": PROBLEM["spec"] | {"class_names": [1]}},
+        {"spec": PROBLEM["spec"] | {"class_names": ["a", "a"]}},
         {"clients": -1},
         {"clients": None},
         {"dataset": "x" * LONGEST},

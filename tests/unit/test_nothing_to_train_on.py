@@ -17,7 +17,7 @@ from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.group_statistics import groups
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationResult
 from fedloom.models.predictors import predictor_of
 from fedloom.tasks.base import TOTAL
 

@@ -27,11 +27,12 @@ import fedloom
 from fedloom.core import digests
 from fedloom.data.federated import FederatedDataset, OwnDataset
 from fedloom.data.input_spec import InputSpec, Normalization
-from fedloom.data.moments import Moments, measured_tensors, moments_of, pooled_normalization
+from fedloom.data.moments import Moments, moments_of, pooled_normalization
 from fedloom.data.own import OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
 TABLE = Own(kind="features", input_shape=(3,), classes=("no", "yes", "perhaps"))
@@ -198,7 +199,7 @@ def test_packed_examples_are_normalized_when_read(tmp_path: Path) -> None:
 def test_without_an_experiment_kind_shape_and_classes_are_inferred(tmp_path: Path) -> None:
     x, _ = rows_of(12)
     card = pack(write_csv(tmp_path / "t.csv", x, ["10", "9", "2"] * 4), tmp_path / "out", settings()).card
-    assert (card.kind, card.input_shape, card.classes) == ("features", (3,), ("2", "9", "10"))
+    assert (card.spec.kind, card.spec.input_shape, card.spec.class_names) == ("features", (3,), ("2", "9", "10"))
 
 
 def test_columns_are_selected_by_the_experiments_names(tmp_path: Path) -> None:
@@ -330,7 +331,7 @@ def test_images_by_class(tmp_path: Path) -> None:
     assert np.asarray(Image.open(root / "dog" / "colour.png").convert("L")).tobytes() in inputs
     assert tells(packed.notes[0], 1, "RGB", "L")
     found = pack(root, tmp_path / "found", settings()).card
-    assert (found.input_shape, found.classes) == ((3, 4, 5), ("cat", "dog"))  # some of them have colours
+    assert (found.spec.input_shape, found.spec.class_names) == ((3, 4, 5), ("cat", "dog"))  # some of them have colours
 
 
 def test_colour_images_are_channels_first(tmp_path: Path) -> None:
@@ -375,7 +376,7 @@ def test_all_invalid_images_are_named_and_counted(tmp_path: Path) -> None:
 
 def test_images_are_resized_on_request(tmp_path: Path) -> None:
     packed = pack(images(tmp_path / "p", size=(9, 7)), tmp_path / "out", settings(PIXELS, resize=True))
-    assert packed.card.input_shape == (1, 4, 5)
+    assert packed.card.spec.input_shape == (1, 4, 5)
     assert tells(packed.notes[0], 12, "4 x 5")
 
 
@@ -436,7 +437,7 @@ def test_many_errors_of_a_kind_are_counted_and_the_first_named(tmp_path: Path) -
         (b"1,2,3,0\n1,2,3,1\n", ("numbers",)),
         (b"u;v;w;label\n1;2;3;no\n", ("u;v;w;label", "commas")),
         (b"u,v,u,label\n", ("'u'",)),
-        (b"u,v,w,class\n", ("'label'", "(label;", "unlabelled", "u, v, w, class")),
+        (b"u,v,w,class\n", ("'label'", "(label)", "u, v, w, class")),
         (b"u,v,label\n1,2,no\n", (2, "data.own.input_shape [3]", 3)),
         (b"u,v,w,label\n" + 59 * b"1,2,3,no\n" + b"1,2,\xff,no\n", ("UTF-8", "line 61")),
         (b"u,v,label,\n1,2,no,\n", ("column 4 of 4",)),
@@ -454,8 +455,8 @@ def test_errors_name_command_line_options(tmp_path: Path, fedloom: Callable[...,
     (tmp_path / "t.csv").write_text("u,v,class\n1,2,no\n")
     packed = ("data", "pack", str(tmp_path / "t.csv"), "--out", str(tmp_path / "out"))
     for more, facts in (
-        ((), ("'label'", "--label", "--unlabelled")),
-        (("--label", "class", "--split", "part"), ("'part'", "--split")),
+        ((), ("'label'", "--read label")),
+        (("--read", "label=class", "--read", "split=part"), ("'part'", "--read split")),
     ):
         code, _, output = fedloom(*packed, *more)
         assert code == ExitCode.DATA
@@ -472,7 +473,7 @@ def test_pixels_and_tokens_of_a_table_are_whole_numbers_in_range(tmp_path: Path)
     own = Own(kind="pixels", input_shape=(1, 1, 3), classes=TABLE.classes)
     x, y = np.arange(90, dtype=np.float32).reshape(30, 3), rows_of(30)[1]
     source = write_csv(tmp_path / "t.csv", x, y)
-    assert pack(source, tmp_path / "out", settings(own)).card.kind == "pixels"
+    assert pack(source, tmp_path / "out", settings(own)).card.spec.kind == "pixels"
     changed(source, 4, "256,-1,0.5,no")
     assert tells(refusal(source, own), "3 errors", "0 to 255", "line 4, column u: 256", "column v: -1", "0.5")
     tokens = Own(kind="tokens", input_shape=(3,), classes=TABLE.classes)
@@ -573,15 +574,20 @@ def test_a_damaged_card_or_shard_is_rejected_by_name(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"client\.json.*damaged"):
             read_card(tmp_path / "out")
     for key, value in (
-        ("version", 1), ("features", ["u"]),
-        ("id", "../a"), ("kind", "sound"), ("train", 41), ("test", 0), ("sha256", "0"),
+        ("features", ["u"]),
+        ("spec", {"inputs": {"": {"kind": "sound", "shape": [3]}}}), ("id", "../a"),
+        ("train", 41), ("test", 0), ("sha256", "0"),
         ("moments", {"count": 40, "sum": [1, 2], "squares": [1, 2, 3]}),
         ("moments", {"count": 0, "sum": [1, 2, 3], "squares": [1, 2, 3]}),
     ):  # fmt: skip
-        path.write_text(digests.with_digest("client.json", json.dumps({**card, key: value})))
+        path.write_text(digests.with_compact_digest(json.dumps({**card, key: value})))
         with pytest.raises(DataError) as caught:
             read_card(tmp_path / "out")
         assert tells(str(caught.value), "client.json", "damaged", key, "fedloom data pack")
+    path.write_text(digests.with_compact_digest(json.dumps({**card, "version": 1})))
+    with pytest.raises(DataError) as caught:
+        read_card(tmp_path / "out")
+    assert tells(str(caught.value), "client.json", "version", 1, "fedloom data pack")
     path.write_text("{")
     with pytest.raises(DataError, match="damaged"):
         read_card(tmp_path / "out")
@@ -647,7 +653,8 @@ def test_renamed_or_reordered_columns_are_rejected(tmp_path: Path) -> None:
 
 def _pooled(spec: InputSpec, *clients: NDArray[Any]) -> Normalization:
     specs = {"": spec}
-    return pooled_normalization(measured_tensors(specs, None), [moments_of(x, None, specs, None) for x in clients])
+    spec = DataSpec(specs)
+    return pooled_normalization(spec.measured, [moments_of(x, None, spec) for x in clients])
 
 
 @given(

@@ -20,7 +20,7 @@ from fedloom.data import partition as partitioning
 from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.datasets import Pool, RawDataset
-from fedloom.data.input_spec import InputSpec, Normalization
+from fedloom.data.input_spec import Normalization
 from fedloom.data.partition import measure_normalization
 from fedloom.data.scheme_base import MixScheme
 from fedloom.data.schemes import (
@@ -33,6 +33,7 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
+from fedloom.data.spec import DataSpec
 from fedloom.errors import ExitCode, ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -374,7 +375,7 @@ def test_normalization_of_pixels_equals_numpys(seed: int, count: int, channels: 
     pool = np.arange(0, count, 2)
     with mock.patch.object(partitioning, "CHUNK", chunk):
         found = measure_normalization(
-            both(images[: count // 2], images[count // 2 :]), InputSpec("pixels", (channels, 3, 3)), pool
+            both(images[: count // 2], images[count // 2 :]), DataSpec.single("pixels", (channels, 3, 3)), pool
         )
     scaled = images[pool].astype(np.float64) / 255
     assert found.mean == pytest.approx(scaled.mean((0, 2, 3)))
@@ -387,23 +388,28 @@ def test_normalization_of_features_equals_numpys_in_any_order(seed: int, count: 
     rng = np.random.default_rng(seed)
     features = (rng.normal(3, 2, (count, width)) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)
     everything = np.arange(count)
-    found = measure_normalization(both(features[:1], features[1:]), InputSpec("features", (width,)), everything)
+    found = measure_normalization(both(features[:1], features[1:]), DataSpec.single("features", (width,)), everything)
     assert found.mean == pytest.approx(features.astype(np.float64).mean(0))
     assert found.std == pytest.approx(features.astype(np.float64).std(0))
     again = rng.permutation(features)
-    assert measure_normalization(both(again, again[:0]), InputSpec("features", (width,)), everything) == found
+    assert measure_normalization(both(again, again[:0]), DataSpec.single("features", (width,)), everything) == found
 
 
 def test_a_constant_channel_or_feature_is_not_divided_by_zero() -> None:
     pixels = np.full((4, 1, 2, 2), 7, dtype=np.uint8)
-    assert measure_normalization(both(pixels, pixels), InputSpec("pixels", (1, 2, 2)), np.arange(4)).std == (1.0,)
+    assert measure_normalization(both(pixels, pixels), DataSpec.single("pixels", (1, 2, 2)), np.arange(4)).std == (1.0,)
     features = np.full((4, 2), 0.1, dtype=np.float32)
-    assert measure_normalization(both(features, features), InputSpec("features", (2,)), np.arange(4)).std == (1.0, 1.0)
+    assert measure_normalization(both(features, features), DataSpec.single("features", (2,)), np.arange(4)).std == (
+        1.0,
+        1.0,
+    )
 
 
 def test_tokens_are_not_normalized() -> None:
     tokens = np.zeros((4, 5), dtype=np.uint8)
-    assert measure_normalization(both(tokens, tokens), InputSpec("tokens", (5,)), np.arange(4)) == Normalization((), ())
+    assert measure_normalization(both(tokens, tokens), DataSpec.single("tokens", (5,)), np.arange(4)) == Normalization(
+        (), ()
+    )
 
 
 GOLDEN = {

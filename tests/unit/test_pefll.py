@@ -456,37 +456,6 @@ def test_the_batch_of_a_descriptor_is_drawn_once_per_round() -> None:
     assert not torch.equal(v(PeFLLTrainRequest, 1), v(DescriptorRequest, 1))
 
 
-@pytest.mark.parametrize("subspace", [None, {"size": 17}])
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients(subspace: dict[str, int] | None) -> None:
-    s = literal(
-        local={"steps": 4, "batch_size": 3, "momentum": 0.9},
-        descriptor={"batch_size": 5},
-        hypernetwork={"subspace": subspace},
-    )
-    data, half = clients(SIZES), PeFLLClient(s, setup())
-    eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
-    random = torch.Generator().manual_seed(6)
-    made = half.setup.model.layout.size if subspace is None else subspace["size"]
-    theta = torch.randn(3, made, generator=random, dtype=torch.float64) / 10
-    d_v = torch.randn(3, LENGTH, generator=random, dtype=torch.float64)
-
-    def talk(rows: list[int]) -> list[dict[str, Tensor]]:
-        conversation = half.open(group([data[i] for i in rows]), PeFLLTrainRequest(eta_v))
-        first = next(conversation)
-        second = conversation.send(PersonalizedModel(theta[rows]))
-        third = conversation.send(DescriptorUpdate(d_v[rows]))
-        with pytest.raises(StopIteration):
-            conversation.send(DescriptorUpdate(d_v[rows]))
-        return [answer.tensors() for answer in (first, second, third)]
-
-    together, alone = talk([0, 1, 2]), [talk([i]) for i in range(3)]
-    for exchange, answer in enumerate(together):
-        for name, value in answer.items():
-            expected = torch.cat([single[exchange][name] for single in alone])
-            torch.testing.assert_close(value, expected, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import answers_as_alone, clients, federation, group, held_out_elsewhere, mean_loss, setup
+from federations import clients, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -154,11 +154,3 @@ def test_a_delta_without_finite_differences_is_rejected(hessian: str) -> None:
         made(hessian=hessian, delta=0.01)
     with pytest.raises(ValidationError, match="delta"):
         made(hessian="finite_difference", delta=0.0)
-
-
-@pytest.mark.parametrize("hessian", HESSIANS)
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients(hessian: str) -> None:
-    atol = 1e-10 if hessian == "finite_difference" else 1e-12  # rounding, divided by 2δ
-    half = PER_FEDAVG.client(made(hessian=hessian), setup())
-    answers_as_alone(half, clients((9, 4, 12, 1)), PER_FEDAVG.messages[0](start()), atol=atol)

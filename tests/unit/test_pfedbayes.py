@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, client, clients, federation, setup, surprise
+from federations import client, clients, federation, setup, surprise
 from pydantic import ValidationError
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
@@ -427,60 +427,6 @@ def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
     assert torch.allclose(drawn(0.5) - mean, 0.5 * (drawn(1.0) - mean), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("options", "atol"),
-    [
-        ({"samples": 2}, 1e-10),
-        ({"moments": "kept"}, 1e-10),
-        (GD | {"objective": "mean"}, 1e-10),
-        ({"optimizer": "ivon", "betas": [0.9, 0.9], "samples": 2}, 1e-10),
-    ],
-)
-def test_a_batch_of_clients_equals_single_ones(options: dict[str, Any], atol: float) -> None:
-    """Compare the vectorized driver with the one for CPUs: unequal sizes and batches, one client without a state."""
-    s, problem, data = made(batch_size=5, **options), setup(), clients(SIZES)
-    half, v = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1
-    v[1] -= 2
-    d = problem.model.layout.size
-    states: list[dict[str, Tensor] | None] = [None, {"v": v + 0.01}, {"v": v - 0.02}]
-    if s.moments == "kept":  # for clients with different numbers of steps
-        for state, made_before in zip(states[1:], (3.0, 9.0), strict=True):
-            assert state is not None
-            state |= {"moments": 0.1 * some(d, seed=6, rows=(2, 2)) ** 2, "steps": torch.tensor([made_before])}
-
-    def answers(members: slice) -> tuple[Any, ClientGroup]:
-        group = ClientGroup(data[members], keyed("train"), states[members])
-        return next(half.open(group, GlobalGaussian(v))), group
-
-    together, group = answers(slice(0, 3))
-    for i in range(3):
-        alone, one = answers(slice(i, i + 1))
-        close(together.v[i], alone.v[0], atol=atol)
-        close(together.loss[i], alone.loss[0], atol=atol)
-        for name in one.kept[0]:
-            close(group.kept[i][name], one.kept[0][name], atol=10 * atol)
-
-    def found(members: slice) -> list[dict[str, Any]]:
-        return predictors(
-            half, ClientGroup(data[members], keyed("evaluate"), states[members], may_keep=False), Prior(v)
-        )
-
-    for i, named in enumerate(found(slice(0, 3))):
-        (alone,) = found(slice(i, i + 1))
-        for name in ("personal", "global"):
-            close(named[name].probabilities(data[i].test.x), alone[name].probabilities(data[i].test.x), atol=10 * atol)
-
-
-def test_a_repeated_run_gives_equal_bits(tmp_path: Path) -> None:
-    one, other = (
-        federation(tmp_path / name, PFEDBAYES, made(), setup(), clients(SIZES), rounds=2) for name in ("one", "other")
-    )
-    first, second = one.run(), other.run()
-    assert torch.equal(one.state["v"], other.state["v"])
-    assert torch.equal(first.counts, second.counts)
-    assert torch.equal(first.uncertainty, second.uncertainty)
-
-
 def test_a_lost_client_has_no_effect(tmp_path: Path) -> None:
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, lost={0: 1})
@@ -566,13 +512,3 @@ def test_divergence_is_reported_with_its_step() -> None:
     alone = ClientGroup([data], keyed("train"))
     next(PFedBayesClient(s, setup()).open(alone, GlobalGaussian(v)))
     assert alone.lost == members.lost
-
-
-def test_a_clients_traffic_is_a_gaussian_both_ways(tmp_path: Path) -> None:
-    problem = setup()
-    run = federation(tmp_path, PFEDBAYES, made(), problem, clients(SIZES))
-    run.run()
-    (attempt,) = run.loop.journal.counted()
-    assert attempt.payload_down == 8 * 3 * 2 * problem.model.layout.size
-    assert attempt.payload_up == 8 * 3 * (2 * problem.model.layout.size + 2)
-    assert run.predictors[1, "c0"]["global"].probabilities(clients(SIZES)[0].test.x).shape == (2, CLASSES)

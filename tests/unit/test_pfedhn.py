@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, held_out_elsewhere, made_by, mean_loss
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, mean_loss
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, PFedHNTrainRequest, TrialModel
+from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, PFedHNTrainRequest
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -196,32 +196,6 @@ def test_only_models_are_sent(tmp_path: Path) -> None:
     assert PFEDHN.requires_fixed_population(made()) is not None
     size = PFEDHN.server(made(embedding_size=None), problem(), torch.Generator()).state["embeddings"].shape
     assert size == (3, 1 + 3 // 4)
-
-
-def test_held_out_examples_change_nothing(tmp_path: Path) -> None:
-    found, other = (
-        made_by(run(tmp_path / str(i), made(), data=data))
-        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
-    )
-    assert found.keys() == other.keys()
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
-@pytest.mark.parametrize("who", [None, [1.0, 0.0, 1.0]])
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients(who: list[float] | None) -> None:
-    data, half = clients((9, 4, 6)), PFEDHN.client(made(), problem())
-    theta = torch.stack([MODEL.init(torch.Generator().manual_seed(i), torch.float64) for i in range(3)])
-    new = None if who is None else torch.tensor(who).double()[:, None]
-
-    def answer(rows: slice) -> dict[str, Tensor]:
-        opening = PFedHNTrainRequest(theta[rows]) if new is None else TrialModel(theta[rows], new[rows])
-        return next(half.open(group(data[rows]), opening)).tensors()
-
-    alone = [answer(slice(i, i + 1)) for i in range(3)]
-    for name, value in answer(slice(0, 3)).items():
-        torch.testing.assert_close(value, torch.cat([one[name] for one in alone]), rtol=0, atol=1e-12)
-        assert who is None or not value[1].any()
 
 
 @pytest.mark.parametrize("key", ["server_lr", "embedding_lr"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import answers_as_alone, clients, federation, group, mean_loss, setup
+from federations import clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -165,14 +165,6 @@ def test_steps_that_overshoot_on_the_proximal_term_are_rejected() -> None:
                 made(**{key: rate})
     with pytest.raises(ValidationError, match="server_lr"):  # β = 0 would not change w
         made(server_lr=0.0)
-
-
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    opening, _, ask = PFEDME.messages
-    theta = setup().model.init(torch.Generator().manual_seed(3), torch.float64)
-    half = PFEDME.client(made(), setup())
-    answers_as_alone(half, clients((9, 4, 12, 1)), opening(theta), ask(theta), atol=1e-10)
 
 
 def test_only_a_diverging_client_is_lost() -> None:

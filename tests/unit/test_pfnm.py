@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, answers_as_alone, clients, federation, held_out_elsewhere, setup
+from federations import CLASSES, IMAGE, clients, federation, held_out_elsewhere, setup
 from pydantic import ValidationError
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.neuron_matching import gains, match, pool
-from fedloom.algorithms.pfnm import PFNM, PFNMSettings, network, neurons, wide
+from fedloom.algorithms.pfnm import PFNM, PFNMSettings, gains, match, network, neurons, pool, wide
 from fedloom.errors import ExperimentError
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
@@ -305,20 +304,6 @@ def test_rounds_merge_and_continue_from_each_clients_atoms(tmp_path: Path) -> No
     top = sum(precision * shares[row[j], 1] * v[j, at, 258] for j, at in holders)
     bottom = 1 + sum(precision * shares[row[j], 1] for j, at in holders)
     close(named["fc2.weight"][1, unit], torch.as_tensor(top / bottom))
-
-
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    """Each trains its own network; in the global one, which is wider, they are fine-tuned."""
-    p, random = problem(), torch.Generator().manual_seed(5)
-    opening, _, ask = PFNM.messages
-    theta = p.model.init(random, torch.float64).expand(len(SIZES), -1)  # one start, so that rows differ only by data
-    units, out = neurons(p, theta[:1])
-    merged = network(torch.cat([units[0], units[0][:2]]), out[0], p)
-    data, half = clients(SIZES), PFNM.client(made(personalize_steps=2), p)
-    found = answers_as_alone(half, data, opening(theta), ask(merged))
-    for one, client in zip(found, data, strict=True):
-        assert client.train.y is not None
-        assert torch.equal(one["classes"], torch.bincount(client.train.y, minlength=CLASSES).double())
 
 
 def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_network(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from torch.func import grad, vmap
 
 from fedloom.errors import ExperimentError
 from fedloom.models.convnet import ConvNet
-from fedloom.models.flat import FlatModel
+from fedloom.models.flat import FlatModel, bfloat16
 from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
-from fedloom.models.precision import bfloat16
 from fedloom.models.registry import LeNetSettings, MLPSettings, QuadraticSettings
 from fedloom.models.resnet import ResNet20
 

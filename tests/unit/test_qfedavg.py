@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import answers_as_alone, clients, federation, group, mean_loss, setup
-from pydantic import ValidationError
+from federations import clients, federation, group, mean_loss, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
@@ -124,12 +123,6 @@ def test_equal_losses_move_along_fedavgs_direction() -> None:
     assert float(server.state["theta"]) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    opening = Q_FEDAVG.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
-    answers_as_alone(Q_FEDAVG.client(made(), setup()), clients((9, 4, 12, 1)), opening)
-
-
 def test_a_power_that_overflows_is_reported() -> None:
     """If it overflows, the client is lost; if it is 0 for all clients, the round fails."""
     data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
@@ -140,9 +133,3 @@ def test_a_power_that_overflows_is_reported() -> None:
     assert tells(members.lost[1], "4.5", "algorithm.q", "2000")
     with pytest.raises(FloatingPointError, match=r"not finite.*algorithm\.q .*2000"):
         Q_FEDAVG.aggregate(theta, Replies(answer.select([0]), torch.tensor([True]), torch.tensor([4])), s)
-
-
-def test_invalid_settings_are_rejected() -> None:
-    for key, value in (("q", -0.1), ("epsilon", 0.0), ("local", {"lr": 0.0})):
-        with pytest.raises(ValidationError, match=key):
-            made(**{key: value})

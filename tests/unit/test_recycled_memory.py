@@ -3,7 +3,7 @@
 import torch
 
 from fedloom.core.allocator import keep_freed_memory
-from fedloom.models.recycled import KEPT_BYTES, RecycledMemory
+from fedloom.models.hypernetwork import KEPT_BYTES, RecycledMemory
 
 
 def test_memory_is_reused_once_nothing_refers_to_it() -> None:

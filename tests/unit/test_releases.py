@@ -11,7 +11,7 @@ import pytest
 from federations import Federation, clients, federation, setup
 from published_runs import aggregator, run_folder
 
-from fedloom.algorithms.base import Privacy
+from fedloom.algorithms.example_privacy import Privacy
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.releases import BudgetSpent, Releases, count_releases, count_training_releases

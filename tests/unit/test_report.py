@@ -6,18 +6,15 @@ import csv
 import json
 import re
 import shutil
-from contextlib import ExitStack
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 from facts import tells
 from run_folders import put, write_run
 
 from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import DataError, StorageError
-from fedloom.reporting.follow import follow_report
 from fedloom.reporting.page import Part, ReportSection
 from fedloom.reporting.report import write_report
 from fedloom.reporting.report_classes import confusion_matrices, confusion_table_of
@@ -142,7 +139,7 @@ def test_a_point_of_the_map_shows_its_class_mix_and_links_to_its_confusion(small
     assert len(notes) == 6
     for k, client in enumerate(manifest.clients):
         counts = client.class_counts["train"]
-        first, second = (manifest.class_names[k] for k in (counts.index(260), counts.index(240)))
+        first, second = (manifest.spec.class_names[k] for k in (counts.index(260), counts.index(240)))
         assert notes[f"c{k}"] == f"{client.id}: {first} (52 %), {second} (48 %)"
     cards = dict(re.findall(r'<article id="(c\d+)">(.*?)</article>', page, re.DOTALL))
     assert len(cards) == 6
@@ -153,34 +150,6 @@ def test_a_point_of_the_map_shows_its_class_mix_and_links_to_its_confusion(small
     assert "<title>client-0000: " in figure
     assert "point:" not in figure + page
     assert "#c0" not in figure
-
-
-@UNRENDERED
-def test_a_report_is_refreshed_while_the_run_is_locked(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.reporting.follow.POLL_INTERVAL_S", 0.02)
-    text = yaml.safe_dump({
-        "name": "r", "seed": 1, "data": {}, "model": {}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 9},
-    })  # fmt: skip
-    put(small / "experiment.yaml", text)
-    for file in ("summary.json", "clients.csv", "journal.jsonl"):
-        (small / file).unlink()
-    pages: list[str] = []
-
-    def wrote(page: Path) -> None:
-        pages.append(page.read_text())
-        held.close()  # the process has ended
-
-    with ExitStack() as held:
-        held.enter_context(RunFolder(small).held())
-        end = follow_report(small, 1.0, wrote)
-    first, last = pages
-    assert end.phase == "interrupted"
-    assert '<meta http-equiv="refresh" content="1">' in first
-    assert "Clients" not in titles(first)
-    assert "Clients" in notices(first)
-    assert 'http-equiv="refresh"' not in last
-    assert "Clients" not in notices(last)
-    assert left_out(last)["Clients"]
 
 
 @UNRENDERED

@@ -160,7 +160,7 @@ def test_a_stop_ends_the_wait() -> None:
 
 
 def test_a_closed_roster_never_changes() -> None:
-    manifest = own_manifest(OWN, [member("b").entry(3), member("a").entry(3)], 1, MANIFEST.normalization)
+    manifest = own_manifest(OWN, [member("b").entry(3), member("a").entry(3)], 1, MANIFEST.spec.normalization)
     roster = FixedRoster(manifest)
     assert roster.settle(1, evaluating=False) == Change()
     assert roster.here() == ("b", "a")
@@ -171,7 +171,7 @@ def test_a_members_entry_in_the_manifest() -> None:
     assert (reported.train, reported.validation, reported.test, reported.seen) == (10, 3, 4, True)
     assert reported.class_counts["train"] == (4, 6, 0)
     assert member("a").entry(3).class_counts["train"] == (0, 0, 0)
-    manifest = own_manifest(OWN, [reported], 1, MANIFEST.normalization)
+    manifest = own_manifest(OWN, [reported], 1, MANIFEST.spec.normalization)
     assert Manifest.from_json(manifest.to_json()) == manifest
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST  # without clients
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import answers_as_alone, clients, federation, held_out_elsewhere, kept, mean_loss, rostered, setup
+from federations import clients, federation, kept, mean_loss, rostered, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -108,19 +108,6 @@ def test_it_converges_to_the_optimum_with_unequal_local_steps(tmp_path: Path) ->
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
 
 
-def test_held_out_examples_change_no_model(tmp_path: Path) -> None:
-    data, s = clients(SIZES), made(personalize_steps=2)
-    one, other = (
-        rostered(tmp_path / name, SCAFFOLD, s, those, rounds=2, unseen=["c2"])
-        for name, those in (("one", data), ("other", held_out_elsewhere(data)))
-    )
-    for name, tensor in one.state.items():
-        assert torch.equal(tensor, other.state[name])
-    for c in data:
-        theta, theirs = (f.predictors[2, c.id]["personal"].tensors()["theta"] for f in (one, other))
-        assert torch.equal(theta, theirs)
-
-
 @pytest.mark.parametrize(("key", "value"), [("momentum", 0.9), ("clip", 1.0)])
 def test_optimizers_other_than_plain_sgd_are_rejected(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
@@ -129,12 +116,3 @@ def test_optimizers_other_than_plain_sgd_are_rejected(key: str, value: float) ->
         made(weighting="examples")
     assert made(local={"lr": 0.1}).local.sgd.momentum == 0
     assert SCAFFOLD.requires_fixed_population(made()) is not None
-
-
-@pytest.mark.usefixtures("each_task")
-def test_a_batch_of_clients_replies_as_single_clients() -> None:
-    random = torch.Generator().manual_seed(3)
-    w = MODEL.init(random, torch.float64)
-    c, own = (torch.randn(len(w), generator=random, dtype=torch.float64) for _ in range(2))
-    half, opening = SCAFFOLD.client(made(), setup()), SCAFFOLD.messages[0](w, c)
-    answers_as_alone(half, clients((9, 4, 1)), opening, states=[None, {"c": own}, None])

@@ -86,7 +86,7 @@ def test_rho_ranges_from_even_to_one_class(rho: float, classes: int) -> None:
 @pytest.mark.parametrize("rho", [0.05, 0.0, -1.0])
 def test_a_class_that_would_not_dominate_is_rejected(rho: float) -> None:
     with pytest.raises(ExperimentError, match=r"data\.partition\.rho: .*1/10.* 0\.1 or more"):
-        DominantScheme(clients=4, rho=rho).check(datasets.find_dataset("mnist").classes)
+        DominantScheme(clients=4, rho=rho).check(datasets.find_dataset("mnist").spec.classes)
 
 
 # imbalanced

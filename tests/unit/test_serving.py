@@ -44,6 +44,7 @@ from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.problem import Problem
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.loop import vocabulary
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
@@ -479,12 +480,12 @@ def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
         ({"x": torch.zeros(5, 8)}, r"x .*\[5, 8\]; .*\[n, 9\]"),
         ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x.*complex64"),
         ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"x\[:, 0\]: "),
-        ({"x": torch.full((5, 9), float("nan"))}, "x .* nan"),
+        ({"x": torch.full((5, 9), float("nan"))}, "x: .* nan"),
         ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000 examples; .*1,000,000"),
         ({"x": torch.zeros(0, 9)}, "x has 0 examples"),
         ({"x": "abc"}, r"\bx\b.*<U3"),
         ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
-        ({"y": torch.zeros(4)}, r"y .*\[4\]"),
+        ({"y": torch.zeros(4)}, r"y: .*\[4\]"),
         ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
         ({"y": [[1], [2, 3]]}, "y: "),
         ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"y: 1 .*\n.*hid, hId.* y\[3\]: 'umlaut'"),
@@ -509,14 +510,18 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "output"),
     [
-        (torch.full((2, 1, 4, 4), 256), "x has pixels from 256 to 256; they must be from 0 to 255"),
-        (torch.full((2, 1, 4, 4), -1), "x has pixels from -1 to -1; they must be from 0 to 255"),
-        (torch.zeros(2, 1, 4, 4), "x is torch.float32; pixels must be whole numbers from 0 to 255"),
+        (torch.full((2, 1, 4, 4), 256), "x has values from 256 to 256; they must be 0 to 255"),
+        (torch.full((2, 1, 4, 4), -1), "x has values from -1 to -1; they must be 0 to 255"),
+        (torch.zeros(2, 1, 4, 4), "x is torch.float32; values must be whole numbers from 0 to 255"),
         (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
     ],
 )
 def test_pixels_of_another_range_or_kind_give_a_one_sentence_error(x: Tensor, output: str) -> None:
-    wanted = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)), clients=1)
+    wanted = Problem(
+        "photos",
+        DataSpec.single("pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,))),
+        clients=1,
+    )
     with pytest.raises(DataError, match=re.escape(output)):
         Newcomer.from_arrays("eve", x, None, wanted)
 

@@ -37,16 +37,16 @@ def test_labels_are_permuted_and_assignments_unchanged(tmp_path: Path, groups: i
     shift = Shift(kind="labels", groups=groups)
     used = set()
     for entry, group in zip(manifest.clients, manifest.shift_groups, strict=True):
-        to = shift.permutation(group, manifest.classes, manifest.seed)
-        assert sorted(to) == list(range(manifest.classes))
+        to = shift.permutation(group, manifest.spec.classes, manifest.seed)
+        assert sorted(to) == list(range(manifest.spec.classes))
         used.add(tuple(to))
         for split in SPLITS:
             before, after = rows(plain, entry.id, split), rows(shifted, entry.id, split)
             assert [(x, int(to[y])) for x, y in before] == after
-            counts = np.bincount([y for _, y in after], minlength=manifest.classes)
+            counts = np.bincount([y for _, y in after], minlength=manifest.spec.classes)
             assert entry.class_counts[split] == tuple(counts)
     assert len(used) == (groups or 6)
-    assert (tuple(range(manifest.classes)) in used) == (groups is not None)  # the first group keeps its labels
+    assert (tuple(range(manifest.spec.classes)) in used) == (groups is not None)  # the first group keeps its labels
 
 
 def test_groups_are_even_and_the_same_for_every_seed(tmp_path: Path) -> None:

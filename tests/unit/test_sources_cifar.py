@@ -46,8 +46,8 @@ def test_cifar100_uses_the_fine_label() -> None:
     official = CIFAR100.read(contents)
     assert official.train.labels.tolist() == [99, 4]
     assert official.test.inputs[0, 2, 5, 5] == 3
-    assert CIFAR100.classes == len(set(CIFAR100.class_names)) == 100
-    assert list(CIFAR100.class_names) == sorted(CIFAR100.class_names)
+    assert CIFAR100.spec.classes == len(set(CIFAR100.spec.class_names)) == 100
+    assert list(CIFAR100.spec.class_names) == sorted(CIFAR100.spec.class_names)
 
 
 @pytest.mark.parametrize(

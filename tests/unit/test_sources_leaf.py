@@ -54,8 +54,8 @@ def test_all_data_is_not_split() -> None:
 
 
 def test_classes_are_digits_then_capitals_then_small_letters() -> None:
-    assert FEMNIST.classes == 62
-    assert [FEMNIST.class_names[i] for i in (0, 9, 10, 35, 36, 61)] == ["0", "9", "A", "Z", "a", "z"]
+    assert FEMNIST.spec.classes == 62
+    assert [FEMNIST.spec.class_names[i] for i in (0, 9, 10, 35, 36, 61)] == ["0", "9", "A", "Z", "a", "z"]
 
 
 def drop(key: str) -> Change:
@@ -163,9 +163,9 @@ def test_windows_of_leafs_shakespeare() -> None:
     official = SHAKESPEARE.read(files)
     assert official.owners == datasets.Owners(("RICHARD",), divided=True, overlap=80)
     assert official.train.inputs.shape == (len(TEXT) - 80, 80)
-    spoken = ["".join(SHAKESPEARE.class_names[c] for c in window) for window in official.train.inputs]
+    spoken = ["".join(SHAKESPEARE.spec.class_names[c] for c in window) for window in official.train.inputs]
     assert spoken == windows(TEXT)[0]
-    assert [SHAKESPEARE.class_names[c] for c in official.test.labels] == list(TEXT[80:83])
+    assert [SHAKESPEARE.spec.class_names[c] for c in official.test.labels] == list(TEXT[80:83])
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def test_every_window_lies_on_one_side_of_the_cut(length: int) -> None:
 
 def test_the_vocabulary_begins_with_leafs() -> None:
     letters = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-    assert "".join(SHAKESPEARE.class_names[:80]) == letters
-    assert SHAKESPEARE.classes == len(set(SHAKESPEARE.class_names)) == 84
+    assert "".join(SHAKESPEARE.spec.class_names[:80]) == letters
+    assert SHAKESPEARE.spec.classes == len(set(SHAKESPEARE.spec.class_names)) == 84
     assert character_codes(letters + "/@_{", "text").tolist() == list(range(84))
 
 

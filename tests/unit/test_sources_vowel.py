@@ -48,7 +48,7 @@ def test_half_of_the_repetitions_of_each_vowel_by_each_speaker_trains() -> None:
 def test_class_names_match_the_file() -> None:
     vowel = data_frame(VOWEL, "Vowel")["Class"]
     assert isinstance(vowel, Factor)
-    assert vowel.levels == datasets.find_dataset("vowel").class_names
+    assert vowel.levels == datasets.find_dataset("vowel").spec.class_names
 
 
 def test_invalid_data_are_rejected() -> None:

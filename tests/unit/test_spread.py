@@ -16,9 +16,9 @@ import fedloom
 from fedloom.algorithms.base import find_algorithm
 from fedloom.data.input_spec import Normalization
 from fedloom.data.own import own_manifest
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.spread import SKETCH, add_sketches, implausible_sketch, spreads
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.group_statistics import spreads
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
+from fedloom.evaluation.spread import SKETCH, add_sketches, implausible_sketch
 from fedloom.experiment import Experiment, OwnData
 from fedloom.messages import VALUE_LIMIT
 from fedloom.models.mlp import MLP

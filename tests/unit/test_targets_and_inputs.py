@@ -18,7 +18,7 @@ from PIL import Image
 
 import fedloom
 from fedloom.data.federated import FederatedDataset, OwnDataset
-from fedloom.data.input_spec import InputSpec, Normalization, without_defaults
+from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.overlap import overlap
@@ -27,6 +27,7 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.loading import of
 from fedloom.models.fitting import fitted
@@ -101,8 +102,8 @@ def test_targets_define_their_task(
     with caplog.at_level(logging.INFO, "fedloom.data"):
         dataset = opened(x, y, tmp_path)
     manifest = dataset.manifest
-    assert (manifest.task, manifest.outputs) == (task, outputs)
-    assert (manifest.classes == 0) is (task != "classification")
+    assert (manifest.spec.task, manifest.spec.outputs) == (task, outputs)
+    assert (manifest.spec.classes == 0) is (task != "classification")
     assert any(task in record.message for record in caplog.records) is (task != "classification")
     assert Manifest.from_json(manifest.to_json()) == manifest
     found = torch.cat([dataset.client(client).train.y for client in manifest.roster])
@@ -125,11 +126,11 @@ def test_rows_with_one_1_are_noted_and_are_classes_on_request(
     dtype: type, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     y = ONE_HOT.astype(dtype)
-    assert opened(FEATURES, y, tmp_path).manifest.task == "multilabel"
+    assert opened(FEATURES, y, tmp_path).manifest.spec.task == "multilabel"
     assert noted(caplog, "exactly one 1", "task: classification")
     for classes in (None, ["p", "q", "r", "s"], ["7", "5", "3", "1"]):
         dataset = opened(FEATURES, y, tmp_path, task="classification", classes=classes)
-        assert dataset.manifest.class_names == tuple(classes or "0123")
+        assert dataset.manifest.spec.class_names == tuple(classes or "0123")
         for client in dataset.manifest.roster:
             shard = dataset.tensors(client)
             rows = [int(np.flatnonzero((row == FEATURES).all(1))[0]) for row in shard["train_x"].numpy()]
@@ -159,10 +160,10 @@ def test_columns_with_one_1_are_classes_of_their_names_on_request(
         data = {"dataset": "table", "source": source, "root": str(tmp_path)}
         return fedloom.Federated({**data, "partition": {"scheme": "iid", "clients": 2}}).open().manifest
 
-    assert read().task == "multilabel"
+    assert read().spec.task == "multilabel"
     assert noted(caplog, "data.source.task: classification")
     manifest = read(task="classification")
-    assert (manifest.task, manifest.class_names) == ("classification", tuple(names))
+    assert (manifest.spec.task, manifest.spec.class_names) == ("classification", tuple(names))
     assert [count > 0 for count in manifest.clients[0].class_counts["train"]] == [True, True, True, False]
     scheme = {"scheme": "iid", "clients": 2}
     again = fedloom.Federated.from_frame(frame, label=names, task="classification", scheme=scheme, root=tmp_path)
@@ -182,7 +183,7 @@ def test_cells_that_list_several_labels_are_noted(
     labels: tuple[str, ...], listed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     y = np.array(labels)[CLASSES]
-    assert opened(FEATURES, y, tmp_path).manifest.class_names == tuple(sorted(labels))
+    assert opened(FEATURES, y, tmp_path).manifest.spec.class_names == tuple(sorted(labels))
     assert noted(caplog, "multilabel", "get_dummies", labels[-1]) is listed
     frame = pandas.DataFrame(FEATURES, columns=list("abcd")).assign(label=y)
     frame.to_csv(tmp_path / "t.csv", index=False)
@@ -235,9 +236,9 @@ def test_regression_targets_are_standardized_over_training_data_of_seen_clients(
         manifest = dataset.manifest
         names = manifest.roster if measured_on == "seen" else (*manifest.roster, *manifest.unseen)
         raw = np.concatenate([dataset.tensors(name)["train_y"].numpy() for name in names]).astype(np.float64)
-        assert manifest.targets is not None
-        assert manifest.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
-        assert manifest.targets.std == pytest.approx((raw.std(),), rel=1e-12)
+        assert manifest.spec.targets is not None
+        assert manifest.spec.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
+        assert manifest.spec.targets.std == pytest.approx((raw.std(),), rel=1e-12)
         split, kept = dataset.client(names[0]).test, dataset.tensors(names[0])["test_y"].numpy()
         expected = (kept - raw.mean()) / raw.std()
         assert np.allclose(split.y.numpy(), expected, atol=1e-5)
@@ -247,15 +248,15 @@ def test_a_field_of_numbers_has_one_scale(tmp_path: Path) -> None:
     y = (SIGNALS[:, :2] * 3 + 5).astype(np.float32)
     dataset = opened(SIGNALS, y, tmp_path)
     manifest = dataset.manifest
-    assert manifest.targets is not None
+    assert manifest.spec.targets is not None
     raw = np.concatenate([dataset.tensors(name)["train_y"].numpy() for name in manifest.roster]).astype(np.float64)
-    assert manifest.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
-    assert manifest.targets.std == pytest.approx((raw.std(),), rel=1e-12)
+    assert manifest.spec.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
+    assert manifest.spec.targets.std == pytest.approx((raw.std(),), rel=1e-12)
     split = torch.cat([dataset.client(name).train.y for name in manifest.roster])
     assert np.allclose(split.numpy(), (raw - raw.mean()) / raw.std(), atol=1e-5)
     model = PersonalModel(_Fixed(lambda x: x[:, :2]), card(manifest))  # type: ignore[arg-type]
     x = torch.from_numpy(SIGNALS[:5])
-    figures = manifest.normalization
+    figures = manifest.spec.inputs[""].normalization
     inputs = (SIGNALS[:5] - np.reshape(figures.mean, (1, -1, 1))) / np.reshape(figures.std, (1, -1, 1))
     assert np.allclose(model(x).numpy(), inputs[:, :2] * raw.std() + raw.mean(), rtol=1e-4, atol=1e-4)
 
@@ -264,7 +265,7 @@ def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
     lengths = np.arange(2 * N) % 5 + 1
     dataset = opened({"text": TOKENS, "lengths": lengths, "age": FEATURES[:, 0]}, CLASSES, tmp_path)
     manifest = dataset.manifest
-    assert {name: (spec.kind, spec.shape, spec.high) for name, spec in manifest.specs.items()} == {
+    assert {name: (spec.kind, spec.shape, spec.high) for name, spec in manifest.spec.inputs.items()} == {
         "age": ("features", (), None),
         "lengths": ("integers", (), 6),
         "text": ("integers", (5,), int(TOKENS.max()) + 1),
@@ -274,7 +275,7 @@ def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
     assert isinstance(x, Mapping)
     assert (x["age"].shape, x["lengths"].dtype, x["lengths"].dim()) == ((len(x["text"]),), torch.int64, 1)
     raw = np.concatenate([dataset.tensors(name)["train_x.age"].numpy() for name in manifest.roster]).astype(np.float64)
-    assert manifest.specs["age"].normalization.mean == pytest.approx((raw.mean(),), rel=1e-9)
+    assert manifest.spec.inputs["age"].normalization.mean == pytest.approx((raw.mean(),), rel=1e-9)
     assert float(torch.cat([dataset.client(name).train.x["age"] for name in manifest.roster]).mean()) == pytest.approx(
         0, abs=1e-5
     )
@@ -283,10 +284,10 @@ def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
 def test_a_named_task_is_accepted_or_rejected(tmp_path: Path) -> None:
     whole = np.arange(2 * N) % 7
     manifest = opened(FEATURES, whole, tmp_path, task="regression").manifest
-    assert (manifest.task, manifest.outputs) == ("regression", 1)
-    assert opened(IMAGES, MASKS, tmp_path, outputs=4).manifest.outputs == 4
-    assert opened(TOKENS, TOKENS, tmp_path, outputs=1000).manifest.outputs == 1000
-    assert opened(IMAGES, MASKS, tmp_path, classes=["ground", "sky"]).manifest.targets.names == ("ground", "sky")
+    assert (manifest.spec.task, manifest.spec.outputs) == ("regression", 1)
+    assert opened(IMAGES, MASKS, tmp_path, outputs=4).manifest.spec.outputs == 4
+    assert opened(TOKENS, TOKENS, tmp_path, outputs=1000).manifest.spec.outputs == 1000
+    assert opened(IMAGES, MASKS, tmp_path, classes=["ground", "sky"]).manifest.spec.targets.names == ("ground", "sky")
     cases: list[tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = [
         (FEATURES, CLASSES, {"task": "multilabel"}, ("multilabel", "[n, K]")),
         (FEATURES, CLASSES, {"task": "segmentation"}, ("segmentation", "height")),
@@ -313,7 +314,11 @@ def test_a_named_task_is_accepted_or_rejected(tmp_path: Path) -> None:
 def test_integers_are_kept_and_features_of_any_rank_are_standardized_along_an_axis(tmp_path: Path) -> None:
     dataset = opened(TOKENS, CLASSES, tmp_path)
     manifest = dataset.manifest
-    assert (manifest.kind, manifest.high, manifest.input_shape) == ("integers", int(TOKENS.max()) + 1, (5,))
+    assert (manifest.spec.kind, manifest.spec.inputs[""].high, manifest.spec.input_shape) == (
+        "integers",
+        int(TOKENS.max()) + 1,
+        (5,),
+    )
     raw = torch.cat([dataset.tensors(name)["train_x"] for name in manifest.roster])
     kept = torch.cat([dataset.client(name).train.x for name in manifest.roster])
     assert kept.dtype == torch.int64
@@ -324,7 +329,7 @@ def test_integers_are_kept_and_features_of_any_rank_are_standardized_along_an_ax
     assert torch.allclose(as_numbers.double(), expected, atol=1e-5)
     for axis, size, others in (("first", 3, (0, 2)), ("last", 10, (0, 1))):
         dataset = opened(SIGNALS, CLASSES, tmp_path, channel_axis=axis)
-        assert len(dataset.manifest.normalization.mean) == size
+        assert len(dataset.manifest.spec.normalization.mean) == size
         assert ('"channel_axis":"last"' in dataset.manifest.to_json()) is (axis == "last")
         x = torch.cat([dataset.client(name).train.x for name in dataset.manifest.roster]).double()
         assert torch.allclose(x.mean(others), torch.zeros(size, dtype=torch.float64), atol=1e-6)
@@ -332,23 +337,23 @@ def test_integers_are_kept_and_features_of_any_rank_are_standardized_along_an_ax
 
 
 def test_negative_integers_are_measurements(tmp_path: Path) -> None:
-    assert opened(CODES - 4, CLASSES, tmp_path).manifest.kind == "features"
-    assert opened(CODES.astype(np.float32), CLASSES, tmp_path).manifest.kind == "features"
+    assert opened(CODES - 4, CLASSES, tmp_path).manifest.spec.kind == "features"
+    assert opened(CODES.astype(np.float32), CLASSES, tmp_path).manifest.spec.kind == "features"
 
 
 def test_named_inputs_reach_clients_with_their_kinds(tmp_path: Path) -> None:
     x = {"image": IMAGES, "row": FEATURES, "codes": CODES}
     dataset = opened(x, PRICES, tmp_path)
     manifest = dataset.manifest
-    assert (manifest.kind, manifest.input_shape, manifest.normalization) == ("named", (), Normalization((), ()))
-    assert {name: spec.kind for name, spec in manifest.specs.items()} == {
+    assert (manifest.spec.kind, manifest.spec.input_shape) == ("named", ())
+    assert {name: spec.kind for name, spec in manifest.spec.inputs.items()} == {
         "codes": "integers",
         "image": "pixels",
         "row": "features",
     }
     assert Manifest.from_json(manifest.to_json()) == manifest
-    alone = opened(FEATURES, PRICES, tmp_path).manifest.specs[""]
-    assert manifest.specs["row"] == alone
+    alone = opened(FEATURES, PRICES, tmp_path).manifest.spec.inputs[""]
+    assert manifest.spec.inputs["row"] == alone
     train = dataset.client(manifest.roster[0]).train
     assert {name: each.dtype for name, each in train.x.items()} == {
         "codes": torch.int64,
@@ -408,7 +413,7 @@ SCHEMES: list[tuple[dict[str, Any], str | None]] = [
 @pytest.mark.parametrize(("scheme", "key"), SCHEMES)
 def test_schemes_that_need_classes_reject_regression(scheme: dict[str, Any], key: str | None, tmp_path: Path) -> None:
     if key is None:
-        assert opened(FEATURES, PRICES, tmp_path, partition=scheme).manifest.task == "regression"
+        assert opened(FEATURES, PRICES, tmp_path, partition=scheme).manifest.spec.task == "regression"
         return
     with pytest.raises(ExperimentError) as error:
         opened(FEATURES, PRICES, tmp_path, partition=scheme)
@@ -458,12 +463,12 @@ def frame() -> pandas.DataFrame:
 
 
 def test_frames_have_numbers_labels_and_codes_as_requested(tmp_path: Path) -> None:
-    def made(**how: Any) -> Manifest:
+    def made(**how: Any) -> DataSpec:
         drop = how.pop("drop", [])
         data = fedloom.Federated.from_frame(
             frame().drop(columns=drop), client="site", root=tmp_path, held_out_fraction=0.0, **how
         )
-        return data.open().manifest
+        return data.open().manifest.spec
 
     found = made(label="price")
     assert (found.task, found.targets.names, found.kind) == ("regression", ("price",), "features")
@@ -473,8 +478,8 @@ def test_frames_have_numbers_labels_and_codes_as_requested(tmp_path: Path) -> No
     assert (found.task, found.targets.shape) == ("regression", (2,))
     found = made(label="kind", integers=["code"])
     assert (found.classes, found.kind) == (9, "named")
-    assert {name: spec.shape for name, spec in found.specs.items()} == {"features": (7,), "integers": (1,)}
-    assert found.specs["integers"].high == 9
+    assert {name: spec.shape for name, spec in found.inputs.items()} == {"features": (7,), "integers": (1,)}
+    assert found.inputs["integers"].high == 9
     found = made(label="price", integers=True, drop=list("pqrs"))
     assert (found.kind, found.input_shape) == ("integers", (4,))
     with pytest.raises(DataError) as error:
@@ -490,10 +495,10 @@ def test_tables_have_a_task_target_columns_and_integers(ending: str, tmp_path: P
     path = tmp_path / f"t.{ending}"
     frame().to_csv(path, index=False) if ending == "csv" else frame().to_parquet(path, index=False)
 
-    def made(**how: Any) -> Manifest:
+    def made(**how: Any) -> DataSpec:
         source = {"path": str(path), "client": "site", **how}
         section = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
-        return fedloom.Federated(section).open().manifest
+        return fedloom.Federated(section).open().manifest.spec
 
     with pytest.raises(DataError) as error:
         made(label="price")
@@ -502,7 +507,7 @@ def test_tables_have_a_task_target_columns_and_integers(ending: str, tmp_path: P
     assert found.targets.mean == pytest.approx((PRICES.mean(),), rel=0.1)
     assert made(targets=["low", "high"]).task == "multilabel"
     assert made(targets=["low", "high"], task="regression").task == "regression"
-    assert made(label="price", task="regression", integers=["code", "kind"]).specs["integers"].shape == (2,)
+    assert made(label="price", task="regression", integers=["code", "kind"]).inputs["integers"].shape == (2,)
 
 
 def test_the_task_of_an_experiment_is_that_of_its_source(tmp_path: Path) -> None:
@@ -517,11 +522,11 @@ def test_the_task_of_an_experiment_is_that_of_its_source(tmp_path: Path) -> None
         "algorithm": {"name": "fedavg", "local": {"steps": 1}},
         "federation": {"rounds": 1, "clients_per_round": 1},
     }
-    assert of(plain).data.opened().task == "classification"
+    assert of(plain).data.opened().spec.task == "classification"
     experiment = of({**plain, "task": {"name": "regression"}})
-    assert experiment.data.opened().task == "regression"
+    assert experiment.data.opened().spec.task == "regression"
     kept = {**section, "dataset": "arrays", "source": {"path": str(experiment.data.opened().at)}}
-    assert of({**plain, "data": kept}).data.opened().task == "regression"
+    assert of({**plain, "data": kept}).data.opened().spec.task == "regression"
     with pytest.raises(ExperimentError) as error:
         of({**plain, "data": kept, "task": {"name": "classification"}})
     assert mentions(str(error.value), "task", "regression", "classification")
@@ -548,7 +553,11 @@ def test_a_folder_of_images_and_masks_is_segmentation(scale: int, tmp_path: Path
         "partition": {"scheme": "iid", "clients": 2},
     }
     dataset = fedloom.Federated(section).open()
-    assert (dataset.manifest.task, dataset.manifest.outputs, dataset.manifest.kind) == ("segmentation", 2, "pixels")
+    assert (dataset.manifest.spec.task, dataset.manifest.spec.outputs, dataset.manifest.spec.kind) == (
+        "segmentation",
+        2,
+        "pixels",
+    )
     for client in dataset.manifest.roster:
         tensors = dataset.tensors(client)
         assert torch.equal(tensors["train_y"].bool(), tensors["train_x"][:, 0] > 100)
@@ -591,7 +600,7 @@ def test_medmnist_files_have_images_volumes_and_labels(
     arrays |= {f"{name}_labels": labels[rows].astype(np.uint8) for name, rows in parts.items()}
     np.savez(tmp_path / "m.npz", **arrays)
     manifest = read("medmnist", tmp_path / "m.npz", tmp_path).manifest
-    assert (manifest.kind, manifest.input_shape, manifest.task) == (kind, shape, task)
+    assert (manifest.spec.kind, manifest.spec.input_shape, manifest.spec.task) == (kind, shape, task)
     assert 16 <= sum(entry.test for entry in manifest.clients) <= 20  # equally many of each class for both
     del arrays["val_labels"]
     np.savez(tmp_path / "n.npz", **arrays)
@@ -626,15 +635,15 @@ def test_targets_of_own_data_are_measured_exactly(tmp_path: Path) -> None:
     clients.check(own)
     found = clients.measured(own)
     manifest = own_manifest(own, clients.entries, 1, found)
-    assert (manifest.figures, manifest.numbers) == (found, 8)
+    assert (manifest.spec.normalization, manifest.spec.numbers) == (found, 8)
     assert Manifest.from_json(manifest.to_json()) == manifest
     dataset = OwnDataset(clients, manifest)
     raw = [dataset.tensors(name) for name in clients.cards]
     y = np.concatenate([tensors["train_y"].numpy() for tensors in raw]).astype(np.float64)
-    assert manifest.targets.mean == pytest.approx((y.mean(),), rel=1e-12)
-    assert manifest.targets.std == pytest.approx((y.std(),), rel=1e-9)
+    assert manifest.spec.targets.mean == pytest.approx((y.mean(),), rel=1e-12)
+    assert manifest.spec.targets.std == pytest.approx((y.std(),), rel=1e-9)
     codes = np.concatenate([tensors["train_x.codes"].numpy() for tensors in raw])
-    assert manifest.specs["codes"].normalization.mean == pytest.approx(tuple(codes.mean(0)), rel=1e-12)
+    assert manifest.spec.inputs["codes"].normalization.mean == pytest.approx(tuple(codes.mean(0)), rel=1e-12)
     both = torch.cat([dataset.client(name).train.y for name in clients.cards])
     assert float(both.mean()) == pytest.approx(0, abs=1e-5)
     other = Own.model_validate(OWN | {"targets": {"task": "multilabel", "shape": [1]}})
@@ -675,19 +684,17 @@ def test_packing_checks_targets_against_the_experiment(tmp_path: Path) -> None:
     table.to_csv(tmp_path / "t.csv", index=False)
     card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own))).card
     assert read_card(tmp_path / "out") == card
-    assert (card.targets, card.features) == (own.wanted, ("p", "q", "r", "s"))
+    assert (card.spec.targets, card.features) == (own.spec.targets, ("p", "q", "r", "s"))
     np.savez(tmp_path / "t.npz", x=FEATURES, y=RNG.integers(0, 2, (2 * N, 3)))
     with pytest.raises(DataError) as error:
         pack(tmp_path / "t.npz", tmp_path / "other", PackSettings(request=Request(own)))
-    assert mentions(str(error.value), "[3]", "[2]")
+    assert mentions(str(error.value), "t.npz", "3", "2")
 
 
 def described(dataset: FederatedDataset) -> Problem:
     """Return the requirements of a run on a partition, as a server sends them."""
     manifest = dataset.manifest
-    names = ("kind", "input_shape", "class_names", "normalization", "channel_axis", "high", "inputs", "targets")
-    about = without_defaults({"dataset": "d", "clients": 2, **{name: getattr(manifest, name) for name in names}})
-    return Problem.from_json(json.dumps(about))
+    return Problem.from_json(Problem("d", manifest.spec, 2).to_json())
 
 
 @pytest.mark.parametrize(
@@ -769,8 +776,7 @@ class _Fixed:
 
 def card(manifest: Manifest, **others: Any) -> ModelCard:
     """Return the card of a model for a manifest's data."""
-    names = ("kind", "input_shape", "normalization", "channel_axis", "high", "inputs", "targets")
-    about = {name: getattr(manifest, name) for name in names} | {"classes": manifest.class_names} | others
+    about = {"spec": manifest.spec} | others
     about |= {"run": "r", "round": 1, "digest": "0" * 64, "algorithm": "fedavg", "predictor": "personal"}
     return ModelCard(model="mlp", client="c", **about)
 
@@ -779,17 +785,16 @@ def test_personal_models_predict_in_the_units_of_the_targets(tmp_path: Path) -> 
     manifest = opened(FEATURES, PRICES, tmp_path).manifest
     model = PersonalModel(_Fixed(lambda x: x[:, :1]), card(manifest))  # type: ignore[arg-type]
     x = torch.from_numpy(FEATURES[:5])
-    mean, std = manifest.normalization.mean[0], manifest.normalization.std[0]
-    expected = (FEATURES[:5, :1] - mean) / std * manifest.targets.std[0] + manifest.targets.mean[0]
+    mean, std = manifest.spec.normalization.mean[0], manifest.spec.normalization.std[0]
+    expected = (FEATURES[:5, :1] - mean) / std * manifest.spec.targets.std[0] + manifest.spec.targets.mean[0]
     assert np.allclose(model(x).numpy(), expected, rtol=1e-5)
-    assert json.loads(json.dumps(model.card.as_json()))["targets"]["task"] == "regression"
+    assert json.loads(json.dumps(model.card.as_json()))["spec"]["targets"]["task"] == "regression"
     labels = opened(SIGNALS, RNG.integers(0, 2, (2 * N, 5)), tmp_path).manifest
+    signal = labels.spec.inputs[""].normalization
     model = PersonalModel(_Fixed(lambda x: x[:, 0, :5]), card(labels))  # type: ignore[arg-type]
     assert torch.allclose(
         model(SIGNALS[:4]),
-        torch.sigmoid(
-            (torch.from_numpy(SIGNALS[:4, 0, :5]) - labels.normalization.mean[0]) / labels.normalization.std[0]
-        ),
+        torch.sigmoid((torch.from_numpy(SIGNALS[:4, 0, :5]) - signal.mean[0]) / signal.std[0]),
         atol=1e-6,
     )
 

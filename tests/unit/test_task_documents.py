@@ -15,8 +15,7 @@ from test_tasks import TASK
 
 from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
-from fedloom.evaluation.documents import client_rows
-from fedloom.evaluation.outputs import output_document
+from fedloom.evaluation.documents import client_rows, output_document
 from fedloom.evaluation.summary import Communication, RunCost, RunDescription, metrics_line, summary
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.report import write_report

@@ -20,10 +20,9 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.group_statistics import group_statistics, groups, metric_statistics
 from fedloom.evaluation.measure import implausible, metrics
-from fedloom.evaluation.plan import EvaluationPlan
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.evaluation.summary import (
     Communication,
-    EvaluationResult,
     RunCost,
     RunDescription,
     best,

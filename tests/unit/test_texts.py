@@ -121,18 +121,18 @@ def test_tables_with_a_text_column_give_named_integers(ending: str, folder: str,
     frame().to_csv(path, index=False) if ending == "csv" else frame().to_parquet(path, index=False)
     dataset = data_of(path, folder, tmp_path)
     manifest = dataset.manifest
-    assert {name: (spec.kind, spec.shape, spec.high) for name, spec in manifest.specs.items()} == {
+    assert {name: (spec.kind, spec.shape, spec.high) for name, spec in manifest.spec.inputs.items()} == {
         "attention_mask": ("integers", (5,), 2),
         "input_ids": ("integers", (5,), len(WORDS)),
     }
-    assert manifest.class_names == ("down", "up")
-    assert manifest.specs["input_ids"].tokenizer is not None
+    assert manifest.spec.class_names == ("down", "up")
+    assert manifest.spec.inputs["input_ids"].tokenizer is not None
     assert Manifest.from_json(manifest.to_json()) == manifest
     train = dataset.client(manifest.roster[0]).train
     ids, y = train.x, train.y
     assert bool(((ids["input_ids"] == 3).any(1) == (y == 1)).all())
-    single = data_of(path, folder, tmp_path, mask=False).manifest
-    assert (single.kind, single.high, single.tokenizer) == ("integers", 7, manifest.specs["input_ids"].tokenizer)
+    single = data_of(path, folder, tmp_path, mask=False).manifest.spec.inputs[""]
+    assert (single.kind, single.high, single.tokenizer) == ("integers", 7, manifest.spec.inputs["input_ids"].tokenizer)
     with refusing(DataError, "none", "review"):
         data_of(path, folder, tmp_path, column="none")
 
@@ -156,7 +156,7 @@ def test_frames_with_a_text_column_train_a_transformer(folder: str, tmp_path: Pa
     run = fedloom.run(experiment, model=model, out=tmp_path / "run", report=False, progress=False)
     assert run.summary["seen"]["accuracy_mean"] == 1  # two words determine the class
     card = run.models("a").card
-    assert card.specs["input_ids"].tokenizer == data.open().manifest.specs["input_ids"].tokenizer
+    assert card.spec.inputs["input_ids"].tokenizer == data.open().manifest.spec.inputs["input_ids"].tokenizer
     with refusing(ExperimentError, "length"):
         fedloom.Federated.from_frame(frame(), text=text | {"length": 0}, **reported)
 
@@ -176,14 +176,14 @@ def test_packed_clients_record_the_digest_of_their_tokenizer(folder: str, tmp_pa
         return tmp_path / name
 
     plain = read_card(packed("plain", own_texts()))
-    digest = plain.specs["input_ids"].tokenizer
+    digest = plain.spec.inputs["input_ids"].tokenizer
     assert digest is not None
     assert plain.features is None
     needed = own_texts(tokenizer=digest)
     clients = OwnClients.open([packed("a", needed), tmp_path / "plain"])
     clients.check(needed)
     manifest = own_manifest(needed, clients.entries, 1, clients.measured(needed))
-    assert Manifest.from_json(manifest.to_json()).specs["input_ids"].tokenizer == digest
+    assert Manifest.from_json(manifest.to_json()).spec.inputs["input_ids"].tokenizer == digest
     other = tokenizer_at(tmp_path / "other", [*WORDS[:-2], "very", "film"])
     with refusing(DataError, "tokenizer", digest):
         packed("b", needed, folder=other)
@@ -195,8 +195,7 @@ def test_packed_clients_record_the_digest_of_their_tokenizer(folder: str, tmp_pa
         packed("e", own_texts(high=4))
     with refusing(DataError, "attention_mask"):
         packed("f", needed, mask=False)
-    names = ("kind", "input_shape", "class_names", "normalization")
-    wanted = Problem("own", *(getattr(manifest, name) for name in names), clients=1, inputs=manifest.inputs)
+    wanted = Problem("own", manifest.spec, clients=1)
     assert Newcomer.from_folder(tmp_path / "plain", wanted).client_id == "plain"
     with refusing(DataError, "tokenizer", digest):
         Newcomer.from_folder(tmp_path / "c", wanted)
@@ -221,18 +220,19 @@ def test_the_command_packs_texts(folder: str, tmp_path: Path) -> None:
     def command(*options: str) -> Any:
         return CliRunner().invoke(app, ["data", "pack", str(path), "--out", str(tmp_path / "out"), *options])
 
-    for options, fact in (
-        (("--tokenizer", folder), "--text"),
-        (("--text", "review", "--length", "5"), "--tokenizer"),
-        (("--text", "review", "--tokenizer", folder), "--length"),
+    for option, facts in (
+        ("text.column=review", ("--read", "text.tokenizer", "text.length")),
+        ("colour=1", ("--read", "colour")),
+        ("label", ("--read label", "KEY=VALUE")),
     ):
-        refused = command(*options)
+        refused = command("--read", option)
         assert isinstance(refused.exception, ExperimentError)
-        assert mentions(str(refused.exception), fact)
-    done = command("--text", "review", "--tokenizer", folder, "--length", "5", "--padding", "left")
+        assert mentions(str(refused.exception), *facts), str(refused.exception)
+    text = f"text={{column: review, tokenizer: '{folder}', length: 5}}"
+    done = command("--read", text, "--read", "text.padding=left")
     assert done.exit_code == 0, done.output
     card = read_card(tmp_path / "out")
-    assert mentions(done.output, card.specs["input_ids"].tokenizer, "owner", "when")
+    assert mentions(done.output, card.spec.inputs["input_ids"].tokenizer, "owner", "when")
     ids = safetensors.torch.load_file(tmp_path / "out" / "shard.safetensors")["train_x.input_ids"]
     assert ids.shape == (card.train, 5)
     assert bool((ids[:, -1] > 0).all())

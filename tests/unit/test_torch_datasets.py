@@ -71,7 +71,12 @@ def bytes_of(values: NDArray[Any]) -> set[bytes]:
 )
 def test_a_client_may_be_a_data_set(dataset: Any, tmp_path: Path) -> None:
     found = opened(dataset, tmp_path)
-    assert (found.manifest.kind, found.manifest.input_shape, found.manifest.classes) == ("features", (8,), 3)
+    spec = found.manifest.spec
+    assert (spec.kind, spec.input_shape, spec.classes) == (
+        "features",
+        (8,),
+        3,
+    )
     assert rows(found) == bytes_of(X)
     half = opened(Subset(Rows(), range(20)), tmp_path)
     assert rows(half) == bytes_of(X[:20])
@@ -79,19 +84,19 @@ def test_a_client_may_be_a_data_set(dataset: Any, tmp_path: Path) -> None:
 
 def test_names_numbers_and_named_inputs_of_items(tmp_path: Path) -> None:
     named = opened(Rows(y=[f"kind {i}" for i in Y]), tmp_path)
-    assert named.manifest.class_names == ("kind 0", "kind 1", "kind 2")
+    assert named.manifest.spec.class_names == ("kind 0", "kind 1", "kind 2")
     prices = (Y + 0.5).tolist()
-    assert opened(Rows(y=prices), tmp_path).manifest.task == "regression"
+    assert opened(Rows(y=prices), tmp_path).manifest.spec.task == "regression"
     several = [{"a": torch.tensor(row[:3]), "b": torch.tensor(row[3:])} for row in X]
     found = opened(Rows(several), tmp_path)
-    assert set(found.manifest.inputs or {}) == {"a", "b"}
+    assert set(found.manifest.spec.inputs or {}) == {"a", "b"}
     assert rows(found, "x.b") == bytes_of(X[:, 3:])
 
 
 def test_pillow_images_of_items_are_pixels(tmp_path: Path) -> None:
     pixels = RNG.integers(0, 256, (N, 5, 4, 3)).astype(np.uint8)
     found = opened(Rows([Image.fromarray(image) for image in pixels]), tmp_path)
-    assert (found.manifest.kind, found.manifest.input_shape) == ("pixels", (3, 5, 4))
+    assert (found.manifest.spec.kind, found.manifest.spec.input_shape) == ("pixels", (3, 5, 4))
     assert rows(found) == bytes_of(pixels.transpose(0, 3, 1, 2))
 
 

@@ -31,11 +31,12 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
+from fedloom.data.spec import DataSpec
 from fedloom.data.values import as_numbers, number
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
-from fedloom.models.codes import check_codes
 from fedloom.models.factories import FACTORIES
+from fedloom.models.module_facts import check_codes
 from fedloom.models.registry import ModuleSettings
 from fedloom.runner.run_data import make_partition
 
@@ -121,7 +122,7 @@ def test_labels_become_equal_classes_at_every_entry_point(
     entrance: Callable[..., Any], label: Any, classes: tuple[str, ...], tmp_path: Path
 ) -> None:
     manifest, _ = entrance(table(label), tmp_path)
-    assert manifest.class_names == classes
+    assert manifest.spec.class_names == classes
     held = sum(sum(entry.class_counts[split][1] for split in entry.class_counts) for entry in manifest.clients)
     assert abs(held - N // len(classes)) <= 3
 
@@ -150,7 +151,12 @@ def test_typed_numbers_with_fractions_are_regression_targets(
     entrance: Callable[..., Any], label: Any, tmp_path: Path
 ) -> None:
     manifest, opened = entrance(table(label), tmp_path)
-    assert (manifest.task, manifest.classes, manifest.targets.shape, manifest.outputs) == ("regression", 0, (), 1)
+    assert (manifest.spec.task, manifest.spec.classes, manifest.spec.targets.shape, manifest.spec.outputs) == (
+        "regression",
+        0,
+        (),
+        1,
+    )
     y = np.concatenate([opened.client(client).train.y.numpy() for client in manifest.roster])
     assert y.mean() == pytest.approx(0, abs=1e-5)
     assert y.std() == pytest.approx(1, abs=1e-5)
@@ -176,7 +182,7 @@ def test_values_indistinguishable_in_32_bits_are_rejected_at_every_entry_point(
         entrance(table(label, time=1_700_000_000 + np.arange(N) / 8), tmp_path)
     manifest, opened = entrance(table(label, time=1_700_000_000 + 86_400 * 365 * np.arange(N)), tmp_path)
     assert len(values(opened, 1)) == N
-    assert manifest.input_shape == (2,)
+    assert manifest.spec.input_shape == (2,)
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
@@ -283,7 +289,7 @@ def test_binary_text_of_parquet_is_text(tmp_path: Path) -> None:
     source = {"path": str(tmp_path / "t.parquet"), "client": "who"}
     data = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
     manifest = make_partition(of(TASK, data=data)).manifest
-    assert manifest.class_names == ("größer", "no")
+    assert manifest.spec.class_names == ("größer", "no")
     assert [entry.owner for entry in manifest.clients] == ["ann", "bob"]
     label[4] = b"\xff"
     pyarrow.parquet.write_table(pyarrow.table({"a": x, "label": label}), tmp_path / "u.parquet")
@@ -319,7 +325,7 @@ def test_numbered_columns_are_found_and_multilevel_names_are_rejected(tmp_path: 
     x = np.random.default_rng(0).normal(size=(N, 4))
     frame = pandas.DataFrame(np.c_[x, np.arange(N) % 2])
     data = fedloom.Federated.from_frame(frame, label=4, scheme=DEALT, root=tmp_path)
-    assert data.open().manifest.input_shape == (4,)
+    assert data.open().manifest.spec.input_shape == (4,)
     deep = frame.set_axis(pandas.MultiIndex.from_product([["x"], range(5)]), axis=1)
     with pytest.raises(DataError) as error:
         fedloom.Federated.from_frame(deep, label="x", scheme=DEALT, root=tmp_path)
@@ -341,7 +347,11 @@ def test_numbered_columns_are_found_and_multilevel_names_are_rejected(tmp_path: 
     ],
 )
 def test_a_new_client_gives_labels_as_in_training(classes: tuple[str, ...], y: Any, positions: list[int]) -> None:
-    wanted = Problem("table", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
+    wanted = Problem(
+        "table",
+        DataSpec.single("features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0))),
+        clients=1,
+    )
     found = Newcomer.from_arrays("eve", [[1, 2], [3, 4]], y, wanted).client("eve").train
     assert found.y is not None
     assert found.y.tolist() == positions
@@ -356,12 +366,16 @@ def test_given_classes_name_label_positions_for_new_clients_too(tmp_path: Path) 
     clients = {"ann": (x[:30], y[:30]), "bob": (x[30:], y[30:])}
     classes = ("10", "2", "30")  # folders of these names are sorted like this
     data = fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
-    assert data.open().manifest.class_names == classes
+    assert data.open().manifest.spec.class_names == classes
     held = [data.open().tensors(who) for who in ("ann", "bob")]
     first = {tuple(row) for row in x[y == 0].astype(np.float32).tolist()}
     for shard in held:
         assert {tuple(row) for row in shard["train_x"][shard["train_y"] == 0].tolist()} <= first
-    wanted = Problem("t", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
+    wanted = Problem(
+        "t",
+        DataSpec.single("features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0))),
+        clients=1,
+    )
     with pytest.raises(DataError) as error:
         Newcomer.from_arrays("eve", x[:2], [2, 2], wanted)  # the class 2, or the third?
     assert tells(str(error.value), "10, 2, 30", "text")
@@ -371,13 +385,21 @@ def test_given_classes_name_label_positions_for_new_clients_too(tmp_path: Path) 
 
 
 def test_a_new_client_within_the_runs_range_is_accepted(tmp_path: Path) -> None:
-    wanted = Problem("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,)), clients=1)
+    wanted = Problem(
+        "t",
+        DataSpec.single("features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,))),
+        clients=1,
+    )
     x = 1_700_000_000 + np.arange(20)[:, None]
     assert len(Newcomer.from_arrays("eve", x, None, wanted).client("eve").train) == 20
-    narrow = Problem("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (20.0,)), clients=1)
+    narrow = Problem(
+        "t",
+        DataSpec.single("features", (1,), ("a", "b"), Normalization((1.7e9,), (20.0,))),
+        clients=1,
+    )
     with pytest.raises(DataError, match="32-bit"):
         Newcomer.from_arrays("eve", x, None, narrow)
-    named = Problem("t", "features", (1,), ("a", "b"), Normalization((0.0,), (1.0,)), clients=1)
+    named = Problem("t", DataSpec.single("features", (1,), ("a", "b"), Normalization((0.0,), (1.0,))), clients=1)
     with pytest.raises(DataError) as error:
         Newcomer.from_arrays("eve", pandas.DataFrame({"weight": [1.0, 2.0]}), None, named, ("age",))
     assert tells(str(error.value), "weight", "age")
@@ -386,9 +408,13 @@ def test_a_new_client_within_the_runs_range_is_accepted(tmp_path: Path) -> None:
 def test_a_packed_client_and_a_run_name_classes_equally(tmp_path: Path) -> None:
     for name, y in (("t.npz", np.arange(N) % 2 * 10 + 10), ("u.npz", np.arange(N) % 2)):
         np.savez(tmp_path / name, x=np.random.default_rng(0).normal(size=(N, 2)), y=y)
-    wanted = Problem("t", "features", (2,), ("10", "20", "30"), Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
+    wanted = Problem(
+        "t",
+        DataSpec.single("features", (2,), ("10", "20", "30"), Normalization((0.0, 0.0), (1.0, 1.0))),
+        clients=1,
+    )
     packed = pack(tmp_path / "t.npz", tmp_path / "t", PackSettings(id="t"))
-    assert packed.card.classes == ("10", "20")
+    assert packed.card.spec.class_names == ("10", "20")
     found = Newcomer.from_folder(tmp_path / "t", wanted).client("t").train.y
     assert found is not None
     assert set(found.tolist()) == {0, 1}
@@ -539,7 +565,11 @@ def test_numbers_of_other_types_are_rejected() -> None:
             as_numbers(values_)
 
 
-WANTED = Problem("values", "features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
+WANTED = Problem(
+    "values",
+    DataSpec.single("features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0))),
+    clients=1,
+)
 FOUR = np.arange(8.0).reshape(4, 2)
 
 
@@ -612,8 +642,8 @@ def test_a_given_class_may_have_the_name_of_a_marker(tmp_path: Path) -> None:
     assert sum(card.class_counts[split][0] for split in card.class_counts) == N // 2
     given = {"a": (np.random.default_rng(0).normal(size=(N, 1)), regions)}
     data = fedloom.Federated.from_arrays(given, classes=["NA", "EU"], root=tmp_path).open()
-    assert data.manifest.class_names == ("NA", "EU")
-    wanted = replace(WANTED, class_names=("NA", "EU"))
+    assert data.manifest.spec.class_names == ("NA", "EU")
+    wanted = replace(WANTED, spec=replace(WANTED.spec, class_names=("NA", "EU")))
     found = Newcomer.from_arrays("me", FOUR, regions[:4], wanted).client("me").train.y
     assert found is not None
     assert found.tolist() == [0, 1, 0, 1]
@@ -632,7 +662,7 @@ def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
         pack(tmp_path / name, out, PackSettings(id="a", request=Request(own, label=composed + "s")))
         OwnClients.open([out]).check(own)
     data = fedloom.Federated.from_frame(frame, label=composed + "s", scheme=DEALT, root=tmp_path)
-    assert data.open().manifest.class_names == ("a", composed)
+    assert data.open().manifest.spec.class_names == ("a", composed)
     for y in ([apart, "a", apart, "a"], np.array([composed, "a"] * 2)):
         found = Newcomer.from_arrays("me", FOUR, y, WANTED).client("me").train.y
         assert found is not None
@@ -644,7 +674,11 @@ def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
 
 
 def test_grey_images_of_a_new_client_need_no_channel_axis() -> None:
-    wanted = Problem("values", "pixels", (1, 5, 5), ("a", "b"), Normalization((0.0,), (1.0,)), clients=1)
+    wanted = Problem(
+        "values",
+        DataSpec.single("pixels", (1, 5, 5), ("a", "b"), Normalization((0.0,), (1.0,))),
+        clients=1,
+    )
     assert Newcomer.from_arrays("me", np.zeros((4, 5, 5), np.uint8), None, wanted).client("me").train.x.shape == (
         4,
         1,

@@ -234,20 +234,6 @@ def test_helpers_are_weighted_by_their_inverse_variance(tmp_path: Path) -> None:
     del tmp_path
 
 
-def test_local_steps_form_one_gradient(tmp_path: Path) -> None:
-    s, data, p = made(rule="wga", alpha=0.5, local_steps=3, local_lr=0.1), clients(SIZES), problem()
-    fed = run(tmp_path, s, data)
-    theta = fed.state["theta"][0]
-    g = []
-    for c in data:
-        moved = theta
-        for index in drawn(c, s, 1, 3):
-            moved = moved - 0.1 * at(p, moved, c, index)
-        g.append((theta - moved) / 0.3)
-    fed.run()
-    close(fed.state["theta"][0], theta - 0.05 * (0.5 * g[0] + 0.25 * (g[1] + g[2])))
-
-
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_the_corrected_gradient_is_passed_to_the_optimizer(tmp_path: Path, optimizer: str) -> None:
     s, data, p = made(rule="wga", alpha=0.5, optimizer=optimizer, lr=0.02), clients(SIZES), problem()
@@ -360,15 +346,6 @@ def test_a_client_with_a_users_id_gets_no_user_state() -> None:
     assert sent[0].theta.unique().tolist() == [1.0]
 
 
-def test_a_clients_traffic_is_one_state_down_and_one_gradient_up(tmp_path: Path) -> None:
-    fed = run(tmp_path, made())
-    d = problem().model.layout.size
-    fed.run()
-    (attempt,) = fed.loop.journal.counted()
-    assert attempt.payload_down == 8 * 3 * (d + 2)
-    assert attempt.payload_up == 8 * 3 * (d + 3)
-
-
 def test_on_a_quadratic_bias_correction_finds_user_zeros_mean_and_wga_a_mix(tmp_path: Path) -> None:
     """Full batches: f_i(θ) = ‖θ - m_i‖²/2 without noise. WGA converges to m_0 + α (m_avg - m_0), BC to m_0."""
     means = torch.tensor([[0.0, 1.0], [4.0, 1.0], [0.0, -3.0]], dtype=torch.float64)
@@ -409,8 +386,7 @@ STACKED: dict[str, dict[str, Any]] = {
     "given": {"weights": {"c0": 1.0, "c1": 2.0}},
     "variances": {"weights": "inverse_variance", "users": "all"},
     "variances, one": {"weights": "inverse_variance"},
-    "local steps": {"local_steps": 3, "local_lr": 0.1, "users": "all"},
-    "steps": {"steps_per_round": 2, "local_steps": 2},
+    "steps": {"steps_per_round": 2},
 }
 
 
@@ -442,25 +418,6 @@ def test_stacked_clients_reply_as_single_ones(name: str) -> None:
             close(value, torch.cat([one[exchange][key] for one in alone]))
     assert together[0]["gradient"].abs().max() > 1e-4
     assert (together[0]["variance"] > 0).all() == (s.weights == "inverse_variance")
-
-
-@pytest.mark.usefixtures("each_task")
-def test_stacked_clients_are_personalized_as_single_ones() -> None:
-    p, data = problem(), clients((9, 2, 7))
-    half, random = WGA.client(made(personalize_steps=3), p), torch.Generator().manual_seed(5)
-    states = torch.stack([p.model.init(random, torch.float64) for _ in range(3)])
-    steps = torch.tensor([[3.0], [0.0], [3.0]]).double()
-
-    def found(rows: list[int]) -> list[Tensor]:
-        opening = UserModel(states[rows], states.mean(0), steps[rows])
-        with pytest.raises(StopIteration) as end:
-            next(half.open(group([data[i] for i in rows]), opening))
-        return [named["personal"].tensors()["theta"] for named in end.value.value]
-
-    together = found([0, 1, 2])
-    for i in range(3):
-        close(together[i], found([i])[0])
-    assert torch.equal(together[1], states[1])
 
 
 def test_a_client_with_one_example_has_no_variance_and_is_lost_alone() -> None:

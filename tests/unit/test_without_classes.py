@@ -52,8 +52,8 @@ def test_examples_are_distributed_around_their_clients_mean(tmp_path: Path) -> N
     assert client.train.x.std(0).tolist() == pytest.approx([0.5] * 3, rel=0.05)
     assert (len(client.train), len(client.validation), len(client.test)) == (3200, 800, 200)
     assert client.train.y is None
-    assert client.classes == data.manifest.classes == 0
-    assert data.manifest.normalization.mean == (0.0,) * 3
+    assert client.classes == data.manifest.spec.classes == 0
+    assert data.manifest.spec.normalization.mean == (0.0,) * 3
 
 
 def test_spread_moves_each_helper_independently() -> None:

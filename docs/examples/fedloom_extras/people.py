@@ -12,6 +12,7 @@ import numpy as np
 
 from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
 from fedloom.data.datasets.base import OwnFiles
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
 
 CLASS_NAMES = tuple(f"vowel-{i}" for i in range(11))
@@ -49,10 +50,8 @@ def names(folder: Path) -> tuple[str, ...]:
 PEOPLE = Dataset(
     name="people",
     title="People",
-    class_names=CLASS_NAMES,
-    input_shape=(FEATURES,),
+    spec=DataSpec.single("features", (FEATURES,), CLASS_NAMES),
     licence="your own",
     read=read,
-    kind="features",
     own=OwnFiles("people.csv with the columns person, label and nine features", names),
 )

@@ -27,8 +27,8 @@ class ClientWeights:
     """Weights λ ``[n]`` float64, one per client of the roster, initially 1/n."""
 
     def __init__(self, setup: Setup) -> None:
-        self.row = {client: i for i, client in enumerate(setup.roster)}
-        self.start = torch.full((len(self.row),), 1 / max(1, len(self.row)), dtype=torch.float64)
+        self.row, n = setup.rows, len(setup.roster)
+        self.start = torch.full((n,), 1 / max(1, n), dtype=torch.float64)
 
     def of(self, clients: Sequence[str], weights: Tensor) -> Tensor:
         """Return n λ_i of some clients: exactly 1 while λ has not moved."""
@@ -116,6 +116,7 @@ class AgnosticFL(FedAvg):
 
     name = "afl"
     settings = AFLSettings
+    example = {"weights_lr": 0.2, "local": {"steps": 1, "batch_size": 4, "lr": 0.05}}
     server_class = AFLServer
     no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
     predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}

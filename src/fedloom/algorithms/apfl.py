@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, laid_out, train
+from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, adapt, laid_out
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel
@@ -95,12 +95,9 @@ class AdaptivePersonalizedFL(FedAvg):
         """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""
         (v, alpha), new = kept(group, theta, s), group.new
         personal = alpha * v + (1 - alpha) * theta
-        if new:
-            personal[new] = theta[new]  # bitwise equal
-            if s.personalize_steps:
-                sgd = s.local.with_steps(steps=s.personalize_steps)
-                personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta
-        return {"personal": personal, "global": theta}
+        personal[new] = theta[new]  # bitwise equal
+        sgd = s.local.with_steps(steps=s.personalize_steps)
+        return {"personal": adapt(model, group, personal, sgd, new), "global": theta}
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bounds of w's training; the steps include those of v_i."""

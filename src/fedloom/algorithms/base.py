@@ -10,14 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
+from fedloom.algorithms.example_privacy import NoisySteps, Privacy
 from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
@@ -48,6 +48,15 @@ class Setup:
     targets: Targets | None = None  # of tasks other than classification
     protects_examples: bool = False  # by noisy steps (``federation.privacy.of: examples``)
     seed: int = 0  # of the experiment, for numbers that every process draws itself instead of receiving them
+
+    @cached_property
+    def rows(self) -> dict[str, int]:
+        """Position in the roster by client id."""
+        return {client: i for i, client in enumerate(self.roster)}
+
+    def known_row(self, client: str) -> int | None:
+        """Return the position of a client in the roster; None for one that training has not seen."""
+        return self.rows.get(client) if self.same_clients else None
 
     @property
     def outputs(self) -> int:
@@ -142,10 +151,11 @@ class ServerAlgorithm(ABC):
         """Return bounds on the training answer of an honest client with this many train examples, by field name.
 
         For a count, the bound is the maximum value; for any other field, the maximum ℓ2 norm of a row. A client that
-        exceeds a bound is lost for the round. By default only the limits of the quantities apply.
+        exceeds a bound is lost for the round. By default the bounds are those of the settings ``local``, if there are
+        any; otherwise only the limits of the quantities apply.
         """
-        del examples
-        return {}
+        local = getattr(self.settings, "local", None)
+        return {} if local is None else local.update_bounds(examples)
 
     def answer_bounds(self, examples: int) -> Mapping[str, float]:
         """Return :meth:`update_bounds`, without those of changes of θ if θ has buffers, whose moves nothing bounds."""
@@ -215,9 +225,11 @@ class ClientAlgorithm:
         return self._openings().get(opening) not in self.personalizing
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the SGD steps that a client with this many train examples makes for a predictor; 0 by default."""
-        del predictor, examples
-        return 0
+        """Return the SGD steps that a client with this many train examples makes for a predictor.
+
+        By default they are :func:`personalization_steps` for ``personal``, and 0 for others.
+        """
+        return personalization_steps(self.settings, examples) if predictor == "personal" else 0
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the conversation that this message opens.
@@ -236,6 +248,13 @@ class ClientAlgorithm:
         return opened if isinstance(opened, Generator) else _finished(opened)
 
 
+def personalization_steps(settings: Any, examples: int) -> int:
+    """Return the steps of the keys ``personalize_steps`` or ``personalize_epochs`` (of ``local``); 0 without them."""
+    if (epochs := getattr(settings, "personalize_epochs", None)) is not None:
+        return int(settings.local.with_steps(epochs=epochs).count(examples))
+    return int(getattr(settings, "personalize_steps", 0))
+
+
 def _finished(predictors: Predictors) -> Conversation:
     return predictors
     yield
@@ -245,28 +264,6 @@ def conversation(method: F) -> F:
     """Mark a method of a client algorithm as a conversation, opened by the message type that annotates ``opening``."""
     method.is_conversation = True  # type: ignore[attr-defined]
     return method
-
-
-@dataclass(frozen=True)
-class Privacy:
-    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.privacy``).
-
-    Attributes
-    ----------
-    covers
-        Names of the covered message classes; a client's other messages are not protected.
-    clip
-        C: largest ℓ2 norm of one example's term in a sum over n examples, which the client sends divided by n.
-    noise_multiplier
-        z: noise of standard deviation z·2C/n on each coordinate, 2C/n being the effect of replacing one example.
-    delta
-        δ of the reported (ε, δ).
-    """
-
-    covers: tuple[str, ...]
-    clip: float
-    noise_multiplier: float
-    delta: float
 
 
 class Algorithm(ABC):
@@ -280,6 +277,8 @@ class Algorithm(ABC):
     """Version of what the method computes and sends; name and version of aggregator and worker must match."""
     settings: ClassVar[Any]
     """Subclass of ``Settings``: the keys under ``algorithm`` in an experiment file, without ``name``."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Settings of a training on a few examples, in addition to those of :meth:`example_settings`."""
     trains: ClassVar[bool] = True
     """False for a method without rounds, which requires ``federation.rounds: 0``."""
     needs: ClassVar[tuple[Need, ...]] = ()
@@ -323,6 +322,12 @@ class Algorithm(ABC):
     @abstractmethod
     def client(self, settings: Any, setup: Setup) -> ClientAlgorithm:
         """Return the client algorithm."""
+
+    def example_settings(self) -> dict[str, Any]:
+        """Return settings of a training on a few examples, by which tests and the conformance kit run every method."""
+        local = {"epochs": 1, "batch_size": 4, "lr": 0.05}
+        common = {"local": local, "personalize_steps": 2, "personalize_epochs": 1}
+        return {**{k: v for k, v in common.items() if k in self.settings.model_fields}, **self.example}
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name in tables of each predictor: by default ``predictors``."""

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,8 @@ from torch import Tensor
 
 from fedloom.algorithms.batches import Batch, TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_gradients import clipped_sums
-from fedloom.algorithms.local_optimizers import LocalStep, first_rows, local_step
-from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.algorithms.stacking import stacked_losses
+from fedloom.algorithms.local_sgd import LocalSGD, LocalStep, first_rows, local_step
+from fedloom.algorithms.losses import clipped_sums, stacked_losses
 from fedloom.models.flat import FlatModel, Leaves, masked
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.gaussian_mechanism import on_grid
@@ -388,6 +386,23 @@ def train(
     w.buffers |= start
     made = local.trained(local.join(w), losses, counts, key, s.lr)
     return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))
+
+
+def adapt(
+    model: FlatModel, group: ClientGroup, theta: Tensor, s: LocalSGD, members: list[int] | None = None, **how: Any
+) -> Tensor:
+    """Return θ ``[g, d]`` of a group after local steps (:func:`train`) of some members, by default of all.
+
+    Rows without steps stay bitwise unchanged.
+    """
+    if members == [] or not (s.steps or s.epochs):
+        return theta
+    how = {"purpose": "fine-tune", **how}
+    if members is None:
+        return train(model, group, theta, s, **how).theta
+    theta = theta.clone()
+    theta[members] = train(model, group, theta[members], s, members=members, **how).theta
+    return theta
 
 
 def _gradients(

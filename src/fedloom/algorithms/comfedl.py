@@ -17,9 +17,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.base import Cohort, Conversation, Round, conversation
 from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client import LocalTrainer, Parameters, laid_out, mean_loss, train
+from fedloom.algorithms.client import LocalTrainer, Parameters, adapt, laid_out, mean_loss
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, SharedModelServer, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
@@ -52,10 +52,6 @@ def composed_loss(losses: Tensor, gamma: float) -> Tensor:
 
 class ComFedLServer(SharedModelServer):
     """Server of ComFedL: w̄ ← the uniform mean of w_τ^i over the clients that answered."""
-
-    def __init__(self, settings: ComFedLSettings, setup: Setup, generator: torch.Generator) -> None:
-        super().__init__(settings, setup)
-        self.state["theta"] = setup.model.init(generator, setup.dtype)
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training, and of the step at which it may leave the finite range."""
@@ -150,18 +146,15 @@ class ComFedLClient(base.ClientAlgorithm):
         model, shared = self.setup.model, opening.theta.expand(len(clients), -1)
 
         def adapted() -> dict[str, Tensor]:
-            theta, s = shared, self.settings.adaptation
-            if s is not None:
-                key = "inner_lr" if self.settings.objective == "damaml" else "local.lr"
-                theta = train(model, clients, shared, s, purpose="adapt", key=key).theta
+            key = "inner_lr" if self.settings.objective == "damaml" else "local.lr"
+            theta = adapt(model, clients, shared, self.settings.adaptation, purpose="adapt", key=key)
             return {"personal": theta, "global": shared}
 
         return or_shared_alone(model, clients, shared, adapted)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return ``adapt_steps``, or the number it defaults to, for ``personal``."""
-        adaptation = self.settings.adaptation
-        return adaptation.count(examples) if predictor == "personal" and adaptation is not None else 0
+        return self.settings.adaptation.count(examples) if predictor == "personal" else 0
 
 
 def compose_loss(
@@ -325,15 +318,12 @@ class ComFedLSettings(Settings):
         return self.factor_at == "round" if self.factor_at is not None else self.scale != "literal"
 
     @property
-    def adaptation(self) -> LocalSGD | None:
-        """SGD from the shared model to ``personal`` (damaml: the inner step of eq. 10); None if they are the same."""
+    def adaptation(self) -> LocalSGD:
+        """SGD from the shared model to ``personal`` (damaml: the inner step of eq. 10)."""
         damaml, local = self.objective == "damaml", self.local
         steps = int(damaml) if self.adapt_steps is None else self.adapt_steps
-        if not steps:
-            return None
-        counted = local.with_steps(steps=steps)
-        kept = counted.model_dump(exclude={"outer_batch_size"})
-        return counted.plain(self.inner_lr) if damaml else LocalSGD.model_validate(kept)
+        kept = local.plain(self.inner_lr) if damaml else local
+        return kept.with_steps(steps=steps)
 
     def factor(self, loss: Tensor, shift: Tensor) -> Tensor:
         """Return ∇g at a client's loss f ``[g]``, up to the divisor of ``scale`` (papers/002, below eq. 6; line 11).
@@ -377,6 +367,7 @@ class ComFedL(base.Algorithm):
 
     name = "comfedl"
     settings = ComFedLSettings
+    example = {"objective": "damaml", "gamma": 0.5, "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}}
     server = ComFedLServer
     client = ComFedLClient
     messages = (SharedModel, LossAtSharedModel, LossShift, CompositionalUpdate, PersonalizeRequest)

@@ -60,6 +60,7 @@ class Ditto(FedAvg):
 
     name = "ditto"
     settings = DittoSettings
+    example = {"personal": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "proximity": 0.5}
     predictors = {"personal": "Ditto", "global": "Ditto, shared model"}
     stateful = True
     at_home = ("personal",)

@@ -55,10 +55,9 @@ class DRFAServer(SharedModelServer):
     """Server of DRFA, which keeps w and λ."""
 
     def __init__(self, settings: DRFASettings, setup: Setup, generator: torch.Generator) -> None:
-        super().__init__(settings, setup)
+        super().__init__(settings, setup, generator)
         self.weights = ClientWeights(setup)
-        self.sizes["s"] = setup.model.layout.size
-        self.state = {"theta": setup.model.init(generator, setup.dtype), "weights": self.weights.start}
+        self.state["weights"] = self.weights.start
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training."""
@@ -138,6 +137,7 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     name = "drfa"
     no_sums = "draws a client more than once into a sum; set algorithm.replace to false"
     settings = DRFASettings
+    example = {"gamma": 0.05, "local": {"steps": 3, "batch_size": 4, "lr": 0.05}}
     server = DRFAServer
     client = DRFAClient
     messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)

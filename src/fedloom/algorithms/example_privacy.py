@@ -1,4 +1,4 @@
-"""Differential privacy of examples in local training: the methods and settings that allow it, and their noisy steps."""
+"""Claims of differential privacy: of a message, and of examples in local training, with the settings that allow it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,28 @@ if TYPE_CHECKING:
     from fedloom.algorithms.base import Algorithm
 
 KEY = "federation.privacy.of"
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.privacy``).
+
+    Attributes
+    ----------
+    covers
+        Names of the covered message classes; a client's other messages are not protected.
+    clip
+        C: largest ℓ2 norm of one example's term in a sum over n examples, which the client sends divided by n.
+    noise_multiplier
+        z: noise of standard deviation z·2C/n on each coordinate, 2C/n being the effect of replacing one example.
+    delta
+        δ of the reported (ε, δ).
+    """
+
+    covers: tuple[str, ...]
+    clip: float
+    noise_multiplier: float
+    delta: float
 
 
 @dataclass(frozen=True)

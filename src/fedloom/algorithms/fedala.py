@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.client import LocalTrainer, Trained, train
+from fedloom.algorithms.client import LocalTrainer, Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel, Layout
@@ -132,6 +132,7 @@ class FedALA(FedAvg):
 
     name = "fedala"
     settings = FedALASettings
+    example = {"start_epochs": 12}
     predictors = {"personal": "FedALA", "global": "FedALA, shared model"}
     stateful = True
     no_example_privacy = "Clients start from weights W_i, which follow from losses and gradients without noise."
@@ -145,10 +146,8 @@ class FedALA(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedALASettings) -> dict[str, Tensor]:
         """Return ``personal``, Θ̂_i (line 10), which for new clients is w after SGD steps, and ``global``, w."""
-        personal, new = starts(model, group, theta, s)[0], group.new
-        if new and s.personalize_steps:
-            sgd = s.local.with_steps(steps=s.personalize_steps)
-            personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta
+        personal, sgd = starts(model, group, theta, s)[0], s.local.with_steps(steps=s.personalize_steps)
+        personal = adapt(model, group, personal, sgd, group.new)
         return {"personal": personal, "global": theta}
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:

@@ -20,7 +20,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.averaging import Averaging, mean_update, norms_of
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.batches import NothingToTrainOn
-from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.model_needs import check_needs
@@ -108,6 +108,11 @@ class Division:
 class SharedModelServer(base.ServerAlgorithm):
     """Server that keeps a shared model ``theta``, and sends it for clients to personalize."""
 
+    def __init__(self, settings: Any, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.state["theta"] = setup.model.init(generator, setup.dtype)
+        self.sizes["s"] = setup.model.layout.size
+
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
         return cohort.send(PersonalizeRequest(self.state["theta"]))
@@ -117,9 +122,9 @@ class FedAvgServer(SharedModelServer):
     """Server that keeps the shared model, or its shared part, and moves it by the result of ``aggregate``."""
 
     def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
-        super().__init__(settings, setup)
+        super().__init__(settings, setup, generator)
         self.method = method
-        theta, layout = setup.model.init(generator, setup.dtype), setup.model.layout
+        theta, layout = self.state["theta"], setup.model.layout
         division = method.division(setup, settings)
         whole = division.first is None
         part = method.part(setup) if whole else division.sent
@@ -253,8 +258,7 @@ class FedAvg(base.Algorithm):
 
     def personalization_steps(self, s: Any, examples: int) -> int:
         """Return the SGD steps that a client with this many train examples makes for ``personal``."""
-        steps: int = s.personalize_steps
-        return steps
+        return base.personalization_steps(s, examples)
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
@@ -334,17 +338,10 @@ class FineTuningClient(base.ClientAlgorithm):
         sgd, steps = self.sgd, self.settings.personalize_steps
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps`` for ``personal``."""
-        return self.settings.personalize_steps if predictor == "personal" else 0
-
 
 def fine_tune(model: FlatModel, group: ClientGroup, theta: Tensor, sgd: LocalSGD, steps: int) -> dict[str, Tensor]:
     """Return ``personal``, the shared model after this many local steps, and ``global``, before them."""
-    personal = theta
-    if steps:
-        personal = train(model, group, theta, sgd.with_steps(steps=steps), purpose="fine-tune").theta
-    return {"personal": personal, "global": theta}
+    return {"personal": adapt(model, group, theta, sgd.with_steps(steps=steps)), "global": theta}
 
 
 def or_shared_alone(

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -42,15 +42,8 @@ class FedBABU(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
         """Return ``personal``, θ after epochs on body and head (line 4), and ``global``, θ before them."""
-        personal = theta
-        if s.personalize_epochs:
-            sgd = s.local.with_steps(epochs=s.personalize_epochs)
-            personal = train(model, group, theta, sgd, purpose="fine-tune").theta
-        return {"personal": personal, "global": theta}
-
-    def personalization_steps(self, s: FedBABUSettings, examples: int) -> int:
-        """Return the steps of fine-tuning."""
-        return s.local.with_steps(epochs=s.personalize_epochs).count(examples)
+        sgd = s.local.with_steps(epochs=s.personalize_epochs)
+        return {"personal": adapt(model, group, theta, sgd), "global": theta}
 
 
 FEDBABU = FedBABU()

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.client import train
+from fedloom.algorithms.client import adapt
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -55,17 +55,8 @@ class FedBN(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> dict[str, Tensor]:
         """Return the shared entries with the client's own (line 5); a new client trains its own (line 6)."""
-        new = group.new
-        if new and s.personalize_epochs:
-            sgd, own = s.local.with_steps(epochs=s.personalize_epochs), self.own(model, s)
-            made = train(model, group, theta[new], sgd, only=own, members=new, purpose="personalize")
-            theta[new] = made.theta
-        return {"personal": theta}
-
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return the steps of a new client's own entries."""
-        steps: int = s.local.with_steps(epochs=s.personalize_epochs).count(examples)
-        return steps
+        sgd, own = s.local.with_steps(epochs=s.personalize_epochs), self.own(model, s)
+        return {"personal": adapt(model, group, theta, sgd, group.new, only=own, purpose="personalize")}
 
 
 FEDBN = FedBN()

@@ -35,6 +35,7 @@ class FedPer(FedRep):
 
     name = "fedper"
     settings = FedPerSettings
+    example = {}
     predictors = {"personal": "FedPer"}
     head_key = "local"
     no_example_privacy = None  # body and head take the same noisy steps

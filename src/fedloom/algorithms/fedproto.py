@@ -127,10 +127,6 @@ class FedProtoClient(base.ClientAlgorithm):
             theta = nearest(model, theta, opening)
         return predictors_of(model, personal=theta)
 
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the steps of a new client's model."""
-        return self.settings.personalize_steps
-
     def _own(self, clients: ClientGroup, opening: PrototypeTrainRequest) -> Tensor:
         """Return the clients' kept models ``[g, d]``; a new client's starts from the server's seed, or its own."""
         members = range(len(clients))

@@ -52,6 +52,7 @@ class FedProx(FedAvg):
 
     name = "fedprox"
     settings = FedProxSettings
+    example = {"mu": 0.5, "stragglers": 0.5}
     predictors = {"personal": "FedProx + fine-tuning", "global": "FedProx"}
     no_example_privacy = None  # the proximal term does not depend on data
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -45,6 +45,7 @@ class FedRep(FedAvg):
 
     name = "fedrep"
     settings: ClassVar[Any] = FedRepSettings
+    example = {"head": {"epochs": 1, "batch_size": 4, "lr": 0.05}}
     predictors = {"personal": "FedRep"}
     shared = "body"
     stateful = True
@@ -63,12 +64,8 @@ class FedRep(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Mapping[str, Tensor]:
         """Return the shared body with each client's head; a new client trains one by SGD, the body frozen."""
-        theta, new = with_heads(model, group, body), group.new  # line 6
-        if new and s.personalize_epochs:
-            sgd, key = self._sgd(s), f"{self.head_key}.lr"
-            made = train(model, group, theta[new], sgd, only="head", members=new, purpose="personalize", key=key)
-            theta[new] = made.theta
-        return {"personal": theta}
+        theta, how = with_heads(model, group, body), {"purpose": "personalize", "key": f"{self.head_key}.lr"}  # line 6
+        return {"personal": adapt(model, group, theta, self._sgd(s), group.new, only="head", **how)}
 
     def personalization_steps(self, s: Any, examples: int) -> int:
         """Return the steps of a new client's head."""

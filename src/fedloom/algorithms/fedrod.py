@@ -137,9 +137,5 @@ class FedRoD(FedAvg):
         own = group.load_state("theta", theta) if s.personal == "local" else theta
         return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}
 
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return 0: only training makes a personal head."""
-        return 0
-
 
 FEDROD = FedRoD()

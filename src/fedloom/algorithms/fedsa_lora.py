@@ -41,6 +41,7 @@ class FedSALoRA(FedBN):
 
     name = "fedsa-lora"
     settings = FedSALoRASettings
+    example = {"local_parameters": ["*bias"]}
     needs = ()
     predictors = {"personal": "FedSA-LoRA"}
 

@@ -31,18 +31,10 @@ class FGDROServer(SharedModelServer):
     """Server that keeps w, λ log v, m and, for Adam, q; exponentials are relative to its λ log v."""
 
     def __init__(self, settings: FGDROSettings, setup: Setup, generator: torch.Generator) -> None:
-        super().__init__(settings, setup)
-        theta = setup.model.init(generator, setup.dtype)
-        self.sizes["moments"] = settings.moments
-        self.state |= {
-            "theta": theta,
-            "value": torch.zeros(1, dtype=torch.float64),
-            "moments": theta.new_zeros(settings.moments, len(theta)),
-        }
-
-    def update_bounds(self, examples: int) -> Mapping[str, float]:
-        """Return the bound of the number of steps."""
-        return {"steps": self.settings.local.count(examples)}
+        super().__init__(settings, setup, generator)
+        self.sizes["moments"], theta = settings.moments, self.state["theta"]
+        self.state["value"] = torch.zeros(1, dtype=torch.float64)
+        self.state["moments"] = theta.new_zeros(settings.moments, len(theta))
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1 and 10-12.
@@ -206,6 +198,7 @@ class FGDROKL(base.Algorithm):
 
     name = "fgdro-kl"
     settings = FGDROSettings
+    example = {"local": {"steps": 3, "batch_size": 4, "lr": 0.05}}
     server = FGDROServer
     client = FGDROClient
     messages = (RobustModel, RobustUpdate, PersonalizeRequest)

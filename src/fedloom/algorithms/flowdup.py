@@ -29,7 +29,7 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import visible_examples
-from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.algorithms.pefll import under
@@ -230,6 +230,12 @@ class FLowDUP(FedAvg):
 
     name = "flowdup"
     settings = FLowDUPSettings
+    example = {
+        "embedding": {"network": "mlp", "width": 6, "labels": False},
+        "subspace": {"size": 11},
+        "lambda_centre": 0.1,
+        "unlabelled": 0.4,
+    }
     needs = ("any vector", "no buffers")
     keeps_buffers = False
     predictors = {"personal": "FLowDUP"}
@@ -283,10 +289,9 @@ class FLowDUP(FedAvg):
         """Let each client make its model from all of its train inputs, and train it further if it has labels."""
         with torch.no_grad():
             theta = torch.stack([model.made(psi, c) for c, psi in zip(group.clients, shared, strict=True)])
-        able = [i for i, client in enumerate(group.clients) if s.personalize_steps and model.uses_labels(client)]
-        if able:
-            sgd = s.local.with_steps(steps=s.personalize_steps)
-            theta[able] = train(model.model, group, theta[able], sgd, members=able, purpose="fine-tune").theta
+        able = [i for i, client in enumerate(group.clients) if model.uses_labels(client)]
+        sgd = s.local.with_steps(steps=s.personalize_steps)
+        theta = adapt(model.model, group, theta, sgd, able)
         return predictors_of(model.model, personal=theta)
 
     def titles(self, settings: Any) -> Mapping[str, str]:

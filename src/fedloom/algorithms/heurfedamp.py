@@ -7,7 +7,6 @@ u_i = Σ_j ξ_ij w_j, with weights from cosines, and the client minimizes f_i(w)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.client import Correction, proximal, train
+from fedloom.algorithms.client import Correction, adapt, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
@@ -45,18 +44,13 @@ class HeurFedAMPServer(base.ServerAlgorithm):
     def __init__(self, settings: HeurFedAMPSettings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
         self.sizes["s"] = setup.model.layout.size
-        self.row = {client: i for i, client in enumerate(setup.roster)}
-        theta = setup.model.init(generator, setup.dtype)
-        self.state = {"models": theta.repeat(len(self.row), 1), "counted": torch.zeros(len(self.row), dtype=torch.long)}
-
-    def update_bounds(self, examples: int) -> Mapping[str, float]:
-        """Return the bound of the number of steps."""
-        return {"steps": self.settings.local.count(examples)}
+        theta, n = setup.model.init(generator, setup.dtype), len(setup.roster)
+        self.state = {"models": theta.repeat(n, 1), "counted": torch.zeros(n, dtype=torch.long)}
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 2-5 for the cohort."""
         cohort, models, counted = round.sample(), self.state["models"], self.state["counted"]
-        where = torch.tensor([self.row[client] for client in cohort.clients])
+        where = torch.tensor([self.setup.rows[client] for client in cohort.clients])
         u = torch.stack([self._centre(i) for i in where.tolist()])  # line 3
         updates = cohort.send(Centre(u), Update)  # line 4
         here = where[updates.present]
@@ -83,8 +77,8 @@ class HeurFedAMPServer(base.ServerAlgorithm):
         """Send each client its model; a client never counted gets the mean of those counted and trains (ours)."""
         models, counted = self.state["models"], self.state["counted"].bool()
         mean = models[counted].mean(0) if counted.any() else models[0]
-        places = [self.row.get(client, -1) if self.setup.same_clients else -1 for client in cohort.clients]
-        own = [i >= 0 and bool(counted[i]) for i in places]
+        places = [self.setup.known_row(client) for client in cohort.clients]
+        own = [i is not None and bool(counted[i]) for i in places]
         theta = torch.stack([models[i] if mine else mean for i, mine in zip(places, own, strict=True)])
         return cohort.send(ClientModel(theta, torch.tensor([[float(not mine)] for mine in own]).double()))
 
@@ -104,10 +98,8 @@ class HeurFedAMPClient(base.ClientAlgorithm):
     def personalize(self, clients: ClientGroup, opening: ClientModel) -> Predictors:
         """Return ``personal``, the client's model; a new client makes one visit's steps from the mean."""
         s, theta = self.settings, opening.theta
-        if new := opening.new[:, 0].nonzero().flatten().tolist():
-            how = {"members": new, "correct": s.pull, "purpose": "personalize"}
-            theta = theta.clone()
-            theta[new] = train(self.setup.model, clients, theta[new], s.local, **how).theta
+        new = opening.new[:, 0].nonzero().flatten().tolist()
+        theta = adapt(self.setup.model, clients, theta, s.local, new, correct=s.pull, purpose="personalize")
         return predictors_of(self.setup.model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
@@ -154,6 +146,7 @@ class HeurFedAMP(base.Algorithm):
     name = "heurfedamp"
     no_sums = "compares each client's own model with every other at the server"
     settings = HeurFedAMPSettings
+    example = {"proximity": 0.5}
     server = HeurFedAMPServer
     client = HeurFedAMPClient
     messages = (Centre, Update, ClientModel)

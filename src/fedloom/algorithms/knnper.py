@@ -140,6 +140,7 @@ class KNNPer(FedAvg):
 
     name = "knn-per"
     settings = KNNPerSettings
+    example = {"neighbours": [1, 3], "mixing": [0.0, 0.3, 1.0], "scale": 1.0}
     tasks = ("classification", "regression")
     restriction = "Neighbours vote for one class, or average their numbers."
     needs = ("labels", "features")
@@ -156,10 +157,6 @@ class KNNPer(FedAvg):
             personal.choose(single(split.x), s.neighbours, s.mixing)
             found.append({"personal": personal, "global": ModelPredictor(model, row)})
         return found
-
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return 0: clients do not train."""
-        return 0
 
     def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
         """Reject a client with fewer examples than the smallest k."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -54,15 +54,8 @@ class LGFedAvg(FedAvg):
         self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings
     ) -> dict[str, Tensor]:
         """Return the shared head on each client's body (line 5); a new client trains one, the head frozen (line 6)."""
-        theta, new = with_bodies(model, group, theta), group.new
-        if new and s.personalize_epochs:
-            sgd = s.local.with_steps(epochs=s.personalize_epochs)
-            theta[new] = train(model, group, theta[new], sgd, members=new, only="body", purpose="personalize").theta
-        return {"personal": theta}
-
-    def personalization_steps(self, s: LGFedAvgSettings, examples: int) -> int:
-        """Return the steps of a new client's body."""
-        return s.local.with_steps(epochs=s.personalize_epochs).count(examples)
+        theta, sgd = with_bodies(model, group, theta), s.local.with_steps(epochs=s.personalize_epochs)
+        return {"personal": adapt(model, group, theta, sgd, group.new, only="body", purpose="personalize")}
 
 
 LGFEDAVG = LGFedAvg()

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Round, Setup, Statistics, conversation
-from fedloom.algorithms.client import train
+from fedloom.algorithms.client import adapt
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
@@ -58,9 +58,7 @@ class LocalClient(base.ClientAlgorithm):
         model, members = self.setup.model, range(len(clients))
         start = torch.stack([model.init(clients.generator(i, "init"), self.setup.dtype) for i in members])
         theta = start.to(first(clients.clients[0].train.x).device)
-        if self.settings.local.steps != 0:  # 0: untrained (``evaluation.own_steps``)
-            theta = train(model, clients, theta, self.settings.local).theta
-        return predictors_of(model, personal=theta)
+        return predictors_of(model, personal=adapt(model, clients, theta, self.settings.local, purpose="train"))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the steps of the whole training."""

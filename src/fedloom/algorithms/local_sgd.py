@@ -3,13 +3,81 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
+import torch
 from pydantic import BeforeValidator, Field, model_validator
+from torch import Tensor
 
 from fedloom.algorithms.example_privacy import NoisySteps
-from fedloom.algorithms.schedules import RateSchedule
 from fedloom.core.settings import Settings
+
+
+class _WarmUp(Settings):
+    warmup_rounds: int = Field(default=0, ge=0, description="W: the factor of round t ≤ W is t / (W + 1)")
+
+    def factor(self, round: int) -> float:
+        """Return the factor of a round t = 1, 2, ..."""
+        warm = self.warmup_rounds
+        return round / (warm + 1) if round <= warm else self.after_warmup(round - warm - 1)
+
+    @abstractmethod
+    def after_warmup(self, e: int) -> float:
+        """Return the factor e = 0, 1, ... rounds after the first one without warm-up."""
+
+
+class ConstantRate(_WarmUp):
+    """Factor 1 after the warm-up."""
+
+    name: Literal["constant"]
+
+    def after_warmup(self, e: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+class CosineRate(_WarmUp):
+    """Half a cosine from 1 towards ``floor`` (torch's CosineAnnealingLR), which later rounds do not leave."""
+
+    name: Literal["cosine"]
+    rounds: int = Field(
+        ge=1, description="R, the rounds of the schedule, with warm-up; later rounds have the factor of round R"
+    )
+    floor: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="with T = R - W: the factor is floor + (1 - floor) (1 + cos(π e / T)) / 2, e = 0 ... T - 1",
+    )
+
+    @model_validator(mode="after")
+    def _outlasts_warmup(self) -> Self:
+        if self.warmup_rounds >= self.rounds:
+            raise ValueError(f"warmup_rounds: must be below rounds, {self.rounds} (got {self.warmup_rounds})")
+        return self
+
+    def after_warmup(self, e: int) -> float:
+        """Return floor + (1 - floor) (1 + cos(π e / T)) / 2."""
+        length = self.rounds - self.warmup_rounds
+        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(e, length - 1) / length)) / 2
+
+
+class StepRate(_WarmUp):
+    """Decay by ``gamma`` after every ``every`` rounds (torch's StepLR; with ``every`` 1, ExponentialLR)."""
+
+    name: Literal["step"]
+    every: int = Field(ge=1, description="rounds between decays: the factor is gamma^⌊e / every⌋")
+    gamma: float = Field(default=0.1, gt=0, le=1, description="factor of one decay")
+
+    def after_warmup(self, e: int) -> float:
+        """Return gamma^⌊e / every⌋."""
+        return self.gamma ** (e // self.every)
+
+
+RateSchedule: TypeAlias = Annotated[ConstantRate | CosineRate | StepRate, Field(discriminator="name")]
+"""Schedule by its name."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -71,6 +139,10 @@ class PlainSGD(Settings):
             return 0
         batches = (self.epochs or 0) * (examples // min(self.batch_size, examples))
         return self.steps or math.ceil(batches / self.accumulate)
+
+    def update_bounds(self, examples: int) -> dict[str, float]:
+        """Return the bound of ``steps``; see :meth:`ServerAlgorithm.update_bounds`."""
+        return {"steps": self.count(examples)}
 
     def noisy(self, examples: int) -> NoisySteps:
         """Return the noisy steps of a visit of a client with this many train examples."""
@@ -160,3 +232,145 @@ class LocalSGD(PlainSGD):
         """Return plain SGD of this many steps or epochs on the same batches, with another rate and the loss alone."""
         kept = {name: getattr(self, name) for name in ("steps", "epochs", "batch_size", "mask_absent")}
         return LocalSGD.model_validate({**kept, "lr": lr, "momentum": 0.0})
+
+
+LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
+"""Function ``(gradients, active) -> None``; see :func:`local_step`."""
+
+_Move: TypeAlias = Callable[[list[Tensor], bool], None]
+"""Step in place along gradients, one for each leaf.
+
+If the flag is set, SGD rounds lr · step before subtracting it, whereas torch rounds once. ComFedL, which passes the
+active clients of each step, has always done so, and its results stay the same to the bit.
+"""
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Defaults of Adam, as in torch."""
+
+
+def clip_norm(gradients: list[Tensor], largest: float, *, stacked: bool) -> None:
+    """Scale each client's gradient in place so that its norm over all leaves is at most ``largest``."""
+    if stacked:
+        norm = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        factor = (largest / (norm + 1e-6)).clamp(max=1)
+        torch._foreach_mul_(gradients, [_per_client(factor, gradient) for gradient in gradients])
+        return
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    factor = (largest / (norm + 1e-6)).clamp(max=1)
+    if factor != 1:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_value(gradients: list[Tensor], largest: float) -> None:
+    """Limit every entry of the gradients, in place, to -largest ... largest."""
+    torch._foreach_clamp_min_(gradients, -largest)
+    torch._foreach_clamp_max_(gradients, largest)
+
+
+def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """Return views of the first rows of stacked tensors, as many as ``like`` has, or the tensors if that is all."""
+    whole = not tensors or tensors[0].shape == like[0].shape
+    return tensors if whole else [tensor[: len(like[0])] for tensor in tensors]
+
+
+def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay: bool) -> LocalStep:
+    """Return ``(gradients, active) -> None``, a step of active clients in place, with a fresh optimizer.
+
+    A step adds the gradient of λ_θ's term if ``decay``, clips, and moves w by the optimizer at this rate; it may
+    overwrite the gradients. ``active`` is ``[g]`` bool; None for all clients. Gradients of only the first k clients
+    move only these; later gradients must then be of at most k clients.
+    """
+    move = _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
+
+    @torch.no_grad()
+    def step(gradients: list[Tensor], active: Tensor | None) -> None:
+        if active is not None and not stacked and not active:
+            return
+        if decay and s.lambda_theta:
+            gradients = list(torch._foreach_add(gradients, first_rows(w, gradients), alpha=2 * s.lambda_theta))
+        if s.clip is not None or s.clip_value is not None:
+            gradients = _separate(gradients)
+        if s.clip is not None:
+            clip_norm(gradients, s.clip, stacked=stacked)
+        if s.clip_value is not None:
+            clip_value(gradients, s.clip_value)
+        before = [leaf.clone() for leaf in w] if active is not None and stacked else []
+        move(gradients, active is not None)
+        for leaf, old in zip(w, before, strict=False):
+            # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
+            leaf.copy_(torch.where(_per_client(active, leaf), leaf, old))  # type: ignore[arg-type]
+
+    return step
+
+
+def _separate(gradients: list[Tensor]) -> list[Tensor]:
+    """Return gradients that can be changed in place.
+
+    Autograd may return one tensor for two leaves that are only used as a sum, or a tensor whose entries share memory.
+    """
+    seen: set[int] = set()
+    found = []
+    for gradient in gradients:
+        shared = gradient.data_ptr() in seen or (0 in gradient.stride() and gradient.numel() > 1)
+        seen.add(gradient.data_ptr())
+        found.append(gradient.clone(memory_format=torch.contiguous_format) if shared else gradient)
+    return found
+
+
+def _per_client(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape one value per client ``[g]`` to broadcast against a stacked leaf."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> _Move:
+    """Return the step of torch.optim.SGD."""
+    momentum: list[Tensor] = []
+
+    def step(gradients: list[Tensor], rounded: bool) -> None:
+        moved = first_rows(w, gradients)
+        if s.weight_decay:
+            gradients = list(torch._foreach_add(gradients, moved, alpha=s.weight_decay))
+        if s.momentum:
+            kept = first_rows(momentum, gradients)
+            if momentum:
+                torch._foreach_mul_(kept, s.momentum)
+                torch._foreach_add_(kept, gradients)
+            else:
+                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(moved, gradients, strict=True))
+                kept = momentum
+            gradients = list(torch._foreach_add(gradients, kept, alpha=s.momentum)) if s.nesterov else kept
+        if rounded:
+            torch._foreach_sub_(moved, torch._foreach_mul(gradients, lr))
+        else:
+            torch._foreach_add_(moved, gradients, alpha=-lr)
+
+    return step
+
+
+def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
+    """Return the step of torch.optim.Adam, or of torch.optim.AdamW if the decay is decoupled from the gradient.
+
+    D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; I. Loshchilov, F. Hutter, Decoupled weight decay
+    regularization, ICLR 2019, arXiv 1711.05101, Algorithm 2.
+    """
+    (beta1, beta2), eps = s.betas or BETAS, s.eps or EPS
+    everyone = w, *([torch.zeros_like(leaf) for leaf in w] for _ in range(2))
+    made = 0
+
+    def step(gradients: list[Tensor], rounded: bool) -> None:
+        nonlocal made
+        made += 1
+        w, first, second = (first_rows(tensors, gradients) for tensors in everyone)
+        if s.weight_decay and decoupled:
+            torch._foreach_mul_(w, 1 - lr * s.weight_decay)
+        elif s.weight_decay:
+            gradients = list(torch._foreach_add(gradients, w, alpha=s.weight_decay))
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        scale = torch._foreach_sqrt(second)
+        torch._foreach_div_(scale, (1 - beta2**made) ** 0.5)
+        torch._foreach_add_(scale, eps)
+        torch._foreach_addcdiv_(w, first, scale, -lr / (1 - beta1**made))
+
+    return step

@@ -20,8 +20,9 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.batches import batches, visible_examples
-from fedloom.algorithms.client import train
+from fedloom.algorithms.client import adapt, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import Privacy
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
@@ -71,10 +72,6 @@ class PeFLLServer(base.ServerAlgorithm):
             **prefixed("step_h", optimizer_h.start(list(eta_h.values()))),
         }
         self._pending: Callable[[], None] | None = None
-
-    def update_bounds(self, examples: int) -> Mapping[str, float]:
-        """Return the bounds of local training."""
-        return self.settings.local.update_bounds(examples)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform Algorithm 2, lines 2-18."""
@@ -186,15 +183,9 @@ class PeFLLClient(base.ClientAlgorithm):
         how = self.settings.descriptor.evaluate
         v, _ = self._describe(clients, opening.eta_v, how, "evaluation-descriptor", graph=False)
         model: PersonalizedModel = yield Descriptor(v)
-        theta, steps = self._expanded(model.theta), self.settings.personalize_steps
-        if steps:  # not in the paper: further local steps
-            sgd = self.settings.local.with_steps(steps=steps)
-            theta = train(self.setup.model, clients, theta, sgd, purpose="fine-tune").theta
+        sgd = self.settings.local.with_steps(steps=self.settings.personalize_steps)  # not in the paper: further steps
+        theta = adapt(self.setup.model, clients, self._expanded(model.theta), sgd)
         return predictors_of(self.setup.model, personal=theta)
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps``."""
-        return self.settings.personalize_steps
 
     def _expanded(self, made: Tensor) -> Tensor:
         """Return θ ``[g, d]`` from the hypernetwork's output: θ itself, or its coordinates ``[g, k]`` in a subspace."""
@@ -411,6 +402,12 @@ class PeFLL(base.Algorithm):
     name = "pefll"
     no_sums = "needs each client's own descriptor and update at the server, whose hypernetwork learns from them"
     settings = PeFLLSettings
+    example = {
+        "embedding": {"network": "linear"},
+        "descriptor": {"standardize": "first"},
+        "server": {"rule": "adam", "lr": 0.01},
+        "personalize_steps": 0,
+    }
     needs = ("any vector",)
     server = PeFLLServer
     client = PeFLLClient
@@ -454,12 +451,12 @@ class PeFLL(base.Algorithm):
             return None
         return "descriptor.size", "null means 1 + n/4 for n clients, but their number changes; set a number"
 
-    def privacy(self, settings: Any) -> base.Privacy | None:
+    def privacy(self, settings: Any) -> Privacy | None:
         """Return the privacy guarantee of a descriptor; updates of clients in training are not covered."""
         private = settings.descriptor.privacy
         if private is None:
             return None
-        return base.Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
+        return Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
 
     def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
         """Return the settings for a client that requests a descriptor with this noise.

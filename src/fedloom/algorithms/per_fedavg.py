@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, laid_out, train
+from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, adapt, laid_out
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
@@ -97,11 +97,10 @@ class MetaLearning(Settings):
         return (self.delta or 1e-3) if self.hessian == "finite_difference" else None
 
     @property
-    def adaptation(self) -> LocalSGD | None:
-        """SGD from the shared model to ``personal``; None if they are the same."""
-        if not self.personalize_steps or not self.inner_lr:
-            return None
-        return self.local.with_steps(steps=self.personalize_steps).plain(self.inner_lr)
+    def adaptation(self) -> LocalSGD:
+        """SGD from the shared model to ``personal``, without steps if they are the same."""
+        steps = self.personalize_steps if self.inner_lr else 0
+        return self.local.plain(self.inner_lr or 1.0).with_steps(steps=steps)
 
 
 class PerFedAvgSettings(MetaLearning, Averaging):
@@ -113,6 +112,7 @@ class PerFedAvg(FedAvg):
 
     name = "per-fedavg"
     settings: ClassVar[Any] = PerFedAvgSettings
+    example = {"inner_lr": 0.05, "hessian": "finite_difference"}
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
     no_example_privacy = (
         "The gradient after an inner step depends on two batches together, so that no example's part of it can be "
@@ -141,14 +141,11 @@ class PerFedAvg(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> dict[str, Tensor]:
         """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
-        personal = theta
-        if s.adaptation is not None:
-            personal = train(model, group, theta, s.adaptation, purpose="fine-tune", key="inner_lr").theta
-        return {"personal": personal, "global": theta}
+        return {"personal": adapt(model, group, theta, s.adaptation, key="inner_lr"), "global": theta}
 
-    def personalization_steps(self, s: Any, examples: int) -> int:
+    def personalization_steps(self, s: MetaLearning, examples: int) -> int:
         """Return the steps of adaptation."""
-        return 0 if s.adaptation is None else s.personalize_steps
+        return s.adaptation.count(examples)
 
 
 PER_FEDAVG = PerFedAvg()

@@ -25,13 +25,14 @@ from fedloom.algorithms.batches import Batch, NothingToTrainOn
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.example_privacy import NoisySteps
-from fedloom.algorithms.ivon import BETAS, by_ivon
 from fedloom.algorithms.local_sgd import Betas
 from fedloom.algorithms.mean_field import (
+    BETAS,
     MU,
     RHO,
     MeanField,
     add_posterior_gradient,
+    by_ivon,
     gaussian,
     matched_moments,
     prior_gradient,
@@ -212,10 +213,6 @@ class PFedBayesClient(base.ClientAlgorithm):
         noise = self.settings.noise * torch.randn(self.settings.draws, v.shape[-1], generator=generator, dtype=v.dtype)
         thetas = MeanField(v).sample(noise.to(v.device)) if len(noise) else v[None, MU]
         return Ensemble(self.setup.model, thetas, mu=v[MU], rho=v[RHO])
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps`` for ``personal``."""
-        return self.settings.personalize_steps if predictor == "personal" else 0
 
 
 def likelihood_of(model: FlatModel) -> FlatModel:
@@ -430,6 +427,7 @@ class PFedBayes(base.Algorithm):
 
     name = "pfedbayes"
     settings = PFedBayesSettings
+    example = {"steps": 2, "batch_size": 4, "optimizer": "adam", "draws": 3}
     needs = ("labels", "any vector")
     no_sums = "needs each client's own Gaussian at the server; set aggregation to parameters and averaged to null"
     server = PFedBayesServer

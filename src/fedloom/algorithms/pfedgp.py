@@ -30,7 +30,7 @@ from fedloom.data.federated import ClientData
 from fedloom.data.inputs import single
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
-from fedloom.models.predictors import Predictors
+from fedloom.models.predictors import Predictor, Predictors
 
 NODES, WEIGHTS = map(torch.from_numpy, np.polynomial.hermite.hermgauss(20))
 """Nodes and weights of Gauss-Hermite quadrature, which averages the logistic function over a Gaussian."""
@@ -287,7 +287,7 @@ def unusable(s: PFedGPSettings, examples: int, classes: int) -> str | None:
 # --- the predictor of a client ----------------------------------------------------------------------------------------
 
 
-class GPTree:
+class GPTree(Predictor):
     """Predictor of a client: the shared body, and the Gaussian processes of its tree, fitted to its train split.
 
     Parameters
@@ -315,23 +315,6 @@ class GPTree:
             omega = gibbs(prior(u[rows], s), kappa, s.chains_predict, s.gibbs_steps, random)  # line 13
             for name, tensor in (("features", u[rows]), ("kappa", kappa), ("omega", omega)):
                 self.parameters[f"gp.{i}.{name}"] = tensor.to(x.device)
-
-    @torch.no_grad()
-    def log_probabilities(self, x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
-        return self.predict(self.parameters, x)
-
-    def predictions(self, x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
-        return self.log_probabilities(x)
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
-        return self.log_probabilities(x).exp()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors used for prediction."""
-        return self.parameters
 
     def named(self) -> dict[str, Tensor]:
         """Return the body's entries, and features, sides and ω of each Gaussian process, as ``gp.0.omega``."""
@@ -392,6 +375,7 @@ class PFedGP(FedAvg):
 
     name = "pfedgp"
     settings = PFedGPSettings
+    example = {"steps": 2, "gibbs_steps": 2, "chains": 3, "chains_predict": 4, "clip": None}
     tasks = ("classification",)
     restriction = "Its Gaussian processes decide between the two sides of splits of the classes."
     needs = ("labels", "default loss")
@@ -418,10 +402,6 @@ class PFedGP(FedAvg):
                 raise DataError(f"client {client.id}: {wrong}")
             found.append({"personal": GPTree(model, body[i], client, s, numpy_generator(group.generator(i, "gp")))})
         return found
-
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return 0: Gaussian processes are not trained."""
-        return 0
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bounds of the body's training."""

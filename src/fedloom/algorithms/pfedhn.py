@@ -43,8 +43,7 @@ class PFedHNServer(base.ServerAlgorithm):
         weights = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
         if settings.start == "model":
             weights = self.hypernetwork.started_at(setup.model.init(generator, setup.dtype), weights)
-        self.row = {client: i for i, client in enumerate(setup.roster)}
-        table = torch.randn(len(self.row) + 1, size, generator=generator, dtype=torch.float64).to(setup.dtype)
+        table = torch.randn(len(setup.roster) + 1, size, generator=generator, dtype=torch.float64).to(setup.dtype)
         self.optimizer = settings.optimizer(settings.server_lr)
         self.descent = settings.optimizer(settings.embedding_lr or settings.server_lr)
         self.sizes["s"] = self.sizes["d"]
@@ -55,14 +54,10 @@ class PFedHNServer(base.ServerAlgorithm):
             **prefixed("step", self.optimizer.start(list(weights.values()))),
         }
 
-    def update_bounds(self, examples: int) -> dict[str, float]:
-        """Return the bounds of local training."""
-        return self.settings.local.update_bounds(examples)
-
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1-6."""
         cohort = round.sample()  # line 1
-        mine = torch.tensor([self.row[client] for client in cohort.clients])
+        mine = torch.tensor([self.setup.rows[client] for client in cohort.clients])
         theta, pullback = self.hypernetwork.vjp(under("h", self.state), self.state["embeddings"][mine])  # line 2
         updates = cohort.send(PFedHNTrainRequest(theta), Update)  # lines 2-3
         back = pullback(updates.delta_theta, updates.mean_weights)
@@ -79,9 +74,9 @@ class PFedHNServer(base.ServerAlgorithm):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Make the models of known clients, and search for the embeddings of the others."""
-        places = [self.row.get(client) if self.setup.same_clients else None for client in cohort.clients]
+        places = [self.setup.known_row(client) for client in cohort.clients]
         new = torch.tensor([place is None for place in places])[:, None]
-        e = self.state["embeddings"][[len(self.row) if place is None else place for place in places]]
+        e = self.state["embeddings"][[len(self.setup.roster) if place is None else place for place in places]]
         momentum, h = torch.zeros_like(e), under("h", self.state)
         for _ in range(self.settings.personalize_exchanges if new.any() else 0):
             theta, pullback = self.hypernetwork.vjp(h, e)  # line 2, for a new client
@@ -201,6 +196,7 @@ class PFedHN(base.Algorithm):
     name = "pfedhn"
     no_sums = "needs each client's own update at the server, whose hypernetwork learns from it"
     settings = PFedHNSettings
+    example = {"embedding_lr": 0.05, "personalize_exchanges": 2}
     needs = ("any vector",)
     server = PFedHNServer
     client = PFedHNClient

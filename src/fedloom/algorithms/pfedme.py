@@ -53,6 +53,7 @@ class PFedMe(FedAvg):
 
     name = "pfedme"
     settings = PFedMeSettings
+    example = {"steps": 2, "inner_steps": 2, "batch_size": 4, "lr": 0.02}
     predictors = {"personal": "pFedMe", "global": "pFedMe, shared model"}
     no_example_privacy = None  # w_i follows noisy steps of θ_i
 

@@ -62,6 +62,7 @@ class QFedAvg(FedAvg):
 
     name = "q-fedavg"
     settings = QFedAvgSettings
+    example = {"q": 1.0}
     predictors = {"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"}
     update = FairUpdate
     no_example_privacy = "Clients scale their updates by their losses, which have no noise."

@@ -32,13 +32,8 @@ class ScaffoldServer(SharedModelServer):
     """Server that keeps w, and c, the mean of the c_i of all seen clients; c_i is zero for clients never drawn."""
 
     def __init__(self, settings: Any, setup: Setup, generator: torch.Generator) -> None:
-        super().__init__(settings, setup)
-        theta = setup.model.init(generator, setup.dtype)
-        self.state |= {"theta": theta, "c": torch.zeros_like(theta)}
-
-    def update_bounds(self, examples: int) -> Mapping[str, float]:
-        """Return the bound of the number of steps."""
-        return {"steps": self.settings.local.count(examples)}
+        super().__init__(settings, setup, generator)
+        self.state["c"] = torch.zeros_like(self.state["theta"])
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 2 and 8-9; lost clients are in neither mean."""

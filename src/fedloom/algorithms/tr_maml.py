@@ -33,6 +33,7 @@ class TRMAML(PerFedAvg):
 
     name = "tr-maml"
     settings = TRMAMLSettings
+    example = {"weights_lr": 0.2, "personalize_steps": 1}
     server_class = WeightedServer
     no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
     predictors = {"personal": "TR-MAML", "global": "TR-MAML, shared model"}

@@ -5,15 +5,12 @@ learning, arXiv 2111.05968 (papers/004). User 0 minimizes its own objective f_0 
 at its own state θ (Algorithm 1). The aggregation on user 0 is one of four rules: Alone, WGA (Algorithm 2), Bias
 Correction (Algorithm 3), and Bias Correction with an oracle (§5.1). Our copy of the paper lacks its formulas;
 docs/algorithms/wga.md gives our reading. Beyond the paper (§7), every client can be user 0 at once, a round can have
-several exchanges, a gradient can stand for several local steps, and the corrected gradient can pass through momentum
-or Adam.
+several exchanges, and the corrected gradient can pass through momentum or Adam.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -23,7 +20,7 @@ from torch import Tensor
 from fedloom.algorithms import base, collaboration
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.client import LocalTrainer, adapt
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
 from fedloom.algorithms.fedavg import or_shared_alone
@@ -44,7 +41,6 @@ class WGAServer(base.ServerAlgorithm):
 
     def __init__(self, settings: WGASettings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
-        self.roster = {client: i for i, client in enumerate(setup.roster)}
         one = (settings.user,) if settings.user is not None else setup.roster[:1]
         self.always, users = (one, one) if settings.users == "one" else ((), setup.roster)
         self.row = {client: i for i, client in enumerate(users)}
@@ -74,41 +70,51 @@ class WGAServer(base.ServerAlgorithm):
             t = (round.number - 1) * s.steps_per_round + step
             answered: list[tuple[int, Replies[Gradients]]] = []
             for block in blocks:
-                exchange = self._exchange(cohort, block, step, new["theta"])
-                steps += exchange.steps
-                answered.append((len(block), exchange.replies))
+                replies, truth = self._exchange(cohort, block, step, new["theta"])
+                steps += replies.total(replies.steps) + (0.0 if truth is None else truth.total(truth.steps))
+                answered.append((len(block), replies))
                 for j, user in enumerate(block):
                     at = cohort.clients.index(user)
-                    if exchange.present[at]:  # without its own gradient a user makes no step
+                    if (replies if truth is None else truth).present[at]:  # without its own gradient it makes no step
                         noise = round.generator(f"oracle/{step}/{user}")
-                        self._move_user(new, exchange, j, at, t, noise)
-                        losses.append(float(exchange.replies.loss[at]))
+                        self._move_user(new, cohort.clients, replies, truth, j, at, t, noise)
+                        losses.append(float(replies.loss[at]))
             self._note_variances(new, cohort, answered)
         self.state = new
         statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
         return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
 
-    def _exchange(self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor) -> GradientExchange:
+    def _exchange(
+        self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor
+    ) -> tuple[Replies[Gradients], Replies[Gradients] | None]:
         """Ask the cohort for gradients at the states of some users, and for the true ones if the rule has an oracle."""
         theta = states[[self.row[user] for user in block]]
-        owners, number = torch.tensor([self.roster[user] for user in block]).double(), torch.tensor([step]).double()
+        owners, number = torch.tensor([self.setup.rows[user] for user in block]).double(), torch.tensor([step]).double()
         replies = cohort.send(SharedStates(theta, owners, number), Gradients)
         truth = cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else None
-        return GradientExchange(cohort.clients, replies, truth)
+        return replies, truth
 
     def _move_user(
-        self, new: dict[str, Tensor], exchange: GradientExchange, j: int, at: int, t: int, noise: torch.Generator
+        self,
+        new: dict[str, Tensor],
+        clients: Sequence[str],
+        replies: Replies[Gradients],
+        truth: Replies[Gradients] | None,
+        j: int,
+        at: int,
+        t: int,
+        noise: torch.Generator,
     ) -> None:
         """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient."""
-        row = self.row[exchange.clients[at]]
+        row = self.row[clients[at]]
         mine = {name: tensor[row] for name, tensor in new.items() if name != "variances"}
-        g, replies = exchange.replies.gradient[:, j], exchange.replies
-        weights = self._weights(exchange.clients, g, exchange.present, new, at)
+        g, present = replies.gradient[:, j], (replies if truth is None else truth).present
+        weights = self._weights(clients, g, present, new, at)
         direction = g[at]
         if self.settings.rule != "alone" and weights.any():
             bias = None
-            if exchange.truth is not None:
-                true = exchange.truth.gradient[:, j]
+            if truth is not None:
+                true = truth.gradient[:, j]
                 bias = replies.mean(true, weights) - true[at]
             n = 1 / float(weights.square().sum())  # N, if the weights are equal
             direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
@@ -172,7 +178,7 @@ class WGAServer(base.ServerAlgorithm):
             g = gradients.double()
             weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
         elif chosen == "inverse_variance":
-            known = new["variances"][[self.roster[client] for client in clients]]
+            known = new["variances"][[self.setup.rows[client] for client in clients]]
             if bool((known[weights > 0, 1] > 0).all()):  # none is known in the first exchange: equal weights
                 weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
         return weights / weights.sum() if bool(weights.any()) else weights
@@ -184,31 +190,9 @@ class WGAServer(base.ServerAlgorithm):
         for at, client in enumerate(cohort.clients):
             found = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
             if found and "variances" in new:
-                known = new["variances"][self.roster[client]]
+                known = new["variances"][self.setup.rows[client]]
                 known[0] += sum(states * estimate for states, estimate in found) / sum(states for states, _ in found)
                 known[1] += 1
-
-
-@dataclass(frozen=True)
-class GradientExchange:
-    """Gradients of a cohort at the states of some users."""
-
-    clients: tuple[str, ...]
-    replies: Replies[Gradients]
-    truth: Replies[Gradients] | None
-    """True gradients, for the rule ``oracle``."""
-
-    @property
-    def present(self) -> Tensor:
-        """Clients that answered the whole exchange, ``[c]``."""
-        present: Tensor = (self.replies if self.truth is None else self.truth).present
-        return present
-
-    @property
-    def steps(self) -> float:
-        """Number of gradients evaluated."""
-        total: float = self.replies.total(self.replies.steps)
-        return total + (0 if self.truth is None else self.truth.total(self.truth.steps))
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -237,12 +221,12 @@ class WGAClient(base.ClientAlgorithm):
         """Perform Algorithm 1: sample, compute, share, as often as the server asks."""
         s, model, roster, g = self.settings, self.setup.model, self.setup.roster, len(clients)
         local = LocalTrainer(model, clients)
-        draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * g, "train")
+        draws = local.batches(s.batch_size, [s.steps_per_round] * g, "train")
         message: SharedStates | TrueGradients = opening
-        step, drawn = -1, list[Batch]()
+        step = -1
         while True:
             if isinstance(message, SharedStates) and int(message.step) > step:
-                step, drawn = int(message.step), list(islice(draws, s.local_steps))
+                step, batch = int(message.step), next(draws)
             gradient = message.theta.new_zeros(g, s.block_of(roster), model.layout.size)
             variance, loss, states, count = message.theta.new_zeros(4, g, 1, dtype=torch.float64)
             for j, state in enumerate(message.theta):
@@ -255,9 +239,9 @@ class WGAClient(base.ClientAlgorithm):
                 own = torch.tensor([[client.id == owner] for client in clients.clients], device=theta.device)
                 used = own if s.rule == "alone" else torch.ones_like(own)  # the others would be unused
                 if used.any():
-                    found, here, spread = self._gradient(local, theta, drawn)
+                    found, here, spread = self._gradient(local, theta, batch)
                     gradient[:, j] = torch.where(used, found, 0)
-                    variance, states, count = variance + spread * used, states + used, count + s.local_steps * used
+                    variance, states, count = variance + spread * used, states + used, count + used
                     loss = torch.where(own, here, loss)
             message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
 
@@ -267,35 +251,19 @@ class WGAClient(base.ClientAlgorithm):
         s, model, mean = self.settings, self.setup.model, opening.mean.expand(len(clients), -1)
 
         def stepped() -> dict[str, Tensor]:
-            personal = opening.theta.clone()
+            personal = opening.theta
             if new := [i for i, steps in enumerate(opening.steps.flatten().tolist()) if steps]:
-                lr = s.local_lr or s.lr
-                sgd = LocalSGD(steps=int(opening.steps.max()), batch_size=s.batch_size, lr=lr, momentum=0.0)
-                made = train(model, clients, personal[new], sgd, members=new, purpose="personalize", key="local_lr")
-                personal[new] = made.theta
+                sgd = LocalSGD(steps=int(opening.steps.max()), batch_size=s.batch_size, lr=s.lr, momentum=0.0)
+                personal = adapt(model, clients, personal, sgd, new, purpose="personalize", key="lr")
             return {"personal": personal, "global": mean}
 
         return or_shared_alone(model, clients, mean, stepped)
 
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps`` for a client without a state."""
-        return self.settings.personalize_steps if predictor == "personal" else 0
-
-    def _gradient(self, local: LocalTrainer, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each client's gradient at θ ``[g, d]``, and its loss and the gradient's variance, ``[g, 1]`` float64.
-
-        The gradient is that of a batch, or the change over several local steps divided by their number and rate.
-        """
-        s = self.settings
-        if s.weights == "inverse_variance":
-            return halves(local, theta, drawn[0])
-        g, loss = local.gradient_at(theta, drawn[0])
-        if s.local_steps > 1:
-            lr = s.local_lr or s.lr
-            moved = theta - lr * g
-            for batch in drawn[1:]:
-                moved = moved - lr * local.gradient_at(moved, batch)[0]
-            g = (theta - moved) / (lr * s.local_steps)
+    def _gradient(self, local: LocalTrainer, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a batch's gradient at θ ``[g, d]``, its loss and the gradient's variance, ``[g, 1]`` float64."""
+        if self.settings.weights == "inverse_variance":
+            return halves(local, theta, batch)
+        g, loss = local.gradient_at(theta, batch)
         return g, loss.double()[:, None], torch.zeros_like(loss, dtype=torch.float64)[:, None]
 
 
@@ -366,8 +334,6 @@ class WGASettings(Settings):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, for optimizer: momentum")
     batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
     steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
-    local_steps: int = Field(default=1, ge=1, description="local SGD steps whose mean counts as one gradient")
-    local_lr: float | None = Field(default=None, gt=0, description="η of local steps; null is lr")
     oracle_variance: float = Field(default=0.0, ge=0, description="v² of the bias oracle for one helper (Theorem 2)")
     personalize_steps: int = Field(
         default=0, ge=0, description="local SGD steps, from the mean of all states, for a client without a state"
@@ -379,11 +345,8 @@ class WGASettings(Settings):
         self._check_schedules()
         if self.user is not None and self.users == "all":
             raise ValueError(f"user: must be null with users: all (got {self.user!r})")
-        if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
-            raise ValueError(
-                "weights: inverse_variance estimates a variance from one step of at least 2 examples (got batch_size "
-                f"{self.batch_size} and local_steps {self.local_steps})"
-            )
+        if self.weights == "inverse_variance" and self.batch_size < 2:
+            raise ValueError("weights: inverse_variance needs batches of 2 examples or more (got batch_size 1)")
         return self
 
     def _check_schedules(self) -> None:
@@ -470,6 +433,7 @@ class WeightedGradientAveraging(base.Algorithm):
     name = "wga"
     no_sums = "weights each client's own gradient for each user at the server"
     settings = WGASettings
+    example = {"batch_size": 4, "steps_per_round": 2}
     server = WGAServer
     client = WGAClient
     messages = (SharedStates, TrueGradients, Gradients, UserModel)

@@ -334,15 +334,15 @@ def _request(**options: Any) -> Request:
         if found is not None and found not in allowed:
             message = f"{key} must be one of {', '.join(allowed)} (got {found!r})."
             raise ExperimentError(message, key=key, found=found, allowed=allowed)
-    return Request(None, keys="", **options)
+    return Request(None, **options)
 
 
 def _text(given: Mapping[str, Any]) -> TextColumn:
     """Return the settings of a column of texts; raise ExperimentError if a key is wrong."""
     from pydantic import ValidationError
 
-    from fedloom.data.manifest import text_fault
     from fedloom.data.pack.examples import TextColumn
+    from fedloom.data.spec import text_fault
 
     try:
         return TextColumn.model_validate(given)

@@ -51,7 +51,7 @@ def write_with_clients(dataset: FederatedDataset, folder: Path, names: Sequence[
     for name in names:
         tensors = dataset.tensors(hosts[int(random.random() * len(hosts))])
         kept = {key: each[: COPIED if key.startswith("train_") else 0].contiguous() for key, each in tensors.items()}
-        made.append(_write_shard(folder, ClientEntry(name, True, 0, 0, 0, {}, ""), kept, dataset.manifest.classes))
+        made.append(_write_shard(folder, ClientEntry(name, True, 0, 0, 0, {}, ""), kept, dataset.manifest.spec.classes))
     _link(dataset, folder, [client.id for client in dataset.manifest.clients])
     groups = dataset.manifest.shift_groups
     manifest = replace(
@@ -90,7 +90,7 @@ def draw_examples(dataset: FederatedDataset, count: int, seed: int) -> tuple[Can
         If they would be more than half of the examples, or the data have no targets.
     """
     manifest = dataset.manifest
-    if not manifest.outputs:
+    if not manifest.spec.outputs:
         raise ExperimentError(
             f"{argument('of')} examples needs data with targets, and {manifest.dataset} has none.", key="of"
         )
@@ -110,11 +110,11 @@ def draw_examples(dataset: FederatedDataset, count: int, seed: int) -> tuple[Can
     found = []
     for place, owner in zip((chosen - starts[owners]).tolist(), owners.tolist(), strict=True):
         client, size = sizes[owner]
-        if manifest.classes:
+        if manifest.spec.classes:
             if client not in labels:
                 labels[client] = dataset.tensors(client)["train_y"]
-            shift = 1 + int(random.random() * (manifest.classes - 1))
-            target = (int(labels[client][place]) + shift) % manifest.classes
+            shift = 1 + int(random.random() * (manifest.spec.classes - 1))
+            target = (int(labels[client][place]) + shift) % manifest.spec.classes
         else:
             target = (place + 1 + int(random.random() * (size - 1))) % size
         found.append(CanaryExample(client, place, target))
@@ -146,13 +146,13 @@ def write_with_examples(
         of_client, tensors = [canaries[i] for i in by_client[entry.id]], dataset.tensors(entry.id)
         places = torch.tensor([canary.place for canary in of_client])
         y = tensors["train_y"].clone()
-        y[places] = canary_targets(tensors["train_y"], of_client, dataset.manifest.classes)
+        y[places] = canary_targets(tensors["train_y"], of_client, dataset.manifest.spec.classes)
         stays = torch.ones(len(y), dtype=torch.bool)
         stays[places] = torch.from_numpy(coins[by_client[entry.id]])
         tensors = {
             key: each[stays] if key.startswith("train_") else each for key, each in {**tensors, "train_y": y}.items()
         }
-        entries.append(_write_shard(folder, entry, tensors, dataset.manifest.classes))
+        entries.append(_write_shard(folder, entry, tensors, dataset.manifest.spec.classes))
     _link(dataset, folder, [entry.id for entry in entries if entry.id not in by_client])
     return _finish(folder, replace(dataset.manifest, clients=tuple(entries)))
 

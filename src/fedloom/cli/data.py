@@ -49,7 +49,7 @@ def fetch_command(
 
 def description(source: Dataset, official: RawDataset) -> str:
     """Return a description of a data set in two lines: its examples, classes and owners, and its licence."""
-    shape = " x ".join(map(str, source.input_shape))
+    shape = " x ".join(map(str, source.spec.input_shape))
     owners = official.owners
     if owners is None:
         whose = "no per-user ids"
@@ -58,8 +58,8 @@ def description(source: Dataset, official: RawDataset) -> str:
     else:
         among = "divided among" if owners.divided else "of"
         whose = f"{among} {len(owners.names):,} owners, {owners.names[0]} to {owners.names[-1]}"
-    examples = f"{len(official.train):,} train and {len(official.test):,} test examples of {shape} {source.kind}"
-    classes = pluralize(source.classes, "class", "classes")
+    examples = f"{len(official.train):,} train and {len(official.test):,} test examples of {shape} {source.spec.kind}"
+    classes = pluralize(source.spec.classes, "class", "classes")
     return f"{source.title}: {examples}, {classes}; {whose}\nlicence: {source.licence}"
 
 

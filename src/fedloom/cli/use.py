@@ -261,39 +261,11 @@ def _save_models(
         raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
 
 
-def report_command(
-    run: Run,
-    follow: Annotated[
-        bool,
-        typer.Option(
-            "--follow",
-            help="Rewrite the page until the run ends; a browser that shows it reloads it.",
-        ),
-    ] = False,
-    every: Annotated[
-        float, typer.Option(help="With --follow: minimum seconds between two versions.", min=1, metavar="S")
-    ] = 10.0,
-) -> None:
+def report_command(run: Run) -> None:
     """Write a run's report.html and figures/ from its other files."""
-    if not follow:
-        from fedloom.reporting.report import write_report
+    from fedloom.reporting.report import write_report
 
-        typer.echo(f"report: {write_report(run)}")
-        return
-    from fedloom.reporting.follow import follow_report
-
-    said = False
-
-    def wrote(page: Path) -> None:
-        nonlocal said
-        if not said:
-            typer.echo(f"report: {page}")
-            sys.stdout.flush()
-        said = True
-
-    end = follow_report(run, every, wrote)
-    where = "the run has finished" if end.phase == "finished" else "the run is not finished, and no process works on it"
-    typer.echo(f"{where}: {pluralize(end.round, 'round')} done")
+    typer.echo(f"report: {write_report(run)}")
 
 
 def compare_command(

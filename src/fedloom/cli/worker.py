@@ -122,7 +122,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
         secure = e is not None and e.federation.secure_aggregation is not None
         _show("\nOnce, if normalization is measured, for training clients", moment_tensors(only_summed=secure))
     if e is None:
-        classes = len(next(iter(clients.cards.values())).classes)
+        classes = next(iter(clients.cards.values())).spec.classes
         for name in available():
             _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
         _show("\nAll methods: in evaluations, with two predictors", measures(2, EvaluationPlan.of_classes(classes)))

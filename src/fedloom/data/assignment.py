@@ -36,7 +36,6 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.targets import Targets
 from fedloom.errors import ExperimentError
 
 UNUSED = 0.2
@@ -63,8 +62,7 @@ class PartitionSettings:
                 raise ExperimentError(
                     f"data.{key}: {found} is out of range; set it to a number {range_}", key=f"data.{key}", found=found
                 )
-        self.scheme.check(self.scheme.groups(source.classes, source.targets))
-        self.scheme.check_inputs(source.kind, source.input_shape, source.task)
+        self.scheme.check_data(source.spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,18 +103,14 @@ def assign_examples(
     classes: int,
     settings: PartitionSettings,
     dataset: str = "the data set",
-    targets: Targets | None = None,
 ) -> Assignment:
     """Assign the examples of a source, which errors call ``dataset``, to clients.
 
     Raise ExperimentError if the scheme cannot be satisfied, or a client would get no train, validation or test example,
-    or none of a class that its scheme assigns to it. ``targets`` describes targets that are not classes.
+    or none of a class that its scheme assigns to it. ``classes`` is the number of classes, or of groups of examples.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
-    if targets is not None:
-        classes = scheme.groups(classes, targets)
-        official = _grouped(official, classes)
     if not isinstance(scheme, NaturalScheme):
         return _assign_by_mix(official, classes, scheme, settings)
     owned = assign_owners(official, scheme, settings.validation_fraction, settings.seed, dataset)
@@ -164,7 +158,7 @@ def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settin
     return Assignment(seen, examples, pool, measured, (None,) * scheme.clients, reserved, tuple(notes))
 
 
-def _grouped(official: RawDataset, groups: int) -> RawDataset:
+def grouped_by_target(official: RawDataset, groups: int) -> RawDataset:
     """Return the data set with the group of each example as its label: one, or quantiles of its target.
 
     Raise ExperimentError if the training targets have too few different values.

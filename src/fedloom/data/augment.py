@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fedloom.core.draws import drawing_from
 from fedloom.data.federated import standardize
-from fedloom.data.input_spec import InputSpec, Kind, Normalization
+from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.requirements import AsTuple
+from fedloom.data.spec import DataSpec
 from fedloom.errors import ExperimentError
-from fedloom.tasks.names import TaskName
 
 KEY = "data.augment"
 STANDARDIZED = "ToDtype", "ConvertImageDtype", "ToTensor", "Normalize"
@@ -109,23 +109,22 @@ def augmentation(described: Sequence[Any], normalization: Normalization) -> Augm
     return Augmentation(made(described), normalization) if described else None
 
 
-def check_augment(
-    described: Sequence[Any], kind: Kind, shape: Sequence[int], task: TaskName = "classification"
-) -> None:
-    """Check transforms by making them and applying them to random images of this shape.
+def check_augment(described: Sequence[Any], spec: DataSpec) -> None:
+    """Check transforms by making them and applying them to random images of the data's shape.
 
     Raise ExperimentError if a transform does not exist or fails, the images change shape, the inputs are not images, or
     torchvision is missing.
     """
     if not described:
         return
-    if task == "segmentation":
+    kind, shape = spec.kind, spec.input_shape
+    if spec.task == "segmentation":
         raise ExperimentError(f"{KEY}: transforms would change images, but not their masks; leave it out", key=KEY)
     if kind != "pixels":
         raise ExperimentError(f"{KEY}: transforms change images, and the inputs are {kind}; leave it out", key=KEY)
     transforms, random = made(described), torch.Generator().manual_seed(0)
     for _ in range(TRIALS):
-        image = torch.randint(256, tuple(shape), generator=random, dtype=torch.uint8)
+        image = torch.randint(256, shape, generator=random, dtype=torch.uint8)
         try:
             with drawing_from(random):
                 applied(transforms, image)

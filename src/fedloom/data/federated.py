@@ -20,13 +20,13 @@ from fedloom.data.manifest import (
     SPLITS,
     ClientEntry,
     Manifest,
-    examples_fault,
     read_manifest,
     read_shard,
     shard_path,
 )
 from fedloom.data.own import AGAIN, SHARD, OwnClients, read_own_shard
 from fedloom.data.remote import Remote
+from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, argument
 from fedloom.storage import is_url, open_store
@@ -154,7 +154,7 @@ class FederatedDataset:
     def standardized(self, client: str) -> ClientData:
         """Return one client's data like :meth:`client`, with integers standardized like features."""
         data = self.client(client)
-        specs = {name: spec for name, spec in self.manifest.specs.items() if spec.kind == "integers"}
+        specs = {name: spec for name, spec in self.manifest.spec.inputs.items() if spec.kind == "integers"}
 
         def changed(split: Split) -> Split:
             return Split(
@@ -183,11 +183,11 @@ class FederatedDataset:
     def _load(self, entry: ClientEntry) -> ClientData:
         path, tensors = self.shard_file(entry.id), self.tensors(entry.id)
         train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
-        return ClientData(entry.id, train, validation, test, self.manifest.classes)
+        return ClientData(entry.id, train, validation, test, self.manifest.spec.classes)
 
     def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
-        about = self.manifest
-        found = {key: tensors.get(input_key(name, key)) for key in about.specs}
+        spec = self.manifest.spec
+        found = {key: tensors.get(input_key(name, key)) for key in spec.inputs}
         y, x = tensors.get(f"{name}_y"), {key: each for key, each in found.items() if each is not None}
         sizes = {len(each) for each in x.values()} if len(x) == len(found) else {0}
         fault = None
@@ -196,10 +196,10 @@ class FederatedDataset:
             fault = f"it has {has} examples; according to the manifest it must have {entry.size(name)}"
         else:
             arrays = {key: each.numpy() for key, each in x.items()}
-            fault = examples_fault(unnamed(arrays), None if y is None else y.numpy(), about)
+            fault = spec.examples_fault(unnamed(arrays), None if y is None else y.numpy())
         if fault is not None:
             raise DataError(f"{name} examples in {path}: {fault}", hint=self.hint)
-        return normalized_split(x, y, about.specs, about.targets)
+        return normalized_split(x, y, spec)
 
 
 class OwnDataset(FederatedDataset):
@@ -228,12 +228,10 @@ class OwnDataset(FederatedDataset):
         return read_own_shard(self.clients.folders[entry.id], self.clients.cards[entry.id])
 
 
-def normalized_split(
-    x: Mapping[str, Tensor], y: Tensor | None, specs: Mapping[str, InputSpec], targets: Targets | None
-) -> Split:
+def normalized_split(x: Mapping[str, Tensor], y: Tensor | None, spec: DataSpec) -> Split:
     """Return examples as a client's model gets them, from inputs by name and targets as shards hold them."""
-    inputs = {name: normalize(x[name], spec) for name, spec in specs.items()}
-    return Split(inputs.get("", inputs), None if y is None else targets_of(y, targets))
+    inputs = {name: normalize(x[name], each) for name, each in spec.inputs.items()}
+    return Split(inputs.get("", inputs), None if y is None else targets_of(y, spec.targets))
 
 
 def normalize(x: Tensor, spec: InputSpec) -> Tensor:

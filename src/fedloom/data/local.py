@@ -30,26 +30,22 @@ from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDatas
 from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.input_spec import (
     ChannelAxis,
-    InputSpec,
-    Kind,
     RawInputs,
-    input_fields,
     input_key,
     named_arrays,
     shard_tensors,
     unnamed,
-    without_defaults,
 )
 from fedloom.data.listing import files_below
-from fedloom.data.manifest import read_stored, text_fault
+from fedloom.data.manifest import read_stored
 from fedloom.data.pack.arrays import examples_in_memory, read_arrays, read_medmnist
 from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, TextColumn, ValidationErrors, listed
 from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
 from fedloom.data.pack.packer import examples_of
-from fedloom.data.pack.saved import cached, read_saved
+from fedloom.data.pack.saved import read_saved
 from fedloom.data.pack.tables import PARQUET, read_csv, read_frame, read_parquet
 from fedloom.data.requirements import Words
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec, text_fault
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.tasks.names import TaskName
@@ -94,8 +90,8 @@ class LocalFiles(Settings):
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/ and test/ above, or images/NAME.png and "
         "masks/NAME.png; the .csv or .parquet file, or the folder of .parquet files; the .npz or .safetensors file "
-        "with x and y; MedMNIST's .npz file; or the folder saved by datasets, or OWNER/NAME of a data set in its local "
-        "cache. A relative path starts from the current folder; a run records it as an absolute one.",
+        "with x and y; MedMNIST's .npz file; or the folder saved by datasets. A relative path starts from the current "
+        "folder; a run records it as an absolute one.",
     )
     client: str | None = Field(
         default=None,
@@ -134,15 +130,15 @@ class LocalFiles(Settings):
         default="first",
         description="For arrays: axis of an input along which features are standardized, first or last.",
     )
-    subset: str | None = Field(
-        default=None,
-        min_length=1,
-        description="For huggingface, by name: the subset (configuration); null: the only one in the cache.",
-    )
     split: str | None = Field(
         default=None, min_length=1, description="Column with train, validation or test; null: none."
     )
     resize: bool = Field(default=False, description="Resize images of another size to the first one's.")
+
+    def request(self, **options: Any) -> Request:
+        """Return the reading options; ``options`` are others than the keys of this section."""
+        keys = {key: value for key, value in self if key != "path"}
+        return Request(**{"own": None, **keys, **options})
 
 
 log = logging.getLogger("fedloom.data")
@@ -152,24 +148,16 @@ log = logging.getLogger("fedloom.data")
 class DatasetCard:
     """Description of a stored data set: everything except its examples."""
 
-    version: Literal[1]
-    kind: Kind
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
+    version: Literal[2]
+    spec: DataSpec
     owners: tuple[str, ...] | None
     divided: bool
     size: int
     sha256: str
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
 
     def to_json(self) -> str:
         """Return the card as JSON; its hash names the data set."""
-        known = without_defaults(dict(vars(self)))
-        return json.dumps(known, sort_keys=True, ensure_ascii=False, indent=1) + "\n"
+        return json.dumps(_CARD.dump_python(self, mode="json"), sort_keys=True, ensure_ascii=False, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> DatasetCard:
@@ -196,16 +184,22 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     path = expanded(files.path)
     if (path / CARD).is_file():  # the folder of a data set that was stored before
         kept_source = _source(path.parent, path.name)
-        if files.task not in (None, kept_source.task):
+        if files.task not in (None, kept_source.spec.task):
             raise ExperimentError(
-                f"data.source.task: the examples at {path} are for {kept_source.task} (got {files.task}); store them "
-                "again with that task, or leave it out",
+                f"data.source.task: the examples at {path} are for {kept_source.spec.task} (got {files.task}); store "
+                "them again with that task, or leave it out",
                 key="data.source.task",
                 found=files.task,
-                allowed=[kept_source.task],
+                allowed=[kept_source.spec.task],
             )
         return kept_source
-    path = _located(dataset, files, path)
+    if files.text is not None and dataset not in WITH_TEXT:
+        raise ExperimentError(
+            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
+            key="data.source.text",
+            found=dataset,
+            allowed=WITH_TEXT,
+        )
     reader = _reader(dataset, path)
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
@@ -213,8 +207,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
     errors = ValidationErrors(str(path))
-    options = {key: value for key, value in files if key not in ("path", "subset")}
-    request = Request(None, keys="data.source.", **options)
+    request = files.request(keys="data.source.")
     try:
         examples = examples_of(reader(path, request, errors, lambda what, done, total: None), request, errors)
         errors.refuse()
@@ -270,17 +263,13 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     content = safetensors.numpy.save(tensors)
     given = examples.split is not None
     digest = hashlib.sha256(content).hexdigest()
-    about = input_fields(examples.specs)
-    del about["normalization"]
     card = DatasetCard(
-        version=1,
-        classes=examples.classes,
+        version=2,
+        spec=examples.spec,
         owners=names,
         divided=given,
         size=len(content),
         sha256=digest,
-        targets=examples.targets,
-        **about,
     )
     text = card.to_json()
     name = f"{dataset}{_named_by(text.encode())}"
@@ -304,7 +293,7 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
 
     def read(contents: Mapping[str, bytes]) -> RawDataset:
         tensors = safetensors.numpy.load(contents[EXAMPLES])
-        train, test = (_pool(tensors, part, card.inputs) for part in ("train", "test"))
+        train, test = (_pool(tensors, part, card.spec) for part in ("train", "test"))
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
         pairs = zip(named_arrays(train.inputs).items(), named_arrays(test.inputs).values(), strict=True)
         joined = {name: np.concatenate([one, other]) for (name, one), other in pairs}
@@ -313,48 +302,18 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
     return Dataset(
         name=name,
         title=name,
-        class_names=card.classes,
-        input_shape=card.input_shape,
+        spec=card.spec,
         licence="its owner's",
         files=(DataFile(EXAMPLES, card.size, card.sha256),),
         read=read,
-        kind=card.kind,
         at=home / name,
         notes=notes,
-        channel_axis=card.channel_axis,
-        high=card.high,
-        tokenizer=card.tokenizer,
-        inputs=card.inputs,
-        targets=card.targets,
     )
 
 
-def _pool(tensors: Mapping[str, NDArray[Any]], part: str, inputs: Mapping[str, InputSpec] | None) -> Pool:
-    x = {name: tensors[input_key(part, name)] for name in (("",) if inputs is None else inputs)}
+def _pool(tensors: Mapping[str, NDArray[Any]], part: str, spec: DataSpec) -> Pool:
+    x = {name: tensors[input_key(part, name)] for name in spec.inputs}
     return Pool(unnamed(x), tensors[f"{part}_y"], tensors.get(f"{part}_owner"))
-
-
-def _located(dataset: str, files: LocalFiles, path: Path) -> Path:
-    """Return the path of the examples; a data set in the cache of ``datasets`` is found by its name.
-
-    Raise ExperimentError if it is missing, or a key is for another kind of data set.
-    """
-    if files.text is not None and dataset not in WITH_TEXT:
-        raise ExperimentError(
-            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
-            key="data.source.text",
-            found=dataset,
-            allowed=WITH_TEXT,
-        )
-    if dataset == "huggingface" and not path.exists():
-        return cached(files.path, files.subset)
-    if files.subset is not None:
-        raise ExperimentError(
-            f"data.source.subset is only for a data set in the cache of datasets; leave it out for {path}.",
-            key="data.source.subset",
-            found=files.subset,
-        )
-    return path
 
 
 def _reader(dataset: str, path: Path) -> Reader:

@@ -50,7 +50,7 @@ def draw_means(
     pool = np.sort(positions[:, :cut].reshape(-1))
     measured = np.sort(positions[seen, :cut].reshape(-1))
     assignment = Assignment(seen, split_positions, pool, measured, (None,) * scheme.clients)
-    shaped = dataclasses.replace(source, input_shape=(scheme.dimension,))
+    shaped = dataclasses.replace(source, spec=scheme.drawn_spec(source.spec))
     return shaped, RawDataset(pools["train"], pools["test"]), assignment
 
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.input_spec import InputSpec, Normalization, RawInputs, named_arrays
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec, Measured
 
 CHUNK = 4096
 """Number of examples whose pixels are counted at once."""
-
-
-Measured: TypeAlias = InputSpec | Targets
-"""Tensor whose mean and standard deviation are measured."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +58,16 @@ def pixel_sums(pieces: Iterable[NDArray[Any]]) -> list[tuple[int, int, int]]:
     ]
 
 
-def measured_tensors(specs: Mapping[str, InputSpec], targets: Targets | None) -> list[Measured]:
-    """Return the tensors that are measured: the inputs, in order, then regression's targets."""
-    return [*specs.values(), *([] if targets is None or not targets.numbers else [targets])]
-
-
-def moments_of(
-    x: RawInputs, y: NDArray[Any] | None, specs: Mapping[str, InputSpec], targets: Targets | None
-) -> Moments:
+def moments_of(x: RawInputs, y: NDArray[Any] | None, spec: DataSpec) -> Moments:
     """Return the moments of inputs ``[n, *input_shape]``, or several by name, and of targets; exact, or rounded."""
     arrays = named_arrays(x)
-    found = [_of_input(arrays[name], spec) for name, spec in specs.items()]
-    if targets is not None and targets.numbers and y is not None:
-        found.append(_of_rows(targets.rows(y)))
+    parts = [_of_input(arrays[name], each) for name, each in spec.inputs.items()]
+    if spec.targets is not None and spec.targets.numbers and y is not None:
+        parts.append(_of_rows(spec.targets.rows(y)))
     return Moments(
-        sum(each.count for each in found),
-        tuple(number for each in found for number in each.sum),
-        tuple(number for each in found for number in each.squares),
+        sum(each.count for each in parts),
+        tuple(number for each in parts for number in each.sum),
+        tuple(number for each in parts for number in each.squares),
     )
 
 
@@ -116,13 +105,3 @@ def pooled_normalization(tensors: Sequence[Measured], moments: Sequence[Moments]
             std.append(math.sqrt(variance) or 1.0)
             i += 1
     return Normalization(tuple(mean), tuple(std))
-
-
-def divided_normalization(tensors: Sequence[Measured], found: Normalization) -> list[Normalization]:
-    """Split a concatenated normalization into that of each measured tensor; an empty one stays empty."""
-    parts, start = [], 0
-    for tensor in tensors:
-        chosen = slice(start, start + tensor.numbers)
-        parts.append(Normalization(found.mean[chosen], found.std[chosen]))
-        start += tensor.numbers
-    return parts

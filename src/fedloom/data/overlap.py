@@ -70,13 +70,13 @@ def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
 def _digests(dataset: FederatedDataset, client: str, shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
     """Yield a digest for each example of a split, in its form before any shift."""
     manifest = dataset.manifest
-    inputs = {name: shard[input_key(split, name)].numpy() for name in manifest.specs}
+    inputs = {name: shard[input_key(split, name)].numpy() for name in manifest.spec.inputs}
     found = shard.get(f"{split}_y")
     y = np.full(manifest.entry(client).size(split), -1) if found is None else found.numpy()
     if manifest.shift_groups is not None:
         shift = Shift.model_validate(manifest.scheme["shift"])
         group = manifest.shift_groups[[entry.id for entry in manifest.clients].index(client)]
-        inputs[""], y = shift.undone(inputs[""], y, group, manifest.classes, manifest.seed)
+        inputs[""], y = shift.undone(inputs[""], y, group, manifest.spec.classes, manifest.seed)
     rows = [np.ascontiguousarray(each).reshape(len(each), -1) for each in inputs.values()]
     for *values, target in zip(*rows, y.reshape(len(y), -1), strict=True):
         digest = hashlib.blake2b(target.tobytes(), digest_size=16)

@@ -1,50 +1,40 @@
-"""Clients with their own data: an experiment's requirements, and the cards of packed clients."""
+"""Clients with their own data: the cards of packed clients, and their manifest."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from fedloom.core import digests
-from fedloom.core.words import composed, pluralize
-from fedloom.data.input_spec import (
-    NOTHING,
-    ChannelAxis,
-    InputSpec,
-    Kind,
-    Normalization,
-    input_fields,
-    inputs_fault,
-    specs_of,
-    tokenizer_of,
-    with_normalizations,
-    without_defaults,
-)
+from fedloom.core.words import composed, first_of
+from fedloom.data.input_spec import NOTHING, Normalization
 from fedloom.data.manifest import (
     SPLITS,
     VERSION,
     ClientEntry,
+    ClientId,
     Manifest,
+    Sha256,
+    Size,
     check_shard,
-    entry_contradiction,
+    counts_fault,
     read_stored,
-    text_fault,
 )
-from fedloom.data.moments import Measured, Moments, divided_normalization, measured_tensors, pooled_normalization
+from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.requirements import Given, Own
-from fedloom.data.targets import Targets, same_targets
+from fedloom.data.spec import DataSpec, parse_document
 from fedloom.errors import DataError, argument
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
-CARD_VERSION = 3
+CARD_VERSION: Final = 4
 AGAIN = "pack it again: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT"
 OWN = "own"
 """Data-set name of clients with their own data, in manifests and summaries."""
@@ -60,8 +50,8 @@ class ClientCard:
         Version of this format.
     id
         Id of the client, chosen by its owner.
-    kind, input_shape, classes
-        As in the experiment: see :class:`Own`.
+    spec
+        Inputs, without normalizations, and targets.
     labelled
         True if the examples have labels.
     train, validation, test, class_counts, sha256
@@ -74,50 +64,21 @@ class ClientCard:
         Format of the source.
     features
         Column names of features, then of integers, from a table, in order. None: the source has no names.
-    channel_axis, high, tokenizer, inputs, targets
-        As in :class:`~fedloom.data.manifest.Manifest`, without normalizations.
     """
 
-    version: int
-    id: str
-    kind: Kind
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
+    version: Literal[4]
+    id: ClientId
+    spec: DataSpec
     labelled: bool
-    train: int
-    validation: int
-    test: int
-    class_counts: Mapping[str, tuple[int, ...]]
-    sha256: str
+    train: Size
+    validation: Size
+    test: Size
+    class_counts: Mapping[str, tuple[Size, ...]]
+    sha256: Sha256
     moments: Moments
     division: Mapping[str, Any]
     source: str
     features: tuple[str, ...] | None = None
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
-
-    @property
-    def specs(self) -> Mapping[str, InputSpec]:
-        """Input tensors by name; the name of a single one is empty."""
-        return specs_of(self)
-
-    @property
-    def normalization(self) -> Normalization:
-        """No normalization: it depends on all clients."""
-        return NOTHING
-
-    @property
-    def tokenizer_digest(self) -> str | None:
-        """Digest of the tokenizer that made one of the inputs, or None."""
-        return tokenizer_of(self.specs)
-
-    @property
-    def measured(self) -> list[Measured]:
-        """Tensors that the moments are of."""
-        return measured_tensors(self.specs, self.targets if self.labelled else None)
 
     def entry(self, *, seen: bool = True) -> ClientEntry:
         """Return the client's manifest entry; a client that is not seen is evaluated but never trains."""
@@ -126,10 +87,9 @@ class ClientCard:
         )
 
     def to_json(self) -> str:
-        """Return the JSON of ``client.json``: one key per line, and its digest."""
-        known = without_defaults(dict(vars(self))) | {"moments": asdict(self.moments)}
-        lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in known.items())
-        return digests.with_digest(CARD, "{\n" + ",\n".join(lines) + "\n}\n")
+        """Return the JSON of ``client.json``."""
+        known = _CARD.dump_python(self, mode="json")
+        return digests.with_compact_digest(json.dumps(known, separators=(",", ":"), allow_nan=False))
 
 
 _CARD = TypeAdapter(ClientCard)
@@ -139,40 +99,25 @@ def read_card(folder: Path) -> ClientCard:
     """Return the card of a packed folder; raise DataError if there is none, or it is damaged or of another version."""
     path = folder / CARD
     text = read_stored(path, "there is no packed client", AGAIN, shared=False)
-    try:
-        card = _CARD.validate_json(digests.without_digest(CARD, text))
-    except (digests.Damaged, ValidationError) as error:
-        raise DataError(f"{path} is damaged: {text_fault(error)}", hint=AGAIN) from error
+    card = parse_document(_CARD, text, str(path), CARD_VERSION, AGAIN)
     if (fault := _contradiction(card)) is not None:
         raise DataError(f"{path} is damaged: {fault}", hint=AGAIN)
     return card
 
 
 def _contradiction(card: ClientCard) -> str | None:
-    if card.version != CARD_VERSION:
-        return f"version is {card.version}; it must be {CARD_VERSION}"
-    if (fault := inputs_fault(card, normalized=False)) is not None:
-        return fault
-    if card.targets is not None and (card.classes or (fault := card.targets.fault(normalized=False)) is not None):
-        return fault or "classes must be empty, because there are targets"
-    columns = sum(spec.numbers for spec in card.specs.values())
+    columns = sum(spec.numbers for spec in card.spec.inputs.values())
     if card.features is not None and len(card.features) != columns:
         return f"features must have {columns} names"
-    if (fault := _moments_fault(card)) is not None:
-        return fault
-    empty = next((split for split in SPLITS if card.entry().size(split) < 1), None)
-    if empty is not None:
-        return f"{empty} is {card.entry().size(empty)}; it must be at least 1"
-    return entry_contradiction(card.entry(), len(card.classes))
-
-
-def _moments_fault(card: ClientCard) -> str | None:
-    numbers, moments = sum(each.numbers for each in card.measured), card.moments
+    measured = card.spec.measured if card.labelled else replace(card.spec, targets=None).measured
+    numbers, moments = sum(each.numbers for each in measured), card.moments
     if not len(moments.sum) == len(moments.squares) == numbers:
         return f"moments must have {numbers} sums and squares"
     if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
         return "moments must have finite numbers and a count of at least 1"
-    return None
+    if (empty := next((split for split in SPLITS if not card.entry().size(split)), None)) is not None:
+        return f"{empty} is 0; it must be at least 1"
+    return counts_fault(card.entry(), card.spec.classes)
 
 
 @dataclass(frozen=True)
@@ -209,7 +154,8 @@ class OwnClients:
         ordered = dict(sorted(found.items()))
         first_folder, first, _ = next(iter(ordered.values()))
         for folder, card, _ in ordered.values():
-            check_same_data(folder, card, first, str(first_folder))
+            if (fault := card.spec.mismatch(first.spec, str(first_folder), skip=_absent(card, first))) is not None:
+                raise DataError(f"{folder}: {fault}", hint=AGAIN)
         return cls(
             {name: folder for name, (folder, _, _) in ordered.items()},
             {name: card for name, (_, card, _) in ordered.items()},
@@ -219,13 +165,10 @@ class OwnClients:
     def check(self, own: Own) -> None:
         """Raise DataError if a client does not meet an experiment's requirements."""
         for name, card in self.cards.items():
-            check_same_data(self.folders[name], card, own, "data.own")
+            fault = card.spec.mismatch(own.spec, "data.own", exact=True, skip=_absent(card))
+            if fault is not None:
+                raise DataError(f"{self.folders[name]}: {fault}", hint=AGAIN)
             check_features(self.folders[name], card, own.features)
-            needed, found = own.wanted, card.targets
-            if card.labelled and not same_targets(found, needed):
-                raise DataError(
-                    f"{self.folders[name]}: targets is {_targets(found)}; data.own needs {_targets(needed)}", hint=AGAIN
-                )
 
     def check_labels(self) -> None:
         """Raise DataError if a training client has no labels."""
@@ -247,41 +190,29 @@ class OwnClients:
 
         Raise DataError if it must be measured and no client trains.
         """
-        needed = 0 if own.wanted is None else own.wanted.numbers
+        needed = 0 if own.spec.targets is None else own.spec.targets.numbers
         cards = [card for name, card in self.cards.items() if name not in self.observers]
         training = [card.moments for card in cards if card.labelled or not needed]
         return own_normalization(own, training)
 
 
-def check_same_data(folder: Path, card: ClientCard, needed: ClientCard | Own, where: str) -> None:
-    """Raise DataError if the kind, shape, classes or tokenizer of a client's data differ from those needed."""
-    for what in ("kind", "input_shape", "channel_axis", "high", "inputs", "classes"):
-        if what == "high" and isinstance(needed, ClientCard):  # a client has some of the values
-            continue
-        found, wanted = getattr(card, what), getattr(needed, what)
-        if what == "inputs":
-            found, wanted = _named_inputs(card), _named_inputs(needed)
-        if not is_same(found, wanted):
-            raise DataError(f"{folder}: {what} is {_shown(found)}; {where} needs {_shown(wanted)}", hint=AGAIN)
-    found, wanted = card.tokenizer_digest, tokenizer_of(needed.specs)
-    unknown = found is None and isinstance(needed, ClientCard)
-    if wanted is not None and found != wanted and not unknown:
-        raise DataError(f"{folder}: tokenizer is {found}; {where} needs {wanted}", hint=AGAIN)
-
-
-def _named_inputs(about: ClientCard | Own) -> Mapping[str, InputSpec] | None:
-    """Return the descriptions of named inputs without the tokenizer, which is compared on its own."""
-    if about.inputs is None:
-        return None
-    return {name: replace(spec, tokenizer=None) for name, spec in about.specs.items()}
+def _absent(*cards: ClientCard) -> tuple[str, ...]:
+    """Return the aspects in which one of the clients cannot differ, since it has no labels."""
+    return () if all(card.labelled for card in cards) else ("targets",)
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
     """Raise DataError if a table's columns differ from those of the experiment, or are in another order."""
-    if needed is not None and card.features is not None and not is_same(card.features, needed):
+    if needed is not None and card.features is not None and not same_names(card.features, needed):
         raise DataError(
-            f"{folder}: features is {_shown(card.features)}; data.own.features is {_shown(needed)}", hint=AGAIN
+            f"{folder}: features is {first_of(card.features, 12)}; data.own.features is {first_of(needed, 12)}",
+            hint=AGAIN,
         )
+
+
+def same_names(one: Sequence[str], other: Sequence[str]) -> bool:
+    """Return True if two lists of names are equal, except for the Unicode form of the names."""
+    return [*map(composed, one)] == [*map(composed, other)]
 
 
 def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
@@ -291,35 +222,28 @@ def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
     """
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
-    if not own.numbers:
+    if not own.spec.numbers:
         return NOTHING
     if not moments:
         raise DataError("data.own.normalization is measured, but no client trains; give mean and std")
-    return pooled_normalization(own.measured, moments)
+    return pooled_normalization(own.spec.measured, moments)
 
 
-def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Normalization) -> Manifest:
+def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, normalization: Normalization) -> Manifest:
     """Return the manifest of clients with their own data, in the order given.
 
     The normalization is that of the inputs and then of the targets; empty if it is not known yet.
     """
-    specs, targets = own.specs, own.wanted
-    parts = divided_normalization(own.measured, found)
-    if targets is not None and targets.numbers:
-        targets = targets.normalized(parts.pop())
     return Manifest(
         version=VERSION,
         dataset=OWN,
-        classes=len(own.classes),
-        class_names=own.classes,
+        spec=own.spec.with_normalization(normalization),
         scheme={"scheme": OWN},
         seed=seed,
         held_out_fraction=0.0,
         validation_fraction=0.0,
         source_sha256={},
         clients=tuple(entries),
-        targets=targets,
-        **input_fields(with_normalizations(specs, parts)),
     )
 
 
@@ -338,27 +262,3 @@ def _packed(given: Path) -> list[Path]:
     if not inside:
         raise DataError(f"no packed client: {given} must contain {CARD}, or folders with one", hint=AGAIN)
     return inside
-
-
-def is_same(one: object, other: object) -> bool:
-    """Return True if two values of a card are equal; names may differ in their Unicode form."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return [composed(str(item)) for item in one] == [composed(str(item)) for item in other]
-    return one == other
-
-
-def _targets(targets: Targets | None) -> str:
-    if targets is None:
-        return "classes"
-    named = f" {_shown(targets.names)}" if targets.names else ""
-    return f"{targets.task} of shape {list(targets.shape)} with {targets.outputs} outputs{named}"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {spec.kind} {list(spec.shape)}" for name, spec in value.items())
-    if isinstance(value, tuple):
-        words = [str(item) for item in value]
-        text = ", ".join(words if len(words) <= 12 else [*words[:12], "..."])
-        return f"[{text}]" if len(words) <= 12 else f"[{text}] ({pluralize(len(words), 'item')})"
-    return str(value)

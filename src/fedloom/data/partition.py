@@ -17,21 +17,17 @@ from numpy.typing import NDArray
 
 from fedloom.core.words import pluralize
 from fedloom.data import datasets
-from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples, grouped_by_target
 from fedloom.data.copies import input_digests
 from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.input_spec import (
-    NOTHING,
     InputSpec,
     Normalization,
     RawInputs,
-    input_fields,
     named_arrays,
     shard_tensors,
-    specs_of,
     unnamed,
-    with_normalizations,
 )
 from fedloom.data.manifest import (
     FIX,
@@ -39,7 +35,6 @@ from fedloom.data.manifest import (
     VERSION,
     ClientEntry,
     Manifest,
-    examples_fault,
     read_manifest,
     read_shard,
     shard_path,
@@ -47,7 +42,7 @@ from fedloom.data.manifest import (
 from fedloom.data.means import draw_means
 from fedloom.data.moments import CHUNK, pixel_sums
 from fedloom.data.schemes import MeansScheme
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
@@ -138,7 +133,9 @@ def _make(
             official = datasets.load_dataset(source, root)
             for name, pool in (("train", official.train), ("test", official.test)):
                 check_pool(source, name, pool)
-            assignment = assign_examples(official, source.classes, settings, source.name, source.targets)
+            groups, classified = scheme.groups(source.spec), source.spec.targets is None
+            labelled = official if classified else grouped_by_target(official, groups)
+            assignment = assign_examples(labelled, groups, settings, source.name)
             notes = (*_notes_on_trained_inputs(source.name, official, assignment), *assignment.notes)
             assignment = replace(assignment, notes=notes)
         with published(folder) as staging:
@@ -179,7 +176,7 @@ def check_pool(source: Dataset, name: str, pool: Pool) -> None:
     Raise DataError if inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are
     not below C, or if labels are outside 0 ... C - 1, or targets are not those of its task.
     """
-    fault = examples_fault(pool.inputs, pool.labels, source)
+    fault = source.spec.examples_fault(pool.inputs, pool.labels)
     if fault is not None:
         raise DataError(f"{name} examples of {source.name}: {fault}")
 
@@ -212,7 +209,7 @@ def write(
     ``train_x.NAME`` of each named input; ``train_y``, the targets, unless there are none (of classes: [n] int64); and
     the same for validation and test. ``checksums`` are the SHA-256 of the source's files, hex, by name.
     """
-    shards = folder / "shards"
+    spec, shards = source.spec, folder / "shards"
     shards.mkdir(PRIVATE_FOLDER)
     width = max(4, len(str(len(assignment.seen) - 1)))
     entries = []
@@ -225,11 +222,11 @@ def write(
             inputs, labels = take_positions(official, assignment.examples[split][client])
             if shift is not None and groups is not None:
                 assert not isinstance(inputs, Mapping), "checked: a shift needs a single input"
-                inputs, labels = shift.shifted(inputs, labels, groups[client], source.classes, settings.seed)
-            tensors |= shard_tensors(split, inputs, labels if source.classes or source.targets is not None else None)
+                inputs, labels = shift.shifted(inputs, labels, groups[client], spec.classes, settings.seed)
+            tensors |= shard_tensors(split, inputs, labels if spec.outputs else None)
             counts[split] = ()
-            if source.classes:
-                counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())
+            if spec.classes:
+                counts[split] = tuple(np.bincount(labels, minlength=spec.classes).tolist())
         # Without metadata: safetensors writes several metadata keys in arbitrary order.
         content = safetensors.numpy.save(tensors)
         name = f"client-{client:0{width}d}"
@@ -242,17 +239,14 @@ def write(
     if assignment.notes:
         fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
     pool = assignment.measured if settings.normalization == "seen" else assignment.training_pool
-    specs = specs_of(source)
     if source.synthetic:  # kept as drawn
-        size = source.input_shape[0]
-        normalizations = [Normalization((0.0,) * size, (1.0,) * size)]
+        normalization = Normalization.identity(spec.numbers)
     else:
-        normalizations = [measure_normalization(official, spec, pool, name) for name, spec in specs.items()]
+        normalization = measure_normalization(official, spec, pool)
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
-        classes=source.classes,
-        class_names=source.class_names,
+        spec=spec.with_normalization(normalization),
         scheme=settings.scheme.model_dump(mode="json"),
         seed=settings.seed,
         held_out_fraction=settings.held_out_fraction,
@@ -262,45 +256,43 @@ def write(
         reserved=assignment.reserved,
         shift_groups=groups,
         measured_on=settings.normalization,
-        targets=measured_targets(official, source.targets, pool),
-        **input_fields(with_normalizations(specs, normalizations)),
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest
 
 
-def measured_targets(official: RawDataset, targets: Targets | None, pool: NDArray[np.int64]) -> Targets | None:
-    """Return the targets with the normalization of the examples at these ascending positions."""
-    if targets is None or not targets.numbers:
-        return targets
-    return targets.normalized(_of_rows(targets.rows(take_positions(official, pool)[1])))
+def measure_normalization(official: RawDataset, spec: DataSpec, pool: NDArray[np.int64]) -> Normalization:
+    """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1), feature and target.
 
-
-def measure_normalization(
-    official: RawDataset, spec: InputSpec, pool: NDArray[np.int64], name: str = ""
-) -> Normalization:
-    """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; empty for tokens.
-
-    It is measured on the training examples at ascending positions, in an input tensor of this name (empty for a single
-    one). The sums are exact, so that they are the same on every machine.
+    They are measured on the training examples at ascending positions. The sums are exact, so that they are the same on
+    every machine.
     """
+    parts = [_input_moments(official, each, pool, name) for name, each in spec.inputs.items()]
+    if spec.targets is not None and spec.targets.numbers:
+        parts.append(_row_moments(spec.targets.rows(take_positions(official, pool)[1])))
+    moments = [each for part in parts for each in part]
+    # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
+    return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
+
+
+def _input_moments(
+    official: RawDataset, spec: InputSpec, pool: NDArray[np.int64], name: str
+) -> list[tuple[float, float]]:
     if spec.kind == "tokens":
-        return NOTHING
+        return []
     if spec.kind == "pixels":
         pieces = (take_positions(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
         sums = pixel_sums(named_arrays(images)[name] for images in pieces)
-        moments = [(first / n / 255, (n * second - first * first) ** 0.5 / n / 255) for n, first, second in sums]
-        # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
-        return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
-    return _of_rows(spec.rows(named_arrays(take_positions(official, pool)[0])[name]))
+        return [(first / n / 255, (n * second - first * first) ** 0.5 / n / 255) for n, first, second in sums]
+    return _row_moments(spec.rows(named_arrays(take_positions(official, pool)[0])[name]))
 
 
-def _of_rows(values: NDArray[Any]) -> Normalization:
+def _row_moments(values: NDArray[Any]) -> list[tuple[float, float]]:
     """Return mean and standard deviation of each row of ``[numbers, n]``."""
     rows = [row.astype(np.float64) for row in values]
     means = [math.fsum(row) / len(row) for row in rows]
-    deviations = [math.sqrt(math.fsum((row - mean) ** 2) / len(row)) for mean, row in zip(means, rows, strict=True)]
-    return Normalization(tuple(means), tuple(std or 1.0 for std in deviations))
+    pairs = zip(rows, means, strict=True)
+    return [(mean, math.sqrt(math.fsum((row - mean) ** 2) / len(row))) for row, mean in pairs]
 
 
 def _folder(

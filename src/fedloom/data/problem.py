@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from fedloom.core.words import rounded_up
-from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, inputs_fault, specs_of
-from fedloom.data.manifest import targets_fault, text_fault
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec, text_fault
 from fedloom.errors import DataError
 
 LONGEST = 16 * 2**20
@@ -75,7 +73,7 @@ class Problem:
 
     Attributes
     ----------
-    dataset, kind, input_shape, class_names, normalization, channel_axis, high, tokenizer, inputs, targets
+    dataset, spec
         As in :class:`~fedloom.data.manifest.Manifest`.
     clients
         Number of the run's own clients.
@@ -86,23 +84,14 @@ class Problem:
     """
 
     dataset: str
-    kind: Kind
-    input_shape: tuple[int, ...]
-    class_names: tuple[str, ...]
-    normalization: Normalization
-    clients: int
+    spec: DataSpec
+    clients: Annotated[int, Field(ge=0)]
     constants: dict[str, str] = field(default_factory=dict)
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
     training_privacy: TrainedPrivately | None = None
 
-    @property
-    def specs(self) -> Mapping[str, InputSpec]:
-        """Input tensors by name; the name of a single one is empty."""
-        return specs_of(self)
+    def to_json(self) -> str:
+        """Return the problem as JSON."""
+        return _PROBLEM.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
@@ -113,11 +102,8 @@ class Problem:
             problem = _PROBLEM.validate_json(text)  # rejects deep nesting itself
         except ValidationError as error:
             raise DataError(f"the server's problem description is damaged: {text_fault(error)}") from None
-        fault = inputs_fault(problem) or targets_fault(problem.targets, 0, problem.class_names)
-        if problem.clients < 0:
-            fault = f"clients is {problem.clients}; it must be 0 or more"
-        if fault is not None:
-            raise DataError(f"the server's problem description is damaged: {fault}")
+        if not problem.spec.is_normalized:
+            raise DataError("the server's problem description is damaged: spec: the normalization is missing")
         return problem
 
 

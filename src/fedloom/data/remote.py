@@ -74,7 +74,7 @@ def is_published(store: Store, dataset: str, settings: PartitionSettings) -> Man
         there = store.read(MANIFEST)
     except Absent:
         return None
-    found = Manifest.from_json(there.decode(), where=f"{store.url}/{MANIFEST}")
+    found = Manifest.from_json(there.decode(), source=f"{store.url}/{MANIFEST}")
     made_with = (found.seed, found.held_out_fraction, found.validation_fraction, found.measured_on)
     wanted = (settings.seed, settings.held_out_fraction, settings.validation_fraction, settings.normalization)
     if made_with != wanted or (found.dataset, found.scheme) != (dataset, settings.scheme.model_dump(mode="json")):
@@ -92,11 +92,11 @@ class Remote:
 
     def manifest(self) -> Manifest:
         """Fetch the manifest; raise DataError if it is missing or damaged."""
-        where = f"{self._store.url}/{MANIFEST}"
+        url = f"{self._store.url}/{MANIFEST}"
         try:
-            return Manifest.from_json(self._store.read(MANIFEST), where=where)
+            return Manifest.from_json(self._store.read(MANIFEST), source=url)
         except Absent:
-            raise DataError(f"{where} has no partition manifest", hint="publish the partition there first") from None
+            raise DataError(f"{url} has no partition manifest", hint="publish the partition there first") from None
 
     def cached(self, manifest: Manifest, cache: Path | None) -> Path:
         """Create the folder for fetched files, and put the manifest into it.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from fedloom.core.settings import Settings
-from fedloom.core.words import composed, named_twice
-from fedloom.data.input_spec import NOTHING, ChannelAxis, InputSpec, Kind, Normalization, inputs_fault, specs_of
-from fedloom.data.moments import Measured, divided_normalization, measured_tensors
+from fedloom.core.words import composed
+from fedloom.data.input_spec import NOTHING, ChannelAxis, InputSpec, Kind, Normalization
+from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
 from fedloom.tasks.names import TaskName
 
@@ -48,9 +46,7 @@ class NamedInput(Settings):
     @property
     def spec(self) -> InputSpec:
         """Description of the input, without a normalization."""
-        return InputSpec(
-            self.kind, self.shape, channel_axis=self.channel_axis, high=self.high, tokenizer=self.tokenizer
-        )
+        return InputSpec(self.kind, self.shape, NOTHING, self.channel_axis, self.high, self.tokenizer)
 
 
 class OwnTargets(Settings):
@@ -78,22 +74,7 @@ class OwnTargets(Settings):
     def _check_keys(self) -> OwnTargets:
         if self.outputs is None and self.task in ("segmentation", "next_token"):
             raise ValueError(f"outputs: {self.task} needs the number of classes or tokens")
-        if (fault := self.targets.fault(normalized=False)) is not None:
-            raise ValueError(fault.removeprefix("targets."))
         return self
-
-
-@dataclass(frozen=True)
-class PlainInputs:
-    """Description of inputs without a normalization (:class:`~fedloom.data.input_spec.DescribesInputs`)."""
-
-    kind: Kind
-    input_shape: tuple[int, ...]
-    channel_axis: ChannelAxis
-    high: int | None
-    tokenizer: str | None
-    inputs: Mapping[str, InputSpec] | None
-    normalization: Normalization = NOTHING
 
 
 class Own(Settings):
@@ -127,67 +108,36 @@ class Own(Settings):
     )
 
     @property
-    def specs(self) -> Mapping[str, InputSpec]:
-        """Input tensors by name, without a normalization; the name of a single one is empty."""
-        return specs_of(self._plain)
-
-    @property
-    def _plain(self) -> PlainInputs:
-        inputs = None if self.inputs is None else {name: each.spec for name, each in sorted(self.inputs.items())}
-        return PlainInputs(self.kind, self.input_shape, self.channel_axis, self.high, self.tokenizer, inputs)
-
-    @property
-    def wanted(self) -> Targets | None:
-        """Targets that are not classes, without a normalization."""
-        return None if self.targets is None else self.targets.targets
+    def spec(self) -> DataSpec:
+        """Inputs and targets, without normalizations."""
+        if self.inputs is not None:
+            inputs = {name: each.spec for name, each in sorted(self.inputs.items())}
+        else:
+            assert self.kind != "named", "checked: there are no named inputs"
+            inputs = {"": InputSpec(self.kind, self.input_shape, NOTHING, self.channel_axis, self.high, self.tokenizer)}
+        return DataSpec(inputs, self.classes, None if self.targets is None else self.targets.targets)
 
     @property
     def task(self) -> TaskName:
         """Name of the task that the targets are for."""
-        return "classification" if self.targets is None else self.targets.task
-
-    @property
-    def measured(self) -> list[Measured]:
-        """Tensors that are measured for the normalization."""
-        return measured_tensors(self.specs, self.wanted)
-
-    @property
-    def numbers(self) -> int:
-        """Length of the normalization: means of all inputs and targets."""
-        return sum(each.numbers for each in self.measured)
+        return self.spec.task
 
     @model_validator(mode="after")
     def _check_keys(self) -> Own:
-        if (fault := inputs_fault(self._plain, normalized=False)) is not None:
-            raise ValueError(fault)
-        if bool(self.classes) == (self.targets is not None):
-            if self.classes:
-                raise ValueError("classes: must be empty, because targets are given")
+        if (self.kind == "named") != (self.inputs is not None) or (self.inputs is not None and self.input_shape):
+            raise ValueError(f"kind: {self.kind}; named inputs need inputs, each with a shape, and others input_shape")
+        if not self.classes and self.targets is None:
             raise ValueError("classes: the list is empty; give at least one name, or targets that are not classes")
-        if (twice := named_twice(self.classes)) is not None:
-            raise ValueError(f"classes: {twice!r} occurs twice; give each class a unique name")
-        if self.kind == "tokens" and len(self.classes) > 256:
-            raise ValueError(f"classes: {len(self.classes)} names; tokens are single bytes, so give at most 256")
+        spec = self.spec
         if self.features is not None:
-            self._check_features(self.features)
+            if any(each.kind in ("pixels", "tokens") or len(each.shape) > 1 for each in spec.inputs.values()):
+                raise ValueError(f"features: names are only for features and integers of a table (got {self.kind})")
+            if len(set(map(composed, self.features))) != (
+                numbers := sum(each.numbers for each in spec.inputs.values())
+            ):
+                raise ValueError(f"features: must be {numbers} different names (got {list(self.features)})")
         if isinstance(self.normalization, Given):
             given = Normalization(self.normalization.mean, self.normalization.std)
-            if not len(given.mean) == len(given.std) == self.numbers:
-                raise ValueError(
-                    f"normalization: {len(given.mean)} means and {len(given.std)} deviations; {self.kind} need "
-                    f"{self.numbers} of each"
-                )
-            parts = divided_normalization(self.measured, given)
-            faults = [replace(spec, normalization=parts[i]).fault() for i, spec in enumerate(self.specs.values())]
-            targets = self.wanted
-            if targets is not None and targets.numbers:
-                faults.append(targets.normalized(parts[-1]).fault())
-            if (fault := next(filter(None, faults), None)) is not None:
-                raise ValueError(fault)
+            if not spec.with_normalization(given).is_normalized:
+                raise ValueError(f"normalization: give {spec.numbers} means and deviations")
         return self
-
-    def _check_features(self, features: tuple[str, ...]) -> None:
-        if any(spec.kind in ("pixels", "tokens") or len(spec.shape) > 1 for spec in self.specs.values()):
-            raise ValueError(f"features: names are only for features and integers of a table (got {self.kind})")
-        if len(set(map(composed, features))) != (numbers := sum(spec.numbers for spec in self.specs.values())):
-            raise ValueError(f"features: must be {numbers} different names (got {list(features)})")

@@ -14,7 +14,7 @@ from fedloom.data.apportion import Mixes, feasible_sizes
 from fedloom.data.copies import hold_out
 from fedloom.data.reserve import Reserve
 from fedloom.data.shift import Shift
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec
 from fedloom.errors import ExperimentError
 
 ByClass: TypeAlias = Sequence[NDArray[np.int64]]
@@ -33,15 +33,20 @@ class SchemeSettings(BaseModel):
         if classes == 0:
             raise partition_error("scheme", getattr(self, "scheme", None), "needs data with classes", "use means")
 
-    def groups(self, classes: int, targets: Targets | None) -> int:
+    def groups(self, spec: DataSpec) -> int:
         """Return the number of groups of examples that the scheme assigns by: the classes, or one of all examples.
 
         Raise ExperimentError if the scheme cannot assign examples with such targets.
         """
-        return classes if targets is None else 1
+        return spec.classes if spec.targets is None else 1
 
-    def check_inputs(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
-        """Raise ExperimentError if inputs of this kind and shape, for a task, do not fit the settings."""
+    def check_data(self, spec: DataSpec) -> None:
+        """Raise ExperimentError if the settings do not fit such data."""
+        self.check(self.groups(spec))
+
+    def drawn_spec(self, spec: DataSpec) -> DataSpec:
+        """Return the description of the clients' examples, given that of the source."""
+        return spec
 
 
 class ReservingScheme(SchemeSettings):
@@ -69,10 +74,11 @@ class ReservingScheme(SchemeSettings):
                 del written[key]
         return written
 
-    def check_inputs(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
-        """Reject a shift that the inputs or the task do not allow."""
+    def check_data(self, spec: DataSpec) -> None:
+        """Reject a shift that the inputs or the task do not allow, too."""
+        super().check_data(spec)
         if self.shift is not None:
-            self.shift.check(kind, shape, task)
+            self.shift.check(spec)
 
 
 class MixScheme(ReservingScheme):
@@ -91,8 +97,9 @@ class MixScheme(ReservingScheme):
         """True if clients differ in their class mixes."""
         return True
 
-    def groups(self, classes: int, targets: Targets | None) -> int:
+    def groups(self, spec: DataSpec) -> int:
         """Return the number of classes, of quantiles of the target, or 1 for a scheme that needs neither."""
+        targets = spec.targets
         if self.quantiles is not None and (targets is None or targets.task != "regression" or targets.outputs != 1):
             found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
             raise partition_error(
@@ -102,7 +109,7 @@ class MixScheme(ReservingScheme):
                 "leave it out",
             )
         if targets is None or self.quantiles is not None:
-            return self.quantiles or classes
+            return self.quantiles or spec.classes
         if self.by_class:
             name = getattr(self, "scheme", None)
             one = targets.task == "regression" and targets.outputs == 1

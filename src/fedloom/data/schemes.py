@@ -22,6 +22,7 @@ from fedloom.data.apportion import Mixes, partition_classes
 from fedloom.data.copies import fill_pools
 from fedloom.data.manifest import SPLITS
 from fedloom.data.scheme_base import CLIENTS, ByClass, MixScheme, ReservingScheme, SchemeSettings, partition_error
+from fedloom.data.spec import DataSpec
 
 _TRAIN_CAP = "Maximum number of training examples per client; the class mix is kept."
 FEWER = "fewer examples per class, fewer clients or fewer labels_per_client"
@@ -368,6 +369,10 @@ class MeansScheme(SchemeSettings):
         default=1000, ge=2, description="Number of training and validation examples of each client."
     )
     test_per_client: int = Field(default=200, ge=1, description="Number of test examples of each client.")
+
+    def drawn_spec(self, spec: DataSpec) -> DataSpec:
+        """Return the description of the examples drawn."""
+        return DataSpec.single("features", (self.dimension,))
 
     def check(self, classes: int) -> None:
         """Reject a data set that already has examples."""

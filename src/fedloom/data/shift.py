@@ -6,7 +6,6 @@ a group depend on neither the seed nor the data, so that clients of another part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedloom.core.keyed import make_rng, shuffled
+from fedloom.data.spec import DataSpec
 from fedloom.errors import ExperimentError
 
 _SEED = 0
@@ -51,9 +51,9 @@ class Shift(BaseModel):
             raise ValueError(f"groups: {self.groups} cannot be rotated evenly; with kind rotation set 2 or {TURNS}")
         return self
 
-    def check(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
+    def check(self, spec: DataSpec) -> None:
         """Raise ExperimentError if inputs cannot be rotated, or labels permuted; it names the key."""
-        fault = None
+        fault, kind, shape, task = None, spec.kind, spec.input_shape, spec.task
         if self.kind == "labels" and task != "classification":
             fault = f"kind: labels permutes classes, but the task is {task}; use rotation, or null"
         elif self.kind == "labels" and kind == "tokens":

@@ -86,29 +86,24 @@ class Targets:
 
     def raw(self) -> Targets:
         """Return the targets with the normalization that changes nothing."""
-        return self.normalized(Normalization((0.0,) * self.numbers, (1.0,) * self.numbers))
+        return self.normalized(Normalization.identity(self.numbers))
 
     def plain(self) -> Targets:
         """Return the targets without a normalization, as cards and comparisons have them."""
         return self.normalized(NOTHING)
 
-    def fault(self, *, normalized: bool = True) -> str | None:
-        """Return a contradiction within the description, or None; ``normalized``: its normalization is known."""
+    def fault(self) -> str | None:
+        """Return a contradiction within the description, or None; the normalization may be empty."""
         if self.task not in RANKS:
-            return f"targets.task is {self.task}; classes are described by class_names"
+            return f"targets.task: {self.task} has classes, and no targets"
         if len(self.shape) not in RANKS[self.task] or min(self.shape, default=1) < 1:
-            return f"targets.shape is {list(self.shape)}; {self.task} has targets {SHAPES[self.task]}"
+            return f"targets.shape: {list(self.shape)}; {self.task} has targets {SHAPES[self.task]}"
         entries = math.prod(self.shape)
         if self.outputs < 1 or (self.task in ("multilabel", "regression") and self.outputs != entries):
-            return f"targets.outputs is {self.outputs}; {self.task} of targets {list(self.shape)} has {entries}"
+            return f"targets.outputs: {self.outputs}; {self.task} of targets {list(self.shape)} has {entries}"
         if self.names and (len(self.names) != self.outputs or named_twice(self.names) is not None):
-            return f"targets.names has {len(self.names)} names; it must have {self.outputs} different ones, or none"
-        needed = self.numbers if normalized else 0
-        if not len(self.mean) == len(self.std) == needed:
-            return f"targets: {len(self.mean)} means and {len(self.std)} deviations; there must be {needed} of each"
-        if not all(map(math.isfinite, self.mean)) or not all(0 < each < math.inf for each in self.std):
-            return "targets: means must be finite, and deviations finite and above 0"
-        return None
+            return f"targets.names: {len(self.names)} names; there must be {self.outputs} different ones, or none"
+        return self.normalization.fault(self.numbers)
 
     def values_fault(self, y: NDArray[Any], count: int) -> str | None:
         """Return why an array cannot hold the targets of ``count`` examples as a shard does, or None."""
@@ -132,8 +127,3 @@ class Targets:
     def rows(self, y: NDArray[Any]) -> NDArray[Any]:
         """Return numbers ``[n, *shape]`` as ``[numbers, n * values]``."""
         return y.reshape(-1, self.numbers).T
-
-
-def same_targets(one: Targets | None, other: Targets | None) -> bool:
-    """Return True if two descriptions are equal apart from their normalization."""
-    return (one and one.plain()) == (other and other.plain())

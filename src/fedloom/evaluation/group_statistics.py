@@ -3,26 +3,114 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fedloom.evaluation.moments import summed_group_statistics, summed_mean, summed_metric_statistics
+from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan, EvaluationResult
+from fedloom.evaluation.spread import spread
 from fedloom.evaluation.uncertainty import group_uncertainty
-from fedloom.tasks.base import CORRECT, LOSS, TOTAL
+from fedloom.messages import Metrics, SummedMetrics
+from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
 from fedloom.tasks.classification import calibration_errors
-from fedloom.tasks.headline import GROUPS
-
-if TYPE_CHECKING:
-    from fedloom.evaluation.summary import EvaluationResult
+from fedloom.tasks.headline import GROUPS, MetricValues
 
 Statistics: TypeAlias = dict[str, Any]
 """Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
 
+Values: TypeAlias = dict[str, float | None]
+"""Statistics of a metric: the fields of :class:`~fedloom.tasks.headline.MetricValues`."""
 
-ACCURACIES = ("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_worst_decile", "accuracy_pooled")
-"""Keys of a group's statistics that are None for tasks other than classification."""
+ACCURACY, MEAN_LOSS, OWN = 0, 1, 2
+"""Positions of the moments: accuracy and mean loss of a reading, then the metrics of the plan."""
+
+NUMBER, SUM, SQUARES = range(3)
+"""Last axis of moments: clients for which a metric is defined, sum of their values, sum of the squares."""
+
+
+def summed_shapes(plan: EvaluationPlan, predictors: int) -> dict[str, tuple[int, ...]]:
+    """Return the trailing shapes of the ``SummedMetrics`` fields, for P predictors; of moments ``(P, R, 2 + M, 3)``."""
+    shapes = plan.shapes(predictors) | {"moments": (predictors, len(READINGS), OWN + len(plan.metrics), 3)}
+    return {field.name: shapes[field.name] for field in SummedMetrics.fields()}
+
+
+def summed_metrics(measured: Metrics, plan: EvaluationPlan) -> SummedMetrics:
+    """Return the measurements of c clients with the moments of each client's own metrics on its test split."""
+    test = SPLITS.index("test")
+    by_predictor = []
+    for p in range(measured.counts.shape[1]):
+        by_reading = []
+        for r in range(len(READINGS)):
+            counts = measured.counts[:, p, test, r]
+            values = plan.values(
+                Counts(counts, measured.confusion[:, p], measured.calibration[:, p]), measured.sums[:, p, test]
+            )
+            total = counts[:, TOTAL]
+            own = [values[metric.name].double() for metric in plan.metrics]
+            found = torch.stack([counts[:, CORRECT] / total, counts[:, LOSS] / total, *own], dim=1)  # [c, 2 + M]
+            defined = ~found.isnan() & (total > 0)[:, None]
+            found = torch.where(defined, found, 0.0)
+            by_reading.append(torch.stack([defined.double(), found, found.square()], dim=-1))
+        by_predictor.append(torch.stack(by_reading, dim=1))
+    sent = measured.tensors() | {"moments": torch.stack(by_predictor, dim=1)}
+    return SummedMetrics(**{field.name: sent[field.name] for field in SummedMetrics.fields()})
+
+
+def summed_group_statistics(
+    evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str, *, classes: bool
+) -> Statistics | None:
+    """Return the statistics of a group of clients (``group_statistics``); those of the worst clients are None."""
+    moments = _moments(evaluation, predictor, group, reading)
+    tested = round(float(moments[MEAN_LOSS, NUMBER]))
+    if tested == 0:
+        return None
+    counts = evaluation.of(predictor, "test", reading)[group].sum(0)
+    accuracies = _summed_values(moments[ACCURACY], float(counts[CORRECT] / counts[TOTAL])) if classes else None
+    return {"clients": tested, **_accuracies(accuracies), "loss_mean": _mean_and_std(moments[MEAN_LOSS])[0]}
+
+
+def summed_metric_statistics(
+    evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str
+) -> dict[str, Values | None]:
+    """Return the statistics of each metric (``metric_statistics``); those of the worst clients are None."""
+    pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
+    moments = _moments(evaluation, predictor, group, reading)[OWN:]
+    return {
+        metric.name: _summed_values(moment, float(pooled[metric.name]))
+        for metric, moment in zip(evaluation.plan.metrics, moments, strict=True)
+    }
+
+
+def _summed_values(moment: Tensor, pooled: float) -> Values | None:
+    """Return the statistics of one metric that follow from its moments, ``[3]``; None if it is defined for none."""
+    if not float(moment[NUMBER]):
+        return None
+    values = MetricValues(*_mean_and_std(moment), pooled=None if math.isnan(pooled) else pooled)
+    return values._asdict()
+
+
+def summed_mean(evaluation: EvaluationResult, predictor: str, group: Tensor, metric: str) -> float | None:
+    """Return the mean of a metric over the clients of a group; None if it is defined for none, or not measured."""
+    names = [each.name for each in evaluation.plan.metrics]
+    if metric not in names:
+        return None
+    moment = _moments(evaluation, predictor, group, READINGS[0])[OWN + names.index(metric)]
+    return _mean_and_std(moment)[0] if float(moment[NUMBER]) else None
+
+
+def _moments(evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str) -> Tensor:
+    """Return the moments of a group's clients, ``[2 + M, 3]``."""
+    assert evaluation.moments is not None
+    p, r = evaluation.predictors.index(predictor), READINGS.index(reading)
+    return evaluation.moments[group & evaluation.present, p, r].sum(0)
+
+
+def _mean_and_std(moment: Tensor) -> tuple[float, float]:
+    """Return mean and population standard deviation from number, sum and sum of squares."""
+    number, total, squares = moment.tolist()
+    mean = total / number
+    return mean, math.sqrt(max(0.0, squares / number - mean**2))
 
 
 def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | None:
@@ -49,19 +137,14 @@ def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | No
     if n == 0:
         return None
     loss = float((counts[:, LOSS] / counts[:, TOTAL]).mean())
-    if not classes:
-        return {"clients": n} | dict.fromkeys(ACCURACIES) | {"loss_mean": loss}
-    accuracy = counts[:, CORRECT] / counts[:, TOTAL]
-    worst = accuracy.sort().values[: math.ceil(n / 10)]
-    return {
-        "clients": n,
-        "accuracy_mean": float(accuracy.mean()),
-        "accuracy_std": float(accuracy.std(correction=0)),
-        "accuracy_worst": float(worst[0]),
-        "accuracy_worst_decile": float(worst.mean()),
-        "accuracy_pooled": float(counts[:, CORRECT].sum() / counts[:, TOTAL].sum()),
-        "loss_mean": loss,
-    }
+    pooled = counts[:, CORRECT].sum() / counts[:, TOTAL].sum()
+    accuracies = _over_clients(counts[:, CORRECT] / counts[:, TOTAL], pooled, higher=True) if classes else None
+    return {"clients": n, **_accuracies(accuracies), "loss_mean": loss}
+
+
+def _accuracies(values: Values | None) -> Values:
+    """Return the keys of a group's statistics that are None for tasks other than classification."""
+    return {f"accuracy_{key}": None if values is None else values[key] for key in MetricValues._fields}
 
 
 def predictor_statistics(
@@ -116,7 +199,7 @@ def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Stati
 
 def metric_statistics(
     evaluation: EvaluationResult, predictor: str, group: Tensor, *, reading: str = "unmasked"
-) -> dict[str, dict[str, float | None] | None]:
+) -> dict[str, Values | None]:
     """Return ``metrics`` of a group: test statistics of each metric of the task, by name; the headline comes first.
 
     Each has ``mean`` and ``std`` over the clients for which it is defined (population standard deviation); ``worst``,
@@ -136,7 +219,7 @@ def metric_statistics(
     }
 
 
-def _over_clients(values: Tensor, pooled: Tensor, *, higher: bool) -> dict[str, float | None] | None:
+def _over_clients(values: Tensor, pooled: Tensor, *, higher: bool) -> Values | None:
     """Return the statistics of one metric of m clients, ``[m]``, and of all examples, ``[1]``."""
     values = values[~values.isnan()]
     if not len(values):
@@ -149,6 +232,17 @@ def _over_clients(values: Tensor, pooled: Tensor, *, higher: bool) -> dict[str, 
         "worst_decile": float(worst.mean()),
         "pooled": None if bool(pooled.isnan()) else float(pooled),
     }
+
+
+def spreads(evaluation: EvaluationResult) -> dict[str, dict[str, Any] | None]:
+    """Return the :func:`~fedloom.evaluation.spread.spread` of the personal models of ``seen`` and ``unseen`` clients.
+
+    A group is None if sketches were not measured.
+    """
+    models, groups = evaluation.models, {"seen": evaluation.seen, "unseen": ~evaluation.seen}
+    if models is None or not models.shape[1]:
+        return dict.fromkeys(groups)
+    return {name: spread(models[members & evaluation.present]) for name, members in groups.items()}
 
 
 def uncertainties(evaluation: EvaluationResult) -> dict[str, dict[str, float] | None]:

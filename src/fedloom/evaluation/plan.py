@@ -1,10 +1,11 @@
-"""Evaluation of a task: the shapes of measurements, and the metrics that follow from them."""
+"""Evaluation of a task: the shapes of measurements, the measurements of all clients, and their metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,3 +157,135 @@ class EvaluationPlan:
 
     def _split(self, sums: Tensor) -> tuple[Tensor, ...]:
         return torch.split(sums, [part.size for part in self.sums], dim=-1) if self.sums else ()
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationResult:
+    """Measurements of the clients after a round.
+
+    Attributes
+    ----------
+    round
+        Number of rounds trained before it.
+    clients
+        n ids, in manifest order.
+    seen, present
+        ``[n]`` bool: takes part in training; answered this evaluation.
+    predictors
+        P names, ``personal`` first, and ``global`` if the method has one.
+    counts
+        ``[n, P, S, R, 3]`` float64, see ``measure``; zero in the rows of absent clients.
+    confusion
+        ``[n, P, C, C]`` int64, see ``measure``.
+    calibration, uncertainty
+        ``[n, P, BINS, 3]`` and ``[n, P, 3]`` float64, see ``measure``; zero in the rows of absent clients.
+    sums
+        ``[n, P, S, K]`` float64, see ``measure``; zero in the rows of absent clients.
+    plan
+        Task, and the meaning of the sums.
+    records
+        Values that the server algorithm recorded, one row per client: ``[n, ...]``.
+    moments
+        ``[n, P, R, 2 + M, 3]`` float64, see :mod:`fedloom.evaluation.group_statistics`, if metrics are summed securely:
+        a row is then not a client, but all clients of a group, seen or unseen. None if each client's metrics are known.
+    members
+        ``[n, 2]``, the numbers of clients asked, and in the sums of these rows.
+    models
+        ``[n, 1 + SKETCH]`` float64, see :mod:`fedloom.evaluation.spread`; ``[n, 0]`` or None if not measured.
+    """
+
+    round: int
+    clients: tuple[str, ...]
+    seen: Tensor
+    present: Tensor
+    predictors: tuple[str, ...]
+    counts: Tensor
+    confusion: Tensor
+    calibration: Tensor
+    uncertainty: Tensor
+    sums: Tensor
+    plan: EvaluationPlan
+    records: dict[str, Tensor] = field(default_factory=dict)
+    moments: Tensor | None = None
+    members: Tensor | None = None
+    models: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check the shapes against each other.
+
+        Raises
+        ------
+        ValueError
+            If they do not agree, or there is no ``personal`` predictor.
+        """
+        if "personal" not in self.predictors:
+            raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
+        n = len(self.clients)
+        measured = self.plan.shapes(len(self.predictors))
+        if self.models is None:
+            del measured["models"]
+        for name, trailing in {"seen": (), "present": (), **measured}.items():
+            shape, expected = tuple(getattr(self, name).shape), (n, *trailing)
+            if shape != expected:
+                raise ValueError(f"{name} must have shape {expected} (got {shape})")
+        for name, tensor in self.records.items():
+            if tensor.shape[:1] != (n,):
+                raise ValueError(f"record {name!r} must have shape ({n}, ...) (got {tuple(tensor.shape)})")
+
+    @property
+    def asked(self) -> int:
+        """Number of clients that were asked."""
+        return len(self.clients) if self.members is None else int(self.members[:, 0].sum())
+
+    @property
+    def measured(self) -> int:
+        """Number of clients that are measured."""
+        return int(self.present.sum()) if self.members is None else int(self.members[:, 1].sum())
+
+    @property
+    def classes(self) -> int:
+        """Number C of classes; 0 for other tasks."""
+        return self.plan.classes
+
+    def of(self, predictor: str, split: str, reading: str) -> Tensor:
+        """Return counts ``[n, 3]`` of one predictor, split and reading; zero for absent clients."""
+        p = self.predictors.index(predictor)
+        counts = self.counts[:, p, SPLITS.index(split), READINGS.index(reading)]
+        return counts * self.present[:, None]
+
+    def metrics(
+        self, predictor: str, split: str, group: Tensor, *, reading: str = "unmasked", pooled: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the metrics of one predictor on a split, ``[m]`` each, NaN where undefined.
+
+        Accuracy and log loss of classes are of the ``reading``, all else is unmasked. Validation data have only the
+        metrics that follow from counts and sums.
+
+        Parameters
+        ----------
+        group
+            ``[n]`` bool: the m clients. Absent ones have no metrics.
+        pooled
+            True for the metrics of all their examples together, m = 1.
+        """
+        members, p, s = group & self.present, self.predictors.index(predictor), SPLITS.index(split)
+        confusion, calibration = self.confusion[members, p], self.calibration[members, p]
+        if split != "test":
+            confusion, calibration = torch.zeros_like(confusion), torch.zeros_like(calibration)
+        rows = (self.of(predictor, split, reading)[members], confusion, calibration, self.sums[members, p, s])
+        if pooled:
+            rows = tuple(tensor.sum(0, keepdim=True) for tensor in rows)  # type: ignore[assignment]
+        counts, confusion, calibration, sums = rows
+        return self.plan.values(Counts(counts, confusion, calibration), sums, pooled=pooled)
+
+    def by_group(self, found: Callable[[int, Tensor], Any]) -> dict[str, Any]:
+        """Return, for each predictor, results of ``seen`` and ``unseen``; ``global`` is None for a method without it.
+
+        ``found`` is called with the position of a predictor, and the present clients of a group, ``[n]`` bool.
+        """
+        groups = {"seen": self.seen & self.present, "unseen": ~self.seen & self.present}
+        results = {
+            predictor: {name: found(p, members) for name, members in groups.items()}
+            for p, predictor in enumerate(self.predictors)
+        }
+        return {"personal": None, "global": None} | results

@@ -21,7 +21,6 @@ from fedloom.core.keyed import signed_grouping
 from fedloom.messages import VALUE_LIMIT
 
 if TYPE_CHECKING:
-    from fedloom.evaluation.summary import EvaluationResult
     from fedloom.models.predictors import Predictor
 
 SKETCH = 512
@@ -63,21 +62,13 @@ def implausible_sketch(sketch: Tensor) -> str | None:
     return None
 
 
-def spreads(evaluation: EvaluationResult) -> dict[str, dict[str, Any] | None]:
-    """Return the spread of the personal models of the ``seen`` and the ``unseen`` clients.
+def spread(models: Tensor) -> dict[str, Any] | None:
+    """Return the spread of the models of m clients, ``[m, 1 + SKETCH]``.
 
-    Each has ``clients``, their number; ``distance``, the root mean square distance of their parameters from the mean of
-    them; and ``relative``, that distance divided by the norm of the mean (None if the norm is 0). A group is None if
-    sketches were not measured, if fewer than two clients have one, or if models differ in their number of parameters.
+    ``clients``, their number; ``distance``, the root mean square distance of their parameters from the mean of them;
+    and ``relative``, that distance divided by the norm of the mean (None if the norm is 0). None if fewer than two
+    clients have a sketch, or if models differ in their number of parameters.
     """
-    models, groups = evaluation.models, {"seen": evaluation.seen, "unseen": ~evaluation.seen}
-    if models is None or not models.shape[1]:
-        return dict.fromkeys(groups)
-    return {name: _spread(models[members & evaluation.present]) for name, members in groups.items()}
-
-
-def _spread(models: Tensor) -> dict[str, Any] | None:
-    """Return the spread of the models of m clients, from ``[m, 1 + SKETCH]``."""
     models = models[models[:, 0] > 0]
     if len(models) < 2 or bool((models[:, 0] != models[0, 0]).any()):
         return None

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedloom.evaluation.group_statistics import calibration_of_clients, groups, predictor_statistics, uncertainties
-from fedloom.evaluation.last_evaluations import late
-from fedloom.evaluation.moments import summed_group_statistics
-from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
-from fedloom.evaluation.spread import spreads
-from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
+from fedloom.evaluation.group_statistics import (
+    calibration_of_clients,
+    groups,
+    predictor_statistics,
+    spreads,
+    summed_group_statistics,
+    uncertainties,
+)
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
+from fedloom.tasks.base import CORRECT, LOSS, TOTAL
+from fedloom.tasks.headline import GROUPS, headline_of, values_of
+from fedloom.tasks.names import MODEL_LOSS, Headline
 
 
 @dataclass(frozen=True)
@@ -30,138 +35,6 @@ class Communication:
     payload_down: int
     wire_up: int | None = None
     wire_down: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class EvaluationResult:
-    """Measurements of the clients after a round.
-
-    Attributes
-    ----------
-    round
-        Number of rounds trained before it.
-    clients
-        n ids, in manifest order.
-    seen, present
-        ``[n]`` bool: takes part in training; answered this evaluation.
-    predictors
-        P names, ``personal`` first, and ``global`` if the method has one.
-    counts
-        ``[n, P, S, R, 3]`` float64, see ``measure``; zero in the rows of absent clients.
-    confusion
-        ``[n, P, C, C]`` int64, see ``measure``.
-    calibration, uncertainty
-        ``[n, P, BINS, 3]`` and ``[n, P, 3]`` float64, see ``measure``; zero in the rows of absent clients.
-    sums
-        ``[n, P, S, K]`` float64, see ``measure``; zero in the rows of absent clients.
-    plan
-        Task, and the meaning of the sums.
-    records
-        Values that the server algorithm recorded, one row per client: ``[n, ...]``.
-    moments
-        ``[n, P, R, 2 + M, 3]`` float64, see :mod:`fedloom.evaluation.moments`, if metrics are summed securely: a row is
-        then not a client, but all clients of a group, seen or unseen. None if each client's metrics are known.
-    members
-        ``[n, 2]``, the numbers of clients asked, and in the sums of these rows.
-    models
-        ``[n, 1 + SKETCH]`` float64, see :mod:`fedloom.evaluation.spread`; ``[n, 0]`` or None if not measured.
-    """
-
-    round: int
-    clients: tuple[str, ...]
-    seen: Tensor
-    present: Tensor
-    predictors: tuple[str, ...]
-    counts: Tensor
-    confusion: Tensor
-    calibration: Tensor
-    uncertainty: Tensor
-    sums: Tensor
-    plan: EvaluationPlan
-    records: dict[str, Tensor] = field(default_factory=dict)
-    moments: Tensor | None = None
-    members: Tensor | None = None
-    models: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        """Check the shapes against each other.
-
-        Raises
-        ------
-        ValueError
-            If they do not agree, or there is no ``personal`` predictor.
-        """
-        if "personal" not in self.predictors:
-            raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
-        n = len(self.clients)
-        measured = self.plan.shapes(len(self.predictors))
-        if self.models is None:
-            del measured["models"]
-        for name, trailing in {"seen": (), "present": (), **measured}.items():
-            shape, expected = tuple(getattr(self, name).shape), (n, *trailing)
-            if shape != expected:
-                raise ValueError(f"{name} must have shape {expected} (got {shape})")
-        for name, tensor in self.records.items():
-            if tensor.shape[:1] != (n,):
-                raise ValueError(f"record {name!r} must have shape ({n}, ...) (got {tuple(tensor.shape)})")
-
-    @property
-    def asked(self) -> int:
-        """Number of clients that were asked."""
-        return len(self.clients) if self.members is None else int(self.members[:, 0].sum())
-
-    @property
-    def measured(self) -> int:
-        """Number of clients that are measured."""
-        return int(self.present.sum()) if self.members is None else int(self.members[:, 1].sum())
-
-    @property
-    def classes(self) -> int:
-        """Number C of classes; 0 for other tasks."""
-        return self.plan.classes
-
-    def of(self, predictor: str, split: str, reading: str) -> Tensor:
-        """Return counts ``[n, 3]`` of one predictor, split and reading; zero for absent clients."""
-        p = self.predictors.index(predictor)
-        counts = self.counts[:, p, SPLITS.index(split), READINGS.index(reading)]
-        return counts * self.present[:, None]
-
-    def metrics(
-        self, predictor: str, split: str, group: Tensor, *, reading: str = "unmasked", pooled: bool = False
-    ) -> dict[str, Tensor]:
-        """Return the metrics of one predictor on a split, ``[m]`` each, NaN where undefined.
-
-        Accuracy and log loss of classes are of the ``reading``, all else is unmasked. Validation data have only the
-        metrics that follow from counts and sums.
-
-        Parameters
-        ----------
-        group
-            ``[n]`` bool: the m clients. Absent ones have no metrics.
-        pooled
-            True for the metrics of all their examples together, m = 1.
-        """
-        members, p, s = group & self.present, self.predictors.index(predictor), SPLITS.index(split)
-        confusion, calibration = self.confusion[members, p], self.calibration[members, p]
-        if split != "test":
-            confusion, calibration = torch.zeros_like(confusion), torch.zeros_like(calibration)
-        rows = (self.of(predictor, split, reading)[members], confusion, calibration, self.sums[members, p, s])
-        if pooled:
-            rows = tuple(tensor.sum(0, keepdim=True) for tensor in rows)  # type: ignore[assignment]
-        counts, confusion, calibration, sums = rows
-        return self.plan.values(Counts(counts, confusion, calibration), sums, pooled=pooled)
-
-    def by_group(self, found: Callable[[int, Tensor], Any]) -> dict[str, Any]:
-        """Return, for each predictor, results of ``seen`` and ``unseen``; ``global`` is None for a method without it.
-
-        ``found`` is called with the position of a predictor, and the present clients of a group, ``[n]`` bool.
-        """
-        groups = {"seen": self.seen & self.present, "unseen": ~self.seen & self.present}
-        results = {
-            predictor: {name: found(p, members) for name, members in groups.items()}
-            for p, predictor in enumerate(self.predictors)
-        }
-        return {"personal": None, "global": None} | results
 
 
 def validation_pooled(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:
@@ -392,3 +265,49 @@ def _extended(line: dict[str, Any], extra: Mapping[str, Mapping[str, Any]] | Non
     if taken:
         raise ValueError(f"a method may not be called {taken[0]!r}: that key is taken")
     return line | {method: dict(values) for method, values in extra.items()}
+
+
+LATE = 8
+"""Number of evaluations at the end of training that are summarized together."""
+
+
+def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return ``last_evaluations`` of ``summary.json``: statistics of the evaluations at the end of training.
+
+    A single evaluation, and even more the highest of several, is unreliable if accuracy fluctuates between evaluations.
+
+    Parameters
+    ----------
+    lines
+        Up to :data:`LATE` last lines of ``metrics.jsonl``, ascending. Lines before training are left out unless there
+        are no others.
+
+    Returns
+    -------
+    dict or None
+        ``evaluations``, their number; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``,
+        by ``accuracy_mean`` and ``accuracy_pooled`` (of another task its headline, as ``rmse_mean`` and
+        ``rmse_pooled``; without targets ``loss_mean``), {``mean``, ``lowest``, ``highest``}; None for a group that some
+        line lacks. None without lines.
+    """
+    lines = [line for line in lines if line["round"]] or list(lines)
+    if not lines:
+        return None
+    found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
+    for name in GROUPS:
+        groups = [line[name] for line in lines if line[name] is not None]
+        found[name] = _over_evaluations(groups, headline_of(lines[-1])) if len(groups) == len(lines) else None
+    return found
+
+
+def _over_evaluations(groups: Sequence[Mapping[str, Any]], headline: Headline) -> dict[str, dict[str, float]]:
+    """Return mean, lowest and highest of a group's headline, or of its losses if there is none."""
+    values = [values_of(group, headline) for group in groups]
+    columns = {f"{headline.name}_{key}": [getattr(each, key) for each in values] for key in ("mean", "pooled")}
+    known = {key: column for key, column in columns.items() if None not in column}
+    if not known or headline == MODEL_LOSS:
+        known = {"loss_mean": [group["loss_mean"] for group in groups]}
+    return {
+        key: {"mean": math.fsum(column) / len(column), "lowest": min(column), "highest": max(column)}
+        for key, column in known.items()
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.algorithms.example_privacy import check_example_privacy
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
-from fedloom.data.input_spec import specs_of
 from fedloom.data.local import log_notes
-from fedloom.data.schemes import MeansScheme
+from fedloom.data.spec import DataSpec
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import SettingError
@@ -43,6 +41,15 @@ class _Combination:
         """Opened data set; None for clients with data of their own."""
         data = self.experiment.data
         return None if isinstance(data, OwnData) else data.opened()
+
+    @property
+    def spec(self) -> DataSpec:
+        """Inputs and targets of the clients' examples."""
+        data = self.experiment.data
+        if isinstance(data, OwnData):
+            return data.own.spec
+        assert self.source is not None
+        return data.partition.drawn_spec(self.source.spec)
 
 
 Check = Callable[[_Combination], Iterator[SettingError]]
@@ -94,31 +101,18 @@ def _check_partition(c: _Combination) -> Iterator[SettingError]:
     if isinstance(data, OwnData) or c.source is None:
         return
     try:
-        data.partition.check(data.partition.groups(c.source.classes, c.source.targets))
-        data.partition.check_inputs(c.source.kind, _input_shape(data, c.source), c.source.task)
+        data.partition.check_data(c.source.spec)
     except ExperimentError as error:
         yield _error_of(error, "data.partition")
 
 
-def _input_shape(data: Data, source: Dataset) -> tuple[int, ...]:
-    """Return the shape of an example; the scheme ``means`` sets its own."""
-    return (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
-
-
 def _check_model(c: _Combination) -> Iterator[SettingError]:
     e = c.experiment
-    if isinstance(e.data, OwnData):
-        specs, classes, targets = e.data.own.specs, len(e.data.own.classes), e.data.own.wanted
-    else:
-        assert c.source is not None
-        source = dataclasses.replace(c.source, input_shape=_input_shape(e.data, c.source))
-        specs, classes, targets = specs_of(source), source.classes, source.targets
-    outputs, shape = (classes, ()) if targets is None else (targets.outputs, targets.shape)
+    spec = c.spec
     try:
-        c.algorithm.check_inputs("named" if "" not in specs else specs[""].kind)
-        name = "classification" if targets is None else targets.task
-        task = agreed_task(e.task, name, outputs, "data.own" if isinstance(e.data, OwnData) else e.data.dataset)
-        found = fitted(e.model, specs, outputs, task, shape)
+        c.algorithm.check_inputs(spec.kind)
+        task = agreed_task(e.task, spec.task, spec.outputs, "data.own" if c.source is None else e.data.dataset)
+        found = fitted(e.model, spec.inputs, spec.outputs, task, () if spec.targets is None else spec.targets.shape)
         c.algorithm.check_model(e.algorithm.settings, found.model)
         twice = c.algorithm.differentiates_twice(e.algorithm.settings)
         if e.protects_examples:
@@ -131,7 +125,7 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
 def _check_moments(c: _Combination) -> Iterator[SettingError]:
     """Check that clients whose examples are protected send no sums over them for the normalization."""
     data = c.experiment.data
-    sends = isinstance(data, OwnData) and data.own.normalization == "measured" and data.own.numbers > 0
+    sends = isinstance(data, OwnData) and data.own.normalization == "measured" and data.own.spec.numbers > 0
     if c.experiment.protects_examples and sends:
         yield _error(
             "data.own.normalization",
@@ -146,11 +140,7 @@ def _check_augment(c: _Combination) -> Iterator[SettingError]:
         yield _error("data.augment", f"{c.algorithm.name} trains on all examples at once, unchanged; leave it out")
         return
     try:
-        if isinstance(e.data, OwnData):
-            own = e.data.own
-            check_augment(e.data.augment, own.kind, own.input_shape, own.task)
-        elif c.source is not None:
-            check_augment(e.data.augment, c.source.kind, _input_shape(e.data, c.source), c.source.task)
+        check_augment(e.data.augment, c.spec)
     except ExperimentError as error:
         yield _error_of(error, "data.augment")
 

@@ -216,13 +216,15 @@ def of(
     return _checked(value, {}, replaced, source, begun)
 
 
-def settings_of(kind: type[S], overrides: Overrides, source: str) -> S:
+def settings_of(kind: type[S], overrides: Overrides, source: str, option: str = SET) -> S:
     """Return settings whose defaults are replaced by ``key=value`` overrides.
 
     Parameters
     ----------
     source
         Name of the settings in errors.
+    option
+        Option that holds the overrides, and a space.
 
     Raises
     ------
@@ -232,7 +234,7 @@ def settings_of(kind: type[S], overrides: Overrides, source: str) -> S:
     value: dict[str, Any] = {}
     origins: dict[KeyPath, str] = {}
     for override in overrides:
-        _set(value, origins, override)
+        _set(value, origins, override, option)
     try:
         return kind.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -295,24 +297,24 @@ def _is_of_run(path: Path) -> bool:
     return path.name == "experiment.yaml" and any((path.parent / name).exists() for name in written)
 
 
-def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
+def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str, option: str = SET) -> None:
     """Apply one ``key=value`` override."""
     key, equals, text = override.partition("=")
     path = tuple(step.strip() for step in key.split("."))
     if not equals or not all(path):
-        raise ExperimentError(f"{SET}{shortened(override)} must be KEY=VALUE, such as federation.rounds=10.")
-    new, inside = parse_yaml(text, f"{SET}{shortened(override)}")
+        raise ExperimentError(f"{option}{shortened(override)} must be KEY=VALUE, such as federation.rounds=10.")
+    new, inside = parse_yaml(text, f"{option}{shortened(override)}")
     target = value
     for depth, step in enumerate(path[:-1], start=1):
         if target.get(step) is None:
             target[step] = {}
-            origins[path[:depth]] = SET
+            origins[path[:depth]] = option
         target = target[step]
         if not isinstance(target, dict):
             raise ExperimentError(
-                f"{SET}{shortened(override)}: {dotted(path[:depth])} is {abbreviated(target)}, which has no keys"
+                f"{option}{shortened(override)}: {dotted(path[:depth])} is {abbreviated(target)}, which has no keys"
             )
     target[path[-1]] = new
     for old in [p for p in origins if p[: len(path)] == path]:
         del origins[old]
-    origins.update({(*path, *p): SET for p in inside} | {path: SET})
+    origins.update({(*path, *p): option for p in inside} | {path: option})

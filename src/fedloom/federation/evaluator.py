@@ -16,10 +16,9 @@ from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
+from fedloom.evaluation.group_statistics import summed_shapes
 from fedloom.evaluation.measure import implausible
-from fedloom.evaluation.moments import summed_shapes
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.client_side import after_steps_purpose
 from fedloom.federation.cohort import RemoteCohort, TooFewReplies

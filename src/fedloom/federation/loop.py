@@ -17,7 +17,8 @@ from fedloom.algorithms.base import Algorithm, Statistics
 from fedloom.core import tracing
 from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
-from fedloom.evaluation.summary import Communication, EvaluationResult, line_score, metrics_line
+from fedloom.evaluation.plan import EvaluationResult
+from fedloom.evaluation.summary import Communication, line_score, metrics_line
 from fedloom.federation.activity import PrivacySpent
 from fedloom.federation.cohort import TooFewReplies
 from fedloom.federation.evaluator import Evaluator

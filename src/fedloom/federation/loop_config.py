@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm
-from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.private_sums import PrivateSums

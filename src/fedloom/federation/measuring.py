@@ -91,7 +91,7 @@ def measured_normalization(
 
     Raise QuorumError if no client answers plausibly.
     """
-    clients, numbers = tuple(examples), own.numbers
+    clients, numbers = tuple(examples), own.spec.numbers
     asked = torch.tensor([float(numbers)], dtype=torch.float64)
     call = Call(
         key=KEY,
@@ -117,7 +117,7 @@ def measured_normalization(
     if not plausible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
         raise _not_measured(len(clients), f"no client sent its sums: {reasons[0]}")
-    return pooled_normalization(own.measured, plausible)
+    return pooled_normalization(own.spec.measured, plausible)
 
 
 def securely_measured_normalization(
@@ -146,7 +146,7 @@ def securely_measured_normalization(
     InterruptedRun
         If ``stop`` is set while clients are missing.
     """
-    numbers = own.numbers
+    numbers = own.spec.numbers
     config = RoundConfig(
         seed=0,
         clients_per_round=len(examples),
@@ -175,8 +175,8 @@ def securely_measured_normalization(
     total = sum(examples[client] for client in summed)
     if first is None or second is None or not _are_possible(own, first, second, total, len(summed)):
         raise _not_measured(len(clients), "no examples have these sums, so a client has sent false ones")
-    moments = Moments(total * sum(each.values for each in own.measured), tuple(first), tuple(second))
-    return pooled_normalization(own.measured, [moments])
+    moments = Moments(total * sum(each.values for each in own.spec.measured), tuple(first), tuple(second))
+    return pooled_normalization(own.spec.measured, [moments])
 
 
 def summed_moments(secure: SecureAggregation) -> Summation:
@@ -196,7 +196,7 @@ def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
     """Return a client's moments; None if they are impossible for this number of examples."""
     count = float(answer.count[0, 0])
     first, second = (tuple(map(Fraction, sums[0].tolist())) for sums in (answer.sum, answer.squares))
-    if count != examples * sum(each.values for each in own.measured):
+    if count != examples * sum(each.values for each in own.spec.measured):
         return None
     return Moments(int(count), first, second) if _are_possible(own, first, second, examples) else None
 
@@ -205,7 +205,7 @@ def _are_possible(
     own: Own, first: Sequence[Fraction], second: Sequence[Fraction], examples: int, clients: int = 1
 ) -> bool:
     """Return whether this number of examples and clients can have these sums and sums of squares."""
-    measured = [each for each in own.measured for _ in range(each.numbers)]
+    measured = [each for each in own.spec.measured for _ in range(each.numbers)]
     limit = clients * Fraction(LOSS_LIMIT)
     for total, squares, each in zip(first, second, measured, strict=True):
         values = examples * each.values

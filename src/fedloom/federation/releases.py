@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fedloom.algorithms.base import Privacy
+from fedloom.algorithms.example_privacy import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey

@@ -153,7 +153,7 @@ class _ChangingRoster:
         change = between(self._members, members)
         if change != Change():
             self._members = dict(sorted(members.items()))
-            entries = tuple(member.entry(self.manifest.classes) for member in self._members.values())
+            entries = tuple(member.entry(self.manifest.spec.classes) for member in self._members.values())
             self.manifest = dataclasses.replace(self.manifest, clients=entries)
         return change
 

@@ -228,7 +228,7 @@ def known_headline(e: Experiment) -> Headline:
     if e.task is not None:
         return e.task.headline
     source = datasets.find_dataset(e.data.dataset)
-    return task_of(source.task).headline
+    return task_of(source.spec.task).headline
 
 
 def _spec(search: KatibSearch) -> Manifest:

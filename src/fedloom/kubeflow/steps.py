@@ -131,7 +131,7 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
         for stored in (one.folder(home) for one in (found, *found.needs) if not one.synthetic):
             copy_folder(stored, out / "datasets" / stored.name)
             size += sum(file.stat().st_size for file in stored.rglob("*") if file.is_file())
-    about = {"dataset": dataset, "title": found.title, "classes": found.classes, "licence": found.licence}
+    about = {"dataset": dataset, "title": found.title, "classes": found.spec.classes, "licence": found.licence}
     write_atomically(out / "about.json", f"{json.dumps(about)}\n".encode())  # a store keeps no empty folder
     return about | {"bytes": size}
 
@@ -335,9 +335,9 @@ def evaluate_task(
     evaluated.rewrite("metrics.jsonl", [line])
     evaluated.write("partition.json", manifest.to_json())
     evaluated.write("clients.csv", as_csv(documents.client_rows(evaluation, manifest.clients)))
-    results.write_task_results(evaluated, evaluation, manifest.class_names)
+    results.write_task_results(evaluated, evaluation, manifest.spec.class_names)
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
-    confusion = {"class_names": list(manifest.class_names), "rows": rows} if evaluation.classes else None
+    confusion = {"class_names": list(manifest.spec.class_names), "rows": rows} if evaluation.classes else None
     return {**found.statistics, "confusion": confusion}
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.models.flat import FlatModel, Layout
+from fedloom.models.flat import FlatModel, Layout, linear, linear_entries
 
 STATISTICS = ("mean", "log_variance")
 EPSILON = 1e-5  # as in torch.nn.BatchNorm2d
@@ -56,9 +56,7 @@ class ConvNet(FlatModel):
             entries += [(f"{name}.weight", (after, before, 3, 3)), *self.beside(name, after)]
         widths = [channels[-1] * pooled[0] * pooled[1], *hidden, classes]
         self.linears = [f"fc{i}" for i in range(1, len(widths))]
-        for name, (before, after) in zip(self.linears, pairwise(widths), strict=True):
-            entries += [(f"{name}.weight", (after, before)), (f"{name}.bias", (after,))]
-        self.layout = Layout(tuple(entries))
+        self.layout = Layout((*entries, *linear_entries(widths)))
 
     def beside(self, name: str, channels: int) -> list[tuple[str, tuple[int, ...]]]:
         """Return the entries of a convolution besides its kernel: its bias."""
@@ -78,7 +76,7 @@ class ConvNet(FlatModel):
         """Return the input of the last linear layer, ``[b, channels, height, width] -> [b, f]``."""
         h = self.convolved(parameters, x).flatten(1)
         for name in self.linears[:-1]:
-            h = F.relu(F.linear(h, parameters[f"{name}.weight"], parameters[f"{name}.bias"]))
+            h = F.relu(linear(parameters, name, h))
         return h
 
     def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -92,11 +90,6 @@ class ConvNet(FlatModel):
             h = F.conv2d(h, parameters[f"{name}.weight"], parameters[f"{name}.bias"], padding=1)
             h = F.relu(F.max_pool2d(h, 2))
         return h
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, channels, height, width] -> [b, C]``."""
-        last = self.linears[-1]
-        return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
 
 
 class BatchNormConvNet(ConvNet):

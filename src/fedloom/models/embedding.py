@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
-from fedloom.models.flat import FlatModel, FlatNetwork, Layout
+from fedloom.models.flat import FlatModel, FlatNetwork, Layout, linear, linear_entries
 from fedloom.models.lenet import lenet_features, lenet_layout
 from fedloom.models.lstm import LSTM
 from fedloom.models.module_inputs import ModuleInputs
@@ -103,7 +103,7 @@ class LeNetEmbedding(EmbeddingNetwork):
         if self.labels:
             planes = self.label_input(y, x) @ kernel[:, self.channels :].sum((2, 3)).t()  # [b, 16]
             h = h + planes[:, :, None, None]
-        return F.linear(lenet_features(parameters, h), parameters["fc3.weight"], parameters["fc3.bias"])
+        return linear(parameters, "fc3", lenet_features(parameters, h))
 
 
 class LinearEmbedding(EmbeddingNetwork):
@@ -122,8 +122,7 @@ class LinearEmbedding(EmbeddingNetwork):
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Embed ``[b, ...], [b, *target_shape] -> [b, l]``."""
-        weight, bias = parameters["fc.weight"], parameters["fc.bias"]
-        return F.linear(self.label_input(y, weight), weight, bias)
+        return linear(parameters, "fc", self.label_input(y, parameters["fc.weight"]))
 
 
 class MLPEmbedding(EmbeddingNetwork):
@@ -145,23 +144,14 @@ class MLPEmbedding(EmbeddingNetwork):
     ) -> None:
         super().__init__(outputs, task, target_shape, labels=labels)
         inputs = math.prod(input_shape) + self.label_size
-        self.layout = Layout(
-            (
-                ("fc1.weight", (width, inputs)),
-                ("fc1.bias", (width,)),
-                ("fc2.weight", (size, width)),
-                ("fc2.bias", (size,)),
-            )
-        )
+        self.layout = Layout(tuple(linear_entries([inputs, width, size])))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Embed ``[b, *input_shape], [b, *target_shape] -> [b, l]``."""
-        p = parameters
         h = x.flatten(1)
         if self.labels:
             h = torch.cat([h, self.label_input(y, x)], 1)
-        h = F.relu(F.linear(h, p["fc1.weight"], p["fc1.bias"]))
-        return F.linear(h, p["fc2.weight"], p["fc2.bias"])
+        return linear(parameters, "fc2", F.relu(linear(parameters, "fc1", h)))
 
 
 class LSTMEmbedding(EmbeddingNetwork):

@@ -8,11 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fedloom.errors import ExperimentError
 from fedloom.tasks.base import PredictionTask
@@ -26,6 +29,19 @@ def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bo
     several seconds of every process's start.
     """
     return torch.autograd.grad((output * cotangent).sum(), inputs, retain_graph=keep)
+
+
+def linear(parameters: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    """Apply the linear layer of a name, ``[..., n] -> [..., m]``."""
+    return F.linear(x, parameters[f"{name}.weight"], parameters[f"{name}.bias"])
+
+
+def linear_entries(widths: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the entries of linear layers fc1, fc2, ... between these widths."""
+    entries: list[tuple[str, tuple[int, ...]]] = []
+    for i, (before, after) in enumerate(pairwise(widths), start=1):
+        entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
+    return entries
 
 
 class Leaves(dict[str, Tensor]):
@@ -277,9 +293,9 @@ class FlatModel(FlatNetwork):
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the penultimate representation, ``[b, *input_shape] -> [b, f]``."""
 
-    @abstractmethod
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, *input_shape] -> [b, C]``."""
+        """Return logits, ``[b, *input_shape] -> [b, C]``; by default a linear layer, the last entries, on features."""
+        return linear(parameters, self.layout.entries[-1][0].rpartition(".")[0], self.features(parameters, x))
 
     def result(self, parameters: Mapping[str, Tensor], x: Tensor) -> Any:
         """Return what the model's own loss takes; by default the outputs of ``forward``."""
@@ -383,3 +399,33 @@ def masked(model: FlatModel, absent: Tensor) -> FlatModel:
             key="algorithm.local.mask_absent",
         )
     return with_forward(model, lambda parameters, x: model.forward(parameters, x).masked_fill(absent, -torch.inf))
+
+
+_Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Any]
+
+
+def bfloat16(model: FlatModel) -> FlatModel:
+    """Return a model whose convolutions and matrix products run in bfloat16, forward and backward.
+
+    θ, the logits, the loss and the gradients keep their type, so that small updates are not rounded away. PyTorch's
+    autocast decides what is safe in between. A model in float64 is unaffected.
+    """
+
+    view = with_forward(model, _autocast(model.forward))
+    view.in_bfloat16 = True
+    view.result = _autocast(model.result)  # type: ignore[assignment, method-assign]
+    view.features = _autocast(model.features)  # type: ignore[assignment, method-assign]
+    view.in_training = lambda: bfloat16(model.in_training())  # type: ignore[method-assign]
+    return view
+
+
+def _autocast(function: _Forward) -> _Forward:
+    """Return a function of parameters and inputs that computes in bfloat16, with outputs of the parameters' type."""
+
+    def computed(parameters: Mapping[str, Tensor], x: Tensor) -> Any:
+        like = next(iter(parameters.values()))
+        with torch.autocast(like.device.type, torch.bfloat16):
+            found = function(parameters, x)
+        return tree_map(lambda t: t.to(like.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, found)
+
+    return computed

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,41 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.settings import Settings
-from fedloom.models.flat import FlatNetwork, Layout, vjp
-from fedloom.models.recycled import RecycledMemory
+from fedloom.models.flat import FlatNetwork, Layout, linear, linear_entries, vjp
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
+
+KEPT_BYTES = 64 << 20
+"""Maximum size of the memory that is kept while unused."""
+
+
+class RecycledMemory:
+    """Memory of one float32 result at a time, reused once no tensor refers to it."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # at most one
+
+    def empty(self, rows: int, columns: int) -> Tensor:
+        """Return an uninitialized tensor ``[rows, columns]``, whose memory nothing else uses."""
+        size = rows * columns
+        if 4 * size > KEPT_BYTES or not size:
+            return torch.empty(rows, columns)
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = torch.empty(0)
+        if len(memory) < size:
+            memory = torch.empty(size)
+        view = memoryview(cast("Buffer", memory.numpy()))
+        # The storage of the result holds the view, and so do all tensors and arrays that share it.
+        weakref.finalize(view, self._recycle, memory).atexit = False
+        return torch.frombuffer(view, dtype=torch.float32, count=size).view(rows, columns)
+
+    def _recycle(self, memory: Tensor) -> None:
+        if len(memory) > max((len(kept) for kept in self._free), default=0):  # another thread may take it meanwhile
+            self._free[:] = [memory]
+
 
 TILE = 8
 """Rows per matrix product. The bits of a GEMM depend on its number of rows, so the hypernetwork always runs on this
@@ -75,10 +108,7 @@ class Hypernetwork(FlatNetwork):
         self.output_relu = output_relu
         self.descriptor_size = descriptor_size
         widths = [descriptor_size, *[self.width] * (self.hidden_layers + 1), model_size]
-        entries: list[tuple[str, tuple[int, ...]]] = []
-        for i, (before, after) in enumerate(pairwise(widths), start=1):
-            entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
-        self.layout = Layout(tuple(entries))
+        self.layout = Layout(tuple(linear_entries(widths)))
         self.last = f"fc{len(widths) - 1}"
         self._memory = RecycledMemory()
 
@@ -93,14 +123,14 @@ class Hypernetwork(FlatNetwork):
     def _trunk(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
         h = v
         for i in range(1, self.hidden_layers + 2):
-            h = F.linear(h, parameters[f"fc{i}.weight"], parameters[f"fc{i}.bias"])
+            h = linear(parameters, f"fc{i}", h)
             if i <= self.hidden_layers or self.output_relu:
                 h = F.relu(h)
         return h
 
     def forward(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
         """Return h(v; η_h), ``[..., l] -> [..., D]``, differentiably and without tiles, as clients train it."""
-        return F.linear(self._trunk(parameters, v), parameters[f"{self.last}.weight"], parameters[f"{self.last}.bias"])
+        return linear(parameters, self.last, self._trunk(parameters, v))
 
     def __call__(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
         """Return θ = h(v; η_h), ``[c, l] -> [c, D]``, without a graph."""

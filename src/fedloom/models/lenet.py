@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.models.flat import FlatModel, Layout
+from fedloom.models.flat import FlatModel, Layout, linear, linear_entries
 
 
 def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout:
@@ -29,12 +29,7 @@ def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout
             ("conv1.bias", (16,)),
             ("conv2.weight", (32, 16, 5, 5)),
             ("conv2.bias", (32,)),
-            ("fc1.weight", (120, 32 * pooled[0] * pooled[1])),
-            ("fc1.bias", (120,)),
-            ("fc2.weight", (84, 120)),
-            ("fc2.bias", (84,)),
-            ("fc3.weight", (outputs, 84)),
-            ("fc3.bias", (outputs,)),
+            *linear_entries([32 * pooled[0] * pooled[1], 120, 84, outputs]),
         )
     )
 
@@ -48,8 +43,7 @@ def lenet_features(parameters: Mapping[str, Tensor], convolved: Tensor) -> Tenso
     p = parameters
     h = F.relu(F.max_pool2d(convolved, 2))
     h = F.relu(F.max_pool2d(F.conv2d(h, p["conv2.weight"], p["conv2.bias"]), 2))
-    h = F.relu(F.linear(h.flatten(1), p["fc1.weight"], p["fc1.bias"]))
-    return F.relu(F.linear(h, p["fc2.weight"], p["fc2.bias"]))
+    return F.relu(linear(p, "fc2", F.relu(linear(p, "fc1", h.flatten(1)))))
 
 
 class LeNet(FlatModel):
@@ -62,7 +56,3 @@ class LeNet(FlatModel):
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the input of the last layer, ``[b, channels, height, width] -> [b, 84]``."""
         return lenet_features(parameters, F.conv2d(x, parameters["conv1.weight"], parameters["conv1.bias"]))
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, channels, height, width] -> [b, C]``; the softmax of Table 3 is in the loss."""
-        return F.linear(self.features(parameters, x), parameters["fc3.weight"], parameters["fc3.bias"])

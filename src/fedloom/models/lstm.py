@@ -34,7 +34,7 @@ class LSTM(FlatModel):
     embedding, hidden, layers
         Length of a token's vector, width of a layer, number of layers.
     outputs
-        Outputs of the linear layer; None for one per token.
+        Outputs of the linear layer; None for one per token, the logits of the next one.
     """
 
     def __init__(
@@ -76,10 +76,6 @@ class LSTM(FlatModel):
         for name in self.layers:
             h = self._layer(parameters, name, h)
         return h[-1]
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the outputs, by default logits of the next token, ``[b, tokens] -> [b, outputs]``."""
-        return F.linear(self.features(parameters, x), parameters["fc.weight"], parameters["fc.bias"])
 
     def _layer(self, parameters: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
         """Return the states of one layer, ``[tokens, b, width] -> [tokens, b, hidden]``.

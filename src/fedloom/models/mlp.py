@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.models.flat import FlatModel, Layout
+from fedloom.models.flat import FlatModel, Layout, linear, linear_entries
 
 
 class MLP(FlatModel):
@@ -19,22 +18,14 @@ class MLP(FlatModel):
     def __init__(self, input_shape: tuple[int, ...], hidden: Sequence[int], classes: int) -> None:
         widths = [math.prod(input_shape), *hidden, classes]
         self.depth = len(widths) - 1
-        entries: list[tuple[str, tuple[int, ...]]] = []
-        for i, (before, after) in enumerate(pairwise(widths), start=1):
-            entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
-        self.layout = Layout(tuple(entries))
+        self.layout = Layout(tuple(linear_entries(widths)))
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the last hidden layer, ``[b, *input_shape] -> [b, width of the last hidden layer]``."""
         h = x.flatten(1)
         for i in range(1, self.depth):
-            h = F.relu(F.linear(h, parameters[f"fc{i}.weight"], parameters[f"fc{i}.bias"]))
+            h = F.relu(linear(parameters, f"fc{i}", h))
         return h
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, *input_shape] -> [b, C]``."""
-        last = f"fc{self.depth}"
-        return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
 
     def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
         """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``; None for a subclass.

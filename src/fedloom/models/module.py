@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_map
 
 from fedloom.errors import DataError, ExperimentError
@@ -22,9 +21,15 @@ from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_call import call_of, log_outputs, log_setting, log_step
 from fedloom.models.module_check import TrialData, Tried, tried
-from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_head import Head, head_of
-from fedloom.models.module_identity import identity_of
+from fedloom.models.module_facts import Head, head_of, identity_of, least_batch, moving_tensors, seeded, within_tables
+from fedloom.models.module_function import (
+    ModuleFunction,
+    TrainingStep,
+    criterion_weights,
+    gives_logarithms,
+    own_loss,
+    takes_raw_targets,
+)
 from fedloom.models.module_inputs import (
     ROWS,
     InputDescription,
@@ -35,23 +40,17 @@ from fedloom.models.module_inputs import (
     mapped,
     trial_inputs,
 )
-from fedloom.models.module_layers import check_copyable, check_layers, copied, copied_around, hollowed, is_tied
-from fedloom.models.module_loss import (
-    TrainingStep,
-    criterion_weights,
-    gives_logarithms,
-    own_loss,
-    takes_raw_targets,
-)
-from fedloom.models.module_ranges import within_tables
-from fedloom.models.module_state import (
+from fedloom.models.module_layers import (
     batch_layers,
+    check_copyable,
+    check_layers,
     constants_of,
+    copied,
+    copied_around,
+    hollowed,
+    is_tied,
     layout_of,
-    least_batch,
-    moving_tensors,
     running_statistics,
-    seeded,
     theta_of,
     tied_names,
     uncompiled,
@@ -103,8 +102,6 @@ class ModuleModel(FlatModel):
     head
         Name of the linear layer whose outputs determine those of the module; None for the last linear layer, if its
         outputs are those of the module.
-    initial
-        Starting point of training: ``module``, as ``make`` creates it, or ``drawn``, as for built-in networks.
     buffers
         Place of buffers that move in training: ``shared``, averaged with the parameters, or ``local``, kept by clients.
     output
@@ -125,20 +122,16 @@ class ModuleModel(FlatModel):
         classes: int,
         kind: str,
         head: str | None = None,
-        initial: Literal["module", "drawn"] = "module",
         buffers: Literal["shared", "local"] = "shared",
         output: str | int | None = None,
         task: PredictionTask = CLASSIFICATION,
         target_shape: tuple[int, ...] = (),
     ) -> None:
         self._make = make
-        self._initial = initial
         self.task = task
         described = descriptions(input_shape, kind, classes)
         self._module = seeded(make, 0, trial_inputs(described, 0))
         check_layers(self._module)
-        if initial == "drawn":
-            _check_drawn(self._module)
         of = identity_of(self._module, dict(described), classes, head, output, task, target_shape)
         found = _FOUND.get(of)
         if found is None:
@@ -186,16 +179,9 @@ class ModuleModel(FlatModel):
         return self._training
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return θ [d]: the module's initial parameters, with torch's generator seeded by this one, or drawn ones.
-
-        Buffers start as the module has them in either case.
-        """
-        drawn = super().init(generator, dtype) if self._initial == "drawn" else None
-        if drawn is not None and not self.layout.buffers:
-            return drawn
-        seed = 0 if drawn is not None else int(torch.randint(2**62, (1,), generator=generator))
-        own = theta_of(seeded(self._make, seed, self._trial.x), self.layout).to(dtype)
-        return own if drawn is None else torch.where(self.layout.mask(self.layout.buffers), own, drawn)
+        """Return θ [d]: the module's initial parameters and buffers, with torch's generator seeded by this one."""
+        seed = int(torch.randint(2**62, (1,), generator=generator))
+        return theta_of(seeded(self._make, seed, self._trial.x), self.layout).to(dtype)
 
     def check_steps(
         self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None, examples: bool = False
@@ -413,13 +399,3 @@ def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int,
         return found
 
     return make
-
-
-def _check_drawn(module: nn.Module) -> None:
-    """Reject drawing the parameters of a parametrized layer, which are not plain weights with a fan-in."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, ParametrizationList):
-            raise ExperimentError(
-                f"model.initial: layer {name.partition('.parametrizations')[0]!r} is parametrized, but `drawn` only "
-                "draws plain weights. Use `initial: module`"
-            )

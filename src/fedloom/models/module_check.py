@@ -22,14 +22,20 @@ from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
 from fedloom.models.module_call import LostAxisError, ModuleCall, UnreadOutputError
-from fedloom.models.module_compare import ROUNDING, attributes, near
-from fedloom.models.module_draws import GLOBAL, NumpyGenerators, draws_noted
-from fedloom.models.module_function import ModuleFunction
+from fedloom.models.module_draws import GLOBAL, ROUNDING, NumpyGenerators, attributes, draws_noted, near
+from fedloom.models.module_facts import ConvolutionSizes, displace
+from fedloom.models.module_function import ModuleFunction, TrainingStep, own_loss
 from fedloom.models.module_inputs import ModuleInputs, first_input, mapped, shapes
-from fedloom.models.module_kernels import ConvolutionSizes
-from fedloom.models.module_layers import at_layer, copied, copied_around, named
-from fedloom.models.module_loss import TrainingStep, own_loss
-from fedloom.models.module_state import batch_layers, displace, theta_of, untrained, without_statistics
+from fedloom.models.module_layers import (
+    at_layer,
+    batch_layers,
+    copied,
+    copied_around,
+    named,
+    theta_of,
+    untrained,
+    without_statistics,
+)
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
 
@@ -94,21 +100,22 @@ def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: TrialData) 
     """
     trial = _Trial(module, layout, data, call)
     with torch.random.fork_rng(devices=[]), collection_paused():
-        trial = replace(trial, call=trial.fitting_call())
-        trial = replace(trial, call=trial.of_probabilities())
-        trial = replace(trial, call=trial.call_for_loss())
-        trial, _ = trial.checked(training=True)
-        trial, outputs = trial.checked(training=False)
+        trial.call = trial.fitting_call()
+        trial.call = trial.of_probabilities()
+        trial.call = trial.call_for_loss()
+        trial.checked(training=True)
+        outputs = trial.checked(training=False)
         kernels = any(len(shape) == 4 for _, shape in layout.entries)
         expected = trial.own_gradient()
         if kernels and not (trial.sizes.gains_from_channels_last and trial.runs_channels_last(expected, outputs)):
             layout = replace(layout, channels_last=False)
         if not kernels or not layout.channels_last or trial.noted:
-            replace(trial, layout=replace(layout, channels_last=False)).check_gradient(expected)
+            trial.layout = replace(layout, channels_last=False)
+            trial.check_gradient(expected)
     return Tried(layout, trial.call, tuple(library for library in GLOBAL if library in trial.noted))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Trial:
     """Module with the inputs on which it is tried."""
 
@@ -217,16 +224,15 @@ class _Trial:
         own = own_loss(self.module)
         return own is not None and not isinstance(own, _Loss)
 
-    def checked(self, *, training: bool) -> tuple[_Trial, Tensor]:
-        """Check calls in one mode; return this trial with a call that fits the mode, and the outputs."""
-        trial = self
+    def checked(self, *, training: bool) -> Tensor:
+        """Check calls in one mode, after which ``call`` fits the mode, and return the outputs."""
         try:
-            return trial, trial.check_calls(training=training)
+            return self.check_calls(training=training)
         except UnreadOutputError:  # it returns other outputs in training mode
-            trial = replace(self, call=replace(self.call, field=self.fitting_call(training=training).field))
+            self.call = replace(self.call, field=self.fitting_call(training=training).field)
         except LostAxisError:
-            trial = replace(self, call=replace(self.call, squeezes=True))
-        return trial, trial.check_calls(training=training)
+            self.call = replace(self.call, squeezes=True)
+        return self.check_calls(training=training)
 
     def check_calls(self, *, training: bool) -> Tensor:
         """Call the module in one mode, also with a single input and again with the same inputs; return its outputs."""

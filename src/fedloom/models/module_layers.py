@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import UninitializedBuffer
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fedloom.errors import ExperimentError, raised_at
 from fedloom.models.factories import KEY
+from fedloom.models.flat import Layout
 
 
 def named(name: str, layer: nn.Module) -> str:
@@ -222,3 +226,113 @@ def is_tied(module: nn.Module, layer: str) -> bool:
     below = {id(p) for p in module.get_submodule(layer).parameters()}
     outside = [other for name, other in module.named_modules() if name != layer and not name.startswith(f"{layer}.")]
     return any(id(p) in below for other in outside for p in other.parameters(recurse=False))
+
+
+NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Normalization layers: batch and instance normalization, and those of each example."""
+
+_log = logging.getLogger("fedloom.models")
+_warned: set[str] = set()
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` wraps, or the module itself."""
+    found: nn.Module = getattr(module, "_orig_mod", module)
+    return found
+
+
+def untrained(module: nn.Module) -> dict[str, Tensor]:
+    """Return the frozen parameters by name."""
+    return {name: p for name, p in module.named_parameters() if not p.requires_grad}
+
+
+def layout_of(module: nn.Module, buffers: tuple[str, ...], last: str | None, *, local: bool) -> Layout:
+    """Return the layout of θ: the body's parameters, the moving tensors, and those of and below the layer ``last``."""
+    named = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    head = [name for name in named if last is not None and name.startswith(f"{last}.")]
+    others = {**untrained(module), **dict(module.named_buffers())}
+    shapes = named | {name: tuple(others[name].shape) for name in buffers}
+    order = [*(name for name in named if name not in head), *buffers, *head]
+    return Layout(
+        tuple((name, shapes[name]) for name in order),
+        headless=last is None,
+        last=last,
+        buffers=buffers,
+        local_buffers=local,
+        normalization=_of_normalization(module, order),
+    )
+
+
+def _of_normalization(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that belong to normalization layers."""
+    norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
+    return tuple(name for name in names if name.rpartition(".")[0] in norms)
+
+
+def theta_of(module: nn.Module, layout: Layout) -> Tensor:
+    """Return the module's own trained parameters and moving buffers as θ [d]."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return layout.join({name: tensors[name].detach() for name, _ in layout.entries})
+
+
+def constants_of(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """Return all tensors of a module outside θ: frozen parameters, and buffers that do not move."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    entries = dict(layout.entries)
+    return {name: t.detach() for name, t in tensors.items() if name not in entries}
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names of tensors that several layers share, with the first name of each."""
+    first: dict[int, str] = {}
+    named = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a short digest of each tensor: of its type, shape and values."""
+    found = {}
+    for name, t in tensors.items():
+        digest = hashlib.blake2b(f"{t.dtype} {tuple(t.shape)}".encode(), digest_size=8)
+        digest.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        found[name] = digest.hexdigest()
+    return found
+
+
+def running_statistics(module: nn.Module) -> set[str]:
+    """Return the names of all buffers of layers that keep running statistics."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NormBase)]
+    return {f"{name}.{key}" if name else key for name, layer in layers for key in layer._buffers}
+
+
+def batch_layers(module: nn.Module) -> list[str]:
+    """Return the names of layers that normalize by the batch in training."""
+    return [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+
+
+def without_statistics(module: nn.Module) -> list[str]:
+    """Return the names of layers that normalize by the batch even in evaluation, having no running statistics."""
+    return [name for name in batch_layers(module) if module.get_submodule(name).running_mean is None]
+
+
+def warn_of_batches(module: nn.Module) -> None:
+    """Warn, once for each kind of module, that its predictions depend on the other examples of a batch."""
+    kind = type(module).__name__
+    if (layers := without_statistics(module)) and kind not in _warned:
+        _warned.add(kind)
+        _log.warning(
+            "%s: layer %r keeps no running statistics, so predictions depend on the batch: each client is measured in "
+            "batches of evaluation.batch_size in the order of its examples, and a served batch by itself",
+            kind,
+            layers[0],
+        )
+
+
+@cache
+def warn_of_examples(kind: str) -> None:
+    """Warn, once for each kind of module, that each gradient of a single example takes a separate call."""
+    _log.warning(
+        "%s: torch.func.vmap cannot run it for single examples, so their gradients (federation.privacy.of: examples) "
+        "are computed one by one",
+        kind,
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,26 +13,35 @@ from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
 
 
-class Predictor(Protocol):
-    """Predictor of a client."""
+class Predictor(ABC):
+    """Predictor of a client, a function of named tensors."""
 
-    def predictions(self, x: Tensor) -> Tensor:
-        """Return predictions in the form of the task (``PredictionTask.predictions``), ``[b, *output_shape]``."""
+    model: FlatModel
 
-    def log_probabilities(self, x: Tensor) -> Tensor:
-        """Return the predictions of a classifier: log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors to save, from which the predictor can be restored."""
-
+    @abstractmethod
     def named(self) -> dict[str, Tensor]:
         """Return all tensors used for prediction, by the model's own names."""
 
+    @abstractmethod
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return predictions, ``[b, *output_shape]``, as a function of :meth:`named`."""
+
+    @torch.no_grad()
+    def log_probabilities(self, x: Tensor) -> Tensor:
+        """Return the predictions of a classifier: log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
+        return self.predict(self.named(), x)
+
+    def predictions(self, x: Tensor) -> Tensor:
+        """Return predictions in the form of the task (``PredictionTask.predictions``), ``[b, *output_shape]``."""
+        return self.log_probabilities(x)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
+        return self.model.task.probabilities(self.predictions(x))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors to save, from which the predictor can be restored."""
+        return self.named()
 
 
 Predictors: TypeAlias = list[dict[str, Predictor]]
@@ -54,7 +64,7 @@ def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Pred
     return named[name]
 
 
-class ModelPredictor:
+class ModelPredictor(Predictor):
     """Predictor with a fixed θ."""
 
     def __init__(self, model: FlatModel, theta: Tensor) -> None:
@@ -66,14 +76,6 @@ class ModelPredictor:
     def log_probabilities(self, x: Tensor) -> Tensor:
         """Return log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
         return ModelPredictor.predict(self, self.parameters, x)
-
-    def predictions(self, x: Tensor) -> Tensor:
-        """Return predictions in the form of the task, ``[b, *output_shape]``."""
-        return self.log_probabilities(x)  # which those of methods for classes override
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
-        return self.model.task.probabilities(self.predictions(x))
 
     @torch.no_grad()
     def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
@@ -105,7 +107,7 @@ def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predicto
     return [{name: each[id(theta)] for name, theta in thetas.items()} for each in made]
 
 
-class Ensemble:
+class Ensemble(Predictor):
     """Mean of the predictions of S networks (Bayesian model averaging if they are draws).
 
     Classes, labels, pixels and tokens have the mean of the networks' probabilities; numbers their mean.
@@ -120,7 +122,7 @@ class Ensemble:
 
     def __init__(self, model: FlatModel, thetas: Tensor, **tensors: Tensor) -> None:
         self.networks = [model.layout.leaves(theta) for theta in thetas]
-        self._model = model
+        self.model = model
         self._tensors = tensors
 
     @torch.no_grad()
@@ -130,15 +132,7 @@ class Ensemble:
 
     def log_probabilities(self, x: Tensor) -> Tensor:
         """Return the log of the mean probabilities of the classes, ``[b, ...] -> [b, C]``."""
-        return self.predictions(x)
-
-    def predictions(self, x: Tensor) -> Tensor:
-        """Return the averaged predictions, ``[b, *output_shape]``."""
-        return self._model.task.combine(self.draws_log_probabilities(x))
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
-        return self._model.task.probabilities(self.predictions(x))
+        return self.model.task.combine(self.draws_log_probabilities(x))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the ensemble was made from."""
@@ -150,10 +144,10 @@ class Ensemble:
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return predictions, ``[b, *output_shape]``."""
-        names = self._model.layout.entries
+        names = self.model.layout.entries
         networks = [{name: named[f"networks.{i}.{name}"] for name, _ in names} for i in range(len(self.networks))]
-        return self._model.task.combine(self._draws(networks, x))
+        return self.model.task.combine(self._draws(networks, x))
 
     def _draws(self, networks: Sequence[Mapping[str, Tensor]], x: Tensor) -> Tensor:
-        task = self._model.task
-        return torch.stack([task.predictions(self._model.forward(network, x)) for network in networks])
+        task = self.model.task
+        return torch.stack([task.predictions(self.model.forward(network, x)) for network in networks])

@@ -7,7 +7,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field
 from torch import nn
@@ -15,17 +15,16 @@ from torch import nn
 from fedloom.core.plugins import plugins
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
-from fedloom.models.codes import check_codes
+from fedloom.models.adapters import LoRA, adapted
 from fedloom.models.convnet import BatchNormConvNet, ConvNet
-from fedloom.models.flat import FlatModel
+from fedloom.models.flat import FlatModel, bfloat16
 from fedloom.models.lenet import LeNet
 from fedloom.models.library import TokenTransformer, resnet18, unet, vit
-from fedloom.models.lora import LoRA, adapted
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
+from fedloom.models.module_facts import check_codes
 from fedloom.models.module_inputs import InputShape, shape_of
-from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
 from fedloom.tasks.base import PredictionTask
@@ -37,6 +36,29 @@ Kind: TypeAlias = Literal["pixels", "features", "tokens", "integers", "named"]
 
 Width: TypeAlias = Annotated[int, Field(ge=1)]
 Curvature: TypeAlias = Annotated[float, Field(gt=0)]
+
+
+class ModelProblem(NamedTuple):
+    """Inputs and outputs for which a model is made.
+
+    Attributes
+    ----------
+    input_shape
+        Shape of the input, ``[channels, height, width]``, ``[features]`` or ``[tokens]``; or the descriptions of named
+        inputs, a single one under the empty name.
+    outputs
+        K: number of classes, or of the outputs of another task; 0 for data without classes.
+    kind
+        Kind of a single input; ``named`` if there are several.
+    task, target_shape
+        Task of the model, and the shape of one target.
+    """
+
+    input_shape: InputShape
+    outputs: int
+    kind: Kind = "pixels"
+    task: PredictionTask = CLASSIFICATION
+    target_shape: tuple[int, ...] = ()
 
 
 class ModelChoice(Settings):
@@ -58,64 +80,58 @@ class ModelChoice(Settings):
     def build(
         self,
         input_shape: InputShape,
-        classes: int,
+        outputs: int,
         kind: Kind = "pixels",
         task: PredictionTask = CLASSIFICATION,
         target_shape: tuple[int, ...] = (),
     ) -> FlatModel:
-        """Make the model.
-
-        Parameters
-        ----------
-        input_shape
-            Shape of the input, ``[channels, height, width]``, ``[features]`` or ``[tokens]``; or the descriptions of
-            named inputs, a single one under the empty name.
-        classes
-            K: number of classes, or of the outputs of another task.
-        kind
-            Kind of a single input; ``named`` if there are several.
-        task, target_shape
-            Task of the model, and the shape of one target.
+        """Make the model for a problem (:class:`ModelProblem`).
 
         Raises
         ------
         ExperimentError
             If this network does not accept such inputs, or has no outputs of the task's shape.
         """
-        if classes and task.output_shape(classes, target_shape) != (classes,):
-            shape = list(task.output_shape(classes, target_shape))
-            raise self._refused(
-                f"{self.name} has one row of outputs, but {task.name} needs outputs {shape}; use module"
+        model = self.model_for(ModelProblem(input_shape, outputs, kind, task, target_shape))
+        if self.precision == "float32":
+            return model
+        if not self.classifies or getattr(model, "steps", False):
+            what = "the module's training_step runs in float32" if self.classifies else f"{self.name} has no products"
+            raise ExperimentError(
+                f"model.precision: {what}; set float32 (got bfloat16)", key="model.precision", found=self.precision
             )
-        if isinstance(input_shape, Mapping):
-            named = ", ".join(f"{name} ({spec.kind})".strip() for name, spec in input_shape.items())
-            raise self._refused(
+        model = bfloat16(model)
+        model.check_steps()
+        return model
+
+    def model_for(self, problem: ModelProblem) -> FlatModel:
+        """Return the model in float32 for a problem that this network fits; see :meth:`build`."""
+        shape, classes, kind, task, target_shape = problem
+        if classes and task.output_shape(classes, target_shape) != (classes,):
+            needed = list(task.output_shape(classes, target_shape))
+            raise self.refused(
+                f"{self.name} has one row of outputs, but {task.name} needs outputs {needed}; use module"
+            )
+        if isinstance(shape, Mapping):
+            named = ", ".join(f"{name} ({spec.kind})".strip() for name, spec in shape.items())
+            raise self.refused(
                 f"{self.name} accepts one input of {' or '.join(self.takes)}, but the inputs are {named}; use module"
             )
-
-        def others() -> str:
-            return f"choose from {_allowed(input_shape, classes, kind)}"
-
+        problems = []
         if kind not in self.takes:
-            raise self._refused(
-                f"{self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; {others()}"
-            )
-        if self.classifies != (classes > 0):
-            raise self._refused(f"{self.name} does not fit data with {classes or 'no'} classes; {others()}")
-        if self.precision == "bfloat16" and not self.classifies:
-            raise ExperimentError(
-                f"model.precision: {self.name} has no matrix products; set float32 (got bfloat16)",
-                key="model.precision",
-                found=self.precision,
-            )
-        try:
-            model = self.make(input_shape, classes)
-        except ValueError as error:
-            raise self._refused(f"{self.name}: {error}; {others()}") from error
+            problems.append(f"{self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}")
+        elif self.classifies != (classes > 0):
+            problems.append(f"{self.name} does not fit data with {classes or 'no'} classes")
+        else:
+            try:
+                model = self.make(shape, classes)
+            except ValueError as error:
+                problems.append(f"{self.name}: {error}")
+        if problems:
+            raise self.refused(f"{problems[0]}; choose from {_allowed(shape, classes, kind)}")
         model.task = task
-        return bfloat16(model) if self.precision == "bfloat16" else model
+        return model
 
-    @abstractmethod
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
         """Make the model for inputs of an accepted kind.
 
@@ -124,8 +140,9 @@ class ModelChoice(Settings):
         ValueError
             If an input is too small.
         """
+        raise NotImplementedError
 
-    def _refused(self, why: str) -> ExperimentError:
+    def refused(self, why: str) -> ExperimentError:
         """Return the error for data that this network does not fit."""
         return ExperimentError(f"model.name: {why}", key="model.name", found=self.name)
 
@@ -283,11 +300,6 @@ class ModuleSettings(ModelChoice):
         description="field, key or position of the logits in the module's result, if that is not a tensor; null: "
         "`logits`",
     )
-    initial: Literal["module", "drawn"] = Field(
-        default="module",
-        description="start of training: the module's own initialization, with torch seeded; or drawn as for other "
-        "networks",
-    )
     buffers: Literal["shared", "local"] = Field(
         default="shared",
         description="buffers that move in training, such as BatchNorm's running statistics. shared: averaged like "
@@ -299,43 +311,21 @@ class ModuleSettings(ModelChoice):
     )
     takes = ("pixels", "features", "tokens", "integers", "named")
 
-    def build(
-        self,
-        input_shape: InputShape,
-        classes: int,
-        kind: Kind = "pixels",
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> FlatModel:
-        """Make the module, and try it on inputs; see :meth:`ModelChoice.build`.
+    def model_for(self, problem: ModelProblem) -> FlatModel:
+        """Make the module, and try it on inputs.
 
         Raises
         ------
         ExperimentError
             If it cannot be made or flattened; the message names the layer.
         """
+        shape, classes, kind, task, target_shape = problem
         if not classes:
-            raise self._refused(f"{self.name} needs classes, but the data have none; use quadratic")
-        make = factory_of(self.factory, shape_of(input_shape), classes)
+            raise self.refused(f"{self.name} needs classes, but the data have none; use quadratic")
+        make = factory_of(self.factory, shape_of(shape), classes)
         make = make if self.lora is None else adapted(make, self.lora)
-        check_codes(make, input_shape, kind)
-        keys = (self.head, self.initial, self.buffers, self.output)
-        made = ModuleModel(make, input_shape, classes, kind, *keys, task, target_shape)
-        if self.precision == "float32":
-            return made
-        if made.steps:
-            raise ExperimentError(
-                "model.precision: the module's training_step runs in float32; set float32 (got bfloat16)",
-                key="model.precision",
-                found=self.precision,
-            )
-        model = bfloat16(made)
-        model.check_steps()
-        return model
-
-    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the module for pixels."""
-        return self.build(input_shape, classes)
+        check_codes(make, shape, kind)
+        return ModuleModel(make, shape, classes, kind, self.head, self.buffers, self.output, task, target_shape)
 
 
 class LibraryChoice(ModelChoice):
@@ -354,36 +344,25 @@ class LibraryChoice(ModelChoice):
             If it does not accept such inputs.
         """
 
-    def build(
-        self,
-        input_shape: InputShape,
-        classes: int,
-        kind: Kind = "pixels",
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> FlatModel:
-        """Make the module, and try it on inputs; arguments and errors are those of :meth:`ModelChoice.build`."""
-        shape, fits = shape_of(input_shape), kind in self.takes and task.target_kind in self.tasks and classes > 0
+    def model_for(self, problem: ModelProblem) -> FlatModel:
+        """Make the module, and try it on inputs; see :meth:`ModelChoice.build`."""
+        shape, outputs, kind, task, target_shape = shape_of(problem.input_shape), *problem[1:]
+        fits = kind in self.takes and task.target_kind in self.tasks and outputs > 0
         if not fits or isinstance(shape, dict):
             takes = f"{' or '.join(self.takes)} in {', '.join(self.tasks)}"
-            raise self._refused(
-                f"{self.name} is for {takes}, but the data are {kind} with {classes} outputs in {task.name}; use "
+            raise self.refused(
+                f"{self.name} is for {takes}, but the data are {kind} with {outputs} outputs in {task.name}; use "
                 "another model, or module"
             )
+        make = functools.partial(self.module, shape, outputs, task)
         try:
-            self.module(shape, classes, task)
+            make()
         except ValueError as error:
-            raise self._refused(f"{self.name}: {error}") from error
-        make = functools.partial(self.module, shape, classes, task)
+            raise self.refused(f"{self.name}: {error}") from error
         buffers: Literal["shared", "local"] = getattr(self, "buffers", "shared")
-        model: FlatModel = ModuleModel(
-            make, input_shape, classes, kind, buffers=buffers, task=task, target_shape=target_shape
+        return ModuleModel(
+            make, problem.input_shape, outputs, kind, buffers=buffers, task=task, target_shape=target_shape
         )
-        return bfloat16(model) if self.precision == "bfloat16" else model
-
-    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the module for classification of the first kind of input."""
-        return self.build(input_shape, classes, self.takes[0])
 
 
 class ResNet18Settings(LibraryChoice):
@@ -479,7 +458,7 @@ MODELS: tuple[ModelChoice, ...] = (
     MLPSettings(),
     LSTMSettings(),
     QuadraticSettings(),
-    *plugins("fedloom.models", ModelChoice),  # type: ignore[type-abstract]  # only for comparison
+    *plugins("fedloom.models", ModelChoice),
 )
 """All models with default settings; other packages register theirs under the entry point ``fedloom.models``."""
 

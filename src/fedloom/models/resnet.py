@@ -74,7 +74,3 @@ class ResNet20(FlatModel):
                 h = F.conv2d(h, parameters[f"{block}.shortcut.weight"], stride=stride)
             h = F.relu(h + branch)
         return h.mean((2, 3))
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, channels, height, width] -> [b, C]``."""
-        return F.linear(self.features(parameters, x), parameters["fc.weight"], parameters["fc.bias"])

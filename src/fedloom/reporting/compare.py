@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedloom.core.words import pluralize
+from fedloom.core.words import first_of, pluralize
 from fedloom.errors import ExperimentError, argument
 from fedloom.reporting.compare_rows import MeanStd, Row, block_labels, comparison_rows, differing, mean_of
 from fedloom.reporting.page import DASH, check_installed
@@ -304,15 +304,11 @@ def _check_one_scale(runs: Sequence[RunResults]) -> None:
     for run in runs:
         names.setdefault(run.headline, []).append(run.name)
     if len(names) > 1:
-        found = "; ".join(f"{metric.title}: {_few(of_metric)}" for metric, of_metric in names.items())
+        found = "; ".join(f"{metric.title}: {first_of(of_metric, 3)}" for metric, of_metric in names.items())
         raise ExperimentError(
             f"Runs are compared by one metric, and these have different ones ({found}). Compare the runs of each "
             "metric separately."
         )
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_against(comparison: RunComparison) -> None:

@@ -74,12 +74,11 @@ class Part:
 
 @dataclass(frozen=True)
 class PageSection:
-    """Section of the page, or the reason for its absence; ``pending``: one of its files is not written yet."""
+    """Section of the page, or the reason for its absence."""
 
     title: str
     parts: tuple[Part, ...] = ()
     absent: str = ""
-    pending: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class ReportSection:
                     return None
                 content = self.build(run)
         except DataError as error:
-            pending = any(not (run.path / name).exists() for name in self.files)
-            return PageSection(self.title, absent=without_folder(run, error), pending=pending)
+            return PageSection(self.title, absent=without_folder(run, error))
         return PageSection(self.title, (content,) if isinstance(content, Part) else tuple(content))
 
 
@@ -165,8 +163,6 @@ class ReportPage:
         Numbers at the top, by CSS class.
     broad
         True if tables are broader than text.
-    refresh_s
-        Interval in seconds at which a browser reloads the page; None: never.
     """
 
     title: str
@@ -177,7 +173,6 @@ class ReportPage:
     notices: tuple[str, ...] = ()
     facts: Mapping[str, tuple[Fact, ...]] = field(default_factory=dict)
     broad: bool = False
-    refresh_s: int | None = None
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +28,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class AutoRefresh:
-    """Automatic reload of the page of a run in progress: the interval in seconds, and the state of the run.
-
-    ``every_s`` is None if the page will not be rewritten, because the run has ended.
-    """
-
-    every_s: int | None
-    state: str
-
-
-def write_report(run_folder: str | Path, renewal: AutoRefresh | None = None) -> Path:
+def write_report(run_folder: str | Path) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` from the other files of a run's folder; return the page's path.
 
     The same files give the same bytes. A section whose file is missing or damaged is replaced by a note, so that a run
     that was stopped, or is in progress, has a report too.
-
-    Parameters
-    ----------
-    renewal
-        For a followed run (:mod:`fedloom.reporting.follow`): the page states its progress, and omits sections whose
-        files are written at the end.
 
     Raises
     ------
@@ -64,8 +46,6 @@ def write_report(run_folder: str | Path, renewal: AutoRefresh | None = None) -> 
     run = RunFolder.open(run_folder)
     check_installed("jinja2", "matplotlib")
     page = _page(run)
-    if renewal is not None:
-        page = _followed(page, renewal)
     for name, svg in page.figures().items():
         _write(run.path / "figures" / name, svg)
     _write(run.path / "report.html", page.render())
@@ -137,18 +117,6 @@ def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] |
     return tuple(notices), last
 
 
-def _followed(page: ReportPage, renewal: AutoRefresh) -> ReportPage:
-    """Return the page of a run in progress, with its state as a notice, without the sections that are still to come."""
-    later = [section.title for section in page.sections if section.pending] if renewal.every_s else []
-    state = f"{renewal.state} Sections written at the end: {', '.join(later)}." if later else renewal.state
-    return replace(
-        page,
-        sections=tuple(section for section in page.sections if section.title not in later),
-        notices=(state, *(page.notices if page.facts else page.notices[1:])),
-        refresh_s=renewal.every_s,
-    )
-
-
 def _sections(run: RunFolder) -> tuple[PageSection, ...]:
     from fedloom.reporting.report_sections import SECTIONS
 
@@ -206,7 +174,7 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
 
 
 def _write(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # the run and its follower may both write
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # two commands may both write
     try:
         path.parent.mkdir(exist_ok=True)
         part.write_text(text, encoding="utf-8", newline="\n")

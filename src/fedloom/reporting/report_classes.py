@@ -41,7 +41,7 @@ def each_client(run: RunFolder) -> Part:
     """Return a card for each client with its data and its own model's confusion matrix."""
     rows, confusions, reading = run.clients(), run.confusions(), main_reading(run)
     manifest = run.manifest()
-    names = [class_label(name) for name in manifest.class_names]
+    names = [class_label(name) for name in manifest.spec.class_names]
     counts = {client.id: client.class_counts["train"] for client in manifest.clients}
     if len(rows) > CARDS:
         return Part(text=f"Runs of more than {CARDS:,} clients have their confusion matrices in confusion.csv only.")

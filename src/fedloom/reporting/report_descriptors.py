@@ -36,7 +36,7 @@ from fedloom.runs.folder import RunFolder
 def descriptors(run: RunFolder) -> Part:
     """Return maps of the clients' descriptors, and their correlation with the clients' data."""
     document, manifest = run.json("descriptors.json"), run.manifest()
-    names = [class_label(name) for name in manifest.class_names]
+    names = [class_label(name) for name in manifest.spec.class_names]
     about = {
         client.id: (f"{client.id} ({client.owner})" if client.owner else client.id, client.class_counts["train"])
         for client in manifest.clients
@@ -46,7 +46,7 @@ def descriptors(run: RunFolder) -> Part:
         name, counts = about.get(id, (id, ()))
         points.append((id, ": ".join(filter(None, (name, class_mix(counts, names))))))
     panels = [
-        Panel("descriptors", draw_map(document, manifest.class_names), points=tuple(points)),
+        Panel("descriptors", draw_map(document, manifest.spec.class_names), points=tuple(points)),
         Panel("correlation", draw_correlation(document)),
     ]
     if len(document["maps"]) > 1:

@@ -49,7 +49,7 @@ MANY_METRICS = 3
 def has_classes(run: RunFolder) -> bool:
     """Return whether the run's data have classes; True if its partition cannot be read."""
     try:
-        return run.manifest().classes > 0
+        return run.manifest().spec.classes > 0
     except DataError:
         return True
 
@@ -232,22 +232,21 @@ def _cells(group: Mapping[str, Any] | None, headline: Headline) -> tuple[str, ..
     return (str(group["clients"]), mean if std == DASH else f"{mean} ± {std}", *others, loss)
 
 
+def last_line(run: RunFolder) -> Mapping[str, Any]:
+    """Return the last evaluation; empty without one."""
+    line, _ = run.last_evaluation() or ({}, 0)
+    return line
+
+
 def main_reading(run: RunFolder) -> str:
     """Return the primary reading, ``masked`` or ``unmasked``."""
-    last, _ = run.last_evaluation() or ({}, 0)
-    groups = (last.get(key) for key in ("seen", "unseen"))
+    groups = (last_line(run).get(key) for key in ("seen", "unseen"))
     return "masked" if any(is_masked(group) for group in groups if group is not None) else "unmasked"
-
-
-def _headline(run: RunFolder) -> Headline:
-    """Return the headline metric of the last evaluation."""
-    last, _ = run.last_evaluation() or ({}, 0)
-    return headline_of(last)
 
 
 def client_results(run: RunFolder) -> Part:
     """Return the distribution of results over clients, and the clients with the lowest ones."""
-    rows, reading, headline = run.clients(), main_reading(run), _headline(run)
+    rows, reading, headline = run.clients(), main_reading(run), headline_of(last_line(run))
     if not any(row[client_column("personal", headline.name, reading)] for row in rows):
         return Part(text="No client's own results are known: metrics were summed securely, or no client was measured.")
     panels = [Panel("clients", draw_distribution(rows, headline, reading))]
@@ -346,7 +345,7 @@ def _class_names(run: RunFolder) -> dict[str, str]:
     """Return class names by number; empty if the partition cannot be read."""
     try:
         manifest = run.manifest()
-        return {str(k): name for k, name in enumerate(manifest.class_names[: manifest.classes])}
+        return {str(k): name for k, name in enumerate(manifest.spec.class_names[: manifest.spec.classes])}
     except DataError:
         return {}
 

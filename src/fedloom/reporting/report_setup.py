@@ -30,8 +30,8 @@ from fedloom.reporting.drawing import (
     sheet,
 )
 from fedloom.reporting.page import Panel, Part
-from fedloom.reporting.tables import Table, TableRow, table_row
-from fedloom.reporting.words import human_time, number_range, shown_epsilon, shown_guarantee
+from fedloom.reporting.tables import TableRow, one_block, table_row
+from fedloom.reporting.words import human_time, number_range, shown_epsilon
 from fedloom.runs.files import JOURNAL, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT
@@ -91,7 +91,7 @@ def privacy(run: RunFolder) -> Part:
     claim = summary_of(run)["training_privacy"]
     spent = [(line["round"], line["privacy"]) for line in run.metrics() if line.get("privacy") is not None]
     rows = tuple(table_row(str(round), shown_epsilon(now["epsilon"]), f"{now['sums']:,}") for round, now in spent)
-    table = Table(("round", "ε", "noisy sums"), (("", _thinned(rows)),), title="ε by round", small=True)
+    table = one_block(("round", "ε", "noisy sums"), _thinned(rows), "ε by round", small=True)
     return Part(
         tables=(table,) if rows else (),
         text=" ".join(claim["statement"]),
@@ -99,7 +99,7 @@ def privacy(run: RunFolder) -> Part:
             ("unit", claim["unit"]),
             ("neighbouring data", claim["neighbouring"]),
             ("ε toward readers of the models", shown_epsilon(claim["to_readers"]["epsilon"])),
-            ("ε toward members", shown_guarantee(claim.get("to_members"))),
+            ("ε toward members", shown_epsilon(claim["to_members"]["epsilon"])),
             ("ε toward the aggregator", shown_epsilon(claim["to_aggregator"]["epsilon"])),
             ("δ", f"{claim['delta']:g}"),
             ("mechanism", f"{claim['mechanism']} noise, sampling {', '.join(claim['sampling']) or 'none'}"),
@@ -133,7 +133,7 @@ def data(run: RunFolder) -> Part:
     """Return the partition: its scheme, and the classes of every client, if the data have classes."""
     manifest = run.manifest()
     pairs = _about_partition(manifest)
-    if not manifest.classes:
+    if not manifest.spec.classes:
         return Part(pairs=pairs)
     train = [client.class_counts["train"] for client in manifest.clients]
     if not any(map(sum, train)):
@@ -150,7 +150,7 @@ def data(run: RunFolder) -> Part:
     together = math.ceil(len(train) / MANY_CLIENTS)
     if together > 1:
         text += f" Each column is the mean of {together} neighbours."
-    panel = Panel("partition", draw_partition(mixes, manifest.class_names), wide=True)
+    panel = Panel("partition", draw_partition(mixes, manifest.spec.class_names), wide=True)
     return Part(panels=(panel,), text=text, pairs=pairs)
 
 
@@ -159,22 +159,22 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     ordered = sorted(scheme.items(), key=lambda item: (item[0] != "scheme", item[0]))
     classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
     sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
-    inputs_of = "×".join(map(str, manifest.input_shape))
+    inputs_of = "×".join(map(str, manifest.spec.input_shape))
     return (
         ("data set", f"{manifest.dataset}{_predicted(manifest)}, inputs {inputs_of}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
         ("training examples per client", number_range([client.train for client in manifest.clients])),
-        *([("classes per client", number_range(classes_of))] if manifest.classes else []),
+        *([("classes per client", number_range(classes_of))] if manifest.spec.classes else []),
         ("examples", ", ".join(f"{size:,} {split}" for split, size in sizes.items())),
         ("fingerprint", manifest.fingerprint),
     )
 
 
 def _predicted(manifest: Manifest) -> str:
-    if manifest.targets is not None:
-        return f", {manifest.targets.task}, {pluralize(manifest.targets.outputs, 'output')}"
-    return f", {pluralize(manifest.classes, 'class', 'classes')}" if manifest.classes else ""
+    if manifest.spec.targets is not None:
+        return f", {manifest.spec.targets.task}, {pluralize(manifest.spec.targets.outputs, 'output')}"
+    return f", {pluralize(manifest.spec.classes, 'class', 'classes')}" if manifest.spec.classes else ""
 
 
 def _pairs(value: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

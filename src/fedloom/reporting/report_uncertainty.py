@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedloom.errors import DataError
 from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, OTHER, as_svg, dots, percent, sheet
 from fedloom.reporting.page import DASH, Panel, Part
-from fedloom.reporting.report_results import NAMED, client_row, small_table
+from fedloom.reporting.report_results import NAMED, client_row, last_line, small_table
 from fedloom.reporting.report_setup import summary_of
 from fedloom.reporting.tables import table_row
 from fedloom.reporting.words import GROUP_TITLES, in_percent
@@ -33,11 +33,10 @@ def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
 def calibration(run: RunFolder) -> Part:
     """Return the reliability diagram, calibration errors and uncertainties."""
     panel = Panel("reliability", draw_reliability(run.json("calibration.json")))
-    last, _ = run.last_evaluation() or ({}, 0)
     of_clients = {key: of.get("ece_clients") for key, of in summary_of(run).get("uncertainty", {}).items() if of}
     rows = []
     for key, label in GROUP_TITLES.items():
-        found = last.get("uncertainty", {}).get(key)
+        found = last_line(run).get("uncertainty", {}).get(key)
         if found is not None:
             own = DASH if of_clients.get(key) is None else in_percent(of_clients[key])
             nats = (f"{found[name]:.3f}" for name in ("entropy", "mutual_information"))

@@ -147,29 +147,24 @@ def read_results(run: RunFolder) -> RunResults:
         groups = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
         headline = headline_of(summary)
         masked = headline == ACCURACY and any(map(is_masked, groups))
-        predictors = PREDICTORS if summary["global"] is not None else ("personal",)
-        traffic = summary["communication"]
         return RunResults(
             path=run.path.resolve(),
-            seed=int(summary["seed"]),
-            algorithm=str(summary["algorithm"]),
-            titles=summary.get("titles") or {},
-            dataset=str(summary["dataset"]),
-            model=str(summary["model"]),
+            seed=summary["seed"],
+            algorithm=summary["algorithm"],
+            titles=summary["titles"],
+            dataset=summary["dataset"],
+            model=summary["model"],
             masked=masked,
             headline=headline,
             settings={key: value for key, value in settings.items() if not key.startswith(APART)},
             partition=partition,
             environment=environment,
-            payload_up=int(traffic["payload_up"]),
-            payload_down=int(traffic["payload_down"]),
-            wire_up=_int_or_none(traffic["wire_up"]),
-            wire_down=_int_or_none(traffic["wire_down"]),
-            duration_s=float(summary["duration_s"]),
-            own_steps=_own_steps(summary.get("own_steps"), headline, masked=masked),
+            **summary["communication"],
+            duration_s=summary["duration_s"],
+            own_steps=_own_steps(summary["own_steps"], headline, masked=masked),
             results={
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
-                for predictor in predictors
+                for predictor in (PREDICTORS if summary["global"] is not None else ("personal",))
             },
             privacy=_claim(summary.get("training_privacy")),
         )
@@ -180,12 +175,7 @@ def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if claim is None:
         return None
     shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
-    readings = {whom: claim.get(f"to_{whom}") or {} for whom in ("readers", "members", "aggregator")}
-    return shown | {"toward": {whom: reading.get("epsilon") for whom, reading in readings.items()}}
-
-
-def _int_or_none(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return shown | {"toward": {whom: claim[f"to_{whom}"]["epsilon"] for whom in ("readers", "members", "aggregator")}}
 
 
 def _best(run: RunFolder, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -265,35 +255,24 @@ def _measured(
     if std is None and clients:
         losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
         std, decile = statistics.pstdev(losses), statistics.fmean(losses[: math.ceil(len(losses) / 10)])
-    return GroupStatistics(
-        clients=int(group["clients"]),
-        mean=float(mean),
-        std=_float_or_none(std),
-        worst_decile=_float_or_none(decile),
-        pooled=_float_or_none(pooled),
-        other=None if other is None else float(other["accuracy_mean"]),
-    )
-
-
-def _float_or_none(value: float | None) -> float | None:
-    return None if value is None else float(value)
+    accuracy = None if other is None else other["accuracy_mean"]
+    return GroupStatistics(group["clients"], mean, std, decile, pooled, accuracy)
 
 
 def _own_steps(
-    found: Sequence[Mapping[str, Any]] | None, headline: Headline, *, masked: bool
+    lines: Sequence[Mapping[str, Any]] | None, headline: Headline, *, masked: bool
 ) -> dict[int, GroupStatistics]:
-    """Return a summary's ``own_steps`` by number of steps; empty for runs of older versions."""
-    groups = {int(line["steps"]): line["unseen"] for line in found or ()}
-    measured = {k: _measured(group, headline, {}, masked=masked) for k, group in groups.items()}
+    """Return a summary's ``own_steps`` by number of steps."""
+    measured = {line["steps"]: _measured(line["unseen"], headline, {}, masked=masked) for line in lines or ()}
     return {k: group for k, group in measured.items() if group is not None}
 
 
 def _point(line: Mapping[str, Any], predictor: str, method: str, headline: Headline) -> CurvePoint:
-    groups = _groups_of(line, predictor, method).items()
+    traffic, groups = line["communication"], _groups_of(line, predictor, method).items()
     return CurvePoint(
-        int(line["round"]),
-        int(line["communication"]["payload_up"]) + int(line["communication"]["payload_down"]),
-        int(line["client_steps"]),
+        line["round"],
+        traffic["payload_up"] + traffic["payload_down"],
+        line["client_steps"],
         validation_value(line),
-        {name: None if group is None else _float_or_none(values_of(group, headline).mean) for name, group in groups},
+        {name: None if group is None else values_of(group, headline).mean for name, group in groups},
     )

@@ -9,7 +9,7 @@ from typing import Any
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.experiment.yaml_reader import as_yaml
 from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, check_installed
-from fedloom.reporting.tables import Table, table_row
+from fedloom.reporting.tables import one_block, table_row
 from fedloom.runs.files import RunFiles
 from fedloom.tasks.names import Headline
 
@@ -72,7 +72,7 @@ def search_page(search: Mapping[str, Any]) -> ReportPage:
         Panel(f"parameter-{i}", draw_parameter(trials, key, chosen["trial"], headline)) for i, key in enumerate(drawn)
     ]
     headings, rows = trial_rows(search)
-    table = Table(headings, (("", tuple(table_row(*cells) for cells in rows)),))
+    table = one_block(headings, (table_row(*cells) for cells in rows))
     states = [trial["state"] for trial in trials]
     about = " · ".join(
         [

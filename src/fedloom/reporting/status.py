@@ -107,7 +107,7 @@ class RunStatus:
             manifest = self._partition[1]
         if not self._is_open:
             return () if manifest is None else manifest.clients
-        classes = 0 if manifest is None else manifest.classes
+        classes = 0 if manifest is None else manifest.spec.classes
         return [Member.read(member).entry(classes) for member in self._members.values()]
 
     def _read_journal(self) -> None:

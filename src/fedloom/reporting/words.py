@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.core.words import rounded_down, rounded_up
-from fedloom.reporting.page import DASH
 
 GROUP_TITLES = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 """Groups of clients, and how pages call them."""
@@ -24,11 +23,6 @@ def shown_epsilon(epsilon: float | None) -> str:
     return "none" if epsilon is None else rounded_up(epsilon)
 
 
-def shown_guarantee(reading: Mapping[str, Any] | None) -> str:
-    """Return the ε of a guarantee in a claim; a dash if an earlier version did not state it."""
-    return DASH if reading is None else shown_epsilon(reading["epsilon"])
-
-
 def shown_bound(epsilon: float | None) -> str:
     """Return a lower bound on ε with three digits; ∞ for an infinite one, which is null in documents."""
     return "∞" if epsilon is None else rounded_down(epsilon)
@@ -41,9 +35,6 @@ def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) 
     claimed = f"(ε = {rounded_up(claim['epsilon'])}, δ = {claim['delta']:g}) for {claim['of']}"
     if claim["of"] != canaries["of"]:
         return f"The run claims {claimed}, but nothing for {canaries['of']}."
-    if "verdict" not in canaries:  # of an earlier version
-        exceeds = canaries["epsilon"] is None or canaries["epsilon"] > claim["epsilon"]
-        return f"The bound {'exceeds' if exceeds else 'is below'} the claim of {claimed}."
     verdict, power = canaries["verdict"], canaries["power"]
     if verdict == "failed":
         reasons = " ".join(_FAILURES[test].format(**_figures(canaries)) for test in canaries["failed_by"])
@@ -58,10 +49,8 @@ def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) 
 
 def estimate_note(estimate: Mapping[str, Any]) -> str:
     """Return a normal estimate of ε with its interval, and of the noise."""
-    text = f"ε about {shown_bound(estimate['epsilon'])}"
-    if estimate.get("interval") is None:  # of an earlier version
-        return text
     low, high = estimate["interval"]
+    text = f"ε about {shown_bound(estimate['epsilon'])}"
     text += f" (from {shown_bound(low)} to {shown_epsilon(high) if high is not None else '∞'})"
     if "noise" not in estimate:
         return f"{text} if scores are normally distributed"

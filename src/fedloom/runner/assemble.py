@@ -26,8 +26,8 @@ from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, FederatedDataset, Manifest
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.moments import summed_metrics
 from fedloom.evaluation.plan import KEY as METRICS_KEY
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
@@ -78,8 +78,9 @@ class RunContext:
 
     def examples_of(self, dataset: FederatedDataset) -> Callable[[str], ClientData]:
         """Return a function of a client's id that returns its data as the model takes them."""
-        if dataset.manifest.targets != self.setup.targets:  # the model takes numbers in their own units
-            dataset = dataset.described_by(dataclasses.replace(dataset.manifest, targets=self.setup.targets))
+        if dataset.manifest.spec.targets != self.setup.targets:  # the model takes numbers in their own units
+            spec = dataclasses.replace(dataset.manifest.spec, targets=self.setup.targets)
+            dataset = dataset.described_by(dataclasses.replace(dataset.manifest, spec=spec))
         return dataset.standardized if self.standardizes else dataset.client
 
     @property
@@ -135,16 +136,19 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     plan = evaluation_plan(experiment, manifest)
     if (until := experiment.federation.until) is not None:
         until.check(plan.task.headline)
-    found = fitted(experiment.model, manifest.specs, manifest.outputs, plan.task, plan.targets.shape)
-    model, kind, targets = found.model, manifest.kind, manifest.targets
+    found = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
+    spec = manifest.spec
+    model, kind, targets = found.model, spec.kind, spec.targets
     if model.raw_targets and targets is not None:
         targets = targets.raw()
-        plan = evaluation_plan(experiment, dataclasses.replace(manifest, targets=targets))
+        plan = evaluation_plan(
+            experiment, dataclasses.replace(manifest, spec=dataclasses.replace(spec, targets=targets))
+        )
     brought = isinstance(experiment.data, OwnData)
     setup = Setup(
         model=model,
-        classes=manifest.classes,
-        input_shape=manifest.input_shape,
+        classes=spec.classes,
+        input_shape=spec.input_shape,
         kind="features" if found.standardizes and kind == "integers" else kind,
         targets=targets,
         clients=0 if brought else len(trained_on.clients),
@@ -285,7 +289,7 @@ def client_side(
         e.runtime.clients_at_once,
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
-        augment=augmentation(e.data.augment, dataset.manifest.normalization),
+        augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
         held=None
         if parts.summation is None
         else HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
@@ -352,7 +356,7 @@ def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPla
     Raise ExperimentError if the data are of another task, its settings do not fit their outputs, or a metric is
     unknown, fails, or may not be called in this process.
     """
-    targets = manifest.targets or Targets("classification", (), manifest.classes, manifest.class_names)
+    targets = manifest.spec.targets or Targets("classification", (), manifest.spec.classes, manifest.spec.class_names)
     task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)
     own = [name for name in experiment.evaluation.metrics if ":" in name]
     asked = [name for name in experiment.evaluation.metrics if ":" not in name]
@@ -422,6 +426,6 @@ def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
     settings = json.loads(experiment.shared_json())
     shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
     federation = {key: settings["federation"][key] for key in shaping}
-    figures = manifest.figures
+    figures = manifest.spec.normalization
     described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
     return combined_digest(json.dumps(described, sort_keys=True))

@@ -35,7 +35,6 @@ from fedloom.attacks.membership import example_losses
 from fedloom.core.keyed import make_rng
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientData, FederatedDataset, Split
-from fedloom.data.input_spec import input_fields
 from fedloom.data.inputs import take
 from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
@@ -371,7 +370,7 @@ def _run_with_examples(audit: _CanaryRun) -> _Outcome:
     parts, last, trained_on = restore(done.folder, partition=out / PARTITION_FOLDER)
     first = loops.evaluator(parts, last.transport, last.folder)  # at the start of the run
     predictor = "global" if "global" in last.predictors else "personal"
-    whole = dataset.described_by(dataclasses.replace(dataset.manifest, **input_fields(parts.manifest.specs)))
+    whole = dataset.described_by(dataclasses.replace(dataset.manifest, spec=parts.manifest.spec))
     before, after = (_canary_losses(parts, at, trained_on, whole, canaries, predictor) for at in (first, last))
     return _Outcome(RunFolder(done.folder), before - after, {"score": "loss", "predictor": predictor})
 
@@ -400,7 +399,7 @@ def _canary_losses(
         places, train = by_client[client.id], load(client.id).train
         some = [canaries[i] for i in places]
         assert train.y is not None, "checked when they were drawn"
-        y = canary_targets(train.y, some, whole.manifest.classes)
+        y = canary_targets(train.y, some, whole.manifest.spec.classes)
         x: Any = take(train.x, torch.tensor([canary.place for canary in some]))
         found = predictor_of(client.id, named, predictor)
         losses[places] = example_losses(found, Split(x, y), parts.plan, parts.experiment.evaluation.batch_size)

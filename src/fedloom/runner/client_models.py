@@ -35,7 +35,7 @@ def client_models(
     made: dict[str, PersonalModel] = {}
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
-        if not dataset.manifest.outputs:
+        if not dataset.manifest.spec.outputs:
             raise DataError(f"{run}: the data have no targets, so the models make no predictions")
         entries = dataset.manifest.clients if clients is None else map(dataset.manifest.named, clients)
         return [entry.id for entry in entries]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from fedloom.errors import DataError
-from fedloom.models.module_state import digests_of
+from fedloom.models.module_layers import digests_of
 from fedloom.runner.assemble import RunContext
 from fedloom.runs.files import CONSTANTS, RunFiles
 

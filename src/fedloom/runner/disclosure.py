@@ -12,7 +12,7 @@ from fedloom.algorithms.sums import SummedFields
 from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError, argument
-from fedloom.evaluation.moments import summed_shapes
+from fedloom.evaluation.group_statistics import summed_shapes
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments, MomentDigits
@@ -115,7 +115,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
         )
     own = experiment.data.own
     run_data.check_own(experiment, own, clients)
-    unknown = Normalization((0.0,) * own.numbers, (1.0,) * own.numbers)  # no shape depends on it
+    unknown = Normalization.identity(own.spec.numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
     predictors = len(parts.client_algorithm().predictors)
     secure = experiment.federation.secure_aggregation is not None

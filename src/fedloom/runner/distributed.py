@@ -134,7 +134,7 @@ def serving(
         clients=[entry.id for entry in parts.manifest.clients],
         roster=parts.manifest.roster,
         presence=presence,
-        classes=parts.manifest.classes,
+        classes=parts.manifest.spec.classes,
     )
     server = Aggregator(
         run,
@@ -245,8 +245,8 @@ def welcome(parts: RunContext) -> str:
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
-        found = parts.manifest.figures
-        about = {"normalization": vars(found) if len(found.mean) == parts.manifest.numbers else None}
+        spec = parts.manifest.spec
+        about = {"normalization": vars(spec.normalization) if spec.is_normalized else None}
     if constants := digests_of_run(parts):
         about["constants"] = constants
     return json.dumps({"experiment": parts.experiment.shared_json(), **about})

@@ -20,7 +20,7 @@ from typing import Any
 from fedloom.core.garbage import imports_frozen
 from fedloom.core.logs import lines_about
 from fedloom.errors import DataError, ExperimentError
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationResult
 from fedloom.experiment import Experiment
 from fedloom.federation.control import NAME as CONTROL
 from fedloom.federation.control import Control

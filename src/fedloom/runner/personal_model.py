@@ -19,17 +19,9 @@ from torch import Tensor, nn
 
 from fedloom.core.home import expanded
 from fedloom.core.words import printable
-from fedloom.data.input_spec import (
-    DTYPES,
-    ChannelAxis,
-    InputSpec,
-    Kind,
-    Normalization,
-    specs_of,
-    without_defaults,
-)
+from fedloom.data.input_spec import DTYPES, InputSpec
 from fedloom.data.problem import Problem, TrainedPrivately
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.adapters import BESIDE, adapter_files
 from fedloom.models.predictors import ModelPredictor, Predictor
@@ -91,9 +83,9 @@ class ModelCard:
         Name of the network.
     client
         Id of the client.
-    kind, input_shape, classes, normalization, channel_axis, high, tokenizer, inputs, targets
-        Inputs (pixels from 0 to 255, or unchanged features, tokens or integers; or several by name) and outputs, in the
-        order of ``classes``, as in :class:`~fedloom.data.manifest.Manifest`.
+    spec
+        Inputs (pixels from 0 to 255, or unchanged features, tokens or integers) and outputs, in the order of
+        ``class_names``.
     precision
         Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
@@ -111,35 +103,15 @@ class ModelCard:
     predictor: str
     model: str
     client: str
-    kind: Kind
-    input_shape: tuple[int, ...]
-    classes: tuple[str, ...]
-    normalization: Normalization
+    spec: DataSpec
     precision: str = "float32"
     privacy: PrivacyGuarantee | None = None
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
     standardizes: bool = False
     training_privacy: TrainedPrivately | None = None
 
-    @property
-    def specs(self) -> Mapping[str, InputSpec]:
-        """Input tensors by name; the name of a single one is empty."""
-        return specs_of(self)
-
     def as_json(self) -> dict[str, Any]:
-        """Return the fields for JSON, without those of inputs and targets at their defaults."""
-        known = without_defaults(dict(vars(self)))
-        known["privacy"] = None if self.privacy is None else asdict(self.privacy)
-        if not self.standardizes:
-            del known["standardizes"]
-        del known["training_privacy"]
-        if self.training_privacy is not None:
-            known["training_privacy"] = asdict(self.training_privacy)
-        return known
+        """Return the fields for JSON."""
+        return asdict(self)
 
 
 class PersonalModel(nn.Module):
@@ -169,21 +141,21 @@ class PersonalModel(nn.Module):
         self._network = predictor.model if type(predictor) is ModelPredictor else None
         for name, tensor in predictor.named().items():
             _put(self, name.split("."), tensor)
-        for name, spec in card.specs.items():
+        for name, spec in card.spec.inputs.items():
             for key in ("mean", "std"):
                 numbers = torch.tensor(getattr(spec.normalization, key), dtype=torch.float32)
                 shaped = numbers.reshape(spec.broadcast) if len(numbers) else numbers
                 self.register_buffer(f"{key}_{name}" if name else key, shaped, persistent=False)
-        if card.targets is not None and card.targets.numbers:
+        if card.spec.targets is not None and card.spec.targets.numbers:
             for key in ("mean", "std"):
-                numbers = torch.tensor(getattr(card.targets, key), dtype=torch.float32)
+                numbers = torch.tensor(getattr(card.spec.targets, key), dtype=torch.float32)
                 self.register_buffer(f"target_{key}", numbers, persistent=False)
         self.eval()
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Class names, in the order of the output's columns."""
-        return self.card.classes
+        return self.card.spec.class_names
 
     def forward(self, x: Any) -> Tensor:
         """Return probabilities, or numbers, for a tensor, array or list of inputs, or for a dict of named ones.
@@ -194,7 +166,7 @@ class PersonalModel(nn.Module):
             If pixels are not integers: floats from a transform such as ``ToTensor`` would be divided by 255 again; or
             if the inputs have other names.
         """
-        specs = self.card.specs
+        specs = self.card.spec.inputs
         if "" in specs:
             inputs: Any = self._normalized(x, "", specs[""])
         else:
@@ -229,7 +201,7 @@ class PersonalModel(nn.Module):
 
     def _finished(self, predictions: Tensor) -> Tensor:
         """Return probabilities, or numbers in their own units, given predictions in the form of the task."""
-        targets = self.card.targets
+        targets = self.card.spec.targets
         if targets is None or targets.task in ("segmentation", "next_token"):
             return predictions.exp()
         if targets.task == "multilabel":
@@ -242,7 +214,7 @@ class PersonalModel(nn.Module):
         """Batch of two examples of zeros, with the shapes and types of the inputs."""
         zeros = {
             name: torch.from_numpy(np.zeros((2, *spec.shape), dtype=DTYPES[spec.kind]))
-            for name, spec in self.card.specs.items()
+            for name, spec in self.card.spec.inputs.items()
         }
         return zeros.get("", zeros)
 
@@ -324,7 +296,7 @@ class PersonalModel(nn.Module):
                 hint=f"install {ONNX}, or save as .safetensors or .pt2",
             ) from error
         try:
-            names = [name or "x" for name in self.card.specs]
+            names = [name or "x" for name in self.card.spec.inputs]
             program = torch.onnx.export(self._program(), input_names=names, output_names=["output"], verbose=False)
             assert program is not None
             content: bytes = program.model_proto.SerializeToString()
@@ -342,7 +314,7 @@ class PersonalModel(nn.Module):
         with torch.no_grad():
             view(self.example)  # a module copies its constants at its first call, which must not be traced
         batch = {0: torch.export.Dim("b", min=1)}
-        named = dict.fromkeys(self.card.specs, batch)
+        named = dict.fromkeys(self.card.spec.inputs, batch)
         return torch.export.export(view, (self.example,), dynamic_shapes=(named.get("", named),))
 
     def _readme(self, name: str) -> str:
@@ -402,7 +374,7 @@ class PersonalModel(nn.Module):
         inputs = [
             f"Input{f' `{name}`' if name else ''}: [b, {', '.join(map(str, spec.shape))}] of {goes_in[spec.kind]}; "
             f"mean {list(spec.normalization.mean)}, std {list(spec.normalization.std)}."
-            for name, spec in c.specs.items()
+            for name, spec in c.spec.inputs.items()
         ]
         private = [] if c.training_privacy is None else [f"Trained {c.training_privacy}."]
         return [*inputs, _output(c), *private]
@@ -410,9 +382,9 @@ class PersonalModel(nn.Module):
 
 def _output(card: ModelCard) -> str:
     """Return a sentence on the outputs of a network."""
-    targets = card.targets
-    if card.classes:
-        return f"Output: logits; their softmax gives the probabilities of {', '.join(card.classes)}, in this order."
+    targets, classes = card.spec.targets, ", ".join(card.spec.class_names)
+    if classes:
+        return f"Output: logits; their softmax gives the probabilities of {classes}, in this order."
     if targets is None:
         return "Output: the network's raw output; the data have no classes."
     named = f" ({', '.join(targets.names)}, in this order)" if targets.names else ""
@@ -461,15 +433,7 @@ def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
 def card_of(problem: Problem, **others: Any) -> ModelCard:
     """Return the card of a model, with the input and output description from the run's problem."""
     return ModelCard(
-        kind=problem.kind,
-        input_shape=problem.input_shape,
-        classes=problem.class_names,
-        normalization=problem.normalization,
-        channel_axis=problem.channel_axis,
-        high=problem.high,
-        tokenizer=problem.tokenizer,
-        inputs=problem.inputs,
-        targets=problem.targets,
+        spec=problem.spec,
         training_privacy=problem.training_privacy,
         **others,
     )

@@ -75,7 +75,7 @@ class PersonalizationRequest:
         if (self.x is None) is (self.data is None):
             given = "neither is given" if self.x is None else "both are given"
             raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given}.", key="data")
-        if not problem.class_names and problem.targets is None:
+        if not problem.spec.outputs:
             raise DataError("The run's data have no targets, so its models make no predictions.")
         if self.data is None:
             return Newcomer.from_arrays(self.client or CLIENT, self.x, self.y, problem, features)

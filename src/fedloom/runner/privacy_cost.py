@@ -14,10 +14,8 @@ from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.sums import UNIFORM, learned_fields
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.input_spec import specs_of
 from fedloom.data.manifest import Manifest
 from fedloom.data.partition import made_partition
-from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.sections import Experiment, OwnData
 from fedloom.federation.randomness import generator
@@ -181,27 +179,19 @@ def update_size(experiment: Experiment, clients: int) -> int:
 def _setup(e: Experiment, clients: int) -> Setup:
     """Return the setup that the experiment's manifest would give, without data."""
     if isinstance(e.data, OwnData):
-        own = e.data.own
-        specs, classes, targets, where = own.specs, len(own.classes), own.wanted, "data.own"
-        shape, kind = own.input_shape, own.kind
+        spec, source = e.data.own.spec, "data.own"
     else:
-        source, partition = e.data.opened(), e.data.partition
-        if isinstance(partition, MeansScheme):
-            source = dataclasses.replace(source, input_shape=(partition.dimension,))
-        specs, classes, targets, where = specs_of(source), source.classes, source.targets, e.data.dataset
-        shape, kind = source.input_shape, source.kind
-    outputs, target_shape = (classes, ()) if targets is None else (targets.outputs, targets.shape)
-    name = "classification" if targets is None else targets.task
-    task = agreed_task(e.task, name, outputs, where)
-    found = fitted(e.model, specs, outputs, task, target_shape)
+        spec, source = e.data.partition.drawn_spec(e.data.opened().spec), e.data.dataset
+    task = agreed_task(e.task, spec.task, spec.outputs, source)
+    found = fitted(e.model, spec.inputs, spec.outputs, task, () if spec.targets is None else spec.targets.shape)
     return Setup(
         model=found.model,
-        classes=classes,
-        input_shape=shape,
+        classes=spec.classes,
+        input_shape=spec.input_shape,
         clients=clients,
-        kind="features" if found.standardizes and kind == "integers" else kind,
+        kind="features" if found.standardizes and spec.kind == "integers" else spec.kind,
         roster=tuple(str(i) for i in range(clients)),
-        targets=targets,
+        targets=spec.targets,
         seed=e.seed,
     )
 

@@ -217,7 +217,7 @@ class PersonalizationClient:
             ClientConfig(
                 parts.experiment.seed,
                 secret=os.urandom(32),
-                augment=augmentation(parts.experiment.data.augment, data.manifest.normalization),
+                augment=augmentation(parts.experiment.data.augment, data.manifest.spec.normalization),
                 examples=ExamplePrivacy.of(parts.experiment.federation.privacy),
             ),
         )

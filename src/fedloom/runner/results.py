@@ -11,11 +11,16 @@ from fedloom.core.digests import RESTORE
 from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
-from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
+from fedloom.evaluation.documents import (
+    calibration_document,
+    client_rows,
+    confusion_document,
+    confusion_table,
+    output_document,
+)
 from fedloom.evaluation.group_statistics import predictor_statistics
-from fedloom.evaluation.last_evaluations import LATE
-from fedloom.evaluation.outputs import output_document
-from fedloom.evaluation.summary import EvaluationResult, RunCost, RunDescription, summary
+from fedloom.evaluation.plan import EvaluationResult
+from fedloom.evaluation.summary import LATE, RunCost, RunDescription, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
 from fedloom.federation.loop import Loop
@@ -47,7 +52,9 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
-        if "descriptor" not in evaluation.records or not roster.manifest.classes:  # they are compared with class mixes
+        if (
+            "descriptor" not in evaluation.records or not roster.manifest.spec.classes
+        ):  # they are compared with class mixes
             return {}
         v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
@@ -116,7 +123,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
-    write_task_results(folder, final, parts.manifest.class_names)
+    write_task_results(folder, final, parts.manifest.spec.class_names)
     titles = parts.algorithm.titles(parts.settings)
     about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
     cost = RunCost(

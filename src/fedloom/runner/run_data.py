@@ -28,7 +28,7 @@ def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:
             )
         normalization = None
         if isinstance(e.data, OwnData) and options.replay is not None:
-            normalization = RunFolder(options.replay).manifest().figures
+            normalization = RunFolder(options.replay).manifest().spec.normalization
         return open_own(e, options.packed, options.observe, normalization)
     if options.partition is None:
         return make_partition(e)
@@ -55,10 +55,12 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
 
     Raise DataError if the run's manifest is damaged.
     """
-    if isinstance(own.normalization, Given) or not own.numbers:
+    if isinstance(own.normalization, Given) or not own.spec.numbers:
         return own_normalization(own, ())
     before = folder.read("partition.json")
-    return None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).figures
+    if before is None:
+        return None
+    return Manifest.from_json(before, source=str(folder.path / "partition.json")).spec.normalization
 
 
 def open_manifest(experiment: Experiment, own: Own, found: Normalization | None) -> Manifest:
@@ -68,7 +70,7 @@ def open_manifest(experiment: Experiment, own: Own, found: Normalization | None)
 
 def has_normalization(manifest: Manifest) -> bool:
     """Return whether the manifest's normalization is known."""
-    return len(manifest.figures.mean) == manifest.numbers
+    return manifest.spec.is_normalized
 
 
 def make_partition(experiment: Experiment) -> FederatedDataset:
@@ -101,7 +103,10 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     dataset = FederatedDataset.open(where)
     manifest = dataset.manifest
     if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # an audit's packed clients with canaries
-        if own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.figures) != manifest:
+        if (
+            own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.spec.normalization)
+            != manifest
+        ):
             raise ExperimentError(
                 f"{argument('partition')}: {where} was made for other data than data.own describes.",
                 key="partition",
@@ -167,7 +172,7 @@ def open_own(
 def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
     """Raise DataError unless the clients' data match the experiment, ExperimentError if the method cannot use them."""
     clients.check(own)
-    manifest = own_manifest(own, (), experiment.seed, Normalization((0.0,) * own.numbers, (1.0,) * own.numbers))
+    manifest = own_manifest(own, (), experiment.seed, Normalization.identity(own.spec.numbers))
     parts = make_parts(experiment, manifest)
     if parts.setup.model.needs_labels and not parts.algorithm.trains_unlabelled(parts.settings):
         clients.check_labels()

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedloom.core.words import parsed_json, printable
 from fedloom.data.input_spec import DTYPES, InputSpec
 from fedloom.data.manifest import CLIENT_ID
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
 from fedloom.runner.personal_model import CARD
 
@@ -27,7 +28,7 @@ SUFFIX = ".pt2"
 MODELS = "models"
 """Folder in a run's folder."""
 
-_SPEC = TypeAdapter(InputSpec)
+_SPEC = TypeAdapter(DataSpec)
 _State = tuple[int, int, int]
 
 
@@ -132,19 +133,16 @@ def _load(path: Path, client: str) -> SavedModel:
             raise ValueError("it has no card; save it again with this version")
         if card["client"] != client:
             raise ValueError(f"it is the model of client {card['client']}")
-        single = {"kind": card["kind"], "shape": card["input_shape"], "normalization": card["normalization"]}
-        single |= {key: card[key] for key in ("channel_axis", "high", "tokenizer") if key in card}
-        described = card.get("inputs", {"": single})
-        specs = {name: _SPEC.validate_python(spec) for name, spec in described.items()}
+        spec = _SPEC.validate_python(card["spec"])
         zeros = {
-            name: torch.zeros((1, *spec.shape), dtype=getattr(torch, str(DTYPES[spec.kind])))
-            for name, spec in specs.items()
+            name: torch.zeros((1, *each.shape), dtype=getattr(torch, str(DTYPES[each.kind])))
+            for name, each in spec.inputs.items()
         }
         with torch.no_grad():
             outputs = program(zeros.get("", zeros)).numpy()
-        known = (int(card["round"]), str(card["digest"]), len(card["classes"]))
+        known = (int(card["round"]), str(card["digest"]), spec.classes)
     except Exception as error:  # torch raises any class for a damaged file
         log.warning("%s cannot be loaded: %s", path, error)
         reason = printable((str(error).splitlines() or [""])[0], 200)
         raise DataError(f"{path} is not a client's model ({type(error).__name__}: {reason})") from error
-    return SavedModel(program, *known, specs, tuple(outputs.shape[1:]), outputs.dtype)
+    return SavedModel(program, *known, spec.inputs, tuple(outputs.shape[1:]), outputs.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +14,7 @@ from pydantic import Field
 
 from fedloom.core.allocator import keep_freed_memory
 from fedloom.core.settings import Settings
-from fedloom.data.input_spec import without_defaults
-from fedloom.data.problem import TrainedPrivately
+from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
@@ -75,29 +73,16 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
 
     It states the privacy of the training if the run in ``folder`` has finished.
     """
-    manifest = parts.manifest
-    problem = without_defaults(
-        {
-            "dataset": manifest.dataset,
-            "kind": manifest.kind,
-            "input_shape": manifest.input_shape,
-            "class_names": manifest.class_names,
-            "normalization": manifest.normalization,
-            "clients": parts.setup.clients,
-            "channel_axis": manifest.channel_axis,
-            "high": manifest.high,
-            "tokenizer": manifest.tokenizer,
-            "inputs": manifest.inputs,
-            "targets": parts.setup.targets,
-        }
-    )
-    if constants := digests_of_run(parts):
-        problem["constants"] = constants
     claim = None if folder is None else (folder.json_or_none(SUMMARY) or {}).get("training_privacy")
-    if (private := TrainedPrivately.of(claim)) is not None:
-        problem["training_privacy"] = dataclasses.asdict(private)
+    problem = Problem(
+        parts.manifest.dataset,
+        dataclasses.replace(parts.manifest.spec, targets=parts.setup.targets),
+        parts.setup.clients,
+        digests_of_run(parts),
+        TrainedPrivately.of(claim),
+    )
     e = parts.experiment
-    return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), json.dumps(problem))
+    return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), problem.to_json())
 
 
 class DurableRounds:

@@ -10,7 +10,7 @@ import torch
 from fedloom.data.federated import FederatedDataset
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.plan import EvaluationResult
 from fedloom.federation.loop import vocabulary
 from fedloom.models.predictors import Predictor
 from fedloom.runner.requesting_client import DescribedRun, PersonalizationClient

@@ -14,13 +14,13 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientData, FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
-from fedloom.data.input_spec import input_fields, tokenizer_of
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OWN, OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.group_statistics import groups
-from fedloom.evaluation.summary import EvaluationResult, headline_keys
+from fedloom.evaluation.plan import EvaluationResult
+from fedloom.evaluation.summary import headline_keys
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.messages import Message
@@ -108,17 +108,6 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
     return None if folder is None else dataclasses.asdict(overlap(FederatedDataset(folder, trained_on), dataset))
 
 
-_COMPARED: Mapping[str, Callable[[Manifest], object]] = {
-    "dataset": lambda manifest: manifest.dataset,
-    "classes": lambda manifest: manifest.classes,
-    "input_shape": lambda manifest: manifest.input_shape,
-    "inputs": lambda manifest: {name: (spec.kind, spec.shape) for name, spec in manifest.specs.items()},
-    "tokenizer": lambda manifest: tokenizer_of(manifest.specs),
-    "targets": lambda manifest: manifest.targets and manifest.targets.plain(),
-}
-"""Properties in which the data of new clients must be those of a run."""
-
-
 def restore(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
 ) -> tuple[RunContext, Evaluator, FederatedDataset]:
@@ -131,15 +120,14 @@ def restore(
     folder = RunFolder.open(run)
     trained_on, e = folder.manifest(), folder.experiment()
     dataset = _clients_of(folder, e, trained_on, partition, data)
-    for what, of in _COMPARED.items():
-        found, needed = of(dataset.manifest), of(trained_on)
-        if found != needed:
-            raise DataError(f"{dataset.folder}: {what} is {found}, and the run was trained with {needed}")
+    if dataset.manifest.dataset != trained_on.dataset:
+        raise DataError(f"{dataset.folder}: dataset is {dataset.manifest.dataset}; the run has {trained_on.dataset}")
+    if (fault := dataset.manifest.spec.mismatch(trained_on.spec, "the run")) is not None:
+        raise DataError(f"{dataset.folder}: {fault}")
     if partition is not None and not is_url(partition):  # a store's shards are checked as they are fetched
         dataset.verify()
     # The models were trained on inputs normalized as in the training partition.
-    inputs = input_fields(trained_on.specs)
-    manifest = dataclasses.replace(dataset.manifest, targets=trained_on.targets, **inputs)
+    manifest = dataclasses.replace(dataset.manifest, spec=trained_on.spec)
     dataset = dataset.described_by(manifest)
     if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:
         raise DataError(
@@ -215,7 +203,7 @@ def _clients_of(
         clients.check(e.data.own)
         trained = Journal.read(folder).ever.union(trained_on.roster)
         entries = [card.entry(seen=name in trained) for name, card in clients.cards.items()]
-        dataset = OwnDataset(clients, own_manifest(e.data.own, entries, e.seed, trained_on.normalization))
+        dataset = OwnDataset(clients, own_manifest(e.data.own, entries, e.seed, trained_on.spec.normalization))
         dataset.verify()
         return dataset
     if data:

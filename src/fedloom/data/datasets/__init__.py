@@ -14,6 +14,7 @@ from fedloom.core.plugins import plugins
 from fedloom.data.datasets import cifar, femnist, leaf, mnist, qmnist, shakespeare, vowel
 from fedloom.data.datasets.base import DataFile, Dataset, FetchProgress, Owners, OwnFiles, Pool, RawDataset
 from fedloom.data.datasets.fetching import checksums, fetch_dataset, load_dataset, size_on_disk
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError
 
 __all__ = [
@@ -60,13 +61,11 @@ def _registry() -> dict[str, Dataset]:
         found[name] = Dataset(
             name,
             about["title"],
-            tuple(about["classes"]),
-            tuple(about["input_shape"]),
+            DataSpec.single(about["kind"], tuple(about["input_shape"]), tuple(about["classes"])),
             about["licence"],
             _READERS[name],
             tuple(DataFile(file, *content) for file, content in about.get("files", {}).items()),
             tuple(about.get("locations", ())),
-            about["kind"],
             needs=tuple(found[needed] for needed in about.get("needs", ())),
             own=leaf.OWN_FILES if about.get("leaf") else None,
             synthetic=about.get("synthetic", False),

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.input_spec import NOTHING, ChannelAxis, InputSpec, Kind, Normalization, RawInputs, named_arrays
-from fedloom.data.targets import Targets
+from fedloom.data.input_spec import RawInputs, named_arrays
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
-from fedloom.tasks.names import TaskName
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +151,8 @@ class Dataset:
     ----------
     name, title
         Name in experiment files, and display name.
-    class_names, input_shape
-        Names of the C classes, in label order; shape of one input: (channels, height, width), (features,) or (tokens,).
+    spec
+        Inputs, without normalizations, and targets.
     licence
         Licence of the data.
     read
@@ -162,8 +161,6 @@ class Dataset:
         The official files as stored; empty if there are none.
     locations
         Where the files are, in the order tried (:mod:`fedloom.data.datasets.locations`).
-    kind
-        Kind of input, see :data:`~fedloom.data.input_spec.Kind`.
     needs
         Other data sets whose files ``read`` also finds among its contents.
     own
@@ -175,44 +172,20 @@ class Dataset:
         Folder of a local data set's files; None: the name decides.
     notes
         Changes to the examples of a local data set that their owner should know.
-    channel_axis, high, tokenizer, inputs, targets
-        As in :class:`~fedloom.data.manifest.Manifest`.
     """
 
     name: str
     title: str
-    class_names: tuple[str, ...]
-    input_shape: tuple[int, ...]
+    spec: DataSpec
     licence: str
     read: Callable[[Mapping[str, bytes]], RawDataset]
     files: tuple[DataFile, ...] = ()
     locations: tuple[str, ...] = ()
-    kind: Kind = "pixels"
     needs: tuple[Dataset, ...] = ()
     own: OwnFiles | None = None
     synthetic: bool = False
     at: Path | None = None
     notes: tuple[str, ...] = ()
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
-
-    @property
-    def normalization(self) -> Normalization:
-        """No normalization: it depends on the partition."""
-        return NOTHING
-
-    @property
-    def classes(self) -> int:
-        """Number of classes C; 0 for data without classes."""
-        return len(self.class_names)
-
-    @property
-    def task(self) -> TaskName:
-        """Name of the task that the targets are for."""
-        return "classification" if self.targets is None else self.targets.task
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the data set's files under a data root."""

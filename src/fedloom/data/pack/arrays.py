@@ -106,10 +106,10 @@ def read_arrays(path: Path, request: Request, errors: ValidationErrors, on_progr
     wanted = [*inputs, *["y"] * request.labelled, *[client] * (client is not None)]
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     if missing := [name for name in needed if name not in arrays]:
-        without = "" if request.keys is not None else f", or only x with {argument('unlabelled')}"
         raise DataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
-            f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs{without}"
+            f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs; when packing with "
+            f"{argument('unlabelled')}, only x"
         )
     parts = [
         _Part(
@@ -222,18 +222,18 @@ def _prefixes(arrays: Iterable[str]) -> dict[str, int | None]:
 def _columns(parts: Sequence[_Part], request: Request, errors: ValidationErrors) -> Columns:
     """Return all parts, one after the other, with the kind of each input."""
     own, first = request.own, parts[0]
-    if own is not None and set(own.specs) != set(first.x):
-        inputs, needed = (listed(sorted(each)) or "a single input" for each in (first.x, own.specs))
+    if own is not None and set(own.spec.inputs) != set(first.x):
+        inputs, needed = (listed(sorted(each)) or "a single input" for each in (first.x, own.spec.inputs))
         raise DataError(f"{errors.source}: the inputs are {inputs}; data.own needs {needed}")
     for part in parts:
-        _check_form(part, first, None if own is None else own.specs, errors.source)
+        _check_form(part, first, None if own is None else own.spec.inputs, errors.source)
     named = {name: [(part.called(name), part.x[name]) for part in parts] for name in sorted(first.x)}
     x = {name: _joined(arrays, errors.source) for name, arrays in named.items()}
     ys = [(f"{part.whose}y", part.y) for part in parts if part.y is not None]
     places, notes, specs = _ArrayPlaces(parts), tuple[str, ...](), dict[str, InputSpec]()
     for name, each in x.items():
         if own is not None:
-            specs[name] = own.specs[name]
+            specs[name] = own.spec.inputs[name]
             continue
         kind = _kind(each, first.called(name), name, errors)
         axis = request.channel_axis if kind in ("features", "integers") and each.ndim > 2 else "first"

@@ -15,9 +15,10 @@ from fedloom.core.settings import Settings
 from fedloom.core.words import pluralize, shortened
 from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, RawInputs, named_arrays, unnamed
 from fedloom.data.requirements import Own
+from fedloom.data.spec import DataSpec
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXPANSION, LARGE
-from fedloom.errors import DataError, argument
+from fedloom.errors import DataError
 from fedloom.tasks.names import TaskName
 
 OnProgress: TypeAlias = Callable[[str, float, float | None], None]
@@ -69,7 +70,7 @@ class Request:
         Name of the column, or array, with the owner of each example; ``folder`` for the outermost folders of a folder
         of images. None: all examples have one owner.
     keys
-        Prefix of the keys that name the columns (``data.source.``); None: arguments of packing name them.
+        Prefix of the names of these options in messages, such as ``data.source.``.
     task
         Name of the task; None: required by the experiment, or inferred from the data.
     outputs
@@ -90,7 +91,7 @@ class Request:
     split: str | None = None
     resize: bool = False
     client: str | None = None
-    keys: str | None = None
+    keys: str = ""
     task: TaskName | None = None
     outputs: int | None = None
     targets: tuple[str, ...] = ()
@@ -104,11 +105,8 @@ class Request:
         return self.task if self.own is None else self.own.task
 
     def called(self, name: str) -> str:
-        """Return the name of ``label``, ``split`` or ``client`` in messages."""
-        if self.keys is not None:
-            return f"{self.keys}{name}"
-        without = f"; {argument('unlabelled')} if there are no labels" if name == "label" else ""
-        return f"{argument(name)}{without}"
+        """Return the name of an option in messages."""
+        return f"{self.keys}{name}"
 
 
 class Places:
@@ -225,6 +223,11 @@ class Examples:
     features: tuple[str, ...] | None = None
     overlap: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> DataSpec:
+        """Inputs, without normalizations, and targets."""
+        return DataSpec(self.specs, self.classes, self.targets)
 
     def __len__(self) -> int:
         return len(next(iter(named_arrays(self.x).values())))

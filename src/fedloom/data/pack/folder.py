@@ -17,7 +17,7 @@ from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
-from fedloom.data.input_spec import input_fields, shard_tensors
+from fedloom.data.input_spec import shard_tensors
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
@@ -27,7 +27,7 @@ from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
 from fedloom.data.pack.packer import examples_of
 from fedloom.data.pack.tables import PARQUET, is_parquet, read_csv, read_parquet
 from fedloom.data.pack.texts import read_characters
-from fedloom.data.targets import same_targets
+from fedloom.data.spec import SpecError
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, storing, sync
 
@@ -107,25 +107,21 @@ def pack(
     drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
     drawn["validation_fraction"] = settings.validation_fraction
     train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
-    about = input_fields(examples.specs)
-    del about["normalization"]
     training = None if examples.y is None else examples.y[split == 0]
     card = ClientCard(
         version=CARD_VERSION,
         id=name,
-        classes=examples.classes,
+        spec=examples.spec,
         labelled=examples.y is not None,
         train=train,
         validation=validation,
         test=test,
         class_counts=counts,
         sha256=hashlib.sha256(content).hexdigest(),
-        moments=moments_of(examples.chosen(split == 0), training, examples.specs, examples.targets),
+        moments=moments_of(examples.chosen(split == 0), training, examples.spec),
         division={"given": True} if examples.split is not None else drawn,
         source=form,
         features=examples.features,
-        targets=examples.targets,
-        **about,
     )
     on_progress("writing", 0, None)
     with storing(out):
@@ -158,14 +154,15 @@ def _check_arguments(name: str, out: Path, settings: PackSettings) -> None:
 
 
 def _check_targets(examples: Examples, request: Request, source: str) -> None:
-    """Reject targets other than those that an experiment requires."""
-    own = request.own
-    if own is not None and examples.y is not None and not same_targets(examples.targets, own.wanted):
-        found, needed = (
-            "classes" if each is None else f"{each.task} of shape {list(each.shape)} with {each.outputs} outputs"
-            for each in (examples.targets, own.wanted)
-        )
-        raise DataError(f"{source}: the targets are {found}; data.own needs {needed}")
+    """Reject data other than those that an experiment requires."""
+    try:
+        spec = examples.spec
+    except SpecError as error:
+        raise DataError(f"{source}: {error}") from error
+    if request.own is not None:
+        skip = ("targets",) if examples.y is None else ()
+        if (fault := spec.mismatch(request.own.spec, "data.own", exact=True, skip=skip)) is not None:
+            raise DataError(f"{source}: {fault}")
 
 
 def _reader(source: Path) -> tuple[str, Reader]:

@@ -179,7 +179,7 @@ def _targets(
     if task == "classification":
         labels, classes, notes = _classes(y, given, columns, request, errors)
         return labels, None, classes, notes
-    wanted = None if own is None else own.wanted
+    wanted = None if own is None else own.spec.targets
     names, outputs = columns.outputs or columns.classes or (), request.outputs
     if wanted is not None:
         names, outputs = wanted.names, wanted.outputs

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.words import pluralize
-from fedloom.errors import argument
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -214,7 +213,7 @@ class ImageStack:
             self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
         size = self._size
         if image.size != size and not self.resize:
-            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
+            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or set resize: true"
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
         grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
         mode = "L" if grey else "RGB"

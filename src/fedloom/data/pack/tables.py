@@ -339,7 +339,7 @@ def _columns(layout: _Layout, chunks: Iterable[Rows], noun: str, request: Reques
         )
     y: NDArray[Any] | None = None
     if layout.targets:
-        wanted = None if request.own is None else request.own.wanted
+        wanted = None if request.own is None else request.own.spec.targets
         several = request.targets if wanted is None else wanted.shape
         y = values[:, start:] if several else values[:, start]
     elif layout.label is not None:
@@ -439,11 +439,12 @@ def _specs(inputs: Sequence[str], integers: int, request: Request, source: str) 
                 INTEGERS: InputSpec("integers", (integers,)),
             }
         return {"": InputSpec("integers" if request.integers else "features", (len(inputs),))}
-    if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in own.specs.values())):
+    if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in own.spec.inputs.values())):
         key = "data.own.inputs" if own.inputs is not None else f"data.own.input_shape {list(own.input_shape)}"
         raise DataError(f"{source} has {len(inputs):,} columns of inputs; {key} needs {needed:,}")
-    if "" not in own.specs and set(own.specs) - {FEATURES, INTEGERS}:
+    if "" not in own.spec.inputs and set(own.spec.inputs) - {FEATURES, INTEGERS}:
         raise DataError(
-            f"{source}: data.own.inputs has {listed(sorted(own.specs))}; a table has only {FEATURES} and {INTEGERS}"
+            f"{source}: data.own.inputs has {listed(sorted(own.spec.inputs))}; a table has only {FEATURES} and "
+            f"{INTEGERS}"
         )
-    return own.specs
+    return own.spec.inputs

@@ -120,13 +120,13 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def _fitting(specs: Mapping[str, InputSpec], own: Own, source: str) -> dict[str, InputSpec]:
     """Return the inputs that an experiment requires, with the tokenizer's digest; raise DataError if they differ."""
-    for name in {*specs, *own.specs}:
-        needed, given = own.specs.get(name), specs.get(name)
+    for name in {*specs, *own.spec.inputs}:
+        needed, given = own.spec.inputs.get(name), specs.get(name)
         if needed is None or given is None or not _fits(given, needed):
             raise DataError(
-                f"{source}: a text gives the inputs {_described(specs)}; data.own needs {_described(own.specs)}"
+                f"{source}: a text gives the inputs {_described(specs)}; data.own needs {_described(own.spec.inputs)}"
             )
-    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in own.specs.items()}
+    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in own.spec.inputs.items()}
 
 
 def _fits(given: InputSpec, needed: InputSpec) -> bool:
@@ -176,7 +176,7 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, on_p
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Columns(
         {"": np.ascontiguousarray(sliding_window_view(characters, window)[:-1])},
-        own.specs,
+        own.spec.inputs,
         characters[window:],
         Places(range(1, len(text)), "character "),
         classes=own.classes,
