@@ -59,8 +59,8 @@ from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.signing import NO_SIGNING
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.worker import serve
 
 CLASSES = 10

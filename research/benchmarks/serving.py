@@ -3,9 +3,9 @@
     .venv/bin/python research/benchmarks/serving.py [--seconds S] [--json FILE]
 
 PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
-the opening (warm) send a descriptor and read their model, so that the server is measured. For comparison, in the same
+read the opening, send a descriptor and read their model, so that the server is measured. For comparison, in the same
 session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream that sends as many bytes. Then:
-latency at half of the load; two servers; cold clients; bfloat16; a server that is killed and restarted while clients
+latency at half of the load; two servers; a whole client; a server that is killed and restarted while clients
 make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out
 models while it trains (Fashion-MNIST, one worker), if the data are available.
 """
@@ -38,14 +38,14 @@ from common import cpu_s, describe, machine, made_up_manifest, percentile, table
 
 import fedloom
 from fedloom import experiment as experiments
-from fedloom.algorithms.pefll import Descriptor, PeFLLServer, PersonalizedModel
+from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLServer, PersonalizedModel
 from fedloom.data.folders import data_root
 from fedloom.runner import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
-from fedloom.transport.codec import DTYPES, Cutter, encode
-from fedloom.transport.frames import WireError, serialize
-from fedloom.transport.model_stream import PERSONALIZE, PRECISIONS, SERVICE, PartReader, message_frames
+from fedloom.transport.codec import Cutter, encode
+from fedloom.transport.frames import WireError, seal_frame, serialize
+from fedloom.transport.model_stream import PERSONALIZE, SERVICE, PartReader, message_frames
 from fedloom.transport.newcomer import Models
 from fedloom.transport.wire import personalization_pb2 as wire
 
@@ -54,6 +54,7 @@ D = 85_822
 BARE = "/bare.Models/Get"
 PROGRAM = (sys.executable, "-m", "fedloom")
 REST_S = 0.02
+WORDS = {kind.__name__: kind for kind in (DescriptorRequest, PersonalizedModel)}
 
 EXPERIMENT: dict[str, Any] = {
     "name": "serving",
@@ -110,10 +111,10 @@ class Load:
 
 
 async def loaded(
-    addresses: Sequence[str], seconds: float, at_once: int, rate: float | None, precision: str, size: int, *, bare: bool
+    addresses: Sequence[str], seconds: float, at_once: int, rate: float | None, size: int, *, bare: bool
 ) -> Load:
     """Request models for a period: ``at_once`` at a time, or at a fixed rate regardless of the outcomes."""
-    asks = [] if bare else await _asks(addresses[0], precision, descriptors(size))
+    asks = [] if bare else await _asks(addresses[0], descriptors(size))
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channels = [grpc.aio.insecure_channel(a, options=options) for a in addresses for _ in range(2)]
     method = BARE if bare else f"/{SERVICE}/{PERSONALIZE}"
@@ -124,9 +125,10 @@ async def loaded(
         started = time.perf_counter()
         call = calls[i % len(calls)]()
         try:
-            await call.write(b"ask" if bare else asks[i % len(asks)])
+            for frame in (b"ask",) if bare else asks[i % len(asks)]:
+                await call.write(frame)
+                data = await call.read()
             await call.done_writing()
-            data = await call.read()
             if data is grpc.aio.EOF:
                 raise ConnectionError
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError):
@@ -163,8 +165,8 @@ async def loaded(
     return load
 
 
-async def _asks(address: str, precision: str, v: torch.Tensor) -> list[bytes]:
-    """Return first frames of warm clients: their request and descriptor."""
+async def _asks(address: str, v: torch.Tensor) -> list[tuple[bytes, bytes]]:
+    """Return the frames of clients: their request and their descriptor."""
     models = Models(address)
     found = await models.describe(60)
     await models.close()
@@ -175,12 +177,9 @@ async def _asks(address: str, precision: str, v: torch.Tensor) -> list[bytes]:
             package=fedloom.__version__,
             algorithm="pefll",
             algorithm_version=found.about.version,
-            precision=DTYPES[PRECISIONS[precision]],
-            answers=found.digest,
         )
-        head = serialize(wire.NewcomerPart(ask=ask))
-        (frame,) = message_frames(Cutter(wire.NewcomerPart), encode(Descriptor(row[None])), head)
-        made.append(frame)
+        (answer,) = message_frames(Cutter(wire.NewcomerPart), encode(Descriptor(row[None])))
+        made.append((seal_frame(serialize(wire.NewcomerPart(ask=ask))), answer))
     return made
 
 
@@ -258,25 +257,24 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
     return 1e3 * (time.process_time() - started) / count
 
 
-def cold_bytes(address: str) -> dict[str, float]:
-    """Return the bytes received by a client without the opening (cold), and by one that has it (warm)."""
+def conversation_bytes(address: str) -> dict[str, float]:
+    """Return the bytes and the seconds of a client's conversation."""
     from fedloom.federation.loop import vocabulary
+    from fedloom.runner.personal import RequestingClient
     from fedloom.runner.personalization import PersonalizationRequest
-    from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
-    from fedloom.transport.newcomer import Memory
 
     async def ask() -> dict[str, float]:
-        models = Models(address, memory=Memory())
+        models = Models(address)
         found: dict[str, float] = {}
         try:
             about = (await models.describe(60)).about
             x = torch.randint(256, (32, 1, 28, 28), dtype=torch.uint8)
             request = PersonalizationRequest(address, x, torch.arange(32) % CLASSES)
             client = RequestingClient.described(request, about)
-            for which in ("cold", "warm"):
-                speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
+            for which in ("first", "whole"):
+                started = time.perf_counter()
                 words = vocabulary(client.parts.algorithm)
-                answered = await models.converse(about, client.id, words, speaking.speak)
+                answered = await models.converse(about, client.id, words, client.speak)
                 found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}
                 found[f"{which}_ms"] = 1e3 * (time.perf_counter() - started)
         finally:
@@ -298,7 +296,7 @@ def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds:
     serving = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     async def ask() -> tuple[int, int, int]:
-        asks = await _asks(address, "float32", v)
+        asks = await _asks(address, v)
         right = wrong = refused = 0
         ends, killed = time.perf_counter() + seconds, False
         nonlocal serving
@@ -307,15 +305,16 @@ def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds:
                 for i in range(8):
                     call = channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")(timeout=10)
                     try:
-                        await call.write(asks[i])
                         reader = PartReader(call.read, wire.ModelFrame)
-                        await reader.part("header")
-                        received = await reader.message({"PersonalizedModel": PersonalizedModel}, 1 << 30)
+                        for frame in asks[i]:
+                            await call.write(frame)
+                            await reader.part("header")
+                            received = await reader.message(WORDS, 1 << 30)
                     except (grpc.aio.AioRpcError, asyncio.InvalidStateError, WireError):
                         refused += 1
                         await asyncio.sleep(REST_S)
                         continue
-                    theta = received.tensors["theta"][0]
+                    theta = received.message().tensors()["theta"][0]
                     right, wrong = (right + 1, wrong) if torch.equal(theta, expected[i]) else (right, wrong + 1)
             if not killed and time.perf_counter() > ends - 0.8 * seconds:
                 killed = True
@@ -404,10 +403,9 @@ def measure(seconds: float) -> dict[str, Any]:
             figures["bare"] = put_under([address], [bare.pid], seconds, size, bare=True)
         with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (one, first):
             figures["serve"] = put_under([first], [one.pid], seconds, size)
-            figures["bfloat16"] = put_under([first], [one.pid], seconds, size, precision="bfloat16")
             half = max(1.0, figures["serve"]["per_s"] / 2)
             figures["half"] = put_under([first], [one.pid], seconds, size, rate=half)
-            figures["clients"] = cold_bytes(first)
+            figures["clients"] = conversation_bytes(first)
             with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (two, second):
                 figures["replicas"] = put_under([first, second], [one.pid, two.pid], seconds, size, **{"at_once": 128})
         figures["killed"] = killed_and_started_again(run, server, size, max(4.0, 2 * seconds))
@@ -416,7 +414,7 @@ def measure(seconds: float) -> dict[str, Any]:
 
 def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures as lines of a table."""
-    s, bare, half, two, bf = (figures[key] for key in ("serve", "bare", "half", "replicas", "bfloat16"))
+    s, bare, half, two = (figures[key] for key in ("serve", "bare", "half", "replicas"))
     clients, killed = figures["clients"], figures["killed"]
     bounds = figures["product_ms"] + bare["cpu_ms"]
 
@@ -434,12 +432,9 @@ def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("two cores shared with the load, at most: bare; `fedloom serve`", f"{most(bare):.0f}; {most(s):.0f}"),
         ("p50 / p99 then, ms", f"{s['p50_ms']:.0f} / {s['p99_ms']:.0f}"),
         (f"p50 / p99 at half of it ({half['per_s']:.0f} a second), ms", f"{half['p50_ms']:.0f} / {half['p99_ms']:.0f}"),
-        ("bfloat16: models/s; ms of CPU a model", f"{bf['per_s']:.0f}; {bf['cpu_ms']:.2f}"),
         ("two servers: models/s; over one", f"{two['per_s']:.0f}; {two['per_s'] / s['per_s']:.2f}"),
         ("two servers: ms of their CPU a model; of the load's", f"{two['cpu_ms']:.2f}; {two['load_ms']:.2f}"),
-        ("cold client: KiB down / up; ms", _client(clients, "cold")),
-        ("warm client: KiB down / up; ms", _client(clients, "warm")),
-        ("warm client, bfloat16: KiB down", f"{bf['bytes'] / 1024:.1f}"),
+        ("a whole client: KiB down / up; ms", _client(clients, "whole")),
         ("killed and started again: right / refused / wrong", "{right} / {refused} / {wrong}".format(**killed)),
     ]
 
@@ -477,7 +472,6 @@ def main() -> None:
     parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--at-once", type=int, default=64, help=argparse.SUPPRESS)
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--precision", default="float32", help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bare-server", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -486,7 +480,7 @@ def main() -> None:
         return
     if options.load:
         o = options
-        work = loaded(o.load, o.seconds, o.at_once, o.rate, o.precision, o.size, bare=o.bare)
+        work = loaded(o.load, o.seconds, o.at_once, o.rate, o.size, bare=o.bare)
         print(json.dumps(summed_up(asyncio.run(work))))
         return
     about = machine()

@@ -4,7 +4,7 @@
 
 PeFLL over LoRA of rank 8 on a BERT of the size of MiniLM-L6 (22.6 million frozen parameters, random: nothing is
 downloaded), with adapters in one layer and in all six. `fedloom serve` is one process; the load comes from another
-one with clients that have the opening (warm), send a descriptor, and read their adapter. Beside them a whole newcomer,
+one with clients that read the opening, send a descriptor, and read their adapter. Beside them a whole newcomer,
 which computes its descriptor from 32 sentences of 16 tokens with its own copy of the frozen encoder; cold, it gets η_v,
 too.
 """
@@ -95,23 +95,22 @@ def make_run(folder: Path, layers: list[int] | None) -> int:
 
 
 def newcomer(address: str) -> dict[str, float]:
-    """Return bytes and seconds of a whole newcomer, cold and warm; making the encoder is left out."""
+    """Return bytes and seconds of a whole newcomer; making the encoder is left out."""
     import asyncio
 
     from fedloom.federation.loop import vocabulary
+    from fedloom.runner.personal import RequestingClient
     from fedloom.runner.personalization import PersonalizationRequest
-    from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
-    from fedloom.transport.newcomer import Memory, Models
+    from fedloom.transport.newcomer import Models
 
     async def ask() -> dict[str, float]:
-        models, found = Models(address, memory=Memory()), dict[str, float]()
+        models, found = Models(address), dict[str, float]()
         try:
             about = (await models.describe(120)).about
             client = RequestingClient.described(PersonalizationRequest(address, *examples()), about)
-            for which in ("first", "cold", "warm"):  # the first one also imports and checks the module
-                models = Models(address, memory=Memory()) if which == "cold" else models
-                speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
-                answered = await models.converse(about, client.id, vocabulary(client.parts.algorithm), speaking.speak)
+            for which in ("first", "whole"):  # the first one also imports and checks the module
+                started = time.perf_counter()
+                answered = await models.converse(about, client.id, vocabulary(client.parts.algorithm), client.speak)
                 found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}
                 found[f"{which}_ms"] = 1e3 * (time.perf_counter() - started)
         finally:
@@ -134,8 +133,7 @@ def measure(seconds: float, rate: float) -> dict[str, dict[str, Any]]:
             with process(*PROGRAM, "serve", Path(scratch) / "run", "--listen", "127.0.0.1:0") as (server, address):
                 put_under([address], [server.pid], 2, size, rate=rate)  # the first request loads the round
                 at_rate = put_under([address], [server.pid], seconds, size, rate=rate)
-                half = put_under([address], [server.pid], seconds, size, rate=rate, precision="bfloat16")
-                figures[name] = {"d": d, "rate": at_rate, "bfloat16": half, "newcomer": newcomer(address)}
+                figures[name] = {"d": d, "rate": at_rate, "newcomer": newcomer(address)}
     return figures
 
 
@@ -144,16 +142,11 @@ def rows(figures: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     found = list(figures.values())
     return [
         ("parameters d", *(f"{f['d']:,}" for f in found)),
-        (
-            "adapter on the wire, KB; in bfloat16",
-            *(f"{_kb(f['rate']['bytes'])}; {_kb(f['bfloat16']['bytes'])}" for f in found),
-        ),
+        ("adapter on the wire, KB", *(_kb(f["rate"]["bytes"]) for f in found)),
         ("a second; refused", *(f"{f['rate']['per_s']:.0f}; {f['rate']['refused']}" for f in found)),
         ("p50 / p99, ms", *(f"{f['rate']['p50_ms']:.1f} / {f['rate']['p99_ms']:.1f}" for f in found)),
-        ("the same in bfloat16", *(f"{f['bfloat16']['p50_ms']:.1f} / {f['bfloat16']['p99_ms']:.1f}" for f in found)),
         ("ms of the server's CPU", *(f"{f['rate']['cpu_ms']:.1f}" for f in found)),
-        ("whole newcomer, cold: KB down / up; ms", *(_whole(f["newcomer"], "cold") for f in found)),
-        ("whole newcomer, warm: KB down / up; ms", *(_whole(f["newcomer"], "warm") for f in found)),
+        ("whole newcomer: KB down / up; ms", *(_whole(f["newcomer"]) for f in found)),
     ]
 
 
@@ -161,8 +154,8 @@ def _kb(count: float) -> str:
     return f"{count / 1000:.0f}"
 
 
-def _whole(found: dict[str, float], which: str) -> str:
-    down, up, ms = (found[f"{which}_{what}"] for what in ("down", "up", "ms"))
+def _whole(found: dict[str, float]) -> str:
+    down, up, ms = (found[f"whole_{what}"] for what in ("down", "up", "ms"))
     return f"{_kb(down)} / {up / 1000:.1f}; {ms:.0f}"
 
 

@@ -12,8 +12,8 @@ from conformance_kit import Federation
 from fedloom.federation.loop import vocabulary
 from fedloom.runner import assemble, distributed
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.worker import serve
 
 WORKERS = 2

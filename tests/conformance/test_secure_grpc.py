@@ -29,8 +29,8 @@ from fedloom.federation.sum_messages import KeyRoster, ShareDelivery
 from fedloom.federation.transport import Call
 from fedloom.runner import assemble, distributed
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.worker import serve
 
 

@@ -20,7 +20,7 @@ from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.served_run import ServedRun
+from fedloom.transport.exchanges import ServedRun
 
 EXPERIMENT: dict[str, Any] = {
     "name": "cut",

@@ -17,9 +17,9 @@ from fedloom.federation.transport import Call, ConversationKey, Lost, MissingCon
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.frames import parse_frame, seal_frame, serialize
 from fedloom.transport.introduction import Introduction
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker import serve
@@ -202,7 +202,7 @@ class Hostile:
     def transfer(self, request, message, position=0, **changes) -> list:
         """Return the parts of a reply, for a test to change."""
         pieces = self.cutter.parts(self.envelope(request, position, **changes), encode(message))
-        return [part for piece in pieces for part in parse_frame(wire.WorkerFrame, b"".join(piece), seal=False).parts]
+        return [part for piece in pieces for part in parse_frame(wire.WorkerFrame, seal_frame(piece)).parts]
 
     def send(self, parts) -> None:
         for part in parts:

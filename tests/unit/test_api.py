@@ -228,7 +228,6 @@ def test_errors_name_keyword_arguments_instead_of_options(
     x = [[0.0] * 9]
     for key, value in {
         "checkpoint": "first",
-        "precision": "float16",
         "epsilon": -1.0,
         "budget": 1.0,
         "delta": 0.1,

@@ -38,7 +38,7 @@ from fedloom.models.predictors import predictors_of
 from fedloom.runner import assemble, distributed
 from fedloom.runner.constants import are_close, figures_of
 from fedloom.runner.options import WorkerOptions
-from fedloom.runner.requesting_client import DescribedRun
+from fedloom.runner.personal import DescribedRun
 from fedloom.runner.serve import about
 from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
@@ -495,14 +495,14 @@ def test_every_process_verifies_values_that_are_not_sent(
     worker = Worker("localhost:1", "w", WorkerOptions(str(data.open(seed=e.seed).folder)))
     joined = Joined("run", "life", welcome)
     worker._session(joined)
-    DescribedRun.of(described).parts(parts.manifest)
+    DescribedRun.parse(described).parts(parts.manifest)
     again = fedloom.load(found.folder)
     assert again.models("ann") is not None
 
     value.write_text("0.25")
     checks = {
         "aggregator": lambda: worker._session(joined),
-        "server": lambda: DescribedRun.of(described).parts(parts.manifest),
+        "server": lambda: DescribedRun.parse(described).parts(parts.manifest),
         "run": lambda: fedloom.load(found.folder).models("ann"),
         str(found.folder): lambda: fedloom.run(e, out=tmp_path / "run", resume=True, federation__rounds=2, **keys),
         str(tmp_path / "run"): lambda: fedloom.run(e, out=tmp_path / "again", replay=found.folder, **keys),

@@ -46,25 +46,25 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.problem import Problem
 from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
-from fedloom.federation.loop import vocabulary
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import ServingSettings
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.engine import model_service
 from fedloom.runner.ledger import PrivacyAccountant
+from fedloom.runner.personal import RequestingClient
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.personalization import PersonalizationRequest
-from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
-from fedloom.runner.serve import DurableRounds, ModelServerSettings
+from fedloom.runner.serve import DurableRounds
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import add_token
-from fedloom.transport.codec import DTYPES, Cutter, encode
+from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
 from fedloom.transport.model_stream import PERSONALIZE, RETRY, SERVICE, message_frames
-from fedloom.transport.newcomer import Memory, Models
+from fedloom.transport.newcomer import Models
+from fedloom.transport.personalization import ModelServerSettings
 from fedloom.transport.wire import personalization_pb2 as wire
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
@@ -138,18 +138,13 @@ def test_a_model_over_the_wire_equals_the_runs_to_the_bit(
 
 def test_concurrent_clients_share_tiles_and_get_the_same_models_as_alone(run: Path) -> None:
     async def all_of(at: str) -> list[Any]:
-        return await asyncio.gather(
-            *(fedloom.personalize_async(at, *examples(i), client=f"c{i}", precision=("float32", "bfloat16")[i % 2])
-              for i in range(21))
-        )  # fmt: skip
+        return await asyncio.gather(*(fedloom.personalize_async(at, *examples(i), client=f"c{i}") for i in range(21)))
 
     with served(run, settings=ModelServerSettings(linger_s=0.05)) as at:
         models = asyncio.run(all_of(at))
     for i, model in enumerate(models):
         alone = fedloom.personalize(str(run), *examples(i), client=f"c{i}")
-        assert same(model, alone) is (i % 2 == 0)
-        assert model.card.precision == ("float32", "bfloat16")[i % 2]
-        assert torch.allclose(model(examples(i)[0]), alone(examples(i)[0]), atol=0.01)
+        assert same(model, alone)
 
 
 def test_more_conversations_than_streams_all_complete(run: Path) -> None:
@@ -160,7 +155,7 @@ def test_more_conversations_than_streams_all_complete(run: Path) -> None:
         return Descriptor(torch.zeros(1, Raw.size)) if exchange == 0 else None
 
     async def all_of(at: str) -> int:
-        models = Models(at, memory=Memory())
+        models = Models(at)
         about = (await models.describe(WAIT_S)).about
 
         async def some() -> None:
@@ -176,28 +171,6 @@ def test_more_conversations_than_streams_all_complete(run: Path) -> None:
 
     with served(run) as at:
         assert asyncio.run(all_of(at)) >= 501
-
-
-def test_a_broadcast_is_sent_once(run: Path) -> None:
-    async def three(at: str) -> list[Any]:
-        models, found = Models(at, memory=Memory()), []
-        try:
-            about = (await models.describe(WAIT_S)).about
-            for i in (1, 2, 3):
-                x, y = examples(i)
-                client = RequestingClient.described(PersonalizationRequest(at, x, y, client=f"c{i}"), about)
-                speaking = PersonalizationClient(client.parts, client.data, client.id)
-                found.append(await models.converse(about, f"c{i}", vocabulary(client.parts.algorithm), speaking.speak))
-            assert (await models.describe(WAIT_S)).handed_out == 3
-        finally:
-            await models.close()
-        return found
-
-    with served(run) as at:
-        cold, warm, again = asyncio.run(three(at))
-    assert (cold.warm, warm.warm, again.warm) == (False, True, True)
-    assert warm.down < cold.down
-    assert warm.down == again.down
 
 
 def test_memory_of_one_run_is_not_passed_to_another(run: Path, tmp_path: Path) -> None:
@@ -253,7 +226,7 @@ class Raw:
         self._channel = grpc.insecure_channel(address)
         self._out: Any = None
         self._about = {"client": "raw", "package": fedloom.__version__, "algorithm": "pefll", "algorithm_version": 1}
-        self._about |= {"precision": DTYPES[torch.float32], **ask}
+        self._about |= ask
 
     def __enter__(self) -> Raw:
         self._out = queue.Queue()
@@ -313,7 +286,6 @@ def poisoned(v: torch.Tensor) -> Iterator[list[wire.NewcomerPart]]:
     yield changed(0, lambda part: setattr(spec(part), "quantity", 5))
     yield changed(0, lambda part: setattr(spec(part), "per_client", False))
     yield changed(0, lambda part: part.begin.envelope.tensors.add())
-    yield changed(0, lambda part: (setattr(spec(part), "held", True), setattr(part.begin, "total_bytes", 0)))
     yield changed(1, lambda part: setattr(part.chunk, "transfer", 2))
     yield changed(1, lambda part: setattr(part.chunk, "offset", 1))
     yield changed(1, lambda part: setattr(part.chunk, "data", b""))
@@ -354,9 +326,6 @@ def test_a_client_with_invalid_messages_does_not_affect_the_next(run: Path, capl
             ({"algorithm_version": 9}, grpc.StatusCode.FAILED_PRECONDITION, "version 9"),
             ({"round": 7}, grpc.StatusCode.NOT_FOUND, "7"),
             ({"client": "../x"}, invalid, "id"),
-            ({"precision": 9}, invalid, "bfloat16"),
-            ({"precision": 2}, invalid, "bfloat16"),
-            ({"held": ["a"] * 17}, invalid, "16"),
         ):
             with Raw(at, **ask) as raw:
                 raw.ask()
@@ -732,15 +701,11 @@ def handed_out(address: str) -> int:
 def test_charges_are_durable_before_the_descriptor_is_sent(run: Path, tmp_path: Path) -> None:
     request = PersonalizationRequest("here", *examples(1), epsilon=1.0, clip=0.5, ledger=tmp_path / "ledger")
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
-    accountant = client.accountant
-    speaking = PersonalizationClient(
-        client.parts, client.data, client.id, once=True, charge=lambda: client.spend(accountant)
-    )
     found = DurableRounds(RunFolder(run))(None)
     assert found is not None
     assert not (tmp_path / "ledger").exists()
     for _ in "ab":  # a broken connection
-        speaking.speak(1, 0, found.opening)
+        client.speak(1, 0, found.opening)
         assert len((tmp_path / "ledger").read_bytes().splitlines()) == 2  # its δ, and the request
 
 
@@ -753,7 +718,7 @@ def test_a_new_client_does_not_train(run: Path) -> None:
     assert found is not None
     opening = PeFLLTrainRequest(**found.opening.tensors())
     with refusing(DataError, "PeFLLTrainRequest", "train"):
-        PersonalizationClient(client.parts, client.data, client.id).speak(1, 0, opening)
+        client.speak(1, 0, opening)
 
 
 @pytest.mark.parametrize(
@@ -787,15 +752,14 @@ def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
     run, (x, y) = tmp_path / "run", examples(1)
     request = PersonalizationRequest("here", x, y, epsilon=1.0, clip=0.5)
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
-    speaking = PersonalizationClient(client.parts, client.data, client.id, once=True)
     found = [DurableRounds(RunFolder(run), str(round))(None) for round in (0, 2)]
     openings = [one.opening for one in found if one is not None]
-    first, second = (speaking.speak(0, 0, openings[0]) for _ in "ab")
+    first, second = (client.speak(0, 0, openings[0]) for _ in "ab")
     assert isinstance(first, Descriptor)
     assert isinstance(second, Descriptor)
     assert torch.equal(first.v, second.v)  # a broken conversation: repeating it reveals nothing more
     with pytest.raises(QuorumError, match="another round"):
-        speaking.speak(2, 0, openings[1])
+        client.speak(2, 0, openings[1])
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         at = f"127.0.0.1:{chosen.getsockname()[1]}"
@@ -851,13 +815,8 @@ def test_conflicting_options_are_rejected(run: Path) -> None:
     assert (error.value.key, error.value.found, error.value.allowed) == ("predictor", "mine", ["personal"])
     with pytest.raises(TypeError, match="timeout"):
         fedloom.personalize(str(run), x, y, timeout=2)
-    with pytest.raises(ExperimentError, match="precision"):
-        fedloom.personalize(str(run), x, y, precision="bfloat16")
-    with served(run) as at:
-        with pytest.raises(ExperimentError, match=r"precision must .*'int8'"):
-            fedloom.personalize(at, x, y, precision="int8")
-        with pytest.raises(DataError, match="round 7"):
-            fedloom.personalize(at, x, y, checkpoint=7)
+    with served(run) as at, pytest.raises(DataError, match="round 7"):
+        fedloom.personalize(at, x, y, checkpoint=7)
     with pytest.raises(QuorumError, match="no model from"):
         fedloom.personalize(at, x, y, timeout_s=0.3)  # no server is left
 

@@ -515,12 +515,10 @@ def test_split_rows_equal_those_encoded_alone(count, size):
         shared: Tensor = broadcast(Quantity.OTHER)
 
     x, shared = torch.randn(count, size), torch.randn(3)
-    for precision in (torch.float32, torch.bfloat16):
-        found = split_rows(encode(Mixed(x, shared), precision, digests=True), count)
-        for i, row in enumerate(found):
-            alone = encode(Mixed(x[i : i + 1], shared), precision, digests=True)
-            assert (row.name, row.specs, row.digests, row.held) == (alone.name, alone.specs, alone.digests, alone.held)
-            assert row.buffers == alone.buffers
+    found = split_rows(encode(Mixed(x, shared)), count)
+    for i, row in enumerate(found):
+        alone = encode(Mixed(x[i : i + 1], shared))
+        assert (row.name, row.specs, row.buffers) == (alone.name, alone.specs, alone.buffers)
     assert len(found) == count
 
 

@@ -262,8 +262,6 @@ def personalize(request: PersonalizationRequest) -> PersonalModel:
         ``last``, a round, or, from a run, ``best``.
     predictor
         ``personal``, or another predictor of the method.
-    precision
-        ``float32``, or ``bfloat16``, which is rounded and half as large.
     epsilon, delta, clip
         (ε, δ)-differential privacy of what is disclosed of the data, with each example's embedding clipped to
         norm C (docs/serving.md). Without ``epsilon``, the run's training setting applies.

@@ -124,9 +124,8 @@ def personalize_command(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="predictor (personal; or global), precision of a server's numbers (float32; or bfloat16, half as "
-            "large), timeout_s (seconds to wait for a server's model; 60), delta (with --epsilon, δ: 1e-5; below "
-            "1/n for n examples, and at most 0.01); repeatable.",
+            help="predictor (personal; or global), timeout_s (seconds to wait for a server's model; 60), delta (with "
+            "--epsilon, δ: 1e-5; below 1/n for n examples, and at most 0.01); repeatable.",
         ),
     ] = None,
     epsilon: Annotated[
@@ -198,7 +197,7 @@ def personalize_command(
     for path in model.save(out):
         typer.echo(f"{path}")
     card = model.card
-    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
+    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]})")
     if card.training_privacy is not None:
         typer.echo(f"trained {card.training_privacy}")
     if (guarantee := card.privacy) is None:
@@ -217,8 +216,6 @@ def personalize_command(
 
 def _request_settings(overrides: Sequence[str]) -> dict[str, Any]:
     """Return the rare arguments of a request that ``--set`` gives."""
-    from typing import Literal
-
     from pydantic import Field
 
     from fedloom.core.settings import Settings
@@ -228,7 +225,6 @@ def _request_settings(overrides: Sequence[str]) -> dict[str, Any]:
         """Rare arguments of :func:`fedloom.personalize`."""
 
         predictor: str = "personal"
-        precision: Literal["float32", "bfloat16"] = "float32"
         timeout_s: float = Field(default=60.0, ge=0.1)
         delta: float | None = None
 

@@ -302,7 +302,7 @@ def evaluate_task(
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import documents, summary
     from fedloom.runner import results, trained
-    from fedloom.runner.served_evaluation import evaluate_served
+    from fedloom.runner.personal import evaluate_served
     from fedloom.runs.folder import RunFolder
     from fedloom.security.options import ClientOptions
 

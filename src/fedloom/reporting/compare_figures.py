@@ -21,13 +21,13 @@ from fedloom.reporting.drawing import (
     INK,
     around,
     as_svg,
+    band,
     panel,
     percent,
     sheet,
 )
 from fedloom.reporting.page import FEWEST_POINTS
 from fedloom.reporting.run_results import GROUPS, USERS
-from fedloom.tasks.names import Headline
 
 COLOURS = {
     "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
@@ -80,8 +80,8 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
 
     Lines are means over seeds, bands ± one standard deviation. A method evaluated only once, e.g. without rounds, is a
     horizontal line. The axis covers the values of trained rounds, up to 100 % for a percentage; an untrained model
-    may lie outside. A single row is drawn over rounds only, because its other panels
-    would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too.
+    may lie outside. A single row is drawn over rounds only, because its other panels would look the same; so are more
+    than :data:`FEATURED` rows.
     """
     shown = _groups_and_users(rows)
     over = _SPENT if 1 < len(rows) <= FEATURED else _SPENT[:1]
@@ -89,7 +89,13 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     grid = figure.subplots(len(shown), len(over), sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
         _draw_curves_of(group, line, rows, styles)
-    _label_spent(grid, rows[0].headline, over, "over")
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
+        in_bytes = title == "communication"
+        top.set_title(f"Test {rows[0].headline.title} over {title}")
+        bottom.set_xlabel(label)
+        bottom.set_xlim(left=0)
+        bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=not in_bytes))
+        bottom.xaxis.set_major_formatter(EngFormatter("B") if in_bytes else FuncFormatter(lambda x, _: f"{x:,.10g}"))
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
 
@@ -108,18 +114,6 @@ def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], style
         percent(line[0].yaxis)
     elif trained:
         line[0].set_ylim(*around(trained))
-
-
-def _label_spent(grid: Any, headline: Headline, over: Sequence[tuple[str, str]], link: str) -> None:
-    """Label the columns of panels by the measure of cost."""
-    for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
-        top.set_title(f"Test {headline.title} {link} {title}")
-        bottom.set_xlabel(label)
-        bottom.set_xlim(left=0)
-        in_bytes = title == "communication"
-        bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=not in_bytes))
-        plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
-        bottom.xaxis.set_major_formatter(EngFormatter("B") if in_bytes else plain)
 
 
 @as_svg
@@ -151,7 +145,7 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
 @as_svg
 def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw the empirical distribution of the clients' test results in the last round, over all seeds."""
-    shown = _groups(rows)
+    shown = [group for group in _groups_and_users(rows) if group != USERS]
     figure = sheet(FULL, 3.1)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for group, axes in zip(shown, panels, strict=True):
@@ -177,12 +171,6 @@ def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure
     panels[0].set_ylabel("share of clients at or below")
     _legend(figure, *panels)
     return figure
-
-
-def _best_of(rows: Sequence[Row], group: str) -> Row | None:
-    """Return the row with the best mean, the first on ties; None without results."""
-    measured = [row for row in rows if row.over_seeds(group) is not None]
-    return max(measured, key=lambda row: row.headline.sign * row.mean(group), default=None)
 
 
 def has_pairs(rows: Sequence[Row]) -> bool:
@@ -218,7 +206,8 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
     """Return for each group the best row, and the others' differences to it, client by client and by label."""
     found = []
     for group in GROUPS:
-        best = _best_of(rows, group)
+        measured = [row for row in rows if row.over_seeds(group) is not None]
+        best = max(measured, key=lambda row: row.headline.sign * row.mean(group), default=None)  # the first on ties
         if best is not None:
             lines = {
                 row.label: [d for of_seed in differences(row, best, group).values() for d in of_seed]
@@ -234,11 +223,6 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
 def _groups_and_users(rows: Sequence[Row]) -> list[str]:
     """Return the groups for which some row has a result, user 0 first."""
     return [group for group in (USERS, *GROUPS) if any(row.over_seeds(group) is not None for row in rows)]
-
-
-def _groups(rows: Sequence[Row]) -> list[str]:
-    """Return the groups, of seen and unseen clients, for which some row has a result."""
-    return [group for group in _groups_and_users(rows) if group != USERS]
 
 
 def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], MeanStd]]:
@@ -265,9 +249,7 @@ def _draw_curve(axes: Axes, curve: Sequence[tuple[float, MeanStd]], look: LineSt
         axes.axhline(mean[0], **look.line, label=label)
         return
     if any(std):
-        low = [m - s for m, s in zip(mean, std, strict=True)]
-        high = [m + s for m, s in zip(mean, std, strict=True)]
-        axes.fill_between(x, low, high, color=COLOURS[look.name], alpha=0.13, linewidth=0)
+        band(axes, x, mean, std, COLOURS[look.name])
     every = max(1, len(x) // 12)
     axes.plot(x, mean, **look.line, marker=look.marker, markersize=3.2, markevery=every, label=label)
 

@@ -18,7 +18,7 @@ from matplotlib.colors import LinearSegmentedColormap, PowerNorm, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from fedloom.reporting.words import GROUP_TITLES
 
@@ -170,6 +170,20 @@ def framed(axes: Axes) -> None:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set(visible=True, alpha=0.35)
+
+
+def band(
+    axes: Axes,
+    x: ArrayLike,
+    mean: ArrayLike,
+    std: ArrayLike,
+    colour: str,
+    limits: tuple[float, float] = (-math.inf, math.inf),
+) -> tuple[Array, Array]:
+    """Draw mean ± standard deviation within limits; return the lower and the upper end."""
+    low, high = (np.clip(np.asarray(mean) + sign * np.asarray(std), *limits) for sign in (-1, 1))
+    axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+    return low, high
 
 
 def neighbours(values: Sequence[float], most: int = MANY_ROUNDS) -> Array:

@@ -21,6 +21,7 @@ from fedloom.reporting.drawing import (
     MANY_POINTS,
     OTHER,
     as_svg,
+    band,
     class_label,
     framed,
     over_rounds,
@@ -112,8 +113,7 @@ def draw_correlation(document: Mapping[str, Any]) -> Figure:
         axes.text(0.5, 0.5, "no unseen client has a coefficient", transform=axes.transAxes, ha="center", alpha=0.7)
         return figure
     rounds, mean, std = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
-    low, high = np.clip(mean - std, -1, 1), np.clip(mean + std, -1, 1)
-    axes.fill_between(rounds, low, high, color=COLOURS["unseen"], alpha=0.13, linewidth=0)
+    low, _ = band(axes, rounds, mean, std, COLOURS["unseen"], (-1, 1))
     axes.plot(rounds, mean, color=COLOURS["unseen"], marker="o", markersize=2.6, clip_on=False)
     axes.axhline(mean[0], color=INK, linewidth=0.7, linestyle=":", alpha=0.6)
     axes.set_ylim(min(0.0, math.floor(10 * float(low.min())) / 10), 1)

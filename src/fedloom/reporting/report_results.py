@@ -20,6 +20,7 @@ from fedloom.reporting.drawing import (
     Array,
     around,
     as_svg,
+    band,
     dots,
     neighbours,
     over_rounds,
@@ -382,10 +383,8 @@ def _draw_group(
     top, colour = 0.0, COLOURS[name]
     if all(values.std is not None for _, values in measured):
         std = np.array([values.std for _, values in measured])
-        low, high = mean - std, mean + std
-        if headline.percent:
-            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
-        axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+        limits = (0.0, 1.0) if headline.percent else (-math.inf, math.inf)
+        _, high = band(axes, x, mean, std, colour, limits)
         top = float(high.max())
     dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
     clipped = not headline.percent

@@ -14,8 +14,7 @@ from fedloom.errors import DataError, QuorumError, argument
 from fedloom.federation.evaluator import Evaluator
 from fedloom.models.predictors import Predictor
 from fedloom.runner.assemble import RunContext
-from fedloom.runner.requesting_client import torch_threads
-from fedloom.runner.trained import personalize_each, restore
+from fedloom.runner.trained import personalize_each, restore, torch_threads
 from fedloom.runs.files import AUDIT, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
 

@@ -53,10 +53,9 @@ from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim
 from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
-from fedloom.runner.requesting_client import torch_threads
 from fedloom.runner.run_data import run_dataset
 from fedloom.runner.run_experiment import run_closed, run_experiment
-from fedloom.runner.trained import personalize_each, restore
+from fedloom.runner.trained import personalize_each, restore, torch_threads
 from fedloom.runner.training_privacy import Planned, Population, noisy_steps_of
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.files import JOURNAL

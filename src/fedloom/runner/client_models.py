@@ -11,9 +11,8 @@ from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.runner.personal_model import PersonalModel, card_of
-from fedloom.runner.requesting_client import check_predictor, torch_threads
 from fedloom.runner.serve import about
-from fedloom.runner.trained import personalize_each, restore
+from fedloom.runner.trained import check_predictor, personalize_each, restore, torch_threads
 from fedloom.runner.worker import select_clients
 from fedloom.storage.folder import storing
 

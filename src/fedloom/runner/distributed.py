@@ -46,8 +46,8 @@ from fedloom.security.options import FILES, TOKEN, Protection
 from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.control_service import ProgressPublisher
+from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.personalization import Personalization
-from fedloom.transport.served_run import ServedRun
 
 GRACE_S = 5.0
 """Seconds to wait at the end for watchers to receive the final state."""

@@ -51,7 +51,7 @@ from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import make_token
 from fedloom.transport.control_service import ProgressPublisher
-from fedloom.transport.personalization import Personalization, ServingLimits
+from fedloom.transport.personalization import Personalization
 
 log = logging.getLogger("fedloom.run")
 
@@ -310,8 +310,8 @@ class Engine:
 
 def model_service(folder: RunFolder, e: Experiment, audit: Audit) -> Personalization:
     """Return a service for models of the last durable round; it loads nothing before the first request."""
-    limits = ServingLimits(threads=e.runtime.threads)
-    return Personalization(DurableRounds(folder, patient=True), limits, audit, lazy=True)
+    rounds = DurableRounds(folder, patient=True)
+    return Personalization(rounds, audit=audit, lazy=True, threads=e.runtime.threads)
 
 
 def write_report_if_possible(folder: RunFolder, observer: RunObserver) -> bool:

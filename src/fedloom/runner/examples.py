@@ -13,8 +13,7 @@ from fedloom.data.federated import ClientData
 from fedloom.data.inputs import Inputs, each, take
 from fedloom.data.targets import Targets
 from fedloom.models.predictors import Predictor
-from fedloom.runner.requesting_client import torch_threads
-from fedloom.runner.trained import personalize_each, restore
+from fedloom.runner.trained import personalize_each, restore, torch_threads
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of
 

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import fedloom
 from fedloom.errors import ExperimentError, argument
 from fedloom.federation.activity import Activity, LastEvaluation, LivePhase
-from fedloom.runner.bounded_http import http_served
 from fedloom.security.options import Protection
+from fedloom.transport.http_server import http_served
 from fedloom.transport.personalization import ServingLoad
 
 
@@ -44,7 +44,7 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
     prometheus.PlatformCollector(registry=registry)
     prometheus.GCCollector(registry=registry)
     registry.register(_Collector(families))
-    with http_served("metrics", address, prometheus.make_wsgi_app(registry)):
+    with http_served("metrics", address, prometheus.make_asgi_app(registry)):
         yield
 
 

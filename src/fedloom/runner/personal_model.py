@@ -86,8 +86,6 @@ class ModelCard:
     spec
         Inputs (pixels from 0 to 255, or unchanged features, tokens or integers) and outputs, in the order of
         ``class_names``.
-    precision
-        Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
         Privacy guarantee of the client's answer; None: no guarantee.
     training_privacy
@@ -104,7 +102,6 @@ class ModelCard:
     model: str
     client: str
     spec: DataSpec
-    precision: str = "float32"
     privacy: PrivacyGuarantee | None = None
     standardizes: bool = False
     training_privacy: TrainedPrivately | None = None
@@ -360,7 +357,7 @@ class PersonalModel(nn.Module):
 
     def _origin(self) -> str:
         c = self.card
-        return f"run {c.run}, round {c.round} ({c.digest[:12]}), {c.algorithm}, {c.precision}"
+        return f"run {c.run}, round {c.round} ({c.digest[:12]}), {c.algorithm}"
 
     def _usage(self) -> list[str]:
         """Return sentences on inputs, outputs and the privacy of training."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fedloom.core.home import expanded
 from fedloom.errors import DataError, ExperimentError, argument
@@ -37,7 +37,6 @@ class PersonalizationRequest:
     client: str | None = None
     checkpoint: str | int = "last"
     predictor: str = "personal"
-    precision: Literal["float32", "bfloat16"] = "float32"
     timeout_s: float = 60.0
     credentials: str | Path | None = None
     token: str | None = None

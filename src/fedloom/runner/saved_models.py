@@ -60,7 +60,7 @@ class SavedModel:
 
 
 class ModelFolder:
-    """Models in a folder, of which at most ``kept`` are in memory. Any thread may use it.
+    """Models in a folder, of which at most ``most`` are in memory. Only one thread may load at a time.
 
     The folder has a file ``ID.pt2`` for each client, of ``fedloom personalize --format pt2``; a file that is replaced
     is read again. Reading a file can run code that it contains, so the files must come from a trusted source.
@@ -68,10 +68,10 @@ class ModelFolder:
     Raise DataError if the folder has no models.
     """
 
-    def __init__(self, folder: Path, kept: int = 64) -> None:
+    def __init__(self, folder: Path, most: int = 64) -> None:
         self.folder = folder
-        self._kept = kept
-        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._most = most
+        self._lock = threading.Lock()
         self._models: OrderedDict[str, tuple[_State, SavedModel]] = OrderedDict()
         if not self.clients():
             raise DataError(
@@ -84,35 +84,21 @@ class ModelFolder:
         names = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
         return sorted(name for name in names if CLIENT_ID.fullmatch(name))
 
-    def of(self, client: str) -> SavedModel:
+    def load(self, client: str) -> SavedModel:
         """Return a client's model; raise KeyError if there is none, DataError if its file is damaged."""
         state = self._state(client)
-        if (kept := self._in_memory(client, state)) is not None:
+        if (kept := self.kept(client)) is not None:
             return kept
-        with self._loading:  # torch.export.load is not safe in several threads
-            if (kept := self._in_memory(client, state)) is not None:
-                return kept
-            loaded = _load(self._path(client), client)
+        model = _load(self.folder / f"{client}{SUFFIX}", client)
         with self._lock:
-            self._models[client] = (state, loaded)
-            while len(self._models) > self._kept:
+            self._models[client] = (state, model)
+            while len(self._models) > self._most:
                 self._models.popitem(last=False)
-        return loaded
+        return model
 
     def kept(self, client: str) -> SavedModel | None:
         """Return a client's model if it is in memory, or None; raise KeyError if there is no file of it."""
-        return self._in_memory(client, self._state(client))
-
-    def _state(self, client: str) -> _State:
-        if not CLIENT_ID.fullmatch(client):
-            raise KeyError(client)
-        try:
-            found = self._path(client).stat()
-        except OSError:
-            raise KeyError(client) from None
-        return (found.st_ino, found.st_size, found.st_mtime_ns)
-
-    def _in_memory(self, client: str, state: _State) -> SavedModel | None:
+        state = self._state(client)
         with self._lock:
             before = self._models.get(client)
             if before is None or before[0] != state:
@@ -120,8 +106,14 @@ class ModelFolder:
             self._models.move_to_end(client)
             return before[1]
 
-    def _path(self, client: str) -> Path:
-        return self.folder / f"{client}{SUFFIX}"
+    def _state(self, client: str) -> _State:
+        try:
+            if not CLIENT_ID.fullmatch(client):
+                raise KeyError(client)
+            file = (self.folder / f"{client}{SUFFIX}").stat()
+        except OSError:
+            raise KeyError(client) from None
+        return (file.st_ino, file.st_size, file.st_mtime_ns)
 
 
 def _load(path: Path, client: str) -> SavedModel:

@@ -10,17 +10,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import Field
-
 from fedloom.core.allocator import keep_freed_memory
-from fedloom.core.settings import Settings
 from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants, digests_of_run
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
-from fedloom.runner.open_inference import InferenceLimits, OpenInference, inference_served, models_folder
+from fedloom.runner.open_inference import OpenInference, inference_served, models_folder
 from fedloom.runner.saved_models import ModelFolder
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
@@ -29,43 +26,10 @@ from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
 from fedloom.storage import is_url
-from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
+from fedloom.transport.personalization import ModelServerSettings, Personalization, serve_models
 
 FOLLOW_INTERVAL_S = 1.0
 """Seconds between checks for a newer round."""
-
-
-class ModelServerSettings(Settings):
-    """Limits of ``fedloom serve``."""
-
-    wait_s: float = Field(default=0.0, ge=0, description="Seconds to wait while nothing is published at the URL.")
-    linger_s: float = Field(
-        default=0.003,
-        ge=0,
-        description="Seconds that a client waits for others, so that models are computed in one batch.",
-    )
-    queue: int = Field(
-        default=1024, ge=1, description="Clients that may wait for their model; others are refused and retry later."
-    )
-    conversations: int = Field(default=4096, ge=1, description="Maximum number of open conversations.")
-    deadline_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to answer.")
-    drain_s: float = Field(
-        default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
-    )
-    models: str | None = Field(
-        default=None, description="Folder of clients' saved models, ID.pt2; by default models in the run's folder."
-    )
-    model_name: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
-        description="Name of the model in requests for predictions; by default the run's name.",
-    )
-    models_kept: int = Field(default=64, ge=1, description="Maximum number of saved models in memory.")
-    body_bytes: int = Field(
-        default=4 << 20,
-        ge=1024,
-        description="Largest body of a request for predictions, and number of outputs in an answer.",
-    )
 
 
 def about(parts: RunContext, folder: RunFolder | None = None) -> About:
@@ -200,17 +164,10 @@ def serve_run(
     rounds = DurableRounds(folder, checkpoint)
     threads = rounds.parts.experiment.runtime.threads
     assemble.use_device("cpu", threads)
-    limits = ServingLimits(
-        settings.linger_s,
-        settings.queue,
-        settings.conversations,
-        settings.deadline_s,
-        FOLLOW_INTERVAL_S if follow else None,
-        threads,
-    )
+    follow_s = FOLLOW_INTERVAL_S if follow else None
     if protection.access is not None and (audit is not None or not is_url(run)):
         kept.keep(audit or folder.logs / "audit.jsonl")
-    service = Personalization(rounds, limits, kept)
+    service = Personalization(rounds, settings, kept, follow_s=follow_s, threads=threads)
     keep_freed_memory()
     gc.freeze()  # imported objects are never garbage; scanning them takes a tenth of the CPU time of a model
 
@@ -218,9 +175,10 @@ def serve_run(
 
     def inference() -> OpenInference:
         saved = ModelFolder(models_folder(None if is_url(run) else folder.path, settings.models), settings.models_kept)
-        most = InferenceLimits(settings.body_bytes, settings.deadline_s, settings.drain_s)
         name = settings.model_name or rounds.about.run
-        return OpenInference(name, saved, most, protection.access, kept, lambda: serving.is_set() and not stop.is_set())
+        return OpenInference(
+            name, saved, settings, protection.access, kept, lambda: serving.is_set() and not stop.is_set()
+        )
 
     def begun(address: str) -> None:
         serving.set()

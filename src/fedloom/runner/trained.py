@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,28 @@ def personalize_each(
 
     evaluator.transport = assemble.in_process(parts, dataset, evaluator.folder, conclude)
     return evaluator.personalize(clients)
+
+
+def check_predictor(name: str, known: Sequence[str]) -> None:
+    """Raise ExperimentError if a method has no predictor of this name."""
+    if name not in known:
+        raise ExperimentError(
+            f"{argument('predictor')} must be one of {', '.join(known)} (got {name!r}).",
+            key="predictor",
+            found=name,
+            allowed=list(known),
+        )
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Set torch's number of threads in the block to the run's, since the bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_checkpoint(checkpoint: str) -> str | int:

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.experiment.validation_errors import abbreviated
 from fedloom.security.credentials import read_key_pair, validity
 from fedloom.security.files import create, write_private
 from fedloom.security.tokens import check_member_name
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 CA_DAYS = 365
 LEAF_DAYS = 30
@@ -46,9 +48,6 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
     Raise ExperimentError if there is one already: a new one would invalidate the certificates that it has signed. Raise
     StorageError if the files cannot be written.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key, now = ec.generate_private_key(ec.SECP256R1()), _now()
     name = _subject(f"FedLoom trial CA {now:%Y-%m-%d %H:%M}")
     builder = (
@@ -90,11 +89,6 @@ def make_certificate(
     StorageError
         If the files cannot be written.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     check_member_name(name, reserved="ca")
     names = [x509.UniformResourceIdentifier(f"{URI}{name}"), *map(_host, hosts)]
     pair = read_key_pair(ca / "ca.crt", ca / "ca.key", names=(argument("ca"), argument("ca")))
@@ -130,8 +124,6 @@ def make_certificate(
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, now: datetime, ends: datetime
 ) -> x509.CertificateBuilder:
-    from cryptography import x509
-
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -145,14 +137,10 @@ def _builder(
 
 
 def _sign(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey) -> x509.Certificate:
-    from cryptography.hazmat.primitives.hashes import SHA256
-
     return builder.sign(key, SHA256())
 
 
 def _usage(*, authority: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
     return x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
@@ -167,15 +155,10 @@ def _usage(*, authority: bool) -> x509.KeyUsage:
 
 
 def _subject(name: str) -> x509.Name:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
 
 
 def _host(host: str) -> x509.GeneralName:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     except ValueError:
@@ -205,8 +188,6 @@ def _write(
     *,
     replace: bool,
 ) -> Made:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = certificate.public_bytes(Encoding.PEM).decode()
     if replace and at.exists():

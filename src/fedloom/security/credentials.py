@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fedloom.errors import ExperimentError, RefusedError
 from fedloom.security.files import read_text
-
-if TYPE_CHECKING:
-    from cryptography import x509
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,6 @@ def parse_certificate(pem: bytes) -> Certificate:
 
     Raise ValueError if there is none.
     """
-    from cryptography import x509
-
     return _content(x509.load_pem_x509_certificate(pem))
 
 
@@ -71,10 +70,6 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
     RefusedError
         If the certificate has expired or is not valid yet: no peer would admit us with it.
     """
-    from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     chain = read_text(certificate, names[0]).encode()
     secret = read_text(key, names[1]).encode()
     try:
@@ -98,8 +93,6 @@ def read_ca(path: Path) -> bytes:
 
     Raise ExperimentError if the file cannot be read, or has no certificate of an authority.
     """
-    from cryptography import x509
-
     content = read_text(path, "ca.crt").encode()
     try:
         found = x509.load_pem_x509_certificates(content)
@@ -133,9 +126,6 @@ def _utc(when: datetime) -> str:
 
 
 def _content(found: x509.Certificate) -> Certificate:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.hashes import SHA256
-
     try:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -148,8 +138,6 @@ def _content(found: x509.Certificate) -> Certificate:
 
 
 def _is_authority(found: x509.Certificate) -> bool:
-    from cryptography import x509
-
     try:
         return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:

@@ -27,7 +27,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.security.certificates import URI
@@ -35,11 +43,6 @@ from fedloom.security.credentials import KeyPair, parse_certificate, read_ca, re
 from fedloom.security.files import create, read_text
 from fedloom.security.identities import Identities, Identity, read_identities
 from fedloom.security.options import IN_FOLDER, ClientOptions
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric import padding
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 
 class Signer(Protocol):
@@ -123,8 +126,6 @@ class KeyVerifier:
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
         """Raise RefusedError if the signature was not made with a key of this client."""
-        from cryptography.exceptions import InvalidSignature
-
         keys = [*self._by_id.get(client, ()), *(key for owner, key in self._by_pattern if owner.speaks_for(client))]
         if not keys:
             raise RefusedError(f"The register of signature keys has none for {client}.", found=client)
@@ -140,9 +141,6 @@ def create_signing_key(path: Path) -> str:
 
     Raise ExperimentError if the file exists already, StorageError if it cannot be written.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     key = Ed25519PrivateKey.generate()
     create(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode(), private=True)
     return base64.b64encode(key.public_key().public_bytes_raw()).decode()
@@ -153,10 +151,6 @@ def read_signing_key(path: Path) -> KeySigner:
 
     Raise ExperimentError if the file cannot be read, or has no Ed25519 key in PEM format.
     """
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     try:
         key = load_pem_private_key(read_text(path, "signature key").encode(), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -174,8 +168,6 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
 
     Raise ExperimentError if the file cannot be read, or a line is invalid; the message names the line.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
     found = []
     for number, line in enumerate(read_text(path, "register of signature keys").splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -211,10 +203,6 @@ class CertificateSigner:
     length = 2048
 
     def __init__(self, pair: KeyPair) -> None:
-        from cryptography import x509
-        from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
-        from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
-
         key = load_pem_private_key(pair.key, password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey):
             raise ExperimentError(f"The key of {pair.certificate} cannot sign; use ECDSA, Ed25519 or RSA.")
@@ -233,9 +221,6 @@ class CertificateSigner:
         return (self._chain + _packed(self._signature(message))).ljust(self.length, b"\0")
 
     def _signature(self, message: bytes) -> bytes:
-        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-        from cryptography.hazmat.primitives.hashes import SHA256
-
         if isinstance(self._key, ec.EllipticCurvePrivateKey):
             return self._key.sign(message, ec.ECDSA(SHA256()))
         if isinstance(self._key, ed25519.Ed25519PrivateKey):
@@ -264,18 +249,12 @@ class CertificateVerifier:
         *,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        from cryptography import x509
-
         self._authorities = x509.load_pem_x509_certificates(ca)
         self._identities = identities
         self._now = now
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
         """Raise RefusedError if the signature was not made with a certificate for this client that is valid now."""
-        from cryptography import x509
-        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-        from cryptography.x509.verification import VerificationError
-
         try:
             *chain, signed = _unpacked(signature)
             leaf, *others = map(x509.load_der_x509_certificate, chain)
@@ -293,14 +272,10 @@ class CertificateVerifier:
             )
 
     def _check_chain(self, leaf: x509.Certificate, others: list[x509.Certificate]) -> None:
-        from cryptography.x509.verification import PolicyBuilder, Store
-
         policy = PolicyBuilder().store(Store(self._authorities)).time(self._now())
         policy.build_client_verifier().verify(leaf, others)
 
     def _speaks_for(self, leaf: x509.Certificate, client: str) -> bool:
-        from cryptography.hazmat.primitives.serialization import Encoding
-
         names = parse_certificate(leaf.public_bytes(Encoding.PEM)).names
         if self._identities is None:
             return f"URI:{URI}{client}" in names
@@ -310,10 +285,6 @@ class CertificateVerifier:
 
 def _verify(leaf: x509.Certificate, message: bytes, signature: bytes) -> None:
     """Raise InvalidSignature or UnsupportedAlgorithm if the signature was not made with the certificate's key."""
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
-    from cryptography.hazmat.primitives.hashes import SHA256
-
     key = leaf.public_key()
     if isinstance(key, ec.EllipticCurvePublicKey):
         key.verify(signature, message, ec.ECDSA(SHA256()))
@@ -326,9 +297,6 @@ def _verify(leaf: x509.Certificate, message: bytes, signature: bytes) -> None:
 
 
 def _pss() -> padding.PSS:
-    from cryptography.hazmat.primitives.asymmetric import padding
-    from cryptography.hazmat.primitives.hashes import SHA256
-
     return padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 
 

@@ -30,22 +30,19 @@ from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
-from fedloom.transport.admission import Admission
 from fedloom.transport.codec import encode
-from fedloom.transport.connected import ConnectedWorkers
+from fedloom.transport.connected import ConnectedWorkers, LiveStatus
 from fedloom.transport.control import CONTROL
 from fedloom.transport.control_service import ControlService, ProgressPublisher
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
-from fedloom.transport.exchanges import Arrived, Exchange, WorkerInfo
+from fedloom.transport.exchanges import Arrived, Exchange, ServedRun, WorkerInfo
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError
 from fedloom.transport.limits import RateLimitFilter, connections
-from fedloom.transport.live_status import LiveStatus
 from fedloom.transport.model_stream import SERVICE as MODELS
 from fedloom.transport.personalization import Personalization
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.server import SERVER_OPTIONS, listening
 from fedloom.transport.stream import METHOD, SERVICE
-from fedloom.transport.worker_streams import ByteCount, WorkerStreams
+from fedloom.transport.worker_streams import Admission, ByteCount, WorkerStreams
 
 log = logging.getLogger("fedloom.transport.aggregator")
 log.addFilter(RateLimitFilter())

@@ -7,11 +7,10 @@ has checked, and refuses data that do not match them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
@@ -48,9 +47,8 @@ DTYPES: Mapping[torch.dtype, wire.DataType] = {
     torch.int64: wire.DATA_TYPE_INT64,
     torch.uint8: wire.DATA_TYPE_UINT8,
     torch.bool: wire.DATA_TYPE_BOOL,
-    torch.bfloat16: wire.DATA_TYPE_BFLOAT16,
 }
-"""Types of tensors on the wire; bfloat16 only where a message was encoded in it."""
+"""Types of tensors on the wire."""
 
 _DTYPES_BACK = {number: dtype for dtype, number in DTYPES.items()}
 _QUANTITIES: Mapping[Quantity, wire.Quantity] = {
@@ -68,57 +66,27 @@ class Encoded:
     specs: tuple[TensorSpec, ...]
     buffers: tuple[memoryview, ...]
     """Views of the fields' bytes: the tensors must not change until the frames are written."""
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of each broadcast in hex, if the receiver may keep them."""
-    held: frozenset[str] = frozenset()
-    """Fields without buffers, because the receiver has their bytes already."""
 
     @property
     def nbytes(self) -> int:
         """Number of bytes to send."""
         return sum(map(len, self.buffers))
 
-    def without(self, digests: Collection[str]) -> Encoded:
-        """Return the message without the broadcasts with these digests."""
-        held = frozenset(name for name, digest in self.digests.items() if digest in digests)
-        sent = [buffer for spec, buffer in zip(self.specs, self.buffers, strict=True) if spec.name not in held]
-        return replace(self, buffers=tuple(sent), held=held)
 
-
-def encode(message: Message, floating: torch.dtype = torch.float32, *, digests: bool = False) -> Encoded:
+def encode(message: Message) -> Encoded:
     """Return a message as specs and raw bytes; contiguous CPU tensors are not copied.
 
-    Parameters
-    ----------
-    floating
-        Type in which float32 is sent.
-    digests
-        Compute the digests of broadcasts.
-
-    Raises
-    ------
-    TypeError
-        If a tensor has a dtype that the wire does not carry, or is not on the CPU.
+    Raise TypeError if a tensor has a dtype that the wire does not carry, or is not on the CPU.
     """
-    found, buffers, known = [], [], {}
-    for spec, tensor in zip(specs(message), message.tensors().values(), strict=True):
-        if spec.dtype not in DTYPES or spec.dtype == torch.bfloat16 or tensor.device.type != "cpu":
-            allowed = ", ".join(str(dtype) for dtype in DTYPES if dtype != torch.bfloat16)
+    found = specs(message)
+    for spec, tensor in zip(found, message.tensors().values(), strict=True):
+        if spec.dtype not in DTYPES or tensor.device.type != "cpu":
             raise TypeError(
                 f"{type(message).__name__}.{spec.name} is {spec.dtype} on {tensor.device}; "
-                f"the wire carries {allowed}, on cpu"
+                f"the wire carries {', '.join(map(str, DTYPES))}, on cpu"
             )
-        dtype = floating if spec.dtype == torch.float32 else spec.dtype
-        found.append(replace(spec, dtype=dtype) if dtype != spec.dtype else spec)
-        buffers.append(_bytes_of(tensor.detach().to(dtype)))
-        if digests and not spec.per_client:
-            known[spec.name] = hashlib.sha256(buffers[-1]).hexdigest()
-    return Encoded(type(message).__name__, tuple(found), tuple(buffers), known)
-
-
-def digest_of_bytes(tensor: Tensor) -> str:
-    """Return the digest of a broadcast in the type in which it was sent."""
-    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
+    buffers = (_bytes_of(tensor.detach()) for tensor in message.tensors().values())
+    return Encoded(type(message).__name__, tuple(found), tuple(buffers))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -145,7 +113,7 @@ def split_rows(encoded: Encoded, count: int) -> list[Encoded]:
         [buffer[i : i + size] for i in range(0, size * count, size)] if spec.per_client and size else [buffer] * count
         for spec, buffer, size in ((s, b, len(b) // count) for s, b in zip(specs, encoded.buffers, strict=True))
     ]
-    return [Encoded(encoded.name, specs, tuple(field[i] for field in fields), encoded.digests) for i in range(count)]
+    return [Encoded(encoded.name, specs, tuple(field[i] for field in fields)) for i in range(count)]
 
 
 def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
@@ -173,8 +141,6 @@ def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
             per_client=spec.per_client,
             dtype=DTYPES[spec.dtype],
             shape=spec.shape,
-            digest=encoded.digests.get(spec.name, ""),
-            held=spec.name in encoded.held,
         )
         for spec in encoded.specs
     ]
@@ -322,12 +288,12 @@ class Assembler:
         """Return the message, or that of one row where each row has its own memory; see :meth:`tensors`."""
         return cls(**self.tensors(cls, piece))
 
-    def tensors(self, cls: type[Message], piece: int = 0, held: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the fields of a message by name, copying small ones only; those in ``held`` were not sent.
+    def tensors(self, cls: type[Message], piece: int = 0) -> dict[str, Tensor]:
+        """Return the fields of a message by name, copying small ones only.
 
         Raise WireError if the fields are not those of the class, or a bool is neither 0 nor 1.
         """
-        fields = {(field.name, field.quantity, field.per_client) for field in cls.fields() if field.name not in held}
+        fields = {(field.name, field.quantity, field.per_client) for field in cls.fields()}
         found = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}
         if fields != found or len(self._specs) != len(fields):
             raise WireError(

@@ -18,7 +18,7 @@ from fedloom.federation.activity import Activity, Phase, RosterClient
 from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
-from fedloom.transport.failures import REFUSALS, connection_failure, hint
+from fedloom.transport.dial import REFUSALS, connection_failure, hint
 from fedloom.transport.wire import control_pb2 as wire
 
 CONTROL = "fedloom.v1.Control"

@@ -19,11 +19,9 @@ from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Refusals
 from fedloom.transport.codec import encode
-from fedloom.transport.conversations import Conversations
-from fedloom.transport.exchanges import Exchange, Link, OpenConversation, WorkerInfo
+from fedloom.transport.exchanges import Conversations, Exchange, Link, OpenConversation, ServedRun, WorkerInfo
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.receiver import Receiver
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -205,13 +204,12 @@ def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
     return 0, 0
 
 
-def parse_frame(frame: type[F], data: bytes, *, seal: bool = True) -> F:
-    """Parse one whole frame, such as the first of a stream; without ``seal``, also one of another protocol.
+def parse_frame(frame: type[F], data: bytes) -> F:
+    """Parse one whole frame, such as the first of a stream.
 
     Raise WireError if the frame arrived damaged, is invalid, or has no parts or an empty part.
     """
-    if seal:
-        unseal_frame(data)
+    unseal_frame(data)
     try:
         parsed = frame.FromString(data)
     except Exception as error:  # protobuf raises DecodeError, and other errors on some malformed input
@@ -219,19 +217,6 @@ def parse_frame(frame: type[F], data: bytes, *, seal: bool = True) -> F:
     if not parsed.parts or any(part.WhichOneof("part") is None for part in parsed.parts):
         raise _garbage(frame, data)
     return parsed
-
-
-def first_part(frame: type[F], data: bytes, is_old: Callable[[Any], bool]) -> Any:
-    """Return the first part of a stream; a frame of protocol 1, which has no seal, is read only if ``is_old`` is true.
-
-    Raise WireError if the frame arrived damaged or is invalid.
-    """
-    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
-        with contextlib.suppress(WireError):
-            part = parse_frame(frame, data, seal=False).parts[0]
-            if is_old(part):
-                return part
-    return parse_frame(frame, data).parts[0]
 
 
 def _garbage(frame: type[Any], data: bytes) -> WireError:

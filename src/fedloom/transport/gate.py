@@ -27,7 +27,7 @@ from fedloom.security.identities import Action, Identity
 from fedloom.security.options import ServerFiles
 from fedloom.transport import model_stream
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP, WATCH
-from fedloom.transport.failures import FINAL
+from fedloom.transport.dial import FINAL
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import METHOD, SERVICE
 

@@ -10,7 +10,7 @@ import fedloom
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import DataError, FedloomError, RefusedError, argument
 from fedloom.federation.roster import Member
-from fedloom.transport.frames import Refusal, WireError, first_part
+from fedloom.transport.frames import Refusal, WireError, parse_frame
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -60,7 +60,7 @@ class Joined:
 
 def parse_welcome(address: str, data: bytes) -> wire.Welcome:
     """Return the Welcome in the first frame of a stream; raise if the frame refuses us or holds anything else."""
-    first = first_part(wire.AggregatorFrame, data, lambda part: bool(part.refused.code == wire.REFUSAL_CODE_PROTOCOL))
+    first = parse_frame(wire.AggregatorFrame, data).parts[0]
     if first.WhichOneof("part") == "refused":
         raise refusal_error(address, first.refused)
     if first.WhichOneof("part") != "welcome":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import torch
-from torch import Tensor
 
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
@@ -24,13 +21,7 @@ PERSONALIZE = "Personalize"
 RETRY = "retry-after-ms"
 """Trailing metadata of a refusal: the delay before the next attempt, in ms."""
 
-MOST_HELD = 16
-"""Maximum number of broadcasts that a client may list as held."""
-
 _AXES = 8  # maximum number of axes of a tensor
-
-PRECISIONS: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Floating-point types that the server may send."""
 
 
 def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[bytes]:
@@ -40,29 +31,15 @@ def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[byte
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """A received message: its class, the fields that were sent, and the digests of its broadcasts."""
+    """A received message; its tensors are created outside the event loop, which torch would block."""
 
     cls: type[Message]
     specs: Sequence[TensorSpec]
     _assembler: Assembler
-    digests: Mapping[str, str]
-    held: Mapping[str, str]
-    """Digests of the broadcasts that were not sent, by field."""
 
-    @functools.cached_property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors as they were sent; created on first use, outside the event loop, which torch would block.
-
-        Raise WireError if a bool is neither 0 nor 1.
-        """
-        return self._assembler.tensors(self.cls, held=self.held)
-
-    def message(self, held: Mapping[str, Tensor] | None = None) -> Message:
-        """Return the message, with bfloat16 converted to float32, given the broadcasts that were not sent."""
-        found = {**self.tensors, **(held or {})}
-        return self.cls(
-            **{name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in found.items()}
-        )
+    def message(self) -> Message:
+        """Return the message; raise WireError if a bool is neither 0 nor 1."""
+        return self._assembler.message(self.cls)
 
 
 class PartReader:
@@ -124,14 +101,12 @@ class PartReader:
             raise WireError(Refusal.SHAPE, f"message {name[:80]!r} is not among the expected ones: {allowed}")
         cls = classes[name]
         _check_fields(cls, tensors)
-        held = {spec.name: spec.digest for spec in tensors if spec.held}
-        sent = [spec for spec in read_specs(begin.envelope) if spec.name not in held]
-        assembler = Assembler(begin, sent, limit)
+        specs = read_specs(begin.envelope)
+        assembler = Assembler(begin, specs, limit)
         while not assembler.is_complete:
             assembler.add(await self.part("chunk", begin.transfer))
         await self.part("end", begin.transfer)
-        digests = {spec.name: spec.digest for spec in tensors if spec.digest and not spec.held}
-        return Received(cls, sent, assembler, digests, held)
+        return Received(cls, specs, assembler)
 
 
 def _check_fields(cls: type[Message], tensors: Sequence[transfers.TensorSpec]) -> None:

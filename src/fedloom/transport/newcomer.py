@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import grpc
-from torch import Tensor
 
 import fedloom
 from fedloom.core.words import DEEPEST, parsed_json, printable
@@ -23,19 +21,22 @@ from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
-from fedloom.transport.codec import DTYPES, Cutter, Encoded, digest_of_bytes, encode
-from fedloom.transport.dial import CHANNEL_OPTIONS, closed_after_handshake, distrust, perhaps_tls
-from fedloom.transport.failures import connection_failure, hint
-from fedloom.transport.frames import Pieces, Refusal, WireError, pack_parts, serialize
+from fedloom.transport.codec import Cutter, encode
+from fedloom.transport.dial import (
+    CHANNEL_OPTIONS,
+    closed_after_handshake,
+    connection_failure,
+    distrust,
+    hint,
+    perhaps_tls,
+)
+from fedloom.transport.frames import Refusal, WireError, pack_parts, serialize
 from fedloom.transport.model_stream import (
     DESCRIBE,
-    MOST_HELD,
     PERSONALIZE,
-    PRECISIONS,
     RETRY,
     SERVICE,
     PartReader,
-    Received,
     message_frames,
 )
 from fedloom.transport.stream import PROTOCOL
@@ -43,9 +44,6 @@ from fedloom.transport.wire import personalization_pb2 as wire
 
 MOST_BYTES = 1 << 32
 """Maximum size of one message from a server."""
-
-REMEMBERED_BYTES = 256 << 20
-"""Maximum size of the broadcasts cached for later models."""
 
 RETRY_INTERVAL_S = 0.5
 """Delay before retrying an unavailable server that does not state one."""
@@ -73,64 +71,15 @@ class Found:
 
 @dataclass(frozen=True)
 class Answered:
-    """Conversation that has produced a model, with the run, round, digest and precision that the server reports."""
+    """Conversation that has produced a model, with the run, round and digest that the server reports."""
 
     run: str
     round: int
     digest: str
-    precision: str
     up: int
     """Bytes of frames from the client."""
     down: int
     """Bytes of frames to the client."""
-    warm: bool
-    """True if the opening was not sent again."""
-
-
-class Memory:
-    """Thread-safe cache of received broadcasts, and of the opening answered last in each run."""
-
-    def __init__(self, most: int = REMEMBERED_BYTES) -> None:
-        self._most = most
-        self._lock = threading.Lock()
-        self._tensors: OrderedDict[str, Tensor] = OrderedDict()
-        self._bytes = 0
-        self._openings: dict[tuple[About, int], tuple[wire.ServedRound, Message]] = {}
-
-    def held(self) -> list[str]:
-        """Return the digests of the most recently used broadcasts."""
-        with self._lock:
-            return list(self._tensors)[-MOST_HELD:]
-
-    def tensor(self, digest: str) -> Tensor | None:
-        """Return a broadcast in the form it was sent in; None if it is not cached."""
-        with self._lock:
-            if digest in self._tensors:
-                self._tensors.move_to_end(digest)
-            return self._tensors.get(digest)
-
-    def keep(self, digest: str, tensor: Tensor) -> None:
-        """Cache a broadcast, evicting the least recently used ones."""
-        with self._lock:
-            if digest not in self._tensors and tensor.nbytes <= self._most:
-                self._tensors[digest] = tensor
-                self._bytes += tensor.nbytes
-            while self._bytes > self._most:
-                self._bytes -= self._tensors.popitem(last=False)[1].nbytes
-
-    def opening(self, about: About, precision: int) -> tuple[wire.ServedRound, Message] | None:
-        """Return the opening of the last conversation with a server of this run, if any."""
-        with self._lock:
-            return self._openings.get((about, precision))
-
-    def opened(self, about: About, precision: int, served: wire.ServedRound, message: Message) -> None:
-        """Remember the opening of a conversation with a server of this run."""
-        with self._lock:
-            self._openings[about, precision] = (served, message)
-
-
-MEMORY = Memory()
-"""Cache of this process."""
 
 
 class Models:
@@ -140,8 +89,6 @@ class Models:
     ----------
     credentials
         Credentials to connect with; without them, the connection is plaintext and anonymous.
-    memory
-        Cache for broadcasts.
 
     Raises
     ------
@@ -151,9 +98,8 @@ class Models:
         If our certificate is not valid now.
     """
 
-    def __init__(self, address: str, credentials: Credentials | None = None, memory: Memory = MEMORY) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._memory = memory
         host, _ = split_address(address, what="the server of models", lowest=1)
         self._shown = (credentials or Credentials()).show(host)
         self._channel = dial.channel(address, self._shown, CHANNEL_OPTIONS)
@@ -201,10 +147,8 @@ class Models:
         vocabulary: Mapping[str, type[Message]],
         speak: Speak,
         *,
-        precision: str = "float32",
         round: int | None = None,
         timeout_s: float = 60.0,
-        early: bool = True,
     ) -> Answered:
         """Hold one conversation to its end; one that breaks or is refused temporarily is restarted.
 
@@ -216,8 +160,6 @@ class Models:
             The client algorithm; called in a thread.
         round
             Accept only this round; None accepts any round.
-        early
-            Answer the previous opening before it is known whether the server sends the same one.
 
         Raises
         ------
@@ -234,15 +176,13 @@ class Models:
             package=fedloom.__version__,
             algorithm=about.algorithm,
             algorithm_version=about.version,
-            precision=DTYPES[PRECISIONS[precision]],
             round=round,
         )
         while True:
             with self._failures(ends) as wait_s:
                 call = self._personalize(metadata=self._metadata, timeout=max(0.001, ends - time.monotonic()))
-                conversation = _Conversation(self._memory, call, about, vocabulary, speak)
                 try:
-                    return await conversation.hold(ask, precision, early=early)
+                    return await _Conversation(call, vocabulary, speak).hold(ask)
                 except WireError as error:
                     raise QuorumError(f"{self._address}: {error}") from error
                 finally:
@@ -294,95 +234,39 @@ def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
 class _Conversation:
     """One attempt at a conversation, on a separate stream."""
 
-    def __init__(
-        self, memory: Memory, call: Any, about: About, vocabulary: Mapping[str, type[Message]], speak: Speak
-    ) -> None:
-        self._memory = memory
+    def __init__(self, call: Any, vocabulary: Mapping[str, type[Message]], speak: Speak) -> None:
         self._call = call
-        self._about = about
         self._vocabulary = vocabulary
         self._speak = speak
         self._cutter = Cutter(wire.NewcomerPart)
         self._reader = PartReader(self._frame, wire.ModelFrame)
         self._up = 0
 
-    async def hold(self, ask: wire.Ask, precision: str, *, early: bool) -> Answered:
+    async def hold(self, ask: wire.Ask) -> Answered:
         """Send the request, and answer the server's messages until the last.
 
         Raise WireError if the server sends invalid data, or violates the protocol. Raise grpc.aio.AioRpcError if the
         stream ends with an error.
         """
-        known, answer = await self._known(ask) if early else (None, None)
-        await self._begin(ask, None if known is None else known.digest, answer)
-        header, message, warm = await self._read()
-        served, exchange = header.served, 0
-        if known is not None and served.digest == known.digest:  # this message answers our early answer
-            warm, exchange = True, 1
-        else:
-            self._memory.opened(self._about, ask.precision, served, message)
-        while True:
-            answer = await asyncio.to_thread(self._speak, served.round, exchange, message)
-            if header.last:
-                break
+        await self._send(list(pack_parts([serialize(wire.NewcomerPart(ask=ask))])))
+        for exchange in count():
+            header = await self._reader.part("header")
+            message = (await self._reader.message(self._vocabulary, MOST_BYTES)).message()
+            answer = await asyncio.to_thread(self._speak, header.served.round, exchange, message)
+            if header.last is not (answer is None):
+                early = "too early" if header.last else "after its end"
+                raise WireError(Refusal.CONVERSATION, f"the server ended or continued the conversation {early}")
             if answer is None:
-                raise WireError(Refusal.CONVERSATION, "the server continued a conversation that had ended")
-            await self._write(encode(answer))
-            header, message, _ = await self._read()
-            served, exchange = header.served, exchange + 1
-        if answer is not None:
-            raise WireError(Refusal.CONVERSATION, "the server ended the conversation too early")
-        run, digest = printable(served.run), printable(served.digest)
-        return Answered(run, served.round, digest, precision, self._up, self._reader.size, warm)
-
-    async def _known(self, ask: wire.Ask) -> tuple[wire.ServedRound | None, Message | None]:
-        """Return the round whose opening is cached, and our answer to it, if the client accepts this round."""
-        cached = self._memory.opening(self._about, ask.precision)
-        if cached is None or (ask.HasField("round") and ask.round != cached[0].round):
-            return None, None
-        answer = await asyncio.to_thread(self._speak, cached[0].round, 0, cached[1])
-        return (None, None) if answer is None else (cached[0], answer)
-
-    async def _begin(self, ask: wire.Ask, answered: str | None, answer: Message | None) -> None:
-        part = wire.NewcomerPart(ask=ask)
-        part.ask.held.extend(self._memory.held())
-        part.ask.answers = answered or ""
-        if answer is None:
-            await self._send(list(pack_parts([serialize(part)])))
-        else:
-            await self._write(encode(answer), serialize(part))
-
-    async def _write(self, encoded: Encoded, *head: Pieces) -> None:
-        await self._send(message_frames(self._cutter, encoded, *head))
+                break
+            await self._send(message_frames(self._cutter, encode(answer)))
+        served = header.served
+        return Answered(printable(served.run), served.round, printable(served.digest), self._up, self._reader.size)
 
     async def _send(self, frames: list[bytes]) -> None:
         for frame in frames:
             with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading reports how
                 await self._call.write(frame)
             self._up += len(frame)
-
-    async def _read(self) -> tuple[wire.Header, Message, bool]:
-        """Read the server's next message; return also whether nothing of it had to be sent."""
-        header = await self._reader.part("header")
-        received = await self._reader.message(self._vocabulary, MOST_BYTES)
-        return (
-            header,
-            self._complete(received),
-            bool(received.held) and not any(tensor.nbytes for tensor in received.tensors.values()),
-        )
-
-    def _complete(self, received: Received) -> Message:
-        """Return a message with the broadcasts that were not sent, and cache those that were."""
-        held = {}
-        for name, digest in received.held.items():
-            tensor = self._memory.tensor(digest)
-            if tensor is None:
-                raise WireError(Refusal.SHAPE, f"the broadcast {printable(digest, 12)} is not cached here")
-            held[name] = tensor
-        for name, digest in received.digests.items():
-            if digest_of_bytes(received.tensors[name]) != digest:
-                raise WireError(Refusal.CHECKSUM, f"{name} does not have the digest that was announced")
-            self._memory.keep(digest, received.tensors[name])
-        return received.message(held)
 
     async def _frame(self) -> bytes:
         data = await self._call.read()

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
-import torch
+from pydantic import Field
 
 import fedloom
+from fedloom.core.settings import Settings
 from fedloom.core.words import pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, FedloomError
@@ -29,15 +30,12 @@ from fedloom.federation.validation import mismatch
 from fedloom.messages import Message, Metrics
 from fedloom.security.audit import Audit, Value
 from fedloom.security.options import Protection
-from fedloom.transport.codec import DTYPES
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.gate import PEER
 from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.model_stream import (
     DESCRIBE,
-    MOST_HELD,
     PERSONALIZE,
-    PRECISIONS,
     RETRY,
     SERVICE,
     PartReader,
@@ -60,28 +58,43 @@ SOON_MS, LATE_MS = 10, 5_000
 """Minimum and maximum retry delay sent to a refused client."""
 
 _SAME_VERSION = "install the same version of fedloom on both sides"
-_PRECISIONS = {int(DTYPES[dtype]): dtype for dtype in PRECISIONS.values()}
 
 Load = Callable[[str | None], ServedRound | None]
 """Return the new round to serve, given the digest of the current one; None if that is up to date. Called in a thread.
 """
 
 
-@dataclass(frozen=True)
-class ServingLimits:
-    """Resource limits of serving."""
+class ModelServerSettings(Settings):
+    """Limits of ``fedloom serve``."""
 
-    linger_s: float = 0.003
-    """Seconds that a client waits for others to share its tile."""
-    waiting: int = 1024
-    """Maximum number of clients waiting for a tile."""
-    conversations: int = 4096
-    """Maximum number of open conversations, including those whose clients are computing."""
-    answer_s: float = 60.0
-    """Seconds that a client may take to answer."""
-    follow_s: float | None = 1.0
-    """Interval between checks for a newer durable round; None disables them."""
-    threads: int = 1
+    wait_s: float = Field(default=0.0, ge=0, description="Seconds to wait while nothing is published at the URL.")
+    linger_s: float = Field(
+        default=0.003,
+        ge=0,
+        description="Seconds that a client waits for others, so that models are computed in one batch.",
+    )
+    queue: int = Field(
+        default=1024, ge=1, description="Clients that may wait for their model; others are refused and retry later."
+    )
+    conversations: int = Field(default=4096, ge=1, description="Maximum number of open conversations.")
+    deadline_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to answer.")
+    drain_s: float = Field(
+        default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
+    )
+    models: str | None = Field(
+        default=None, description="Folder of clients' saved models, ID.pt2; by default models in the run's folder."
+    )
+    model_name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        description="Name of the model in requests for predictions; by default the run's name.",
+    )
+    models_kept: int = Field(default=64, ge=1, description="Maximum number of saved models in memory.")
+    body_bytes: int = Field(
+        default=4 << 20,
+        ge=1024,
+        description="Largest body of a request for predictions, and number of outputs in an answer.",
+    )
 
 
 @dataclass(frozen=True)
@@ -114,13 +127,25 @@ class Personalization:
         Audit log of the models handed out, where clients must identify themselves.
     lazy
         True to load nothing until the first request.
+    follow_s
+        Interval between checks for a newer durable round; None disables them.
+    threads
+        Threads of torch.
     """
 
     def __init__(
-        self, load: Load, limits: ServingLimits | None = None, audit: Audit | None = None, *, lazy: bool = False
+        self,
+        load: Load,
+        settings: ModelServerSettings | None = None,
+        audit: Audit | None = None,
+        *,
+        lazy: bool = False,
+        follow_s: float | None = 1.0,
+        threads: int = 1,
     ) -> None:
         self._load = load
-        self._limits = limits or ServingLimits()
+        self._settings = settings or ModelServerSettings()
+        self._follow_s = follow_s
         self._audit = audit or Audit()
         self._now: PreparedRound | None = None
         self._following: asyncio.Task[None] | None = None
@@ -129,7 +154,7 @@ class Personalization:
         self._handed_out = self._refused = 0
         self._never: str | None = None  # why the run's method has no models to hand out
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._tiles = TileQueue(self._limits.linger_s, self._limits.answer_s, self._limits.threads)
+        self._tiles = TileQueue(self._settings.linger_s, self._settings.deadline_s, threads)
 
     @property
     def handlers(self) -> dict[str, Any]:
@@ -161,8 +186,8 @@ class Personalization:
     # ---- the served round
 
     def _follow(self) -> None:
-        if self._limits.follow_s is not None:
-            self._following = asyncio.create_task(self._refresh_every(self._limits.follow_s))
+        if self._follow_s is not None:
+            self._following = asyncio.create_task(self._refresh_every(self._follow_s))
 
     async def _refresh_every(self, seconds: float) -> None:
         while True:
@@ -232,7 +257,7 @@ class Personalization:
         except (WireError, ClientDataError) as error:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except TimeoutError:
-            reason = f"no answer within {self._limits.answer_s:g} s"
+            reason = f"no answer within {self._settings.deadline_s:g} s"
             await self._refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
         finally:
             self._open -= 1
@@ -243,27 +268,22 @@ class Personalization:
             ask = await self._ask(reader)
         if ask is None:
             return
-        precision = await self._judge(ask, context)
-        client = PendingClient(ask.client, await self._round(ask, context), precision)
-        served = client.prepared.served
-        opening = client.prepared.openings[precision].without(ask.held)
-        received_at = time.perf_counter()
-        if served.answer is not Metrics:
-            answer = await self._received(reader, served, served.answer) if ask.answers else None
-            if answer is None or ask.answers != served.digest:
-                await self._write(context, client.frames(opening, last=False))
-                answer = await self._received(reader, served, served.answer)
-            client.answer = answer
-            await self._take_part(context, reader, client)
-        else:
+        await self._judge(ask, context)
+        client = PendingClient(ask.client, await self._round(ask, context))
+        served, opening, received_at = client.prepared.served, client.prepared.opening, time.perf_counter()
+        if served.answer is Metrics:
             self._hand_out(client, received_at)
             await self._write(context, client.frames(opening, last=True))
+        else:
+            await self._write(context, client.frames(opening, last=False))
+            client.answer = await self._received(reader, served, served.answer)
+            await self._take_part(context, reader, client)
 
     async def _take_part(self, context: Any, reader: PartReader, client: PendingClient) -> None:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
         received_at, served = time.perf_counter(), client.prepared.served
-        if len(self._tiles) >= self._limits.waiting:
-            await self._overloaded(context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting")
+        if len(self._tiles) >= self._settings.queue:
+            await self._overloaded(context, f"the queue is full: {pluralize(self._settings.queue, 'client')} waiting")
         self._tiles.add(client)
         try:
             while True:
@@ -318,27 +338,20 @@ class Personalization:
         self._handed_out += 1
         self._latencies.append(time.perf_counter() - received_at)
 
-    async def _judge(self, ask: wire.Ask, context: Any) -> torch.dtype:
-        """Check a client's request, and return the precision; refuse the client if it cannot be served."""
+    async def _judge(self, ask: wire.Ask, context: Any) -> None:
+        """Refuse a client whose request cannot be served."""
         if ask.package != fedloom.__version__:
             found = printable(ask.package, 80)
             reason = f"the client has fedloom {found}, and this server {fedloom.__version__}; {_SAME_VERSION}"
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
-        wrong = ""
         if not CLIENT_ID.fullmatch(ask.client):
-            wrong = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
-        elif ask.precision not in _PRECISIONS:
-            wrong = f"the precision must be one of {', '.join(PRECISIONS)} (got number {ask.precision})"
-        elif len(ask.held) > MOST_HELD:
-            wrong = f"at most {MOST_HELD} digests may be listed as held (got {len(ask.held)})"
-        if wrong:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, wrong)
+            reason = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
+            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason)
         peer = PEER.get()
         if peer is not None and not peer.identity.speaks_for(ask.client):
             reason = f"may not act for {ask.client}"
             peer.refuse("clients", reason)
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
-        return _PRECISIONS[ask.precision]
 
     async def _round(self, ask: wire.Ask, context: Any) -> PreparedRound:
         prepared = await self._served()
@@ -357,9 +370,9 @@ class Personalization:
         if ask.HasField("round") and ask.round != served.round:
             reason = f"round {ask.round} is not served; the current round is {served.round}"
             await self._refuse(context, grpc.StatusCode.NOT_FOUND, reason)
-        if self._open > self._limits.conversations:
+        if self._open > self._settings.conversations:
             await self._overloaded(
-                context, f"the limit of {pluralize(self._limits.conversations, 'open conversation')} is reached"
+                context, f"the limit of {pluralize(self._settings.conversations, 'open conversation')} is reached"
             )
         return prepared
 
@@ -377,7 +390,7 @@ class Personalization:
         await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: retry in {retry_ms} ms", retry_ms)
 
     async def _write(self, context: Any, frames: Sequence[bytes]) -> None:
-        async with asyncio.timeout(self._limits.answer_s):  # a client that does not read holds memory
+        async with asyncio.timeout(self._settings.deadline_s):  # a client that does not read holds memory
             for frame in frames:
                 await context.write(frame)
 
@@ -395,10 +408,8 @@ class Personalization:
         """
         shapes = {awaited: served.shapes[awaited]}
         limit = 8 * sum(map(math.prod, shapes[awaited].values()))
-        async with asyncio.timeout(self._limits.answer_s):
+        async with asyncio.timeout(self._settings.deadline_s):
             received = await reader.message({awaited.__name__: awaited}, limit)
-        if received.held:
-            raise WireError(Refusal.SHAPE, f"{awaited.__name__} has a tensor without data")
         if (wrong := mismatch(awaited, received.specs, shapes, served.dtype)) is not None:
             raise ClientDataError(wrong)
         return received

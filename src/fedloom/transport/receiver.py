@@ -18,11 +18,19 @@ from fedloom.federation.transport import Lost, Refusals
 from fedloom.federation.validation import TensorSpec, mismatch
 from fedloom.messages import Message
 from fedloom.transport.codec import CHUNK_BYTES, Assembler, read_specs
-from fedloom.transport.conversations import Conversations, check_awaited, key_text
-from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation
+from fedloom.transport.exchanges import (
+    Arrival,
+    Arrived,
+    Conversations,
+    Exchange,
+    Link,
+    OpenConversation,
+    ServedRun,
+    check_awaited,
+    key_text,
+)
 from fedloom.transport.frames import ChunkView, Refusal, WireError, read_parts
 from fedloom.transport.limits import TokenBucket
-from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 

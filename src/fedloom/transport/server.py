@@ -19,7 +19,7 @@ from fedloom.transport.address import split_address
 from fedloom.transport.dial import KEEPALIVE
 from fedloom.transport.frames import FRAME_BYTES
 from fedloom.transport.gate import AuthInterceptor, connection_age, server_credentials, watch_certificate
-from fedloom.transport.health import Health, Probes, probed
+from fedloom.transport.health import Health, Probes
 from fedloom.transport.limits import RateLimitFilter
 
 # Pings are allowed twice as often as clients send them, so that none receives "too_many_pings". No limit is raised.
@@ -94,7 +94,7 @@ async def listening(
     server.add_generic_rpc_handlers(
         [grpc.method_handlers_generic_handler(name, methods) for name, methods in services.items()]
     )
-    state = Health()
+    state = Health(*services)
     server.add_generic_rpc_handlers([state.handlers])
     if gate is None:  # known peers do not need reflection
         reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -111,10 +111,9 @@ async def listening(
             f"cannot serve on {address}: port {port} is taken or the address is not of this machine",
             hint=f"choose another one with {argument('listen')} HOST:PORT (port 0: any free one)",
         )
-    state.serve(*services)
     await server.start()
     try:
-        probes = None if health_address is None else await probed(health_address, state)
+        probes = None if health_address is None else Probes.start(health_address, state)
     except ExperimentError:
         await server.stop(None)
         raise

@@ -12,7 +12,7 @@ from fedloom.runs.journal import Version
 from fedloom.transport.frames import Pieces, pack_parts, seal_frame, serialize
 from fedloom.transport.wire import federation_pb2 as wire
 
-PROTOCOL = 7
+PROTOCOL = 8
 LAST_BACKOFF_S = 5.0  # the longest that a worker waits before it reconnects
 HEARTBEAT_S = 15.0  # idle time after which a heartbeat is sent: proxies end idle streams
 SILENCE_S = 90.0  # a stream without frames for this long is considered dead

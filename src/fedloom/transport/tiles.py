@@ -24,15 +24,15 @@ from fedloom.federation.served import TOGETHER, NobodyLeft, ServedRound, Tile, u
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, stack
 from fedloom.models.hypernetwork import TILE
-from fedloom.transport.codec import DTYPES, Cutter, Encoded, encode, split_rows
+from fedloom.transport.codec import Cutter, Encoded, encode, split_rows
 from fedloom.transport.frames import WireError, serialize
-from fedloom.transport.model_stream import PRECISIONS, Received, message_frames
+from fedloom.transport.model_stream import Received, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")
 
 PAUSE_LINGERS = 10
-"""Maximum pause between tiles that are not full, as a multiple of ``ServingLimits.linger_s``."""
+"""Maximum pause between tiles that are not full, as a multiple of ``ModelServerSettings.linger_s``."""
 
 WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
@@ -48,17 +48,17 @@ class ServerAlgorithmError(Exception):
 
 @dataclass(eq=False)
 class PreparedRound:
-    """Served round, and its opening in the wire format of each precision."""
+    """Served round, and its opening in the wire format."""
 
     served: ServedRound
-    openings: Mapping[torch.dtype, Encoded]
+    opening: Encoded
     together: int = TOGETHER
     """Maximum number of clients in a tile; lowered once clients of a tile have had to wait for each other's answers."""
 
     @classmethod
     def of(cls, served: ServedRound) -> PreparedRound:
-        """Encode a round's opening in each precision."""
-        return cls(served, {dtype: encode(served.opening, dtype, digests=True) for dtype in PRECISIONS.values()})
+        """Encode a round's opening."""
+        return cls(served, encode(served.opening))
 
     @property
     def name(self) -> wire.ServedRound:
@@ -83,7 +83,6 @@ class PendingClient:
 
     client: str
     prepared: PreparedRound
-    precision: torch.dtype
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.ModelPart))
     answer: Received | None = None
     since: float = 0.0
@@ -95,12 +94,12 @@ class PendingClient:
 
     def frames(self, encoded: Encoded, *, last: bool) -> list[bytes]:
         """Return the frames of the server's next message."""
-        header = wire.Header(served=self.prepared.name, precision=DTYPES[self.precision], last=last)
+        header = wire.Header(served=self.prepared.name, last=last)
         return message_frames(self.cutter, encoded, serialize(wire.ModelPart(header=header)))
 
 
 class TileQueue:
-    """Queue of clients that wait for the server algorithm, which serves them in tiles (see ``ServingLimits``)."""
+    """Queue of clients that wait for the server algorithm, which serves them in tiles (see ``ModelServerSettings``)."""
 
     def __init__(self, linger_s: float, answer_s: float, threads: int) -> None:
         self._linger_s, self._answer_s = linger_s, answer_s
@@ -256,16 +255,13 @@ class _TileRun:
         if awaited is not None:
             self._clients[0].prepared.together = TILE
         suspect = non_finite(message) is not None
-        rows = {
-            precision: split_rows(encode(message, precision, digests=True), len(self._clients))
-            for precision in {self._clients[i].precision for i in self._here}
-        }
+        rows = split_rows(encode(message), len(self._clients))
         for i in sorted(self._here):
             if suspect and non_finite(message.select([i])) is not None:
                 messages[i] = ClientDataError("the model computed from the client's answers is not finite")
                 self._here.discard(i)
             else:
-                messages[i] = NextMessage(rows[self._clients[i].precision][i], awaited)
+                messages[i] = NextMessage(rows[i], awaited)
         self._deliver(messages)
 
     def _deliver(self, messages: Mapping[int, NextMessage | Exception]) -> None:

@@ -1,16 +1,18 @@
-"""Requests that a worker receives, and the decoding of their messages."""
+"""Requests of one stream from the aggregator, and the cache of a worker's answers to them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from fedloom.federation.transport import ConversationKey
+from fedloom.core.words import REASON_CHARACTERS
+from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
-from fedloom.transport.codec import Assembler, read_specs
-from fedloom.transport.frames import ChunkView, Refusal, WireError
-from fedloom.transport.stream import key_from_wire
+from fedloom.transport.codec import Assembler, Cutter, Encoded, group_answers, join_answers, read_specs
+from fedloom.transport.frames import ChunkView, Refusal, WireError, serialize
+from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
 REQUEST_BYTES = 4 << 30  # maximum memory of one request
@@ -95,3 +97,134 @@ class RequestReader:
         if number not in self._arriving:
             raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}")
         return self._arriving[number]
+
+
+HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
+
+
+@dataclass(eq=False)
+class _Page:
+    """Exchanges received in a conversation, and the answers to the last exchange of each row."""
+
+    exchanges: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, tuple[str, Encoded | Lost]] = field(default_factory=dict)
+    """By row: the client, and its answer or the reason why there is none."""
+
+
+class AnswerBook:
+    """Exchanges and answers of the open conversations, and the outbox that answers leave by.
+
+    Belongs to the event loop's thread, except ``ready`` and ``incarnation``.
+    """
+
+    def __init__(self) -> None:
+        self.run = self.incarnation = ""
+        """Run and aggregator process that admitted this worker last; empty before the first admission."""
+        self.outbox: Outbox | None = None
+        """Outbox of the current stream. Without one (None) nothing is sent, and the aggregator will ask again."""
+        self.ready: deque[tuple[WorkerRequest, int, str, Encoded | Lost]] = deque()
+        """Answers that are ready to be sent: request, row, client, answer."""
+        self._pages: dict[ConversationKey, _Page] = {}
+        self._cutter = Cutter(wire.WorkerPart)
+
+    def open(self, welcome: wire.Welcome) -> Outbox:
+        """Begin a stream and return its outbox; pages that belong to another aggregator process are removed."""
+        if self.incarnation != welcome.incarnation:
+            self._pages.clear()
+        self.outbox, self.incarnation, self.run = Outbox(HEARTBEAT), welcome.incarnation, welcome.run
+        return self.outbox
+
+    def held(self) -> Iterator[wire.Held]:
+        """Yield the exchanges that have been received completely."""
+        for key, page in self._pages.items():
+            for exchange in sorted(set(page.exchanges.values())):
+                rows = [row for row, reached in page.exchanges.items() if reached == exchange]
+                yield wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows)
+
+    def received(self, request: WorkerRequest) -> None:
+        """Record a completely received request."""
+        page = self._pages.setdefault(request.key, _Page())
+        for row in request.envelope.rows:
+            if page.exchanges.get(row) != request.envelope.exchange:
+                page.answers.pop(row, None)
+            page.exchanges[row] = request.envelope.exchange
+        while len(self._pages) > HELD_CONVERSATIONS:
+            del self._pages[next(iter(self._pages))]
+
+    def close(self, key: ConversationKey) -> None:
+        """Forget a conversation."""
+        self._pages.pop(key, None)
+
+    def send_ready(self) -> None:
+        """Send the answers that are ready, and keep them."""
+        found: dict[tuple[ConversationKey, int], list[int]] = {}
+        while self.ready:
+            request, row, client, answer = self.ready.popleft()
+            page, exchange = self._pages.get(request.key), request.envelope.exchange
+            if self.incarnation != request.incarnation or page is None or page.exchanges.get(row) != exchange:
+                continue  # the answer is obsolete
+            page.answers[row] = (client, answer)
+            found.setdefault((request.key, exchange), []).append(row)
+        for (key, exchange), rows in found.items():
+            self._send(key, exchange, rows)
+
+    def send_again(self, again: wire.Again) -> None:
+        """Resend answers; those that are not ready yet follow when they are."""
+        key = key_from_wire(again.conversation)
+        page = self._pages.get(key, _Page())
+        lacking = [row for row in again.rows if page.exchanges.get(row) != again.exchange]
+        there = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
+        self._send(key, again.exchange, there)
+        if lacking:
+            self._send_missing(key, again.exchange, lacking)
+
+    def send_lacking(self, request: WorkerRequest, rows: Sequence[int]) -> None:
+        """Report that this worker has no conversation for these rows."""
+        if self.incarnation != request.incarnation:
+            return
+        page = self._pages.get(request.key)
+        if page is not None:
+            for row in rows:
+                page.exchanges.pop(row, None)
+        self._send_missing(request.key, request.envelope.exchange, rows)
+
+    def send_too_late(self, request: WorkerRequest) -> None:
+        """Report that an obsolete request was dropped, so that the worker does not appear to hang."""
+        if self.incarnation == request.incarnation and self.outbox is not None and request.envelope.rows:
+            row, exchange = request.envelope.rows[0], request.envelope.exchange
+            self._send_lost(None, request.key, exchange, row, Lost("it took too long"))
+
+    def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
+        """Send the answers of rows; small ones together, one transfer for as many as fit into a chunk."""
+        found: list[tuple[int, str, Encoded]] = []
+        for row in sorted(set(rows)):
+            client, answer = self._pages[key].answers[row]
+            if isinstance(answer, Encoded):
+                found.append((row, client, answer))
+            else:
+                self._send_lost(key, key, exchange, row, answer)
+        for part in group_answers([answer for _, _, answer in found]):
+            numbers, clients, answers = zip(*found[part.start : part.stop], strict=True)
+            envelope = wire.Envelope(
+                run=self.run,
+                incarnation=self.incarnation,
+                conversation=key_to_wire(key),
+                exchange=exchange,
+                rows=numbers,
+                clients=clients,
+            )
+            if self.outbox is not None:
+                self.outbox.put(key, self._cutter.parts(envelope, join_answers(answers)))
+
+    def _send_lost(
+        self, lane: ConversationKey | None, key: ConversationKey, exchange: int, row: int, lost: Lost
+    ) -> None:
+        about, reason = key_to_wire(key), lost.reason[:REASON_CHARACTERS]
+        part = wire.RowLost(conversation=about, exchange=exchange, row=row, reason=reason, bug=lost.is_bug)
+        if self.outbox is not None:
+            self.outbox.put_part(lane, wire.WorkerPart(row_lost=part))
+
+    def _send_missing(self, key: ConversationKey, exchange: int, rows: Sequence[int]) -> None:
+        missing = wire.Missing(conversation=key_to_wire(key), exchange=exchange, rows=rows)
+        if self.outbox is not None:
+            self.outbox.put_part(key, wire.WorkerPart(missing=missing))

@@ -31,7 +31,6 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_INT64: _ClassVar[DataType]
     DATA_TYPE_UINT8: _ClassVar[DataType]
     DATA_TYPE_BOOL: _ClassVar[DataType]
-    DATA_TYPE_BFLOAT16: _ClassVar[DataType]
 
 class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -62,7 +61,6 @@ DATA_TYPE_FLOAT64: DataType
 DATA_TYPE_INT64: DataType
 DATA_TYPE_UINT8: DataType
 DATA_TYPE_BOOL: DataType
-DATA_TYPE_BFLOAT16: DataType
 REFUSAL_CODE_UNSPECIFIED: RefusalCode
 REFUSAL_CODE_HELLO: RefusalCode
 REFUSAL_CODE_PROTOCOL: RefusalCode
@@ -73,22 +71,18 @@ REFUSAL_CODE_REPLACED: RefusalCode
 REFUSAL_CODE_CLIENT_TAKEN: RefusalCode
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "quantity", "per_client", "dtype", "shape", "digest", "held")
+    __slots__ = ("name", "quantity", "per_client", "dtype", "shape")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUANTITY_FIELD_NUMBER: _ClassVar[int]
     PER_CLIENT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
     name: str
     quantity: Quantity
     per_client: bool
     dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    digest: str
-    held: bool
-    def __init__(self, name: _Optional[str] = ..., quantity: _Optional[_Union[Quantity, str]] = ..., per_client: bool = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., held: bool = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., quantity: _Optional[_Union[Quantity, str]] = ..., per_client: bool = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ConversationKey(_message.Message):
     __slots__ = ("round", "attempt", "conversation", "purpose")

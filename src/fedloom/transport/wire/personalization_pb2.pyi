@@ -58,34 +58,26 @@ class ServerLoad(_message.Message):
     def __init__(self, handed_out: _Optional[int] = ..., refused: _Optional[int] = ..., waiting: _Optional[int] = ..., p50_ms: _Optional[float] = ..., p90_ms: _Optional[float] = ..., p99_ms: _Optional[float] = ...) -> None: ...
 
 class Ask(_message.Message):
-    __slots__ = ("client", "package", "algorithm", "algorithm_version", "precision", "round", "held", "answers")
+    __slots__ = ("client", "package", "algorithm", "algorithm_version", "round")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PACKAGE_FIELD_NUMBER: _ClassVar[int]
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     ALGORITHM_VERSION_FIELD_NUMBER: _ClassVar[int]
-    PRECISION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
-    ANSWERS_FIELD_NUMBER: _ClassVar[int]
     client: str
     package: str
     algorithm: str
     algorithm_version: int
-    precision: _federation_pb2.DataType
     round: int
-    held: _containers.RepeatedScalarFieldContainer[str]
-    answers: str
-    def __init__(self, client: _Optional[str] = ..., package: _Optional[str] = ..., algorithm: _Optional[str] = ..., algorithm_version: _Optional[int] = ..., precision: _Optional[_Union[_federation_pb2.DataType, str]] = ..., round: _Optional[int] = ..., held: _Optional[_Iterable[str]] = ..., answers: _Optional[str] = ...) -> None: ...
+    def __init__(self, client: _Optional[str] = ..., package: _Optional[str] = ..., algorithm: _Optional[str] = ..., algorithm_version: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class Header(_message.Message):
-    __slots__ = ("served", "precision", "last")
+    __slots__ = ("served", "last")
     SERVED_FIELD_NUMBER: _ClassVar[int]
-    PRECISION_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     served: ServedRound
-    precision: _federation_pb2.DataType
     last: bool
-    def __init__(self, served: _Optional[_Union[ServedRound, _Mapping]] = ..., precision: _Optional[_Union[_federation_pb2.DataType, str]] = ..., last: bool = ...) -> None: ...
+    def __init__(self, served: _Optional[_Union[ServedRound, _Mapping]] = ..., last: bool = ...) -> None: ...
 
 class NewcomerFrame(_message.Message):
     __slots__ = ("parts", "crc32")
