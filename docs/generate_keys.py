@@ -17,7 +17,7 @@ from fedloom.cluster.settings import ClusterSettings
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
 from fedloom.experiment.search_space import Choices, Range, SearchSpace
-from fedloom.experiment.validation_errors import Schema, branches, describe
+from fedloom.experiment.validation_errors import Schema
 from fedloom.kubeflow.pods import PodSettings, TaskPod
 from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.tasks.names import TaskName
@@ -57,6 +57,83 @@ CLUSTER_HEAD = """\
 
 Made from the code by `make docs`; the guide is [cluster.md](cluster.md).
 """
+
+
+def branches(node: Schema, root: Schema, value: Any = None) -> list[Schema]:
+    """Resolve references and unions; if a ``name`` or ``scheme`` in the value selects a branch, return only it."""
+    found = list(_branches(node, root))
+    picked = [b for b in found if isinstance(value, dict) and _selects(b, value)]
+    return picked or found
+
+
+def describe(node: Schema, root: Schema) -> str:
+    """Describe the values that a node of a schema allows, such as ``an integer of at least 1``."""
+    return _alternatives(_describe(branch, root) for branch in _branches(node, root))
+
+
+def _alternatives(descriptions: Iterable[str]) -> str:
+    different = list(dict.fromkeys(descriptions))
+    return (", or " if any("," in description for description in different) else " or ").join(different)
+
+
+def _selects(branch: Schema, value: Mapping[str, Any]) -> bool:
+    properties: Mapping[str, Schema] = branch.get("properties", {})
+    return any("const" in node and value.get(key) == node["const"] for key, node in properties.items())
+
+
+def _branches(node: Schema, root: Schema) -> Iterator[Schema]:
+    if "$ref" in node:
+        yield from _branches(root["$defs"][node["$ref"].rpartition("/")[2]], root)
+    elif "anyOf" in node or "oneOf" in node:
+        for branch in node.get("anyOf", node.get("oneOf", ())):
+            yield from _branches(branch, root)
+    else:
+        yield node
+
+
+def _describe(node: Schema, root: Schema) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return ", ".join(str(choice) for choice in node["enum"])
+    return _describe_type(node, root)
+
+
+def _describe_type(node: Schema, root: Schema) -> str:
+    match node.get("type"):
+        case "integer":
+            return f"an integer{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "boolean":
+            return "true or false"
+        case "null":
+            return "null"
+        case "array":
+            return f"a list{_lengths(node)} of {describe(node.get('items', {}), root)}"
+        case "object":
+            return "a mapping"
+        case "string":
+            return f"text matching {node['pattern']}" if "pattern" in node else "text"
+    return "any value"
+
+
+def _bounds(node: Schema) -> str:
+    low, high = node.get("minimum"), node.get("maximum")
+    above, below = node.get("exclusiveMinimum"), node.get("exclusiveMaximum")
+    first = f"at least {low}" if low is not None else f"above {above}" if above is not None else ""
+    last = f"at most {high}" if high is not None else f"below {below}" if below is not None else ""
+    both = " and ".join(part for part in (first, last) if part)
+    return f", {both}" if both else ""
+
+
+def _lengths(node: Schema) -> str:
+    low, high = node.get("minItems"), node.get("maxItems")
+    if low is None and high is None:
+        return ""
+    if low == high:
+        return f" ({low} items)"
+    return f" ({low or 0} or more items)" if high is None else f" ({low or 0} to {high} items)"
 
 
 def page() -> str:

@@ -428,7 +428,7 @@ FETCH = """
 import json, sys
 from fedloom.data import datasets
 from fedloom.data.datasets.base import Dataset, DataFile
-from fedloom.data.datasets.mnist import read_mnist as read
+from fedloom.data.datasets.digits import read_mnist as read
 from fedloom.data.spec import DataSpec
 base, root, files = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 files = tuple(DataFile(*file) for file in files)

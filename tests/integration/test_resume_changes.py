@@ -19,8 +19,7 @@ from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load_experiment
 from fedloom.runner import sweep
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.published import FOLDER, Record
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import FOLDER, Publisher, Record
 from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("forks")]

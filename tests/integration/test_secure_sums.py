@@ -15,8 +15,8 @@ from test_open_federation import EXPERIMENT, GIVEN, OWN, Federation, equal_to_th
 
 from fedloom.data.moments import pooled_normalization
 from fedloom.data.own import OwnClients
-from fedloom.federation.revealed_sums import RECORD
 from fedloom.runs.folder import RunFolder
+from fedloom.sums.revealed_sums import RECORD
 
 __all__ = ["members"]
 

@@ -69,7 +69,7 @@ def test_an_error_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path,
     code, out, err = fedloom("partition", experiment, "--set", "data.partition.clients=ten", "--out", "there")
     assert (code, out) == (ExitCode.EXPERIMENT, "")
     assert len(err.splitlines()) == 2
-    assert tells(err, experiment, "--set data.partition.clients: ", "an integer, at least 1", '"ten"')
+    assert tells(err, experiment, "--set data.partition.clients: ", "a valid integer", '"ten"')
     assert sorted(tmp_path.rglob("*")) == before
 
 

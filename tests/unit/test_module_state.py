@@ -408,7 +408,7 @@ def test_frozen_parameters_are_not_in_theta_and_keep_their_values(tmp_path: Path
     assert set(m.constants) == {"base.weight", "base.bias"}
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
     found = fedloom.run(TASK, data=data, model=net, out=tmp_path / "run", report=False, progress=False)
-    state, _ = fedloom.runs.tensor_file.decode_tensors(
+    state, _ = fedloom.runs.checkpoint.decode_tensors(
         next((tmp_path / "run" / "checkpoints").glob("*.safetensors")).read_bytes()
     )
     assert [len(t) for t in state.values()] == [12 + 8]  # only the server's state is ever sent

@@ -74,7 +74,7 @@ def test_leaf_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path)
     given = leaf_folders.write(tmp_path / "leaf", files | {name: json.dumps(document).encode()})
     code, out, err = fetch("femnist", "--from", given)
     assert (code, out) == (3, "")
-    assert f"{name}, user {user!r}: it has no examples" in err
+    assert f"{name}, user {user!r}: it has 0 x and 0 y" in err
     assert "Traceback" not in err
     assert [path.name for path in (tmp_path / "root" / "datasets").iterdir()] == [".femnist.lock"]
 

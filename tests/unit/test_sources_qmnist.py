@@ -50,8 +50,8 @@ def test_an_example_belongs_to_its_writer(contents: dict[str, bytes]) -> None:
         ("train", qmnist_labels([5, 0, 4, 2], TRAIN_WRITERS), ["1 labels", "row 3: 2", "1"]),
         ("test", qmnist_labels([5, 0], TRAIN_WRITERS[:2]), ["2 labels", "row 0: 5", "7"]),
         ("train", qmnist_labels([5, 0, 4], TRAIN_WRITERS[:3]), ["3 x 8", "at least 4 x 8"]),
-        ("train", qmnist_labels([5, 0, 4, 1], TRAIN_WRITERS)[:-4], ["truncated", "136 bytes", "expected 140"]),
-        ("train", b"\0\0\x08\x01", ["00 00 08 01", "32-bit integers in 2 dimension(s)"]),
+        ("train", qmnist_labels([5, 0, 4, 1], TRAIN_WRITERS)[:-4], ["truncated", "136 bytes", "needs 140"]),
+        ("train", b"\0\0\x08\x01", ["00 00 08 01", "in 2 dimension(s)"]),
     ],
     ids=["one", "mixed up", "few", "cut", "bytes"],
 )

@@ -27,8 +27,7 @@ from fedloom.federation.control import Control
 from fedloom.reporting.status import RunStatus
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs, newest_run
-from fedloom.runs.published import PublishedRun
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import PublishedRun, Publisher
 from fedloom.storage import open_store
 
 EXPERIMENT = """\

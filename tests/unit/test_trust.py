@@ -278,9 +278,9 @@ def test_an_identity_without_clients_may_serve_none() -> None:
         (
             "roles: [worker],",
             "roles: [boss],",
-            ("line 3", "roles", "boss", "worker, observer, personalize, watch, admin"),
+            ("line 3", "roles", "'worker', 'observer', 'personalize', 'watch' or 'admin'", "boss"),
         ),
-        ("roles: [worker],", "roles: [],", ("line 3", "roles", "1 or more", "got []")),
+        ("roles: [worker],", "roles: [],", ("line 3", "roles", "1 item", "got []")),
         ("roles: [worker],", "role: worker,", ("line 3", "role", "unknown key", "roles")),
         ('clients: ["north-*"]', "clients: []", ("line 3", "clients", "worker")),
         ('clients: ["north-*"]', 'clients: ["a/b"]', ("line 3", "clients.0", "a/b")),

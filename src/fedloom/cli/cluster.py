@@ -16,7 +16,7 @@ from fedloom.cli.options import Commands, Set
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
     from fedloom.federation.activity import Activity
-    from fedloom.runs.retention import StoredFolder
+    from fedloom.runs.listing import StoredFolder
 
 app = Commands(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -138,7 +138,7 @@ def _clean(
 ) -> None:
     """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
-    from fedloom.runs.retention import expired, remove_folders, stored_partitions, stored_runs, unused
+    from fedloom.runs.listing import expired, remove_folders, stored_partitions, stored_runs, unused
     from fedloom.storage import open_store
 
     if keep is None and older_than is None:

@@ -80,11 +80,12 @@ def list_command(
     home = data_root(root)
     sizes = {name: datasets.size_on_disk(source, home) for name, source in datasets.DATASETS.items()}
     if as_json:
-        keys = ("title", "kind", "input_shape", "classes", "licence", "synthetic")
+        keys = ("title", "licence", "synthetic")
         about = [
             {
                 "name": name,
                 **{key: getattr(source, key) for key in keys},
+                **{key: getattr(source.spec, key) for key in ("kind", "input_shape", "classes")},
                 "bytes": sizes[name],
                 "folder": None if sizes[name] is None else str(source.folder(home)),
             }

@@ -10,13 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedloom.experiment.grids import Point, begun_in, grid_values, points, seeds_of
-from fedloom.experiment.loading import load_experiment, of, of_run, parse_experiment, settings_of
+from fedloom.experiment.loading import from_shared_json, load_experiment, of, of_run, parse_experiment, settings_of
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
-    from fedloom.experiment.schema import json_schema
     from fedloom.experiment.sections import Data, Experiment, OwnData, Runtime, WorkerSettings
-    from fedloom.experiment.validation import from_shared_json
+    from fedloom.experiment.validation import json_schema
 
 __all__ = [
     "Data",
@@ -41,8 +40,7 @@ __all__ = [
 
 _LATER = {
     **dict.fromkeys(("Data", "Experiment", "OwnData", "Runtime", "WorkerSettings"), "sections"),
-    "from_shared_json": "validation",
-    "json_schema": "schema",
+    "json_schema": "validation",
 }
 
 

@@ -29,10 +29,10 @@ def _named(value: Any, allowed: Sequence[str]) -> str:
         If it is absent or not among those allowed; pydantic merges it into the errors of the whole file.
     """
     if not isinstance(value, dict):
-        raise PydanticCustomError("mapping", "a mapping with a name")
+        raise PydanticCustomError("mapping", "must be a mapping with a name")
     if value.get("name") in allowed:
         return str(value["name"])
-    kind = PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(allowed)})
+    kind = PydanticCustomError("unknown_name", "must be one of {allowed}", {"allowed": ", ".join(allowed)})
     detail = InitErrorDetails(type=kind if "name" in value else "missing", loc=("name",), input=value.get("name"))
     raise ValidationError.from_exception_data("name", [detail])
 

@@ -14,16 +14,16 @@ from pydantic import ValidationError
 
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
-from fedloom.core.words import shortened
+from fedloom.core.words import DEEPEST, parsed_json, shortened
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
-from fedloom.models.factories import is_permitted, permit_factory
+from fedloom.models.factories import check_sent_factory, is_permitted, permit_factory
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
 
 if TYPE_CHECKING:
-    from fedloom.experiment.sections import Experiment
+    from fedloom.experiment.sections import Experiment, Runtime
 
 S = TypeVar("S", bound=Settings)
 
@@ -174,6 +174,43 @@ def _take_paths(value: dict[str, Any], recorded: Path) -> None:
         if isinstance(path, str) and isinstance(before, str):
             place = expanded(path)
             new[key] = path if place.is_absolute() or place.exists() else before
+
+
+def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | None = None) -> Experiment:
+    """Complete an experiment sent by an aggregator with the worker's own settings.
+
+    Parameters
+    ----------
+    text
+        From :meth:`shared_json`.
+    root
+        ``data.root`` of this machine.
+    runtime
+        ``runtime`` of this machine.
+
+    Raises
+    ------
+    ExperimentError
+        If this version of FedLoom cannot run the experiment.
+    """
+    from fedloom.data.local import LOCAL
+    from fedloom.experiment.sections import Runtime as Defaults
+    from fedloom.experiment.validation import validated
+
+    source = "experiment sent by the aggregator"
+    try:
+        value = parsed_json(text, DEEPEST)
+    except ValueError as error:
+        raise ExperimentError(f"{source} is not JSON ({error})") from error
+    if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
+        raise ExperimentError(f"{source} must be a mapping with the key data (got {abbreviated(value)})")
+    if "own" not in value["data"]:
+        value["data"]["root"] = root
+    for path, name in named_code(value):
+        check_sent_factory(name, dotted(path))
+    value["runtime"] = (runtime or Defaults()).model_dump(mode="json")
+    # A local data set is on the aggregator's machine, which has checked the combinations.
+    return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)
 
 
 def of(

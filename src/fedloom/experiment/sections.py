@@ -36,7 +36,7 @@ from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
-from fedloom.storage.open import check_place, is_url
+from fedloom.storage import check_place, is_url
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
 from fedloom.tasks.registry import TaskSettings
@@ -55,7 +55,7 @@ def datasets() -> list[str]:
 
 def _known_dataset(name: str) -> str:
     if name not in datasets():
-        raise PydanticCustomError("unknown_name", "one of {allowed}", {"allowed": ", ".join(datasets())})
+        raise PydanticCustomError("unknown_name", "must be one of {allowed}", {"allowed": ", ".join(datasets())})
     return name
 
 

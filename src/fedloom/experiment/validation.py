@@ -1,23 +1,21 @@
-"""Validation of a mapping, from a file or an aggregator, into an :class:`Experiment`."""
+"""Validation of a mapping into an :class:`Experiment`, and the JSON schema of an experiment file."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError, create_model
 
-from fedloom.algorithms.base import available
-from fedloom.core.words import DEEPEST, parsed_json
-from fedloom.data.local import LOCAL
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import check_compatibility
-from fedloom.experiment.loading import named_code
-from fedloom.experiment.schema import json_schema
-from fedloom.experiment.sections import Experiment, Runtime
-from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
-from fedloom.models.factories import check_sent_factory
+from fedloom.experiment.sections import Experiment
+from fedloom.experiment.validation_errors import SET, KeyPath, dotted, explain, listing
 
 
 def validated(
@@ -59,34 +57,30 @@ def validated(
     return experiment
 
 
-def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | None = None) -> Experiment:
-    """Complete an experiment sent by an aggregator with the worker's own settings.
+def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the JSON schema of an experiment file, for editors and documentation.
 
     Parameters
     ----------
-    text
-        From :meth:`shared_json`.
-    root
-        ``data.root`` of this machine.
-    runtime
-        ``runtime`` of this machine.
-
-    Raises
-    ------
-    ExperimentError
-        If this version of FedLoom cannot run the experiment.
+    algorithms
+        Names of the methods whose settings may stand under ``algorithm``; default: all registered methods.
     """
-    source = "experiment sent by the aggregator"
-    try:
-        value = parsed_json(text, DEEPEST)
-    except ValueError as error:
-        raise ExperimentError(f"{source} is not JSON ({error})") from error
-    if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
-        raise ExperimentError(f"{source} must be a mapping with the key data (got {abbreviated(value)})")
-    if "own" not in value["data"]:
-        value["data"]["root"] = root
-    for path, name in named_code(value):
-        check_sent_factory(name, dotted(path))
-    value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
-    # A local data set is on the aggregator's machine, which has checked the combinations.
-    return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)
+    return copy.deepcopy(_schema(tuple(available() if algorithms is None else algorithms)))
+
+
+@functools.cache
+def _schema(algorithms: tuple[str, ...]) -> dict[str, Any]:
+    choices: list[Any] = [_settings_with_name(name) for name in algorithms]
+    described = Field(description=Experiment.model_fields["algorithm"].description)
+    fields: dict[str, Any] = {"algorithm": (functools.reduce(operator.or_, choices), described)}
+    whole = create_model("Experiment", __base__=Experiment, **fields)
+    schema = whole.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    return schema
+
+
+@functools.cache
+def _settings_with_name(name: str) -> type[BaseModel]:
+    settings = find_algorithm(name).settings
+    fields: dict[str, Any] = {"name": (Literal[name], Field(description="Which method."))}
+    return create_model(settings.__name__, __base__=settings, **fields)

@@ -19,7 +19,7 @@ from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.validation_errors import abbreviated, closest
 from fedloom.kubeflow.compiling import edited
-from fedloom.storage.claim import ClaimPlace, claims_of
+from fedloom.storage.folder import ClaimPlace, claims_of
 
 EXECUTOR = "exec-"
 """Prefix of a task's executor in the compiled form; our pipelines use each component once, so it names one task."""

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
-from fedloom.storage.claim import claim_place
-from fedloom.storage.folder import copy_atomically, copy_folder, storing, write_atomically
+from fedloom.storage.folder import claim_place, copy_atomically, copy_folder, storing, write_atomically
 from fedloom.tasks.headline import GROUPS, headline_of, values_of
 
 if TYPE_CHECKING:

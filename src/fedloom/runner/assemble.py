@@ -32,14 +32,10 @@ from fedloom.evaluation.plan import KEY as METRICS_KEY
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.question import combined_digest
 from fedloom.federation.randomness import generator
-from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.states import StoredStates
-from fedloom.federation.summation import Summation
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -49,6 +45,10 @@ from fedloom.runner.training_privacy import check_private_buffers
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import open_store
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.question import combined_digest
+from fedloom.sums.revealed_sums import RevealedSums
+from fedloom.sums.summation import Summation
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
 from fedloom.tasks.registry import agreed_task
@@ -109,6 +109,12 @@ class RunContext:
             run=answers_digest(self.experiment, self.manifest),
             sizes={} if own else {entry.id: entry.train for entry in self.manifest.clients},
         )
+
+    @property
+    def vocabulary(self) -> dict[str, type[Message]]:
+        """Messages that the run's conversations can contain, by name."""
+        summation = self.summation
+        return {**vocabulary(self.algorithm), **({} if summation is None else summation.vocabulary)}
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
@@ -297,7 +303,7 @@ def client_side(
     )
     return ClientSide(
         algorithm,
-        vocabulary(parts.algorithm),
+        parts.vocabulary,
         parts.examples_of(dataset),
         conclude or evaluate,
         config,

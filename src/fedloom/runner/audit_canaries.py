@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm
-from fedloom.attacks.audit_power import GUESSES, NOISE, PlannedAudit, has_power, power_document, verdict
-from fedloom.attacks.canary_clients import UPDATE, CanaryClientAlgorithm, CanarySet, sent_part, sent_size
+from fedloom.attacks.canary_algorithms import (
+    UPDATE,
+    CanaryClientAlgorithm,
+    CanaryExampleAlgorithm,
+    CanaryGradients,
+    CanarySet,
+    sent_part,
+    sent_size,
+)
 from fedloom.attacks.canary_data import (
     CanaryExample,
     canary_names,
@@ -29,8 +36,17 @@ from fedloom.attacks.canary_data import (
     write_with_examples,
 )
 from fedloom.attacks.canary_draws import DrawLog, Draws, noise_estimate, sampling_check
-from fedloom.attacks.canary_examples import CanaryExampleAlgorithm, CanaryGradients
-from fedloom.attacks.guesses import LEAST, canary_document, normal_estimate
+from fedloom.attacks.guesses import (
+    GUESSES,
+    LEAST,
+    NOISE,
+    PlannedAudit,
+    canary_document,
+    has_power,
+    normal_estimate,
+    power_document,
+    verdict,
+)
 from fedloom.attacks.membership import example_losses
 from fedloom.core.keyed import make_rng
 from fedloom.core.words import pluralize
@@ -40,7 +56,6 @@ from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.releases import count_releases_about
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Sums
 from fedloom.models.predictors import Predictor, predictor_of
@@ -62,6 +77,7 @@ from fedloom.runs.files import JOURNAL
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
 from fedloom.security.files import write_private
+from fedloom.sums.summation import Summation
 
 COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
@@ -313,7 +329,7 @@ def _tell_power(audit: _CanaryRun, planned: Planned, canaries: PlannedAudit) -> 
     delta = planned.privacy.delta
     epsilon_at = _epsilon_at(largest(planned.counts(planned.rounds, planned.multiplier), delta), delta)
     claim = epsilon_at(1.0)
-    found = power_document(canaries, claim, delta, epsilon_at=epsilon_at)
+    found = power_document(canaries, epsilon_at=epsilon_at)
     audit.observer.notice(power_note(found, claim, enough=has_power(found["noise"])))
     return found
 

@@ -15,11 +15,12 @@ from fedloom.errors import ExperimentError, argument
 from fedloom.evaluation.group_statistics import summed_shapes
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.measuring import InputMoments, MomentDigits
+from fedloom.federation.measuring import InputMoments
 from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.runner import assemble, run_data
 from fedloom.runner.run_data import own_of
 from fedloom.runner.worker import member_of
+from fedloom.sums.measuring import MomentDigits
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from fedloom.errors import (
 )
 from fedloom.experiment import OwnData
 from fedloom.federation.control import Control
-from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
@@ -129,7 +128,7 @@ def serving(
         experiment=welcome(parts),
         algorithm=parts.algorithm.name,
         version=parts.algorithm.version,
-        vocabulary={**vocabulary(parts.algorithm), **({} if presence is None else VOCABULARY)},
+        vocabulary={**parts.vocabulary, **({} if presence is None else VOCABULARY)},
         dtype=DTYPE,
         clients=[entry.id for entry in parts.manifest.clients],
         roster=parts.manifest.roster,

@@ -11,13 +11,14 @@ import uuid
 from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.errors import QuorumError
-from fedloom.federation.measuring import measured_normalization, securely_measured_normalization
+from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
 from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.runner.assemble import RunContext, make_parts
 from fedloom.runner.distributed import welcome, with_workers
 from fedloom.runner.engine import Engine, RunResult
 from fedloom.runner.run_data import has_normalization, open_manifest
+from fedloom.sums.measuring import securely_measured_normalization
 from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
 

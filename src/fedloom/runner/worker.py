@@ -19,10 +19,8 @@ from fedloom.data.own import AGAIN, ClientCard, OwnClients, own_manifest, read_o
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument, spelled
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.measuring import measuring_side
-from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.roster import Member
-from fedloom.federation.sum_vector import weaker_graph
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runner import assemble, run_data
 from fedloom.runner.constants import check_constants
@@ -31,6 +29,9 @@ from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
 from fedloom.storage import is_url
 from fedloom.storage.folder import storing
+from fedloom.sums.measuring import securely_measuring_side
+from fedloom.sums.revealed_sums import RevealedSums
+from fedloom.sums.vector import weaker_graph
 from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import parse_bandwidth
 from fedloom.transport.introduction import Introduction, Joined
@@ -99,7 +100,9 @@ class Worker:
         revealed = None if secure is None or self._own is None else self._remembered()
         if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
             cards = self._own.measured_cards(shared)
-            return measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
+            if secure is None:
+                return measuring_side(cards, MeasuredClients(cards))
+            return securely_measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
         dataset = self._provider.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts, _digests(about), "the aggregator's model")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 from fedloom.core.plugins import plugins
-from fedloom.data.datasets import cifar, femnist, leaf, mnist, qmnist, shakespeare, vowel
+from fedloom.data.datasets import leaf
 from fedloom.data.datasets.base import DataFile, Dataset, FetchProgress, Owners, OwnFiles, Pool, RawDataset
 from fedloom.data.datasets.fetching import checksums, fetch_dataset, load_dataset, size_on_disk
 from fedloom.data.spec import DataSpec
@@ -34,43 +35,38 @@ __all__ = [
 ]
 
 
-def _drawn(contents: Mapping[str, bytes]) -> RawDataset:
-    del contents
+def _reader(name: str | None) -> Callable[[Mapping[str, bytes]], RawDataset]:
+    """Return the function ``MODULE:FUNCTION`` of this package; None: one that refuses, because there are no files."""
+    if name is None:
+        return _refuse
+    module, _, function = name.partition(":")
+    reader: Callable[[Mapping[str, bytes]], RawDataset] = getattr(import_module(f"{__name__}.{module}"), function)
+    return reader
+
+
+def _refuse(contents: Mapping[str, bytes]) -> RawDataset:
     raise DataError(
         "gaussian has no files: its examples are drawn when a partition is created", hint="fedloom partition EXPERIMENT"
     )
 
 
-_READERS: Mapping[str, Callable[[Mapping[str, bytes]], RawDataset]] = {
-    "fashion-mnist": mnist.read_mnist,
-    "mnist": mnist.read_mnist,
-    "cifar10": cifar.read_cifar10,
-    "cifar100": cifar.read_cifar100,
-    "qmnist": qmnist.read_qmnist,
-    "femnist": femnist.read_femnist,
-    "shakespeare": shakespeare.read_shakespeare,
-    "vowel": vowel.read_vowel,
-    "gaussian": _drawn,
-}
-
-
 def _registry() -> dict[str, Dataset]:
     """Return the data sets of ``datasets.toml``, and those of other packages."""
-    found: dict[str, Dataset] = {}
+    known: dict[str, Dataset] = {}
     for name, about in tomllib.loads((Path(__file__).parent / "datasets.toml").read_text("utf-8")).items():
-        found[name] = Dataset(
+        known[name] = Dataset(
             name,
             about["title"],
             DataSpec.single(about["kind"], tuple(about["input_shape"]), tuple(about["classes"])),
             about["licence"],
-            _READERS[name],
+            _reader(about.get("reader")),
             tuple(DataFile(file, *content) for file, content in about.get("files", {}).items()),
             tuple(about.get("locations", ())),
-            needs=tuple(found[needed] for needed in about.get("needs", ())),
+            needs=tuple(known[needed] for needed in about.get("needs", ())),
             own=leaf.OWN_FILES if about.get("leaf") else None,
-            synthetic=about.get("synthetic", False),
+            synthetic="reader" not in about,
         )
-    return found | {each.name: each for each in plugins("fedloom.datasets", Dataset)}
+    return known | {each.name: each for each in plugins("fedloom.datasets", Dataset)}
 
 
 DATASETS = _registry()

@@ -28,13 +28,13 @@ from typing import IO, Any
 
 from fedloom.data.datasets import packages
 from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
-from fedloom.data.idx import GZIP
 from fedloom.data.values import EXPANSION, LARGE
 from fedloom.storage.folder import read_file
 
 CONNECT_S = 10.0
 """Maximum wait for a server's response to begin, and for each further chunk."""
 PIECE = 1 << 18
+GZIP = b"\x1f\x8b"
 
 
 def location_title(location: str | Path) -> str:

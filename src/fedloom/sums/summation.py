@@ -1,10 +1,14 @@
-"""Cohort whose answers may be summed: as they are, clipped and with noise, or under masks that only a sum survives."""
+"""Sums of a cohort's answers, for methods whose servers use only these sums (:meth:`Algorithm.sums`).
+
+The aggregator adds answers that it receives as they are. Under secure aggregation it receives masked vectors, and can
+read only their sum. With differential privacy of clients, answers are clipped and sums have noise.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +16,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.algorithms.sums import STATISTICS, Summed, learned_fields
-from fedloom.errors import QuorumError, RefusedError
+from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
+from fedloom.errors import ExperimentError, QuorumError, RefusedError
 from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.cohort import RemoteCohort
 from fedloom.federation.private_sums import Draw, PrivateSums
-from fedloom.federation.private_vector import PrivateVector
-from fedloom.federation.question import Question
-from fedloom.federation.sum_messages import (
+from fedloom.federation.transport import TRAIN, ConversationKey
+from fedloom.messages import FieldSum, Message, Metrics, Replies, SummedMetrics, Sums
+from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
+from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation, TrainingPrivacy, least_survivors
+from fedloom.security.masks import Integers
+from fedloom.security.secure_sum import (
+    KEY_BYTES,
+    REVEALED_BYTES,
+    SHARED_BYTES,
+    MaskedVector,
+    SecureSumAggregator,
+)
+from fedloom.security.sum_keys import TAG_BYTES
+from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+from fedloom.sums.messages import (
     STEPS,
+    VOCABULARY,
     AnswerReady,
     ClipNotice,
     ConfirmationDelivery,
@@ -35,22 +52,116 @@ from fedloom.federation.sum_messages import (
     Survivors,
     names_as_bytes,
 )
-from fedloom.federation.sum_vector import SumVector, graph_of
-from fedloom.federation.summation import Summation
-from fedloom.federation.transport import TRAIN, ConversationKey
-from fedloom.messages import FieldSum, Message, Metrics, Replies, SummedMetrics, Sums
-from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
-from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
-from fedloom.security.masks import Integers
-from fedloom.security.secure_sum import (
-    KEY_BYTES,
-    REVEALED_BYTES,
-    SHARED_BYTES,
-    MaskedVector,
-    SecureSumAggregator,
-)
-from fedloom.security.sum_keys import TAG_BYTES
-from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+from fedloom.sums.private_vector import PrivateVector
+from fedloom.sums.question import Question, combined_digest
+from fedloom.sums.vector import MOST_MEMBERS, SumVector, graph_of
+
+
+@dataclass(frozen=True)
+class Summation:
+    """Settings of sums, for both sides of a conversation."""
+
+    fields: SummedFields
+    secure: SecureAggregation | None = None
+    """Secure aggregation; None if answers reach the aggregator as they are."""
+    privacy: TrainingPrivacy | None = None
+    """Differential privacy of clients, which covers training; None if clients are not private."""
+    dtype: torch.dtype = torch.float32
+    """Type of the run's floating-point numbers."""
+    signature_bytes: int = 1
+    """Length of the signatures of clients' keys."""
+    clients_per_round: int = 1
+    """``federation.clients_per_round``; only used with differential privacy."""
+    is_lasting: bool = False
+    """True if a client's answers are the same in every round of every run."""
+    run: bytes = b""
+    """Digest of all settings of the run that shape an answer, as this side knows them."""
+    observe: Callable[[ConversationKey, Sequence[str], Sums[Any]], None] | None = None
+    """Called with the clients of each cohort and the sums that the server receives."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Training examples of the clients of a partition, which both sides know; empty if clients bring their data."""
+
+    def largest(self, members: Sequence[str]) -> int:
+        """Return the bound on the training examples of these clients, by which weights are scaled.
+
+        It is never the aggregator's word: with a bound that is much too large, small clients would vanish from a sum.
+        """
+        if self.secure is not None and self.secure.examples is not None:
+            return self.secure.examples
+        return max((self.sizes.get(member, 1) for member in members), default=1)
+
+    def question(
+        self, key: ConversationKey, asked: Question, answer: type[Message], clip: float, members: Sequence[str]
+    ) -> bytes:
+        """Return the digest of all that shapes the answers in a secure sum of these members.
+
+        Raise RefusedError if a message had values for single clients, which the others cannot compare.
+        """
+        if not asked.is_shared:
+            raise RefusedError(
+                f"{answer.__name__} answers a message with values for single clients, and only answers to broadcasts "
+                "can be summed securely"
+            )
+        numbers = (str(self.secure), str(self.privacy), self.clients_per_round, clip, self.largest(members))
+        return combined_digest(self.run, key.purpose, key.round, asked.digest, answer.__name__, *numbers, *members)
+
+    @property
+    def vocabulary(self) -> Mapping[str, type[Message]]:
+        """Messages that conversations have for sums, beside those of the method."""
+        return VOCABULARY
+
+    @property
+    def is_secure(self) -> bool:
+        """True under secure aggregation."""
+        return self.secure is not None
+
+    def covers(self, answer: type[Message]) -> bool:
+        """Return whether answers of this class are summed."""
+        return answer in self.fields
+
+    def in_process(self) -> Summation:
+        """Return the same sums of clients in this process, which sign nothing."""
+        return replace(self, signature_bytes=1)
+
+    def cohort(self, *args: Any, **options: Any) -> SummingCohort:
+        """Return a cohort of these sums."""
+        return SummingCohort(self, *args, **options)
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Names of the fields that clipping may scale down."""
+        if self.privacy is None:
+            return ()
+        return tuple(name for answer, fields in self.fields.items() for name in learned_fields(answer, fields))
+
+    def vector(
+        self,
+        answer: type[Message],
+        shapes: Mapping[str, tuple[int, ...]],
+        secure: SecureAggregation,
+        rule: ClippedSum | None,
+        members: int,
+    ) -> SumVector:
+        """Return the layout of an answer, with a ``rule`` a clipped one, in a secure sum of this number of members.
+
+        Raise ExperimentError if there are too many members for sums of 32 bits, or the steps of the integers are too
+        coarse for the noise.
+        """
+        fields = self.fields[answer]
+        if rule is None:
+            vector = SumVector(answer, fields, shapes, secure)
+        else:
+            assert self.privacy is not None
+            shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
+            vector = PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
+        if vector.bits == 32 and vector.statistics and members > MOST_MEMBERS:
+            raise ExperimentError(
+                f"federation.secure_aggregation.bits is 32, enough for sums over {MOST_MEMBERS:,} clients (got "
+                f"{members:,}); set it to 64.",
+                key="federation.secure_aggregation.bits",
+                found=members,
+            )
+        return vector
 
 
 @dataclass(frozen=True)
@@ -78,6 +189,7 @@ class SummingCohort(RemoteCohort):
 
     def __init__(
         self,
+        summation: Summation,
         key: ConversationKey,
         clients: Sequence[str],
         sizes: Tensor,
@@ -87,6 +199,7 @@ class SummingCohort(RemoteCohort):
         **conversation: Any,
     ) -> None:
         super().__init__(key, clients, sizes, **conversation)
+        self._summation = summation
         self.draw, self.reveal = draw, reveal
         self.question = Question()
 
@@ -99,26 +212,25 @@ class SummingCohort(RemoteCohort):
         """
         if answer is Metrics and self.config.sums_metrics:
             answer = SummedMetrics
-        summation = self.config.summation
-        if summation is None or answer not in summation.fields:
+        summation = self._summation
+        if not summation.covers(answer):
             return super().send(message, answer, meanwhile)
         private = self.config.private if self.key.purpose == TRAIN else None
         if private is not None and self.config.releases is not None:
             self.config.releases.tell_sum(self.key, private.release(self.draw), self.clients)
-        sums = self._gather(summation, message, answer, meanwhile, private)
+        sums = self._gather(message, answer, meanwhile, private)
         if summation.observe is not None:
             summation.observe(self.key, self.clients, sums)
         return sums
 
     def exchange(self, message: Message, *args: Any, **options: Any) -> dict[int, Message]:
         """Make one exchange (:meth:`RemoteCohort.exchange`), which becomes part of the question."""
-        if self.config.is_secure and not isinstance(message, STEPS):
+        if self._summation.is_secure and not isinstance(message, STEPS):
             self.question = self.question.then(Question.from_message(message))
         return super().exchange(message, *args, **options)
 
     def _gather(
         self,
-        summation: Summation,
         message: Message,
         answer: type[Message],
         meanwhile: Callable[[], None] | None,
@@ -126,6 +238,7 @@ class SummingCohort(RemoteCohort):
     ) -> Sums[Any]:
         """Deliver a message and return the sums of the answers of this class, with noise if they are ``private``."""
         rule, exchange = None if private is None else private.rule, self.exchanges
+        summation = self._summation
         fields = summation.fields[answer]
         if summation.secure is not None:
             totals = SecureSum(summation, summation.secure, self, answer, rule).gather(message, meanwhile)
@@ -134,14 +247,14 @@ class SummingCohort(RemoteCohort):
         else:
             totals = self._clipped(message, answer, meanwhile, fields, rule)
         if private is None or rule is None:
-            return self._sums(summation, answer, totals, None)
+            return self._sums(answer, totals, None)
         learned: Values = {name: totals.values[name] for name in noisy_names(answer, fields, rule)}
         if private.settings.noise == "central":
             vector = totals.vector
             deviation = vector.deviation if isinstance(vector, PrivateVector) else rule.deviation()
             learned = private.noisy(learned, deviation, self.key, exchange)
         private.adapt(learned, self.draw.expected)
-        return self._sums(summation, answer, DecodedSums({**totals.values, **learned}, totals.rows), self.draw)
+        return self._sums(answer, DecodedSums({**totals.values, **learned}, totals.rows), self.draw)
 
     def _added(
         self,
@@ -194,16 +307,16 @@ class SummingCohort(RemoteCohort):
                 total[name] += value * weight
         return total
 
-    def _sums(self, summation: Summation, answer: type[Message], totals: DecodedSums, draw: Draw | None) -> Sums[Any]:
+    def _sums(self, answer: type[Message], totals: DecodedSums, draw: Draw | None) -> Sums[Any]:
         """Return the sums for the server; means of private sums divide by the expected size of the cohort."""
-        rows, fields, sums = totals.rows, summation.fields[answer], {}
+        rows, fields, sums = totals.rows, self._summation.fields[answer], {}
         quantities = {field.name: field.quantity for field in answer.fields()}
         learned = learned_fields(answer, fields)
         for name, summed in fields.items():
             weight = float(sum(summed.weight(int(self.sizes[row])) for row in rows))
             if draw is not None and name in learned:
                 weight = float(draw.expected)
-            dtype = torch.float64 if quantities[name] in STATISTICS else summation.dtype
+            dtype = torch.float64 if quantities[name] in STATISTICS else self._summation.dtype
             sums[name] = FieldSum(torch.from_numpy(totals.values[name]).to(dtype), weight, summed.weighting)
         count = len(rows) if draw is None else draw.expected
         return Sums(sums, self.flags(rows), self.sizes, count, is_noisy=draw is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,10 +15,16 @@ from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, RefusedError
 from fedloom.federation.clipping import Values, changes_of, clipped_answer, clipped_values
 from fedloom.federation.private_sums import clipping_rule, noise_source
-from fedloom.federation.private_vector import PrivateVector
-from fedloom.federation.question import Question, combined_digest
-from fedloom.federation.revealed_sums import RevealedSums, Subject
-from fedloom.federation.sum_messages import (
+from fedloom.federation.transport import TRAIN, ConversationKey
+from fedloom.messages import Message
+from fedloom.privacy.clipped_sum import ClippedSum
+from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.security.masks import Integers
+from fedloom.security.secure_sum import SecureSumMember
+from fedloom.security.signing import Signing
+from fedloom.security.sum_session import SessionParameters
+from fedloom.sums.messages import (
+    STEPS,
     AnswerReady,
     ClipNotice,
     ConfirmationDelivery,
@@ -33,27 +39,20 @@ from fedloom.federation.sum_messages import (
     Survivors,
     names_from_bytes,
 )
-from fedloom.federation.sum_vector import SumVector, graph_of, weaker_graph
-from fedloom.federation.summation import Summation
-from fedloom.federation.transport import TRAIN, ConversationKey
-from fedloom.messages import Message
-from fedloom.privacy.clipped_sum import ClippedSum
-from fedloom.privacy.settings import TrainingPrivacy
-from fedloom.security.masks import Integers
-from fedloom.security.secure_sum import SecureSumMember
-from fedloom.security.signing import Signing
-from fedloom.security.sum_session import SessionParameters
+from fedloom.sums.private_vector import PrivateVector
+from fedloom.sums.question import Question, combined_digest, digest_of_tensors
+from fedloom.sums.revealed_sums import RevealedSums, Subject
+from fedloom.sums.summation import Summation
+from fedloom.sums.vector import SumVector, graph_of, weaker_graph
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Context of an answer: everything that it depends on beside the client's data and the experiment."""
+@dataclass
+class _Context:
+    """What an answer depends on beside the client's data and the experiment."""
 
-    question: Question = field(default_factory=Question)
-    varies: bool = True
-    """False if the answer is the same in every round in which the question is asked."""
-    start: bytes = b""
+    start: bytes
     """Digest of the state that the client started from."""
+    question: Question = field(default_factory=Question)
 
 
 @dataclass(eq=False)
@@ -64,7 +63,9 @@ class _Held:
     request: Message
     values: Values
     examples: int
-    asked: Asked
+    context: _Context
+    varies: bool
+    """False if the answer is the same in every round in which the question is asked."""
     vector: SumVector | None = None
     member: SecureSumMember | None = None
     names: tuple[str, ...] = ()
@@ -105,11 +106,28 @@ class HeldAnswers:
         self._signing, self._only_sums = signing, only_sums
         self._revealed = revealed
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
+        self._contexts: dict[ConversationKey, dict[int, _Context]] = {}
+        self._last: tuple[Message, Question] | None = None  # a message asks all clients the same: it is hashed once
 
-    @property
-    def is_secure(self) -> bool:
-        """True under secure aggregation."""
-        return self._summation.secure is not None
+    def begin(self, key: ConversationKey, rows: Sequence[int], states: Sequence[Mapping[str, Tensor] | None]) -> None:
+        """Begin the conversation of some rows, each from a state of its client."""
+        if self._summation.is_secure:
+            starts = {row: digest_of_tensors(state or {}) for row, state in zip(rows, states, strict=True)}
+            self._contexts.setdefault(key, {}).update({row: _Context(start) for row, start in starts.items()})
+
+    def hear(self, key: ConversationKey, rows: Sequence[int], message: Message) -> None:
+        """Note a message that these rows answer next; it becomes part of the question."""
+        if not self._summation.is_secure:
+            return
+        if self._last is None or self._last[0] is not message:
+            self._last = message, Question.from_message(message)
+        for row in rows:
+            context = self._contexts[key][row]
+            context.question = context.question.then(self._last[1])
+
+    def is_step(self, message: Message) -> bool:
+        """Return whether a message is a step of a sum."""
+        return isinstance(message, STEPS)
 
     def covers(self, answer: Message) -> bool:
         """Return whether the aggregator uses only the sum of answers of this class."""
@@ -122,7 +140,8 @@ class HeldAnswers:
         client: ClientData,
         request: Message,
         answer: Message,
-        asked: Asked,
+        *,
+        varies: bool,
     ) -> Message:
         """Return the message to send in place of a one-row answer.
 
@@ -142,7 +161,8 @@ class HeldAnswers:
             return clipped_answer(answer, request, fields, self._rule(privacy, privacy.clip))
         if secure is not None and privacy is None:
             SumVector(type(answer), fields, _shapes(values), secure).check(values)
-        self._held.setdefault(key, {})[row] = _Held(answer, request, values, len(client.train), asked)
+        context = self._contexts[key][row] if secure is not None else _Context(b"")
+        self._held.setdefault(key, {})[row] = _Held(answer, request, values, len(client.train), context, varies)
         return AnswerReady(torch.ones(1, 1, dtype=torch.uint8))
 
     def _privacy(self, key: ConversationKey) -> TrainingPrivacy | None:
@@ -216,20 +236,21 @@ class HeldAnswers:
 
     def _subject(self, key: ConversationKey, held: _Held) -> Subject:
         """Return what the client has answered, without the round if its answer would be the same in another one."""
-        answer, asked = type(held.answer).__name__, held.asked
+        answer = type(held.answer).__name__
         if self._summation.is_lasting:
             return Subject(None, combined_digest(answer))
-        has_rounds = key.purpose == TRAIN and asked.varies
-        question = combined_digest(self._run, key.purpose, key.round * has_rounds, asked.question.digest, answer)
+        has_rounds = key.purpose == TRAIN and held.varies
+        question = combined_digest(self._run, key.purpose, key.round * has_rounds, held.context.question.digest, answer)
         return Subject(key.round, question)
 
     def _own(self, held: _Held) -> bytes:
         """Return a digest of all that shapes an answer beside the question and the client's data."""
-        return combined_digest(self._summation.run, held.asked.start, held.clip)
+        return combined_digest(self._summation.run, held.context.start, held.clip)
 
     def close(self, key: ConversationKey) -> None:
         """Forget the answers of a conversation."""
         self._held.pop(key, None)
+        self._contexts.pop(key, None)
 
     def _clipped(self, key: ConversationKey, held: _Held, clip: float) -> Message:
         """Return the answer, clipped to a norm that adapts."""
@@ -269,7 +290,7 @@ class HeldAnswers:
                 f"client {client} has more training examples than federation.secure_aggregation.examples, {largest}: "
                 "raise it"
             )
-        question = self._summation.question(key, held.asked.question, type(held.answer), clip, members)
+        question = self._summation.question(key, held.context.question, type(held.answer), clip, members)
         if message.question.numpy().tobytes() != question:
             raise RefusedError(
                 "the aggregator sums the answers to another question than this client was asked: the experiment, the "

@@ -10,13 +10,13 @@ from functools import cached_property
 from fedloom.algorithms.sums import Summed, learned_fields, reported_fields
 from fedloom.errors import ExperimentError
 from fedloom.federation.clipping import BIT, Values, noisy_names
-from fedloom.federation.sum_vector import SumVector
 from fedloom.messages import Message
 from fedloom.privacy.clipped_sum import ClippedSum
 from fedloom.privacy.distributed import distributed_multiplier
 from fedloom.privacy.noise import NoiseSource
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.masks import Integers, scale
+from fedloom.sums.vector import SumVector
 
 TAIL = 14.0
 """Standard deviations of a client's noise for which there is room beside its update: a sum wraps with a probability

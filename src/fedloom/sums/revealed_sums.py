@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fedloom.core import digests
 from fedloom.errors import DataError, RefusedError, StorageError
-from fedloom.runs.line_file import LineFile
+from fedloom.runs.files import LineFile
 from fedloom.storage.folder import PRIVATE_FILE, storing, sync
 
 _log = logging.getLogger(__name__)
