@@ -23,7 +23,7 @@ from fedloom.cli.tables import print_results
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.activity import Activity, LastEvaluation
-from fedloom.kubeflow import markdown, steps
+from fedloom.kubeflow import results as kubeflow_results
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_page import write_comparison
 from fedloom.reporting.compare_tables import latex_table, pairs_as_csv, rows_as_csv
@@ -270,9 +270,9 @@ def test_tables_and_lines_show_the_headline(tmp_path: Path, task: str, capsys: p
     printed = capsys.readouterr().out
     assert metric.title in printed
     assert f"{metric.exact(wanted['mean'])} ± {metric.exact(wanted['std'])}" in printed
-    text = markdown.results(summary | {"round": 30})
+    text = kubeflow_results.table_of_results(summary | {"round": 30})
     assert f"{metric.shown(wanted['mean'])} ± {metric.shown(wanted['std'])}" in text
-    scores = steps.scores(summary)
+    scores = kubeflow_results.scores(summary)
     assert scores[f"seen_{metric.name}_mean"] == wanted["mean"]
     assert "seen_accuracy_mean" not in scores
     assert f"{metric.title} {metric.shown(wanted['mean'])}" in Run(folder)._repr_html_()

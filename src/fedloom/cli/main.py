@@ -26,7 +26,6 @@ from fedloom.cli import (
     privacy,
     register,
     run,
-    schedules,
     security,
     serve,
     status,
@@ -84,7 +83,6 @@ data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
-pipeline.app.add_typer(schedules.app, name="schedules")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(security.token_app, name="token")
 app.add_typer(security.certificates_app, name="certificates")
