@@ -34,7 +34,7 @@ from bare import IN_TURN, PIPELINED, Bare
 from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spread, table, write_json
 from echo import ECHO, EchoServer, federation, names
 
-from fedloom.federation.loop_config import RoundConfig
+from fedloom.federation.cohort import RoundConfig
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes

@@ -31,9 +31,9 @@ from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.cohort import RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.states import StoredStates, Versions
 from fedloom.federation.transport import Call, Lost

@@ -48,9 +48,6 @@ from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.held_answers import HeldAnswers
-from fedloom.federation.sum_messages import VOCABULARY
-from fedloom.federation.summation import Summation
 from fedloom.messages import Message, Metrics, Quantity, Replies, broadcast, rows
 from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
@@ -58,6 +55,9 @@ from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.messages import VOCABULARY
+from fedloom.sums.summation import Summation
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
@@ -223,7 +223,7 @@ def federation(method: Algorithm, clients: int, workers: int, tls: Path | None =
         experiment="{}",
         algorithm=method.name,
         version=method.version,
-        vocabulary=vocabulary(method),
+        vocabulary={**vocabulary(method), **VOCABULARY},
         dtype=torch.float32,
         clients=names(clients),
     )
@@ -260,7 +260,7 @@ def main() -> None:
         address,
         Introduction(worker, names(int(clients)), {method.name: method.version}),
         make_session=lambda joined: ClientSide(
-            half, vocabulary(method), _without_data, _nothing_measured, ClientConfig(1, held=held)
+            half, {**vocabulary(method), **VOCABULARY}, _without_data, _nothing_measured, ClientConfig(1, held=held)
         ),
         stop=threading.Event(),
         reconnect_s=5.0,

@@ -42,9 +42,9 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import single
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.cohort import RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.loop_config import RoundConfig
 from fedloom.federation.randomness import generator
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.states import StoredStates, Versions

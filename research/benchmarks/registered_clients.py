@@ -34,7 +34,7 @@ from echo import CLASSES, ECHO, INSTANT_PEFLL, federation, names
 
 from fedloom.data.federated import Manifest
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.federation.loop_config import RoundConfig
+from fedloom.federation.cohort import RoundConfig
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.runs.journal import Attempt

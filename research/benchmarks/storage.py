@@ -29,7 +29,7 @@ from common import MIB, ROOT, describe, machine, table, write_json
 from fedloom.federation.states import StoredStates, Versions
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Version
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import Publisher
 from fedloom.storage import Store, open_store
 from fedloom.storage.s3 import S3Store
 

@@ -21,7 +21,7 @@ from conformance_kit import Federation
 from torch import Tensor
 
 from fedloom.runner.assemble import fingerprint
-from fedloom.runs import tensor_file
+from fedloom.runs.checkpoint import decode_tensors
 
 KEPT = Path(__file__).parent / "kept_bits.json"
 
@@ -63,7 +63,7 @@ def test_results_equal_the_recorded_bits(tiny: Federation, method: str, request:
     if kept["machine"] != machine and not write:
         pytest.skip(f"bits are kept for {kept['machine']}, this is {machine}")
     tiny.run("run")
-    state, _ = tensor_file.decode_tensors(tiny.final("run"))  # the file format may change
+    state, _ = decode_tensors(tiny.final("run"))  # the file format may change
     found = {"state": digest(tensors(state)), "metrics": digest(numbers(tiny.metrics("run")))}
     if write:
         before = kept["bits"] if kept["machine"] == machine else {}

@@ -15,10 +15,10 @@ import torch
 from conformance_kit import ROUNDS, Faulty, Federation, Killed, Spread, same_bits, state
 from torch import Tensor
 
-from fedloom.federation.sum_messages import STEPS, ConfirmationDelivery, Survivors
 from fedloom.federation.transport import Call
 from fedloom.runs.journal import EVALUATED, Attempt
 from fedloom.security.masks import scale
+from fedloom.sums.messages import STEPS, ConfirmationDelivery, Survivors
 
 AT = 2
 """The round that is disturbed, the last."""

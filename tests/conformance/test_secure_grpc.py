@@ -24,10 +24,9 @@ from test_secure_conformance import (
 )
 from transport_support import Proxy
 
-from fedloom.federation.loop import vocabulary
-from fedloom.federation.sum_messages import KeyRoster, ShareDelivery
 from fedloom.federation.transport import Call
-from fedloom.runner import assemble
+from fedloom.runner import assemble, distributed
+from fedloom.sums.messages import KeyRoster, ShareDelivery
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
@@ -80,8 +79,8 @@ class Wire:
         run = ServedRun(
             name="conformance",
             incarnation=f"a{self._incarnations}",
-            experiment=assemble.welcome(parts),
-            vocabulary=vocabulary(algorithm),
+            experiment=distributed.welcome(parts),
+            vocabulary=parts.vocabulary,
             dtype=assemble.DTYPE,
             clients=self.everyone,
             algorithm=algorithm.name,

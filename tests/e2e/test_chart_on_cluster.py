@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from test_federation_on_cluster import assert_equals_reference
 
 from fedloom.cluster.api import Api
-from fedloom.cluster.tunnel import Tunnel
+from fedloom.cluster.progress_client import Tunnel
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import read_vowel
 from fedloom.data.pack import PackSettings, pack

@@ -18,7 +18,7 @@ from faults.place import METHODS, Broken, Place, Running, durable, free_port, jo
 from faults.table import Fault, Tried
 from fedloom.algorithms.base import find_algorithm
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import Publisher
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.options import FILES
 from fedloom.security.tokens import add_token
@@ -175,7 +175,7 @@ class Federation:
             publish = () if self._url is None else ("--publish", self._url)
             order: tuple[object, ...] = (
                 "aggregator", self.experiment, *partition, "--listen", self.listen, "--out", self.out, "--resume",
-                "--finished-grace", 0, *publish,
+                *publish,
             )  # fmt: skip
         else:
             states = self.out / "states" if self._url is None else f"{self._url}/states"

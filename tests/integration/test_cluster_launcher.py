@@ -29,8 +29,8 @@ from fedloom.cluster.api import Api, Unreachable
 from fedloom.cluster.federate import _owners, cleanup
 from fedloom.cluster.launcher import Launcher, aggregator_pod
 from fedloom.cluster.manifests import ATTEMPT, PORT, FederationSpec, aggregator_job, completed
+from fedloom.cluster.progress_client import Tunnel
 from fedloom.cluster.settings import ClusterSettings, TaskConfig
-from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import (
     AbandonedError,
     DataError,

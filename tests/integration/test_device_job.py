@@ -14,7 +14,7 @@ from kubernetes import client, config
 from run_processes import until
 
 import fedloom
-from fedloom.cluster.exit_status import end_of
+from fedloom.cluster.diagnosis import end_of
 
 JOB = Path(__file__).parents[2] / "docs" / "examples" / "kubernetes" / "device-job.yaml"
 IMAGE = f"fedloom/worker-cuda:{fedloom.__version__}"

@@ -83,7 +83,7 @@ def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
 
 def options(packed: Path, out: Path, trains: Sequence[int] = (0, 1, 2), observes: Sequence[int] = (3,)) -> RunOptions:
     data, observe = (tuple(packed / f"s{i}" for i in chosen) for chosen in (trains, observes))
-    return RunOptions(out, data=data, observe=observe)
+    return RunOptions(out, packed=data, observe=observe)
 
 
 class Notices(RunObserver):
@@ -358,7 +358,7 @@ def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path
         assert tells(output, *facts)
     assert "InputMoments" not in fedloom("worker", "--observe", packed / "s1", "--dry-run")[1]
     code, output, _ = fedloom(
-        "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--class-counts"
+        "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--set", "class_counts=true"
     )
     assert code == 0
     assert tells(

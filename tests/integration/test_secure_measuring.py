@@ -25,14 +25,18 @@ from fedloom.federation.client_side import ClientSide
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.measuring import (
     VOCABULARY,
+    MeasuredClients,
     measured_normalization,
     measuring_side,
-    securely_measured_normalization,
 )
-from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.roster import AvailableClients, Member
-from fedloom.federation.sum_messages import VOCABULARY as OF_SUMS
-from fedloom.federation.sum_messages import (
+from fedloom.federation.transport import Call, Lost, Transport
+from fedloom.messages import Message
+from fedloom.privacy.settings import SecureAggregation
+from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.measuring import securely_measured_normalization, securely_measuring_side
+from fedloom.sums.messages import VOCABULARY as OF_SUMS
+from fedloom.sums.messages import (
     ConfirmationDelivery,
     KeyRoster,
     MaskedAnswer,
@@ -40,10 +44,7 @@ from fedloom.federation.sum_messages import (
     SumSession,
     Survivors,
 )
-from fedloom.federation.transport import Call, Lost, Transport
-from fedloom.messages import Message
-from fedloom.privacy.settings import SecureAggregation
-from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.transport.introduction import Introduction
 from fedloom.transport.worker import serve
 
@@ -77,7 +78,7 @@ def packed(
 
 
 def in_process(cards: Mapping[str, ClientCard], revealed: RevealedSums | None = None) -> InProcess:
-    return InProcess(measuring_side(cards, SECURE, NO_SIGNING, revealed), torch.float32)
+    return InProcess(securely_measuring_side(cards, SECURE, NO_SIGNING, revealed), torch.float32)
 
 
 def measure(
@@ -122,7 +123,7 @@ def test_a_secure_sum_equals_plain_measuring_to_the_bit(packed: Packed) -> None:
     own, cards = packed
     found = measure(in_process(cards), own, cards)
     assert found == plain(own, cards)
-    as_they_are = InProcess(measuring_side(cards, None, NO_SIGNING), torch.float32)
+    as_they_are = InProcess(measuring_side(cards, MeasuredClients(cards)), torch.float32)
     assert found == measured_normalization(as_they_are, own, {name: card.train for name, card in cards.items()}, 20.0)
 
 
@@ -176,7 +177,7 @@ def test_members_are_measured_in_no_other_conversation(packed: Packed, round: in
             return members.exchange(replace(call, key=replace(call.key, round=round, purpose=purpose)))
 
     with pytest.raises(QuorumError):
-        measure(Renamed(measuring_side(cards, SECURE, NO_SIGNING), torch.float32), own, cards)
+        measure(Renamed(securely_measuring_side(cards, SECURE, NO_SIGNING), torch.float32), own, cards)
 
 
 def lying(card: ClientCard, **moments: tuple[float, ...]) -> ClientCard:
@@ -231,7 +232,7 @@ def over_grpc(cards: Mapping[str, ClientCard], stops: Mapping[str, threading.Eve
         member = Member(client, card.train, card.validation, card.test, True, False, ())
 
         def session(joined: object) -> ClientSide:
-            return measuring_side({client: card}, SECURE, NO_SIGNING)
+            return securely_measuring_side({client: card}, SECURE, NO_SIGNING)
 
         introduction = Introduction(client, [client], {"toy": 1}, members=[member])
         serve(address, introduction, make_session=session, stop=stops[client])

@@ -22,10 +22,8 @@ from facts import refusing, tells
 from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, open_store, s3
-from fedloom.storage.claim import ClaimPlace, claims_of
-from fedloom.storage.folder import storing
-from fedloom.storage.open import s3_place
+from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, open_store, s3, s3_place
+from fedloom.storage.folder import ClaimPlace, claims_of, storing
 
 MIB = 2**20
 
@@ -294,7 +292,7 @@ def test_a_url_without_the_extra_names_the_package_to_install() -> None:
 
 
 def test_a_folder_needs_no_s3_client() -> None:
-    script = "import sys, fedloom.storage; fedloom.storage.open_store('x'); print('minio' in sys.modules)"
+    script = "import sys, fedloom.storage; fedloom.storage_store('x'); print('minio' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "False"
 

@@ -26,7 +26,7 @@ from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.runner.serve import DurableRounds
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import Publisher
 from fedloom.storage import open_store
 from fedloom.transport.control import follow
 

@@ -31,7 +31,6 @@ from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
-from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
@@ -41,7 +40,6 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
 from fedloom.federation.states import StoredStates
-from fedloom.federation.summation import Summation
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
@@ -51,6 +49,8 @@ from fedloom.privacy.tally import Tally
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.storage import Store, open_store
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.summation import Summation
 
 CLASSES = 3
 IMAGE = (1, 16, 16)  # the smallest size that a LeNet accepts

@@ -28,21 +28,20 @@ from fedloom.algorithms.sums import Summed, sums_of
 from fedloom.core.settings import Settings
 from fedloom.errors import FedloomError
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.cohort import TooFewReplies
-from fedloom.federation.held_answers import HeldAnswers
-from fedloom.federation.loop_config import RoundConfig
-from fedloom.federation.question import Question
-from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.cohort import RoundConfig, TooFewReplies
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.silence import Silence
-from fedloom.federation.sum_messages import VOCABULARY, MaskedAnswer, SumSession, names_from_bytes
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import Call, ConversationKey, Lost, MissingConversation, Refusals, Traffic
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.models.mlp import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runs.journal import Attempt
 from fedloom.security.signing import KeySigner, KeyVerifier, RegisteredKey, Signing
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.messages import VOCABULARY, MaskedAnswer, SumSession, names_from_bytes
+from fedloom.sums.question import Question
+from fedloom.sums.revealed_sums import RevealedSums
+from fedloom.sums.summation import Summation
 
 SIZE = 400
 """Coordinates of an answer: many, so that independent answers hardly correlate."""

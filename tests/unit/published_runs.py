@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import Publisher
 from fedloom.storage import Store
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import SharedModel, Update
-from fedloom.attacks.canary_clients import CanaryClientAlgorithm, CanarySet, sent_part, sent_size
+from fedloom.attacks.canary_algorithms import CanaryClientAlgorithm, CanarySet, sent_part, sent_size
 from fedloom.attacks.canary_data import (
     COPIED,
     canary_names,

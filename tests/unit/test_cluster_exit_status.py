@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from facts import mentions
 
-from fedloom.cluster.exit_status import End, Exit, aggregator_failure, end_of, exits, workers_failure
+from fedloom.cluster.diagnosis import End, Exit, aggregator_failure, end_of, exits, workers_failure
 from fedloom.errors import (
     AbandonedError,
     DataError,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from facts import mentions
 
-from fedloom.cluster.pod_diagnosis import PodMonitor, Verdict, count_missing, diagnose
+from fedloom.cluster.diagnosis import PodMonitor, Verdict, count_missing, diagnose
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
 
 GPU = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available."

@@ -279,7 +279,6 @@ def test_folders_that_are_not_runs_are_named(tmp_path: Path) -> None:
         ("summary.json", "{}", r"summary\.json.*best"),
         ("summary.json", '{"seen": 3, "unseen": null, "global": null}', r"summary\.json.*edited"),
         ("metrics.jsonl", "", r"metrics\.jsonl: "),
-        ("clients.csv", "id\n", r"clients\.csv"),
         ("partition.json", None, r"partition\.json"),
         ("environment.json", "[]", r"environment\.json is damaged"),
     ],

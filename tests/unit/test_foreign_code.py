@@ -25,7 +25,7 @@ from fedloom.models.factories import FACTORIES
 from fedloom.reporting.report import write_report
 from fedloom.runner.serve import serve_run as serve
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import Publisher
 from fedloom.storage import open_store
 
 NAME = "somebodys_models:small"

@@ -67,6 +67,17 @@ def test_a_connection_carries_several_requests(port: int) -> None:
         assert connection.getresponse().read() == b"x" * 9
 
 
+def test_answers_are_not_delayed(port: int) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)) as connection:
+        spent = []
+        for _ in range(20):
+            began = time.monotonic()
+            connection.request("GET", "/a")
+            connection.getresponse().read()
+            spent.append(time.monotonic() - began)
+    assert sorted(spent)[10] < 0.03  # by Nagle's algorithm it would be 0.04 s
+
+
 @pytest.mark.parametrize(
     "more",
     [b"Content-Length: 3\r\nContent-Length: 4\r\n", b"Content-Length: -1\r\n", b"x" * (REQUEST_BYTES + 1)],

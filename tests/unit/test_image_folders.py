@@ -487,13 +487,3 @@ def test_an_image_beside_split_folders_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         pack(tmp_path / "pictures", tmp_path / "out", PackSettings(id="a", request=Request(None, labelled=False)))
     assert tells(str(error.value), "folders of splits, in 1 place: stray.png")
-
-
-def test_classes_and_owners_without_images_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for owner in ("ann", "bob"):
-        folder(tmp_path / "pictures" / owner, 6, 6, 3, each=10)
-    (tmp_path / "pictures" / "ann" / "cow").mkdir()
-    (tmp_path / "pictures" / "eve" / "cat").mkdir(parents=True)
-    with caplog.at_level(logging.WARNING, "fedloom.data"):
-        opened(tmp_path / "pictures", tmp_path, client="folder")
-    assert sum(tells(record.getMessage(), "without an image", "ann/cow, eve") for record in caplog.records) == 1

@@ -34,17 +34,17 @@ from torch import Tensor
 from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.revealed_sums import RECORD, RevealedSums
-from fedloom.federation.sum_messages import STEPS, ConfirmationDelivery, SumSession, Survivors
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.models.mlp import MLP
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
 from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.messages import STEPS, ConfirmationDelivery, SumSession, Survivors
+from fedloom.sums.revealed_sums import RECORD, RevealedSums
+from fedloom.sums.summation import Summation
 
 OTHERS = NAMES[1:]
 DEAD = torch.zeros(3, dtype=torch.float64)

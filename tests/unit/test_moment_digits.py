@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import DataError
-from fedloom.federation.moment_digits import (
+from fedloom.sums.moment_digits import (
     SQUARE_DIGITS,
     SQUARE_SCALE,
     SUM_DIGITS,
@@ -20,7 +20,7 @@ from fedloom.federation.moment_digits import (
     from_digits,
     to_digits,
 )
-from fedloom.federation.sum_vector import STATISTIC_BOUND
+from fedloom.sums.vector import STATISTIC_BOUND
 
 FLOATS = st.floats(width=32, allow_nan=False, min_value=-(2.0**50), max_value=2.0**50)
 

@@ -21,7 +21,7 @@ from fedloom.experiment import from_shared_json
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.worker import _described
-from fedloom.runs import tensor_file
+from fedloom.runs import checkpoint as tensor_file
 from fedloom.runs.folder import RunFolder
 from fedloom.security.identities import read_identities
 from fedloom.transport.newcomer import _found

@@ -120,52 +120,6 @@ def test_equal_examples_in_every_format_give_equal_shards(name: str, tmp_path: P
     assert packed.card.features == (("u", "v", "w") if name in ("t.csv", "t.parquet") else None)
 
 
-def write_parts(folder: Path, x: NDArray[np.float32], y: Sequence[str]) -> Path:
-    """Write a folder of Parquet files as Spark does, of 25 rows each; the second has its columns in another order."""
-    folder.mkdir()
-    for i, start in enumerate(range(0, len(x), 25)):
-        rows = slice(start, start + 25)
-        table = pyarrow.table({**{name: x[rows, j] for j, name in enumerate("uvw")}, "label": list(y[rows])})
-        names = table.column_names[:: -1 if i == 1 else 1]
-        pyarrow.parquet.write_table(table.select(names), folder / f"part-{i:05d}.snappy.parquet")
-    for name in ("_SUCCESS", "._SUCCESS.crc"):
-        (folder / name).write_bytes(b"")
-    return folder
-
-
-def test_a_folder_of_parquet_files_is_one_table(tmp_path: Path) -> None:
-    x, y = rows_of()
-    parts = write_parts(tmp_path / "parts", x, y)
-    packed = pack(parts, tmp_path / "out", settings(TABLE))
-    whole = pack(write_parquet(tmp_path / "t.parquet", x, y), tmp_path / "whole", settings(TABLE))
-    assert (packed.card, packed.notes) == (whole.card, whole.notes)
-    shards = []
-    for path in (parts, tmp_path / "t.parquet", parts):
-        opened = make_data("table", path, tmp_path)
-        shards.append([entry.sha256 for entry in opened.manifest.clients])
-        (parts / "README.md").write_text("left out")
-    assert shards[0] == shards[1] == shards[2]
-
-
-def test_parts_that_differ_are_rejected_with_their_name(tmp_path: Path) -> None:
-    x, y = rows_of()
-    parts = write_parts(tmp_path / "parts", x, y)
-    last = parts / "part-00002.snappy.parquet"
-    table = pyarrow.parquet.read_table(last)
-    nulls, words = pyarrow.nulls(10, pyarrow.float32()), pyarrow.array(["a"] * 10)
-    broken = {
-        "cells": (table.set_column(0, "u", nulls), ("missing", f"1 of {last.name}")),
-        "columns": (table.rename_columns(["u", "v", "z", "label"]), (last.name, "u, v, z, label", "u, v, w, label")),
-        "types": (table.set_column(0, "u", words), ("numeric", "u: string")),
-    }
-    for changed_table, facts in broken.values():
-        pyarrow.parquet.write_table(changed_table, last)
-        assert tells(refusal(parts, TABLE), *facts)
-    (parts / "year=2024").mkdir()
-    last.rename(parts / "year=2024" / last.name)
-    assert tells(refusal(parts, TABLE), f"year=2024/{last.name}")
-
-
 def test_packing_is_deterministic_and_depends_on_the_seed(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", *rows_of())
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -25,11 +25,8 @@ from fedloom.algorithms.scaffold import ControlledUpdate
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.experiment import load_experiment
 from fedloom.federation.clipping import BIT, clipped_answer, clipped_values
-from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.private_sums import PrivateSums
-from fedloom.federation.private_vector import PrivateVector
 from fedloom.federation.releases import count_training_releases
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.mlp import MLP
 from fedloom.privacy.accounting import sampled
@@ -38,6 +35,9 @@ from fedloom.privacy.clipped_sum import ClippedSum, small_cohort_odds
 from fedloom.privacy.noise import NoiseSource
 from fedloom.privacy.settings import AdaptiveClip, SecureAggregation, TrainingPrivacy
 from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.private_vector import PrivateVector
+from fedloom.sums.summation import Summation
 
 METHODS = (
     "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",

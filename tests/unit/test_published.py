@@ -29,8 +29,7 @@ from fedloom.runner.publication import Publication
 from fedloom.runner.serve import waiting
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
-from fedloom.runs.published import SEGMENTS, PublishedRun, segments
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import SEGMENTS, PublishedRun, Publisher, segments
 from fedloom.storage import Absent, Store, open_store
 from fedloom.storage.folder import FolderStore, copy_atomically
 

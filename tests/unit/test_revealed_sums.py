@@ -11,8 +11,8 @@ import pytest
 from facts import mentions, refusing
 
 from fedloom.errors import DataError, RefusedError, StorageError
-from fedloom.federation.question import combined_digest
-from fedloom.federation.revealed_sums import RECORD, RevealedSums, Subject
+from fedloom.sums.question import combined_digest
+from fedloom.sums.revealed_sums import RECORD, RevealedSums, Subject
 
 
 def subject(round: int) -> Subject:
@@ -84,8 +84,8 @@ def test_concurrent_processes_share_the_record(tmp_path: Path) -> None:
 def test_a_killed_process_has_recorded_all_that_it_allowed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, pathlib
-from fedloom.federation.question import combined_digest
-from fedloom.federation.revealed_sums import RevealedSums, Subject
+from fedloom.sums.question import combined_digest
+from fedloom.sums.revealed_sums import RevealedSums, Subject
 sums = RevealedSums(pathlib.Path({str(tmp_path)!r}))
 for round in range(1, 9):
     sums.check("a", Subject(round, combined_digest(round)), combined_digest("sum"))
@@ -147,7 +147,7 @@ def test_removed_lines_are_detected(tmp_path: Path) -> None:
 
 def test_a_record_of_another_version_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr("fedloom.federation.revealed_sums.VERSION", 3)
+        newer.setattr("fedloom.sums.revealed_sums.VERSION", 3)
         checked(tmp_path)
     with refusing(DataError, RECORD, 2, 3):
         RevealedSums(tmp_path)

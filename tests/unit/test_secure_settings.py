@@ -15,13 +15,13 @@ from fedloom.algorithms.sums import sums_of
 from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.experiment import load_experiment
-from fedloom.federation.held_answers import HeldAnswers
-from fedloom.federation.summation import Summation
 from fedloom.messages import SummedMetrics
 from fedloom.models.mlp import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.summation import Summation
 
 SECURE = "federation.secure_aggregation"
 

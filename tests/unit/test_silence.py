@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 import torch
 
-from fedloom.federation.loop_config import RoundConfig
+from fedloom.federation.cohort import RoundConfig
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.silence import FIRST_REST_S, PATIENCE, Silence
 from fedloom.runs.journal import Attempt

@@ -20,15 +20,14 @@ from typer.testing import CliRunner
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.cli import status as shown
 from fedloom.cli.main import app
-from fedloom.cli.status_text import duration, status_lines
+from fedloom.cli.status import duration, status_lines
 from fedloom.errors import AbandonedError, DataError
 from fedloom.federation.activity import Activity, Awaited, ConnectedWorker
 from fedloom.federation.control import Control
 from fedloom.reporting.status import RunStatus
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs, newest_run
-from fedloom.runs.published import PublishedRun
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import PublishedRun, Publisher
 from fedloom.storage import open_store
 
 EXPERIMENT = """\

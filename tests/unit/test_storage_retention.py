@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli.cluster import app, seconds
 from fedloom.errors import ExperimentError
-from fedloom.runs.retention import (
+from fedloom.runs.listing import (
     StoredFolder,
     expired,
     remove_folders,

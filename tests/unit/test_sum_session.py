@@ -11,9 +11,9 @@ from scipy import stats
 from secure_sums import parameters
 
 from fedloom.errors import ExperimentError
-from fedloom.federation.sum_vector import weaker_graph
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.sum_session import Graph, default_degree, default_threshold
+from fedloom.sums.vector import weaker_graph
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from fedloom.algorithms.sums import sums_of
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.evaluation.summary import left_out
-from fedloom.federation.held_answers import HeldAnswers
-from fedloom.federation.summation import Summation
 from fedloom.messages import SummedMetrics
 from fedloom.models.mlp import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.signing import NO_SIGNING
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.summation import Summation
 
 METHODS = (
     "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",

@@ -9,9 +9,8 @@ import torch
 
 from fedloom.errors import DataError
 from fedloom.federation.states import StoredStates
-from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints
+from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, decode_tensors, encode_tensors
 from fedloom.runs.journal import Version
-from fedloom.runs.tensor_file import decode_tensors, encode_tensors
 from fedloom.storage.folder import FolderStore
 
 TENSORS = {"theta": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(True), "none": torch.zeros(0, 2)}

@@ -3,16 +3,22 @@
 T. Steinke, M. Nasr, M. Jagielski, Privacy auditing with one (1) training run, NeurIPS 2023, arXiv 2305.08846,
 Algorithm 1: each canary is in or out of the training by a fair coin; the auditor sees what training releases, and
 guesses "in" for the highest scores, "out" for the lowest, and nothing between.
+
+The power of an audit is the noise that it finds to be too little with a probability of 0.9, before it trains: the
+precision of the estimate of the noise follows from the number of canaries in the noisy sums.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.privacy.accounting import Release
 from fedloom.privacy.audit_bounds import normal_quantile, one_run_epsilon, or_null
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
@@ -102,3 +108,128 @@ def normal_estimate(
         or_null(gaussian_epsilon(1 / each, delta) if each > 0 else 0.0) for each in (mu, mu - error, mu + error)
     )
     return {"epsilon": epsilon, "interval": [low, high], **found}
+
+
+PROBABILITY = 0.9
+"""Probability with which an audit finds what it is said to find."""
+
+GUESSES, NOISE, SAMPLING = 0.97, 0.99, 0.99
+"""Confidence of each of the three tests: a correct training fails one of them with a probability of at most 0.05."""
+
+TOLERANCE = 0.01
+"""Relative error of the noise that is ignored: signals are only nearly normal."""
+
+WANTED = 1 / 3
+"""Fraction of the noise that an audit must be able to find: otherwise its verdict is that it has no power."""
+
+MOST_CANARIES = 10_000
+"""Largest number of canaries that is proposed."""
+
+
+@dataclass(frozen=True)
+class PlannedAudit:
+    """Canaries of a training that is planned.
+
+    Attributes
+    ----------
+    canaries
+        Their number M, half of which are in.
+    sums
+        Noisy sums that may contain a given canary, with the number of each kind.
+    others
+        Expected number of other units in a sum, besides canaries.
+    groups
+        Number of groups of canaries that share no sum: clients, if canaries are their examples; else 1.
+    dimension
+        Number of coordinates of a sum.
+    most
+        Largest possible number of canaries.
+    reach
+        Norm of a canary's term after clipping, as a fraction of the clipping norm.
+    """
+
+    canaries: int
+    sums: Mapping[Release, int]
+    others: float
+    groups: int
+    dimension: int
+    most: int = MOST_CANARIES
+    reach: float = 1.0
+
+    def information(self) -> float:
+        """Return the expected Σ 1/z² over the sums that contain a canary."""
+        return self.canaries / 2 * sum(n * r.rate / r.noise_multiplier**2 for r, n in self.sums.items())
+
+    def strength(self, noise: float) -> float:
+        """Return the signal with this fraction of the noise, relative to that with all of it and no other terms.
+
+        The terms of a sum hide a canary as noise does. Directions of other canaries are orthogonal; the other units are
+        assumed to agree entirely, which hides most.
+        """
+        total = sum(self.sums.values())
+        rate = sum(n * r.rate for r, n in self.sums.items()) / total
+        terms = rate * self.canaries / self.groups / 2 + self.others**2
+        z = sum(n * r.noise_multiplier for r, n in self.sums.items()) / total
+        return self.reach / math.sqrt(noise**2 + max(terms, 1.0) / self.dimension / z**2)
+
+    def noise_found(self, information: float | None = None) -> float | None:
+        """Return the largest fraction of the noise that is found to be too little; None if not even its absence is.
+
+        ``information`` is that of a training that has ended; None: the expected one.
+        """
+        information = self.information() if information is None else information
+        if not information:
+            return None
+        margin = (normal_quantile(NOISE) + normal_quantile(PROBABILITY)) / math.sqrt(information)
+        squared = self.reach**2 * ((1 + margin) ** -2 - self.strength(0.0) ** -2)
+        return math.sqrt(squared) if squared > 0 else None
+
+
+def power_document(planned: PlannedAudit, *, epsilon_at: Callable[[float], float]) -> dict[str, Any]:
+    """Return what an audit finds, and what it takes to find more.
+
+    ``epsilon_at`` is a function of a fraction of the noise that returns the ε of the training with such noise.
+    """
+    noise = planned.noise_found()
+    larger = (replace(planned, canaries=m) for m in _larger(planned.canaries, planned.most))
+    enough = next((p.canaries for p in larger if has_power(p.noise_found())), None)
+    return {
+        "probability": PROBABILITY,
+        "noise": noise,
+        "epsilon": None if noise is None else or_null(epsilon_at(noise)),
+        "canaries": None if has_power(noise) else enough,
+    }
+
+
+def verdict(found: Mapping[str, Any], claim: float | None) -> dict[str, Any]:
+    """Return the verdict on a claimed ε, and the tests that it has failed; the verdict is null without a claim.
+
+    ``found`` has the keys of ``canaries`` in ``audit.json``. A correct training fails with a probability of at most
+    0.05, the sum over the tests (:data:`GUESSES`).
+    """
+    if claim is None:
+        return {"verdict": None}
+    estimate = found["normal_estimate"]
+    tests = {
+        "guesses": found["epsilon"] is None or found["epsilon"] > claim,
+        "noise": estimate is not None and (estimate["noise_interval"][1] or math.inf) < 1 - TOLERANCE,
+        "sampling": found["sampling"]["p_value"] <= 1 - SAMPLING,
+    }
+    failed = [test for test, is_failed in tests.items() if is_failed]
+    has_passed = estimate is not None and has_power(found["power"]["noise"])
+    return {"verdict": "failed" if failed else "passed" if has_passed else "no power", "failed_by": failed}
+
+
+def has_power(noise: float | None) -> bool:
+    """Return whether an audit that finds this fraction of the noise has power."""
+    return noise is not None and noise >= WANTED
+
+
+def _larger(canaries: int, most: int) -> Iterator[int]:
+    """Yield larger numbers of canaries: each half as many again, with two digits, rounded up."""
+    while True:
+        scale = 10 ** max(0, math.floor(math.log10(1.5 * canaries)) - 1)
+        canaries = math.ceil(1.5 * canaries / scale) * scale
+        if canaries > most:
+            return
+        yield canaries

@@ -16,7 +16,7 @@ from fedloom.cli.options import Commands, Set
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
     from fedloom.federation.activity import Activity
-    from fedloom.runs.retention import StoredFolder
+    from fedloom.runs.listing import StoredFolder
 
 app = Commands(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -51,7 +51,7 @@ def _submit(
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig, settings_from_file
-    from fedloom.runner import assemble
+    from fedloom.runner import run_data
 
     settings = settings_from_file(ClusterSettings, cluster)
     if namespace is not None:
@@ -60,7 +60,7 @@ def _submit(
     federate.check_cluster_settings(e, settings, TaskConfig())
     if run_id is None:
         run_id = f"{e.name}-{hashlib.sha256(e.resolved_yaml().encode()).hexdigest()[:8]}"
-    dataset = assemble.make_partition(e) if partition is None else assemble.open_partition(e, partition, verify=True)
+    dataset = run_data.make_partition(e) if partition is None else run_data.open_partition(e, partition, verify=True)
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     if out is not None:
         federate.federate(
@@ -138,7 +138,7 @@ def _clean(
 ) -> None:
     """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
-    from fedloom.runs.retention import expired, remove_folders, stored_partitions, stored_runs, unused
+    from fedloom.runs.listing import expired, remove_folders, stored_partitions, stored_runs, unused
     from fedloom.storage import open_store
 
     if keep is None and older_than is None:

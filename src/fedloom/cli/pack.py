@@ -15,8 +15,7 @@ def pack_command(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A folder of images with one folder per class, a folder of .parquet files, or a .csv, .parquet, .npz, "
-            ".safetensors or .txt file."
+            help="A folder of images with one folder per class, or a .csv, .parquet, .npz, .safetensors or .txt file."
         ),
     ],
     out: Annotated[Path, typer.Option(help="New folder for the client.", metavar="DIR")],

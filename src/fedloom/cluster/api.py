@@ -6,22 +6,21 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
+from fedloom.cluster.diagnosis import diagnose_refusal
 from fedloom.cluster.manifests import Manifest
-from fedloom.cluster.refusals import diagnose_refusal
 from fedloom.core.home import expanded
 from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
 
 log = logging.getLogger("fedloom.cluster")
 
-Kind: TypeAlias = Literal["Service", "Job", "Pod", "Event", "ConfigMap", "Experiment", "Workflow"]
-
-COLLECTIONS: Mapping[Kind, tuple[str, str]] = {
+COLLECTIONS: Mapping[str, tuple[str, str]] = {
     "Service": ("/api/v1", "services"),
     "Job": ("/apis/batch/v1", "jobs"),
     "Pod": ("/api/v1", "pods"),
@@ -117,27 +116,21 @@ class Api:
 
     def create(self, manifest: Manifest) -> Manifest | None:
         """Create an object and return it; None if its name is taken."""
-        try:
-            made: Manifest = self._call("POST", self._path(manifest["kind"]), body=manifest)
-        except _Conflict:
-            return None
-        return made
+        created: Manifest | None = self._call("POST", self._path(manifest["kind"]), body=manifest, tolerated=(409,))
+        return created
 
-    def read(self, kind: Kind, name: str) -> Manifest | None:
+    def read(self, kind: str, name: str) -> Manifest | None:
         """Return an object; None if there is none of that name."""
-        try:
-            found: Manifest = self._call("GET", self._path(kind, name))
-        except _Absent:
-            return None
-        return found
+        existing: Manifest | None = self._call("GET", self._path(kind, name), tolerated=(404,))
+        return existing
 
-    def select(self, kind: Kind, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
+    def select(self, kind: str, labels: str = "", fields: str = "") -> tuple[list[Manifest], str]:
         """Return the objects that match the selectors, and the resource version from which to watch the collection."""
         query = [("labelSelector", labels), ("fieldSelector", fields)]
-        found = self._call("GET", self._path(kind), query=[(key, value) for key, value in query if value])
-        return [*(found.get("items") or ())], str(found.get("metadata", {}).get("resourceVersion", ""))
+        answer = self._call("GET", self._path(kind), query=[(key, value) for key, value in query if value])
+        return [*(answer.get("items") or ())], str(answer.get("metadata", {}).get("resourceVersion", ""))
 
-    def delete(self, kind: Kind, name: str, uid: str | None = None) -> None:
+    def delete(self, kind: str, name: str, uid: str | None = None) -> None:
         """Delete an object after the objects that it owns; deletion may continue after this returns.
 
         Parameters
@@ -148,46 +141,39 @@ class Api:
         body: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
-        try:
-            self._call("DELETE", self._path(kind, name), body=body)
-        except (_Absent, _Conflict):
-            return
+        self._call("DELETE", self._path(kind, name), body=body, tolerated=(404, 409))
 
     def log(self, pod: str, container: str, lines: int = 10_000) -> str:
         """Return the end of a container's log; empty if it does not exist, or no longer exists."""
         query = [("container", container), ("tailLines", str(lines))]
         try:
-            return str(self._call("GET", self._path("Pod", pod) + "/log", query=query, text=True))
-        except (_Absent, _Invalid, RefusedError):  # not started, or its node is lost: a missing log is not an error
+            return (
+                self._call("GET", self._path("Pod", pod) + "/log", query=query, text=True, tolerated=(400, 404)) or ""
+            )
+        except RefusedError:  # its node is lost: a missing log is not an error
             return ""
 
     def follow_log(self, pod: str, container: str) -> Iterator[str]:
         """Yield the lines of a container's log, from the first, until the container ends."""
-        from kubernetes.watch.watch import iter_resp_lines
         from urllib3.exceptions import HTTPError
 
         query = [("container", container), ("follow", "true")]
         try:
-            response = self._once("GET", self._path("Pod", pod) + "/log", query, None, read_s=None, stream=True)
+            yield from self._lines(self._path("Pod", pod) + "/log", query, read_s=None)
         except self._exceptions as error:
             raise self._failure(error, f"the log of {pod}") from error
-        try:
-            yield from iter_resp_lines(response)
         except (HTTPError, OSError) as error:
             raise Unreachable(
                 f"the log of {pod} was interrupted: {_innermost(error)}", hint="request the log again"
             ) from error
-        finally:
-            response.close()
-            response.release_conn()
 
     def events(self, name: str) -> list[Manifest]:
         """Return the events of an object, oldest first; none if they cannot be read, or not now."""
         try:
-            found, _ = self.select("Event", fields=f"involvedObject.name={name}")
-        except (RefusedError, Unreachable, _Absent):
+            events, _ = self.select("Event", fields=f"involvedObject.name={name}")
+        except FedloomError:
             return []
-        return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+        return sorted(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
 
     def forward(self, pod: str, port: int) -> Any:
         """Return a connection (``websocket.WebSocket``) to a port of a pod; each message begins with a channel number.
@@ -204,28 +190,18 @@ class Api:
         url = get_websocket_url(f"{self.server}{self._path('Pod', pod)}/portforward", [("ports", str(port))])
         return create_websocket(configuration, url, {"authorization": token} if token else {})
 
-    def wait_for_change(self, kind: Kind, labels: str, version: str, wait_s: float) -> None:
+    def wait_for_change(self, kind: str, labels: str, version: str, wait_s: float) -> None:
         """Wait until a selected object has changed since a version, or until a timeout."""
-        from kubernetes.watch.watch import iter_resp_lines
         from urllib3.exceptions import HTTPError
 
         query = [("labelSelector", labels), ("watch", "true"), ("timeoutSeconds", str(max(1, round(wait_s))))]
         query += [("resourceVersion", version)] if version else []
         began = time.monotonic()
-        try:
-            response = self._once("GET", self._path(kind), query, None, read_s=wait_s + 5, stream=True)
-            try:
-                for line in iter_resp_lines(response):
-                    event = parsed_json(line)
-                    if event.get("type") == "ERROR":  # usually 410: the version is too old; listing gives a new one
-                        log.debug("watch ended: %s", event.get("object"))
-                        break
-                    return
-            finally:
-                response.close()
-                response.release_conn()
-        except (self._exceptions, HTTPError, OSError, ValueError) as error:
-            log.debug("watch ended: %s", error)
+        lines = self._lines(self._path(kind), query, read_s=wait_s + 5)
+        with suppress(self._exceptions, HTTPError, OSError, ValueError), closing(lines):
+            # An error is usually 410: the version is too old; listing gives a new one.
+            if any(parsed_json(line).get("type") != "ERROR" for line in islice(lines, 1)):
+                return
         # A watch that fails immediately must not become a busy loop.
         time.sleep(max(0.0, min(1.0, wait_s) - (time.monotonic() - began)))
 
@@ -236,16 +212,13 @@ class Api:
             if f"{verb} {name}" in self._allowed:
                 continue
             resource, _, sub = name.partition("/")
-            asked = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
-            asked |= {"subresource": sub} if sub else {}
-            review = {
-                "apiVersion": "authorization.k8s.io/v1",
-                "kind": "SelfSubjectAccessReview",
-                "spec": {"resourceAttributes": asked},
-            }
-            try:
-                answer = self._call("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review)
-            except (_Absent, _Forbidden):  # rights cannot be queried; then the first request that needs one fails
+            attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
+            attributes |= {"subresource": sub} if sub else {}
+            review: Manifest = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
+            review |= {"spec": {"resourceAttributes": attributes}}
+            reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+            answer = self._call("POST", reviews, body=review, tolerated=(403, 404))
+            if answer is None:  # rights cannot be queried; then the first request that needs one fails
                 return []
             if answer.get("status", {}).get("allowed", False):
                 self._allowed.add(f"{verb} {name}")
@@ -253,7 +226,7 @@ class Api:
                 missing.append(f"{verb} {name}")
         return missing
 
-    def _path(self, kind: Kind, name: str = "") -> str:
+    def _path(self, kind: str, name: str = "") -> str:
         group, plural = COLLECTIONS[kind]
         return f"{group}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
 
@@ -262,11 +235,15 @@ class Api:
         method: str,
         path: str,
         *,
-        query: list[tuple[str, str]] | None = None,
+        query: Sequence[tuple[str, str]] = (),
         body: Manifest | None = None,
         text: bool = False,
+        tolerated: Sequence[int] = (),
     ) -> Any:
-        """Make a request, and repeat it while the server is unavailable; all our requests may be repeated."""
+        """Make a request, and repeat it while the server is unavailable; all our requests may be repeated.
+
+        Return None if the answer has a tolerated status.
+        """
         from urllib3.exceptions import HTTPError
 
         until, right = time.monotonic() + self.patience_s, _right(method, path)
@@ -280,11 +257,13 @@ class Api:
                 return response.data.decode(errors="replace") if text else parsed_json(response.data)
             except self._exceptions as error:
                 if error.status not in PASSING:  # 0 means a rejected certificate
-                    failure = self._failure(error, f"{method} {path}")
-                    if not self._has_lost(right, failure):
-                        raise failure from error
-                    refusal = failure
-                    if isinstance(failure, _Unauthorized):
+                    lost = self._has_lost(right, error)
+                    if error.status in tolerated and not lost:
+                        return None
+                    refusal = self._failure(error, f"{method} {path}")
+                    if not lost:
+                        raise refusal from error
+                    if error.status == 401:
                         with suppress(FedloomError):  # the user may have logged in again
                             self._connect()
                 problem = f"answers {error.status} {_message(error)}"
@@ -303,19 +282,30 @@ class Api:
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 8.0)
 
-    def _has_lost(self, right: str, failure: FedloomError) -> bool:
+    def _has_lost(self, right: str, error: Any) -> bool:
         """Return True if a request failed for want of a right that these credentials have had."""
-        if isinstance(failure, _Absent | _Conflict | _Invalid):  # the request was allowed
+        if error.status in (400, 404, 409, 422):  # the request was allowed
             self._allowed.add(right)
-        if isinstance(failure, _Unauthorized):
+        if error.status == 401:
             return bool(self._allowed)
-        return isinstance(failure, _Forbidden) and right in self._allowed
+        return error.status == 403 and right in self._allowed and diagnose_refusal(_message(error)) is None
+
+    def _lines(self, path: str, query: Sequence[tuple[str, str]], read_s: float | None) -> Generator[str, None, None]:
+        """Yield the lines of an answer as they arrive."""
+        from kubernetes.watch.watch import iter_resp_lines
+
+        response = self._once("GET", path, query, None, read_s=read_s, stream=True)
+        try:
+            yield from iter_resp_lines(response)
+        finally:
+            response.close()
+            response.release_conn()
 
     def _once(
         self,
         method: str,
         path: str,
-        query: list[tuple[str, str]] | None,
+        query: Sequence[tuple[str, str]],
         body: Manifest | None,
         *,
         read_s: float | None,
@@ -324,7 +314,7 @@ class Api:
         response = self._client.call_api(
             path,
             method,
-            query_params=query or [],
+            query_params=[*query],
             header_params={"Accept": "*/*", "Content-Type": "application/json"},
             body=body,
             auth_settings=["BearerToken"],
@@ -338,43 +328,26 @@ class Api:
 
     def _failure(self, error: Any, doing: str) -> FedloomError:
         message, where = _message(error), f"Kubernetes, namespace {self.namespace}"
-        if error.status == 404:
-            return _Absent(f"{where}: {message}", hint=f"kubectl create namespace {self.namespace}")
-        if error.status == 409:
-            return _Conflict(f"{where}: {message}")
+        text = f"{where}: {message}"
         if error.status == 401:
-            return _Unauthorized(
+            return RefusedError(
                 f"the Kubernetes API at {self.server} does not accept these credentials: {message}",
                 hint="log in again, or set KUBECONFIG to a valid kubeconfig",
             )
-        if refused := diagnose_refusal(message):
+        if error.status not in (404, 409) and (refused := diagnose_refusal(message)):
             kind, hint = refused
-            return kind(f"{where}: {message}", hint=hint)
+            return kind(text, hint=hint)
+        hints = {
+            400: "change the cluster setting named above",
+            404: f"kubectl create namespace {self.namespace}",
+            409: None,
+            422: "change the cluster setting named above",
+        }
+        if error.status in hints:
+            return ExperimentError(text, hint=hints[error.status])
         if error.status == 403:
-            return _Forbidden(f"{where}: {message}", hint=rights_hint(self.namespace))
-        if error.status in (400, 422):
-            return _Invalid(f"{where}: {message}", hint="change the cluster setting named above")
+            return RefusedError(text, hint=rights_hint(self.namespace))
         return RefusedError(f"{where}: {doing}: {error.status} {message}")
-
-
-class _Absent(ExperimentError):
-    """HTTP 404: the object, or the namespace to create it in, does not exist."""
-
-
-class _Conflict(ExperimentError):
-    """HTTP 409: the name is taken."""
-
-
-class _Invalid(ExperimentError):
-    """HTTP 400 or 422: the API server rejects the manifest."""
-
-
-class _Unauthorized(RefusedError):
-    """HTTP 401: the credentials are not accepted."""
-
-
-class _Forbidden(RefusedError):
-    """HTTP 403: the credentials are valid but insufficient."""
 
 
 def _right(method: str, path: str) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,15 +23,15 @@ from fedloom.cluster.manifests import (
     resources,
     run_path,
 )
-from fedloom.cluster.published_run import collect, is_finished, publish_experiment
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig, is_gpu
+from fedloom.core import digests
 from fedloom.core.words import pluralize
-from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
+from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
-from fedloom.storage.claim import claim_place
-from fedloom.storage.folder import write_atomically
-from fedloom.storage.open import is_url
+from fedloom.storage import is_url
+from fedloom.storage.base import CREDENTIALS, ENDPOINT, REGION
+from fedloom.storage.folder import claim_place, write_atomically
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher
@@ -44,14 +41,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 
 
-class _Stopped(InterruptedRun):
-    """Request to stop this process but not the federation."""
-
-
 ORPHAN_AFTER_S = 600.0
-ENDPOINT = "FEDLOOM_S3_ENDPOINT"
-PLAIN = (ENDPOINT, "AWS_REGION")
-"""Variables of the launcher's environment that are passed to pods; credentials come from a Secret."""
 
 
 def _print(line: str) -> None:
@@ -104,7 +94,7 @@ def federate(
         The error of the failed federation, of the class in docs/exit-codes.md; its message gives the remedy.
     """
     if backend == "local":
-        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, _terminable(say, ""):
+        with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, local.terminable(say, ""):
             path = Path(folder) / f"{experiment.name}.yaml"
             # The result is returned as files; a store would give all federations one location, that of this folder.
             here = experiment.model_copy(update={"storage": None})
@@ -228,7 +218,7 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
         f"fedloom cluster stop {name}"
     )
     try:
-        with _terminable(say, "" if cluster.delete_on_interrupt else keep):
+        with local.terminable(say, "" if cluster.delete_on_interrupt else keep):
             try:
                 launcher.run()
             except (Deleted, *AWAY):  # it may have finished meanwhile, and may have been removed since
@@ -236,7 +226,7 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
                     raise
                 launcher.over = True
             collect(run, out, say)
-    except (_Stopped, KeyboardInterrupt):
+    except (local.Stopped, KeyboardInterrupt):
         if cluster.delete_on_interrupt:
             launcher.remove()
         raise
@@ -297,7 +287,8 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
         device=experiment.runtime.device,
         threads=experiment.runtime.threads,
         clients_at_once=experiment.runtime.clients_at_once,
-        storage_environment={**plain, **_permission(experiment)},
+        # Pods may call the code that the launcher's own experiment names.
+        storage_environment={**plain, **({FACTORIES: ",".join(experiment.code)} if experiment.code else {})},
         orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if watched else None),
     )
     workers = pluralize(federation.workers, "worker")
@@ -316,7 +307,7 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
 
 def storage_environment(cluster: ClusterSettings) -> dict[str, str]:
     """Return the variables by which pods reach the store; credentials come from a Secret."""
-    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    plain = {name: os.environ[name] for name in (ENDPOINT, REGION) if os.environ.get(name)}
     return plain if cluster.s3_endpoint is None else {**plain, ENDPOINT: cluster.s3_endpoint}
 
 
@@ -364,7 +355,7 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
         )
     if cluster.image is None:
         raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
-    without = claim_place(experiment.storage or "") is not None or "AWS_ACCESS_KEY_ID" in cluster.env
+    without = claim_place(experiment.storage or "") is not None or CREDENTIALS[0] in cluster.env
     if cluster.storage_secret is None and not without:
         raise ExperimentError(
             "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
@@ -409,49 +400,82 @@ def _owners(api: Api) -> list[Manifest]:
     return [] if pod is None else owners_of_pod(pod)
 
 
-def _permission(experiment: Experiment) -> dict[str, str]:
-    """Return the environment variable that lets pods call the code that the launcher's own experiment names."""
-    return {FACTORIES: ",".join(experiment.code)} if experiment.code else {}
-
-
 def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
     """Save the logs, and delete the objects of a federation that is over.
 
     Failures do not change the outcome, since the objects expire.
     """
-    acts: dict[str, Callable[[], None]] = {"saving logs": lambda: launcher.save_logs(out / "logs")}
-    acts |= {"removing the federation": launcher.remove} if launcher.over else {}
-    for what, act in acts.items():
+    try:
+        launcher.save_logs(out / "logs")
+    except AWAY as error:
+        say(f"while saving logs: {error}")
+        return
+    except (FedloomError, OSError) as error:
+        say(f"while saving logs: {error}")
+    if launcher.over:
         try:
-            act()
-        except (FedloomError, OSError) as error:
-            say(f"while {what}: {error}")
-            if isinstance(error, AWAY):
-                return
+            launcher.remove()
+        except FedloomError as error:
+            say(f"while removing the federation: {error}")
 
 
-@contextmanager
-def _terminable(say: Say, note: str) -> Iterator[None]:
-    """Turn SIGTERM in the block into an exception, like Ctrl-C.
+def is_finished(run: Store, experiment: Experiment) -> bool:
+    """Return True if this exact run has been published completely."""
+    from fedloom.runs.files import SUMMARY
+    from fedloom.storage import Absent
+
+    try:
+        run.read(SUMMARY)
+        return _is_of(run, experiment)
+    except Absent:
+        return False
+
+
+def publish_experiment(run: Store, experiment: Experiment) -> None:
+    """Publish a run's experiment for its aggregator.
 
     Raises
     ------
-    _Stopped
-        On SIGTERM.
+    ExperimentError
+        If another experiment has the same run id and task.
     """
+    from fedloom.storage import Taken
 
-    def handle(number: int, frame: object) -> None:
-        raise _Stopped("the launcher was asked to stop", hint=note or None)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, handle)
     try:
-        yield
-    except KeyboardInterrupt:
-        if note:
-            say(note)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        run.create("experiment.yaml", experiment.resolved_yaml().encode())
+    except Taken:
+        if not _is_of(run, experiment):
+            raise ExperimentError(
+                f"{run.url} holds another experiment, which ran with the same run id and task",
+                hint="use another run id or task",
+            ) from None
+
+
+def _is_of(run: Store, experiment: Experiment) -> bool:
+    """Return True if a run has this experiment, as published for the aggregator or with the finished run."""
+    try:
+        published = digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
+    except digests.Damaged as error:
+        raise DataError(f"{run.url}/experiment.yaml is damaged: {error}", hint="use another run id or task") from error
+    return published == experiment.resolved_yaml().encode()
+
+
+def collect(run: Store, out: Path, say: Callable[[str], None]) -> None:
+    """Fetch a finished run's folder, and print its location.
+
+    Raises
+    ------
+    DataError
+        If the run is incomplete.
+    """
+    from fedloom.runs.files import SUMMARY
+    from fedloom.runs.published import STORE_FOLDERS
+
+    names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in STORE_FOLDERS]
+    if SUMMARY not in names:
+        raise DataError(f"{run.url}: the federation has ended without a {SUMMARY}")
+    for name in sorted(names, key=lambda name: name == SUMMARY):
+        run.download(name, out / name)
+    say(f"the run is in {out}")
+    if "report.html" not in names:  # its pod reported this, but its log will soon be deleted
+        say(f"it has no report, because the aggregator's image cannot create one; create it here: fedloom report {out}")

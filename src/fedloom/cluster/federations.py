@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fedloom.cluster.api import Api
-from fedloom.cluster.exit_status import aggregator_failure, end_of, exits
+from fedloom.cluster.diagnosis import aggregator_failure, count_missing, diagnose, diagnose_events, end_of, exits
 from fedloom.cluster.launcher import aggregator_pod, delete
 from fedloom.cluster.manifests import (
     AGGREGATOR,
@@ -24,9 +24,7 @@ from fedloom.cluster.manifests import (
     label,
     phase_of,
 )
-from fedloom.cluster.pod_diagnosis import count_missing, diagnose, diagnose_events
-from fedloom.cluster.progress_client import launchers_credentials
-from fedloom.cluster.tunnel import Tunnel
+from fedloom.cluster.progress_client import Tunnel, launchers_credentials
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, argument
 from fedloom.federation.activity import Activity
 from fedloom.transport.control import follow

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from fedloom.cluster.api import AWAY, FORWARDING, Api, Kind
-from fedloom.cluster.exit_status import Exit, aggregator_failure, end_of, exits, name_of, workers_failure
+from fedloom.cluster.api import AWAY, FORWARDING, Api
+from fedloom.cluster.diagnosis import Exit, PodMonitor, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.manifests import (
     AGGREGATOR,
     COMPONENT,
@@ -33,9 +33,7 @@ from fedloom.cluster.manifests import (
     service,
     worker_job,
 )
-from fedloom.cluster.pod_diagnosis import PodMonitor
-from fedloom.cluster.progress_client import ProgressClient
-from fedloom.cluster.tunnel import Tunnel
+from fedloom.cluster.progress_client import ProgressClient, Tunnel
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
 from fedloom.storage.folder import storing
 
@@ -45,7 +43,7 @@ SETTLED_POLL_S = 15.0
 DELETE_TIMEOUT_S = 120.0
 REFUSED_PAUSE_S = 1.0
 """Pause after a refused create: a quota is charged shortly before another launcher's new object becomes visible."""
-KINDS: tuple[Kind, ...] = ("Job", "Service")
+KINDS = ("Job", "Service")
 
 _T = TypeVar("_T")
 
@@ -130,9 +128,7 @@ class Launcher:
         if address is None:
             return
         with self._reached(address) as reached:
-            client = ProgressClient(
-                reached, self._say, orphan_after_s=self._federation.orphan_after_s, reached=self._report_pods
-            )
+            client = ProgressClient(reached, self._say, orphan_after_s=self._federation.orphan_after_s)
             with client.following():
                 self._watch(client)
 
@@ -250,7 +246,7 @@ class Launcher:
         whether the name is taken. At a quota's limit, creating an existing object is therefore refused with 403 instead
         of 409, and a quota stays charged for the refused request.
         """
-        kind, name = cast(Kind, manifest["kind"]), manifest["metadata"]["name"]
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
         until = time.monotonic() + DELETE_TIMEOUT_S
         while time.monotonic() < until:
             found = self._api.read(kind, name)
@@ -270,7 +266,7 @@ class Launcher:
             time.sleep(0.5)
         raise WorkerLostError(f"{kind} {name} is being deleted, and still exists after {DELETE_TIMEOUT_S:.0f} s")
 
-    def _create(self, kind: Kind, manifest: Manifest) -> Manifest | None:
+    def _create(self, kind: str, manifest: Manifest) -> Manifest | None:
         """Create an object; None if another launcher was faster."""
         try:
             return self._api.create(manifest)
@@ -361,11 +357,6 @@ class Launcher:
                 ended = f"ended with code {one.code} ({name_of(one.code)}{reason})" if one.code else f"failed{reason}"
                 self._say(f"{one.pod} {ended}: {one.summary}")
 
-    def _report_pods(self) -> None:
-        """Report the pods' phases if they can be read: their lines come before those of the rounds."""
-        with suppress(FedloomError):
-            self._report_phases(self._pods())
-
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""
         phases: dict[str, list[str]] = {AGGREGATOR: [], WORKER: []}
@@ -383,7 +374,7 @@ class Launcher:
     def _pods(self) -> list[Manifest]:
         return self._api.select("Pod", self._federation.selector)[0]
 
-    def _owned(self, kinds: Sequence[Kind], uids: set[str]) -> list[tuple[Kind, Manifest]]:
+    def _owned(self, kinds: Sequence[str], uids: set[str]) -> list[tuple[str, Manifest]]:
         """Return the existing objects with these uids and those that they own, whose uids are added."""
         owned = []
         for kind in kinds:

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fedloom.core.processes import ChildReport, environment, python
@@ -111,6 +112,37 @@ def run_locally(
             timer.cancel()
     if failure is not None:
         raise failure
+
+
+class Stopped(InterruptedRun):
+    """Request to stop this process but not the federation."""
+
+
+@contextmanager
+def terminable(say: Callable[[str], None], note: str) -> Iterator[None]:
+    """Turn SIGTERM in the block into an exception, like Ctrl-C.
+
+    Raises
+    ------
+    Stopped
+        On SIGTERM.
+    """
+
+    def handle(number: int, frame: object) -> None:
+        raise Stopped("the launcher was asked to stop", hint=note or None)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if note:
+            say(note)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -45,7 +45,7 @@ STARTUP_S = 600
 
 
 LONGEST_NAME = 40
-"""Maximum length of a name to which Katib or KServe appends."""
+"""Maximum length of a name to which Katib appends."""
 
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 """Default topology spread constraint of workers. It has no zone: a node without the label of one constraint is ignored
@@ -70,7 +70,7 @@ def label(text: str) -> str:
 
 
 def check_short_name(name: str) -> str:
-    """Return the name of objects to which Katib or KServe appends; raise ExperimentError if it is not valid."""
+    """Return the name of objects to which Katib appends; raise ExperimentError if it is not valid."""
     if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
         raise ExperimentError(
             f"{argument('name')} must be at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter "

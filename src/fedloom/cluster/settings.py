@@ -15,8 +15,8 @@ from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, without_secrets
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.storage.claim import claims_of
-from fedloom.storage.folder import read_file
+from fedloom.storage.base import CREDENTIALS
+from fedloom.storage.folder import claims_of, read_file
 
 OWN = "fedloom.dev/"
 """Prefix of FedLoom's own labels and annotations."""
@@ -167,7 +167,7 @@ class ClusterSettings(Settings):
         "`states/` (docs/storage.md); null is `storage_secret`.",
     )
     storage_secret_keys: dict[str, str] = Field(
-        default={"AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY"},
+        default={name: name for name in CREDENTIALS},
         min_length=1,
         description="Key of those Secrets for each environment variable.",
     )

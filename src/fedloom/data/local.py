@@ -67,7 +67,7 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
     "folder": {"/": read_images},
     "huggingface": {"/": read_saved},
     "medmnist": {".npz": read_medmnist},
-    "table": {".csv": read_csv, **dict.fromkeys((*PARQUET, "/"), read_parquet)},
+    "table": {".csv": read_csv, **dict.fromkeys(PARQUET, read_parquet)},
 }
 """Readers by data set and file extension; ``/`` stands for a folder."""
 
@@ -89,7 +89,7 @@ class LocalFiles(Settings):
     path: str = Field(
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/ and test/ above, or images/NAME.png and "
-        "masks/NAME.png; the .csv or .parquet file, or the folder of .parquet files; the .npz or .safetensors file "
+        "masks/NAME.png; the .csv or .parquet file; the .npz or .safetensors file "
         "with x and y; MedMNIST's .npz file; or the folder saved by datasets. A relative path starts from the current "
         "folder; a run records it as an absolute one.",
     )
@@ -320,7 +320,7 @@ def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     folders = {"folder": "a folder of images", "huggingface": "a folder saved by datasets (save_to_disk)"}
     files = f"a file that ends in {', '.join(end for end in readers if end != '/')}"
-    what = folders.get(dataset, files + ", or a folder of Parquet files" * (dataset == "table"))
+    what = folders.get(dataset, files)
     if not path.exists():
         raise ExperimentError(f"data.source.path: {path.absolute()} does not exist; give {what}")
     ending = "/" if path.is_dir() else path.suffix.lower() if path.is_file() else ""

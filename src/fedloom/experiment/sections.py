@@ -36,7 +36,7 @@ from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
-from fedloom.storage.open import check_place, is_url
+from fedloom.storage import check_place, is_url
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
 from fedloom.tasks.registry import TaskSettings
@@ -362,6 +362,9 @@ class WorkerSettings(Section):
     """Settings of ``fedloom worker``, which each worker sets for itself."""
 
     runtime: WorkerRuntime = WorkerRuntime()
+    bandwidth: str | None = Field(default=None, description="Limit on network traffic; null: none.")
+    class_counts: bool = Field(default=False, description="Send the aggregator the clients' class counts.")
+    log: str | None = Field(default=None, description="File for the log, as JSON lines.")
 
 
 class Experiment(Section):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,8 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
-from fedloom.federation.held_answers import Asked, HeldAnswers
-from fedloom.federation.question import Question, digest_of_tensors
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
-from fedloom.federation.sum_messages import STEPS
 from fedloom.federation.transport import EVALUATE, TRAIN, ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
@@ -56,9 +53,39 @@ class _Open:
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
-    asked: Question = field(default_factory=Question)
-    starts: list[bytes] = field(default_factory=list)
-    """Digest of the state that each client starts from, where answers are summed securely."""
+
+
+class AnswerHolder(Protocol):
+    """Holder of answers of which the aggregator may learn only a sum; rows are positions in a cohort."""
+
+    def begin(self, key: ConversationKey, rows: Sequence[int], states: Sequence[Mapping[str, Tensor] | None]) -> None:
+        """Begin the conversation of some rows, each from a state of its client."""
+
+    def hear(self, key: ConversationKey, rows: Sequence[int], message: Message) -> None:
+        """Note a message that these rows answer next."""
+
+    def covers(self, answer: Message) -> bool:
+        """Return whether the aggregator uses only the sum of answers of this class."""
+
+    def hold(
+        self, key: ConversationKey, row: int, client: ClientData, request: Message, answer: Message, *, varies: bool
+    ) -> Message:
+        """Return the message to send in place of a one-row answer, which ``varies`` with the round.
+
+        Raise DataError if its values cannot be summed.
+        """
+
+    def is_step(self, message: Message) -> bool:
+        """Return whether a message is a step of a sum."""
+
+    def step(self, key: ConversationKey, row: int, client: str, message: Message) -> Message:
+        """Return a client's answer to one step of the sum of its answer.
+
+        Raise RefusedError if an honest aggregator would not send this message.
+        """
+
+    def close(self, key: ConversationKey) -> None:
+        """Forget a conversation."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +102,7 @@ class ClientConfig:
     secret: bytes | None = None
     """Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`)."""
     augment: Augmentation | None = None
-    held: HeldAnswers | None = None
+    held: AnswerHolder | None = None
     """Answers held back so that the aggregator learns only their sums; None if it receives every answer."""
     examples: ExamplePrivacy | None = None
     """Differential privacy of examples in training rounds."""
@@ -93,11 +120,6 @@ class _Request:
     position: Mapping[int, int]
     clients: Sequence[str]
     states: Sequence[Versions]
-
-    @cached_property
-    def broadcasts(self) -> Question:
-        """Return the part of the question that the message adds, which is the same for every client."""
-        return Question.from_message(self.message)
 
     def named(self, rows: Sequence[int]) -> list[str]:
         return [self.clients[self.position[row]] for row in rows if row in self.position]
@@ -294,8 +316,8 @@ class ClientSide:
         )
         coroutine = algorithm.open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
-        if self._config.held is not None and self._config.held.is_secure:
-            opened.starts = [digest_of_tensors(state or {}) for state in states or [None] * len(rows)]
+        if self._config.held is not None:
+            self._config.held.begin(key, rows, states or [None] * len(rows))
         self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
         if trains and self._states is not None:
             for client, version in zip(clients, versions, strict=False):
@@ -371,8 +393,8 @@ class ClientSide:
         if all(lost):
             opened.exchange = request.exchange
             return
-        if isinstance(request.message, STEPS):
-            opened.answers = [gone or self._step_of_sum(opened, i, request) for i, gone in enumerate(lost)]
+        if (held := self._config.held) is not None and held.is_step(request.message):
+            opened.answers = [gone or self._step_of_sum(held, opened, i, request) for i, gone in enumerate(lost)]
             opened.exchange = request.exchange
             return
         moved = _message_to(request.select(opened.rows), self._config.device)
@@ -386,8 +408,8 @@ class ClientSide:
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
         """
         lost = opened.group.lost
-        if self._config.held is not None and self._config.held.is_secure:
-            opened.asked = opened.asked.then(request.broadcasts)
+        if self._config.held is not None:
+            self._config.held.hear(opened.key, opened.rows, request.message)
         try:
             reply = _message_to(self._next(opened, resume), _CPU)
             self._store(opened)
@@ -414,19 +436,16 @@ class ClientSide:
         if held is None or not held.covers(reply):
             return reply
         try:
-            start = opened.starts[i] if opened.starts else b""
-            asked = Asked(opened.asked, varies=opened.group.drew[i], start=start)
-            return held.hold(key, opened.rows[i], opened.group.clients[i], request.message, reply, asked)
+            client, varies = opened.group.clients[i], opened.group.drew[i]
+            return held.hold(key, opened.rows[i], client, request.message, reply, varies=varies)
         except FedloomError as error:
             _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
             return _lost(error)
 
-    def _step_of_sum(self, opened: _Open, i: int, request: _Request) -> Message | Lost:
+    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: _Request) -> Message | Lost:
         """Return the i-th client's answer to a step of a secure sum."""
-        row, held = opened.rows[i], self._config.held
+        row = opened.rows[i]
         try:
-            if held is None:
-                raise DataError("federation.secure_aggregation is not set here, and the aggregator asks for a sum")
             return held.step(opened.key, row, opened.group.clients[i].id, request.select([row]))
         except (FedloomError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if not isinstance(error, FedloomError):

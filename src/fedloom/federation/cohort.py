@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import InterruptedRun, argument
-from fedloom.federation.loop_config import RoundConfig
+from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
@@ -27,6 +29,66 @@ _log = logging.getLogger(__name__)
 
 OUT_OF_RANGE = "value out of range"
 """Reason under which answers with implausible values are counted as refused."""
+
+
+class Summing(Protocol):
+    """Sums that a server receives in place of answers; None in a run whose server receives each answer."""
+
+    @property
+    def vocabulary(self) -> Mapping[str, type[Message]]:
+        """Messages that conversations have for sums, beside those of the method."""
+
+    @property
+    def is_secure(self) -> bool:
+        """True if the aggregator can read only sums."""
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Names of the fields that clipping may scale down."""
+
+    def covers(self, answer: type[Message]) -> bool:
+        """Return whether answers of this class are summed."""
+
+    def in_process(self) -> Summing:
+        """Return the same sums of clients in this process, which sign nothing."""
+
+    def cohort(
+        self,
+        key: ConversationKey,
+        clients: Sequence[str],
+        sizes: Tensor,
+        *,
+        draw: Draw,
+        reveal: Callable[[], None],
+        **conversation: Any,
+    ) -> RemoteCohort:
+        """Return a cohort, randomly drawn, that sums; ``reveal`` is called once members may reveal a sum."""
+
+
+@dataclass(frozen=True)
+class RoundConfig:
+    """Settings that apply to every conversation of a run."""
+
+    seed: int
+    clients_per_round: int
+    deadline_s: float
+    min_replies: int
+    shapes: Shapes
+    stop: threading.Event
+    judge: Callable[[str, Message], str | None]
+    """Returns why the values of a client's well-formed answer are implausible; None if they are plausible."""
+    states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
+    """Returns the versions that clients start from now, for methods with client states."""
+    releases: Releases | None = None
+    """Record of private answers, updated before they are requested."""
+    summation: Summing | None = None
+    """Settings of sums, if the server uses only sums of the answers; None if it uses each answer."""
+    sums_metrics: bool = False
+    """True if the clients' metrics are summed securely."""
+    noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
+    """Returns the releases of a client's noisy steps in a conversation of this purpose, for privacy of examples."""
+    private: PrivateSums | None = None
+    """Draws and noise of training, if clients are private."""
 
 
 class TooFewReplies(Exception):

@@ -21,8 +21,8 @@ from fedloom.evaluation.measure import implausible
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.client_side import after_steps_purpose
-from fedloom.federation.cohort import RemoteCohort, TooFewReplies
-from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks, RoundConfig
+from fedloom.federation.cohort import RemoteCohort, RoundConfig, TooFewReplies
+from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.round_attempt import RoundAttempt
@@ -90,7 +90,7 @@ class Evaluator:
         }
         summation = pair.summation
         if summation is not None and transport.traffic.up is None:  # clients in this process sign nothing
-            summation = replace(summation, signature_bytes=1)
+            summation = summation.in_process()
         self._config = RoundConfig(
             schedule.seed,
             schedule.clients_per_round,
@@ -104,7 +104,7 @@ class Evaluator:
             summation,
             noisy_steps=self._noisy_steps if pair.noisy_steps is not None else None,
         )
-        self._sums_metrics = pair.summation is not None and SummedMetrics in pair.summation.fields
+        self._sums_metrics = pair.summation is not None and pair.summation.covers(SummedMetrics)
         self._scaled = () if pair.summation is None else pair.summation.scaled
         self._durable: tuple[int, Best | None] | None = None
 

@@ -27,7 +27,6 @@ from fedloom.federation.releases import BudgetSpent, Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.round_attempt import RoundAttempt
-from fedloom.federation.sum_messages import ANSWERS, STEPS
 from fedloom.federation.transport import TRAIN, Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, SummedMetrics
@@ -461,5 +460,5 @@ class Loop(Evaluator):
 
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:
-    """Return all messages that a conversation of this algorithm can contain, by name, those of its sums included."""
-    return {message.__name__: message for message in (*algorithm.messages, Metrics, SummedMetrics, *STEPS, *ANSWERS)}
+    """Return all messages that a conversation of this algorithm can contain, by name, except those of secure sums."""
+    return {message.__name__: message for message in (*algorithm.messages, Metrics, SummedMetrics)}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
+from fedloom.federation.cohort import Summing
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.private_sums import PrivateSums
-from fedloom.federation.releases import Releases
-from fedloom.federation.states import Versions
-from fedloom.federation.summation import Summation
-from fedloom.messages import Message, Shapes
 from fedloom.privacy.accounting import Release
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
@@ -56,44 +53,13 @@ class AlgorithmPair:
     server: ServerAlgorithm
     client: ClientAlgorithm
     plan: EvaluationPlan
-    summation: Summation | None = None
+    summation: Summing | None = None
     """Settings of sums, if the server uses only sums of the answers; else None."""
     noisy_steps: Callable[[int, str], Mapping[Release, int]] | None = None
     """Returns the releases of a client's steps, given its number of training examples and the conversation's purpose;
     None without privacy of examples."""
     private: PrivateSums | None = None
     """Draws and noise of sums over clients; None if clients are not private."""
-
-
-@dataclass(frozen=True)
-class RoundConfig:
-    """Settings that apply to every conversation of a run."""
-
-    seed: int
-    clients_per_round: int
-    deadline_s: float
-    min_replies: int
-    shapes: Shapes
-    stop: threading.Event
-    judge: Callable[[str, Message], str | None]
-    """Returns why the values of a client's well-formed answer are implausible; None if they are plausible."""
-    states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
-    """Returns the versions that clients start from now, for methods with client states."""
-    releases: Releases | None = None
-    """Record of private answers, updated before they are requested."""
-    summation: Summation | None = None
-    """Settings of sums, if the server uses only sums of the answers; None if it uses each answer."""
-    sums_metrics: bool = False
-    """True if the clients' metrics are summed securely."""
-    noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
-    """Returns the releases of a client's noisy steps in a conversation of this purpose, for privacy of examples."""
-    private: PrivateSums | None = None
-    """Draws and noise of training, if clients are private."""
-
-    @property
-    def is_secure(self) -> bool:
-        """True under secure aggregation."""
-        return self.summation is not None and self.summation.secure is not None
 
 
 class Observer(Protocol):

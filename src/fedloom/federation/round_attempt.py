@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.loop_config import RoundConfig
+from fedloom.federation.cohort import RemoteCohort, RoundConfig
 from fedloom.federation.private_sums import Draw, everyone
 from fedloom.federation.randomness import generator
-from fedloom.federation.summing_cohort import SummingCohort
 from fedloom.federation.transport import EVALUATE, TRAIN, ConversationKey, Transport
 from fedloom.runs.journal import Attempt, ConversationRecord
 
@@ -43,7 +43,7 @@ class RoundAttempt:
         self.rules = rules
         self.helper = helper
         self._planned = planned
-        self._conversations: list[SummingCohort] = []
+        self._conversations: list[RemoteCohort] = []
         self.has_revealed = False
         """True once members may have revealed a sum of this attempt."""
 
@@ -58,7 +58,7 @@ class RoundAttempt:
         weights: Tensor | None = None,
         replace: bool = False,
         always: Sequence[str] = (),
-    ) -> SummingCohort:
+    ) -> RemoteCohort:
         """Draw a cohort from the roster.
 
         In an open federation a uniform draw prefers clients that answer, and is smaller rather than filled up with
@@ -110,7 +110,7 @@ class RoundAttempt:
             drawn.update(group[i] for i in order.tolist())
         return drawn
 
-    def everyone(self) -> SummingCohort:
+    def everyone(self) -> RemoteCohort:
         """Return the whole roster as one cohort."""
         return self.hold(self._roster)
 
@@ -118,7 +118,7 @@ class RoundAttempt:
         """Return the server's random generator for this round and purpose."""
         return generator(self.rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
-    def hold(self, clients: Sequence[str], draw: Draw | None = None) -> SummingCohort:
+    def hold(self, clients: Sequence[str], draw: Draw | None = None) -> RemoteCohort:
         """Begin a conversation with these clients, or with those that a replayed journal names."""
         planned = None
         if self._planned is not None:
@@ -126,11 +126,15 @@ class RoundAttempt:
             clients = planned.clients
         key = ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose)
         sizes = torch.tensor([self._sizes[client] for client in clients], dtype=torch.int64)
-        draw = everyone(len(clients)) if draw is None else draw
-        conversation = SummingCohort(
-            key, clients, sizes, transport=self.transport, config=self.rules, attempt=self.attempt, helper=self.helper,
-            planned=planned, draw=draw, reveal=self.reveal,
-        )  # fmt: skip
+        shared: dict[str, Any] = {
+            "transport": self.transport, "config": self.rules, "attempt": self.attempt, "helper": self.helper,
+            "planned": planned,
+        }  # fmt: skip
+        if (summation := self.rules.summation) is None:
+            conversation = RemoteCohort(key, clients, sizes, **shared)
+        else:
+            drawn = everyone(len(clients)) if draw is None else draw
+            conversation = summation.cohort(key, clients, sizes, draw=drawn, reveal=self.reveal, **shared)
         self._conversations.append(conversation)
         return conversation
 

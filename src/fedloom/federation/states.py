@@ -77,7 +77,7 @@ class StoredStates:
 
         Raise DataError if it is damaged. Raise StorageError if the store cannot be read.
         """
-        from fedloom.runs import tensor_file  # imports torch, which reading a journal does not need
+        from fedloom.runs.checkpoint import decode_tensors  # imports torch, which reading a journal does not need
 
         name = _name(client, version)
         try:
@@ -85,7 +85,7 @@ class StoredStates:
         except Absent:
             return None
         try:
-            tensors, about = tensor_file.decode_tensors(content)
+            tensors, about = decode_tensors(content)
             if about != _about(client):
                 raise ValueError(f"it belongs to {about}, not {_about(client)}")
         except ValueError as error:
@@ -103,10 +103,10 @@ class StoredStates:
 
         Raise StorageError if it cannot be written.
         """
-        from fedloom.runs import tensor_file
+        from fedloom.runs.checkpoint import encode_tensors
 
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        self._store.write(_name(client, version), tensor_file.encode_tensors(dense, _about(client)), durably=False)
+        self._store.write(_name(client, version), encode_tensors(dense, _about(client)), durably=False)
 
     def forget(self, client: str, versions: Versions) -> None:
         """Remove a client's superseded versions, and partial files of killed workers."""

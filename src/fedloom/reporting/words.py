@@ -96,18 +96,11 @@ def power_note(power: Mapping[str, Any], claim: float, *, enough: bool) -> str:
     """Return sentences that say before a training what an audit by canaries can find; ``enough``: it has power."""
     if enough:
         noise = in_percent(power["noise"])
-        text = (
+        return (
             f"With probability {power['probability']:g}, this audit finds noise of at most {noise} % of the claimed, "
             f"which gives ε = {shown_bound(power['epsilon'])} instead of {rounded_up(claim)}."
         )
-    else:
-        text = f"This audit has no power: {_lack_of_power(power)}"
-    text += f" Guesses alone, without assumptions, refute at most ε = {shown_bound(power['refutable'])}"
-    if power["refutable"] is None or power["refutable"] > claim:
-        return f"{text}, if there is no noise."
-    ways = [f"{way['canaries']:,} canaries at δ = {way['delta']:g}" for way in power["to_refute"]]
-    needed = " or ".join(ways) or "a larger model, more rounds or more data"
-    return f"{text}, even if there is no noise; for the claim of {rounded_up(claim)} they need {needed}."
+    return f"This audit has no power: {_lack_of_power(power)}"
 
 
 def human_bytes(count: int | None) -> str:

@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm
-from fedloom.attacks.audit_power import GUESSES, NOISE, PlannedAudit, has_power, power_document, verdict
-from fedloom.attacks.canary_clients import UPDATE, CanaryClientAlgorithm, CanarySet, sent_part, sent_size
+from fedloom.attacks.canary_algorithms import (
+    UPDATE,
+    CanaryClientAlgorithm,
+    CanaryExampleAlgorithm,
+    CanaryGradients,
+    CanarySet,
+    sent_part,
+    sent_size,
+)
 from fedloom.attacks.canary_data import (
     CanaryExample,
     canary_names,
@@ -29,8 +36,17 @@ from fedloom.attacks.canary_data import (
     write_with_examples,
 )
 from fedloom.attacks.canary_draws import DrawLog, Draws, noise_estimate, sampling_check
-from fedloom.attacks.canary_examples import CanaryExampleAlgorithm, CanaryGradients
-from fedloom.attacks.guesses import LEAST, canary_document, normal_estimate
+from fedloom.attacks.guesses import (
+    GUESSES,
+    LEAST,
+    NOISE,
+    PlannedAudit,
+    canary_document,
+    has_power,
+    normal_estimate,
+    power_document,
+    verdict,
+)
 from fedloom.attacks.membership import example_losses
 from fedloom.core.keyed import make_rng
 from fedloom.core.words import pluralize
@@ -40,22 +56,20 @@ from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.releases import count_releases_about
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Sums
 from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.privacy.accounting import Release, epsilon_of
 from fedloom.privacy.tally import largest
 from fedloom.reporting.words import power_note
-from fedloom.runner import assemble, loops
+from fedloom.runner import assemble, loops, run_data
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, claimed_delta, keep_audit
-from fedloom.runner.closed_run import run_closed
 from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_data import run_dataset
-from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.run_experiment import run_closed, run_experiment
 from fedloom.runner.trained import personalize_each, restore, torch_threads
 from fedloom.runner.training_privacy import Planned, Population, noisy_steps_of
 from fedloom.runs.checkpoint import Checkpoints
@@ -63,6 +77,7 @@ from fedloom.runs.files import JOURNAL
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
 from fedloom.security.files import write_private
+from fedloom.sums.summation import Summation
 
 COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
@@ -223,12 +238,12 @@ def _dataset(e: Experiment, options: CanaryOptions) -> FederatedDataset:
                 key="packed",
                 hint="owners who do not share their data can audit the same settings on data of their own",
             )
-        return run_dataset(e, RunOptions(data=options.data, partition=options.partition))
+        return run_dataset(e, RunOptions(packed=options.data, partition=options.partition))
     if options.data:
         raise ExperimentError(
             f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"
         )
-    found = assemble.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
+    found = run_data.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
     found.verify()
     return found
 
@@ -314,7 +329,7 @@ def _tell_power(audit: _CanaryRun, planned: Planned, canaries: PlannedAudit) -> 
     delta = planned.privacy.delta
     epsilon_at = _epsilon_at(largest(planned.counts(planned.rounds, planned.multiplier), delta), delta)
     claim = epsilon_at(1.0)
-    found = power_document(canaries, claim, delta, epsilon_at=epsilon_at)
+    found = power_document(canaries, epsilon_at=epsilon_at)
     audit.observer.notice(power_note(found, claim, enough=has_power(found["noise"])))
     return found
 

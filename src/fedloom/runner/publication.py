@@ -12,7 +12,7 @@ from fedloom.errors import ExperimentError, FedloomError, QuorumError, argument
 from fedloom.experiment import Experiment
 from fedloom.runner.options import RunOptions
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.publisher import Publisher
+from fedloom.runs.published import Publisher
 from fedloom.storage import Store, is_url, open_store
 
 log = logging.getLogger("fedloom.run")

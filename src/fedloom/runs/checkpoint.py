@@ -1,24 +1,78 @@
 """Checkpoints: only the server's state, so that equal states give equal bytes.
 
 A file ``round-<t>.safetensors`` holds the state's tensors, the format version, the algorithm and its version, the
-round, and the best round so far. It holds no times, hosts or paths. Its digest is checked at every read
-(``tensor_file.py``).
+round, and the best round so far. It holds no times, hosts or paths.
+
+Tensor files of checkpoints and of clients' states detect damage: safetensors with one metadata key, ``fedloom``
+(safetensors does not preserve the order of several): a JSON object whose first key, ``sha256``, is the digest of the
+whole file with 64 zeros in the digest's place. So it covers names, shapes and metadata as well as values, and equal
+content gives equal bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.core.words import parsed_json
 from fedloom.errors import NEW_RUN, DataError, argument, as_storage_error
-from fedloom.runs import tensor_file
 from fedloom.runs.files import checkpoint_files
 from fedloom.storage.folder import read_file, write_atomically
+
+_BEFORE = b'{"__metadata__":{"fedloom":"{\\"sha256\\": \\"'
+_AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
+_ZEROS = b"0" * 64
+
+
+def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a file with dense tensors on the CPU, and ``about``: any JSON object without ``sha256``."""
+    text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
+    content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
+    assert content[8 : _AT.start] == _BEFORE and content[_AT] == _ZEROS  # noqa: PT018 - one fact
+    return b"".join((content[: _AT.start], _digest(content).encode(), content[_AT.stop :]))
+
+
+def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the metadata of a file.
+
+    Raise ValueError if its digest is missing or wrong, or the file is not valid.
+    """
+    if content[8 : _AT.start] != _BEFORE:
+        raise ValueError("it has no digest; another version of FedLoom may have written it")
+    stored, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
+    if stored != found:
+        raise ValueError(f"damaged: its sha256 is {found[:12]}, and must be {stored[:12]}")
+    try:
+        header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about: dict[str, Any] = parsed_json(header["__metadata__"]["fedloom"])
+        del about["sha256"]
+        return safetensors.torch.load(content), about
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"damaged: {error}") from error
+
+
+def stored_digest(content: bytes) -> str:
+    """Return the digest stored in a file that :func:`decode_tensors` has checked."""
+    return content[_AT].decode("ascii")
+
+
+def _digest(content: bytes) -> str:
+    """Return the digest of a file, ignoring the stored one."""
+    parts = memoryview(content)
+    digest = hashlib.sha256(parts[: _AT.start])
+    digest.update(_ZEROS)
+    digest.update(parts[_AT.stop :])
+    return digest.hexdigest()
+
 
 VERSION = 2
 KEPT = 2
@@ -70,7 +124,7 @@ class Checkpoint:
             "best": None if self.best is None else [self.best.round, self.best.score],
         }
         beside = {FEDERATION + name: tensor for name, tensor in self.federation.items()}
-        return tensor_file.encode_tensors({**self.state, **beside}, about)
+        return encode_tensors({**self.state, **beside}, about)
 
 
 class Checkpoints:
@@ -177,7 +231,7 @@ class Checkpoints:
         path = self._path(round)
         try:
             content = read_file(path)
-            state, about = tensor_file.decode_tensors(content)
+            state, about = decode_tensors(content)
             if (found := about["version"]) != VERSION:
                 raise DataError(
                     f"{path} has format {found}, and this FedLoom reads format {VERSION}.",
@@ -186,7 +240,7 @@ class Checkpoints:
             if about["round"] != round:
                 raise ValueError(f"it holds the checkpoint of round {about['round']}")
             best = None if about["best"] is None else Best(*about["best"])
-            digest = tensor_file.stored_digest(content)
+            digest = stored_digest(content)
             beside = {name: state.pop(name) for name in list(state) if name.startswith(FEDERATION)}
             federation = {name.removeprefix(FEDERATION): tensor for name, tensor in beside.items()}
             return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest, federation)

@@ -7,7 +7,6 @@ faults included.
 
 from __future__ import annotations
 
-import math
 import mmap
 import time
 from array import array
@@ -17,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fedloom.errors import DataError, argument
-from fedloom.runs.files import JOURNAL, METRICS, RELEASES
+from fedloom.runs.files import JOURNAL, METRICS, RELEASES, Placed, as_object
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.line_file import Placed, as_object
 
 DONE = "done"
 EVALUATED = "evaluated"
@@ -387,32 +385,9 @@ def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
             ConversationRecord(record["clients"], [Loss(**loss) for loss in record["lost"]])
             for record in line["conversations"]
         ]
-        attempt = Attempt(**{**line, "conversations": conversations})
-        _check(attempt)
-        return attempt
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        return Attempt(**{**line, "conversations": conversations})
+    except (KeyError, TypeError) as error:
         raise DataError(f"{folder.path / JOURNAL} is not a journal of this version ({error})") from error
-
-
-def _check(attempt: Attempt) -> None:
-    """Raise ValueError, KeyError or TypeError if an attempt lacks values that readers need."""
-    wire = [number for number in (attempt.wire_up, attempt.wire_down) if number is not None]
-    numbers = [attempt.round, attempt.life, attempt.seconds, attempt.payload_up, attempt.payload_down, *wire]
-    numbers += attempt.statistics.values()
-    if attempt.outcome == DONE:
-        numbers.append(attempt.statistics["client_steps"])
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise ValueError("a value that is not a number")
-    _check_names(attempt)
-
-
-def _check_names(attempt: Attempt) -> None:
-    """Raise ValueError, KeyError or TypeError unless all clients have names."""
-    names = [client for record in attempt.conversations for client in record.clients]
-    if not all(isinstance(name, str) for name in [*names, *(member["id"] for member in attempt.joined)]):
-        raise ValueError("a client without a name")
-    if not all(isinstance(member["observer"], bool) for member in attempt.joined):
-        raise ValueError("a client that neither trains nor observes")
 
 
 def lost_rows(record: ConversationRecord, exchange: int) -> Sequence[Loss]:

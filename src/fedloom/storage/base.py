@@ -9,6 +9,10 @@ from pathlib import Path
 
 from fedloom.errors import StorageError
 
+ENDPOINT, REGION = "FEDLOOM_S3_ENDPOINT", "AWS_REGION"
+"""Environment variables of a service's address and region."""
+CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+
 
 class Absent(StorageError):
     """Name that does not exist in the store."""

@@ -26,7 +26,7 @@ from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, SSL
 
 from fedloom.core.urls import service_url
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage.base import Absent, Store, StoredObject, Taken, parts_of
+from fedloom.storage.base import CREDENTIALS, ENDPOINT, REGION, Absent, Store, StoredObject, Taken, parts_of
 from fedloom.storage.folder import opened, staged, storing
 
 log = logging.getLogger("fedloom.storage")
@@ -36,14 +36,11 @@ T = TypeVar("T")
 PART = 16 * 2**20
 """Size in bytes of the parts of an upload; larger contents are sent in parts, three at a time."""
 
-ENDPOINT = "FEDLOOM_S3_ENDPOINT"
 FIRST_PAUSE_S = 0.5
 """Pause between the first and the second attempt of a request; each further pause is twice as long."""
 
 CHECK_S = 8.0
 """Timeout for a response while a store is checked; there are two attempts."""
-
-CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 _MEANINGS: Sequence[tuple[Collection[str], type[FedloomError], str, str | None]] = (
     (("NoSuchKey", "NoSuchObject"), Absent, "{where} does not exist", None),
@@ -130,7 +127,7 @@ class Service:
                 key=endpoint_from,
                 path=False,
             ),
-            region=environment.get("AWS_REGION") or "us-east-1",
+            region=environment.get(REGION) or "us-east-1",
             access_key=environment[CREDENTIALS[0]],
             secret_key=environment[CREDENTIALS[1]],
             session_token=environment.get("AWS_SESSION_TOKEN") or None,

@@ -57,6 +57,8 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request; close the connection that has waited longest if there are too many."""
         super().connection_made(transport)
+        # asyncio does this only for sockets that name their protocol; without it, answers wait for an acknowledgement.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._wait_for_peer()
         if len(self.connections) > self._limits.connections:
             waiting = [each for each in self.connections if isinstance(each, _Connection) and each._waiting_since]

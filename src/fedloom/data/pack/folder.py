@@ -25,7 +25,7 @@ from fedloom.data.pack.arrays import read_arrays
 from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, ValidationErrors
 from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
 from fedloom.data.pack.packer import examples_of
-from fedloom.data.pack.tables import PARQUET, is_parquet, read_csv, read_parquet
+from fedloom.data.pack.tables import PARQUET, read_csv, read_parquet
 from fedloom.data.pack.texts import read_characters
 from fedloom.data.spec import SpecError
 from fedloom.errors import DataError, ExperimentError, argument
@@ -40,7 +40,7 @@ FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".safetensors": ("safetensors", read_arrays),
     ".txt": ("text", read_characters),
 }
-"""Format and reader by file extension; a folder holds images, or Parquet files."""
+"""Format and reader by file extension; a folder holds images."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def pack(
     Parameters
     ----------
     source
-        A folder of images or of Parquet files, or a CSV, Parquet, npz, safetensors or text file.
+        A folder of images, or a CSV, Parquet, npz, safetensors or text file.
     out
         A new folder, readable only by its owner.
     on_progress
@@ -167,12 +167,12 @@ def _check_targets(examples: Examples, request: Request, source: str) -> None:
 
 def _reader(source: Path) -> tuple[str, Reader]:
     if source.is_dir():
-        return ("parquet", read_parquet) if is_parquet(source) else ("images", read_images)
+        return "images", read_images
     if not source.exists():
         raise DataError(f"{source} does not exist")
     if source.suffix.lower() not in FORMATS or not source.is_file():
         raise ExperimentError(
-            f"{source} must be a folder of images or of Parquet files, or a file that ends in {', '.join(FORMATS)}",
+            f"{source} must be a folder of images, or a file that ends in {', '.join(FORMATS)}",
             hint=HOW_TO_READ if is_medical(source) else None,
         )
     return FORMATS[source.suffix.lower()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.core.words import composed, pluralize
+from fedloom.core.words import composed
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.listing import files_below, folders_in
 from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Places, Request, ValidationErrors, listed
-from fedloom.data.pack.pixels import ImageStack, Picture, UnfitImage, endings, load_picture, read_picture, turned
+from fedloom.data.pack.pixels import ImageStack, Picture, UnfitImage, endings, load_picture, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
 
@@ -30,8 +28,6 @@ MODES = ("1", "L", "P", "I", "I;16", "I;16B")
 
 LOSSY = ("JPEG", "MPO", "WEBP", "jpeg", "tiff_jpeg", "webp")
 """Formats, and compressions within a TIFF file, that change the numbers of pixels."""
-
-APPLY = "apply the orientation to the pixels of both files, and remove the tag"
 
 MEDICAL = (".dcm", ".dicom", ".nii", ".nii.gz")
 
@@ -77,7 +73,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
     else:
         entries = [_Entry(path, tuple(map(composed, _below(folder, path)))) for path in files_below(folder)]
     stack = ImageStack(None if own is None else own.input_shape, request.resize)
-    palettes, turns = _Palettes(), Counter[str]()
+    palettes = _Palettes()
     kept: list[_Entry] = []
     masks: list[NDArray[np.int64]] = []
     known = endings()
@@ -89,7 +85,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
                 _check_place(entry, depth, request, known, given=given)
             picture = read_picture(entry.image)
             if entry.mask is not None:
-                mask, note = _read_mask(entry.mask, name, picture, palettes)
+                mask = _read_mask(entry.mask, name, picture, palettes)
             stack.add(picture)
         except UnfitImage as unfit:
             errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else name)
@@ -97,7 +93,6 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         kept.append(entry)
         if entry.mask is not None:
             masks.append(_resized(mask, stack.size))
-            turns.update(note)
     errors.refuse()
     if not kept:
         raise DataError(
@@ -105,7 +100,6 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
             f"names in {MASKS}"
         )
     x, y, classes = stack.joined(), None, None
-    notes = [*stack.notes(), *(f"{pluralize(count, 'mask')} {how}" for how, count in turns.items()), *palettes.notes()]
     if masked:
         y = np.stack(masks)
     elif request.labelled:
@@ -113,8 +107,6 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         classes = found_classes(labels) if own is None else own.classes
         position = {composed(name): i for i, name in enumerate(classes)}
         y = np.array([position[label] for label in labels], dtype=np.int64)
-        empty = [str(path.relative_to(folder)) for path in _empty(folder, depth, [entry.image for entry in kept])]
-        notes += [f"folders without an image, left out: {listed(empty)}"] * bool(empty)
     return Columns(
         {"": x},
         {"": InputSpec("pixels", x.shape[1:])},
@@ -123,7 +115,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         np.array([SPLIT_NAMES[entry.steps[0].lower()] for entry in kept], dtype=np.int64) if given else None,
         None if request.client is None else [entry.steps[depth - 1] for entry in kept],
         classes=classes,
-        notes=tuple(notes),
+        notes=(*stack.notes(), *palettes.notes()),
     )
 
 
@@ -199,16 +191,6 @@ def _check_place(entry: _Entry, depth: int, request: Request, known: frozenset[s
         raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
 
 
-def _empty(folder: Path, depth: int, kept: Sequence[Path]) -> Iterator[Path]:
-    """Yield the folders of classes, ``depth`` below a folder, and those above them, from which no image was kept."""
-    full = {above for path in kept for above in path.parents}
-    for name in folders_in(folder):
-        if folder / name not in full:
-            yield folder / name
-        elif depth:
-            yield from _empty(folder / name, depth - 1, kept)
-
-
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
@@ -268,29 +250,26 @@ class _Palettes:
         return (f"colours in the palette of the masks: {listed(shown, 24)}",) if shown else ()
 
 
-def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Return the numbers of a mask, ``[height, width]``, upright like its image, and a note if it was turned with it.
+def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> NDArray[np.int64]:
+    """Return the numbers of a mask, ``[height, width]``, upright like its image.
 
     Raise UnfitImage if it is not a mask of this image, or it is unclear in which orientation it was drawn.
     """
     mask, _, held = load_picture(path, _check_form)
-    size, note = image.image.size, tuple[str, ...]()
-    if held != image.orientation:
-        with_image = turned(mask, image.orientation)
-        if held != 1 or with_image.size == mask.size:
-            raise UnfitImage(
-                "mask whose EXIF orientation is not that of its image: was it drawn before or after the image was "
-                f"turned? {APPLY}",
-                f"mask {held}, image {image.orientation}",
-            )
-        if with_image.size == size:
-            mask, note = with_image, ("turned with the image, by its EXIF orientation",)
+    size = image.image.size
+    sides_swap = image.orientation >= 5 and size[0] != size[1]  # the size then shows how the mask was drawn
+    if held != image.orientation and not (held == 1 and sides_swap and mask.size == size):
+        raise UnfitImage(
+            "mask whose EXIF orientation is not that of its image: was it drawn before or after the image was turned? "
+            "Apply the orientation to the pixels of both files, and remove the tag",
+            f"mask {held}, image {image.orientation}",
+        )
     if mask.size != size:
         shapes = (" x ".join(map(str, each[::-1])) for each in (mask.size, size))
         raise UnfitImage("mask of another size (height x width) than its image", ", image ".join(shapes))
     values = np.asarray(mask).astype(np.int64)
     palettes.add(mask, values, name)
-    return values, note
+    return values
 
 
 def _check_form(mask: Image) -> None:

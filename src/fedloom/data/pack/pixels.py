@@ -81,7 +81,7 @@ def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
 
     Raise UnfitImage if the file cannot be read.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with _failures_named(path), Image.open(path, formats=FORMATS) as opened:
         width, height = opened.size
@@ -96,7 +96,8 @@ def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
         )
         opened.load()
         after = orientation(opened)
-        return Picture(turned(opened, after), notes, after if before == 1 else before)
+        upright = opened.copy() if after == 1 else ImageOps.exif_transpose(opened)
+        return Picture(upright, notes, after if before == 1 else before)
 
 
 def check_depth(image: Image) -> None:
@@ -141,22 +142,6 @@ def orientation(image: Image) -> int:
     except Exception:  # EXIF comes from all kinds of programs; viewers show such images unrotated
         return 1
     return found if isinstance(found, int) and 1 <= found <= 8 else 1
-
-
-def turned(image: Image, held: int) -> Image:
-    """Return an image upright; transposing removes the tag that would rotate it again."""
-    from PIL.Image import Transpose
-
-    ways = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
-    return image.transpose(ways[held]) if held in ways else image.copy()
 
 
 def _transparency(image: Image) -> tuple[Image, int]:

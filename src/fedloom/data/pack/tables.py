@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from fedloom.core.words import composed, named_twice
 from fedloom.data.input_spec import InputSpec
-from fedloom.data.listing import files_below
 from fedloom.data.pack.examples import (
     Columns,
     OnProgress,
@@ -50,7 +49,7 @@ FEATURES, INTEGERS = "features", "integers"
 """Names of the inputs of a table with columns of measurements and columns of integers."""
 
 PARQUET = (".parquet", ".pq")
-"""File extensions of Parquet files, and of the parts of a folder."""
+"""File extensions of Parquet files."""
 
 NOT_NUMBERS = "not a numeric column; features must be integers, floats, or true and false"
 NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
@@ -176,17 +175,11 @@ def _fault(cell: str, value: float | None, truth: float | None) -> str | None:
     return None
 
 
-def is_parquet(folder: Path) -> bool:
-    """Return True if the files in a folder are Parquet files, besides those that their writer adds (``_SUCCESS``)."""
-    endings = {path.suffix.lower() for path in files_below(folder) if not path.name.startswith("_")}
-    return bool(endings) and endings <= set(PARQUET)
-
-
 def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
-    """Read a Parquet file with one column for each number of an input; or a folder of such files, in order of name.
+    """Read a Parquet file with one column for each number of an input.
 
-    Raise ExperimentError if pyarrow is not installed; DataError if a file is not Parquet, lacks a column, or has a
-    feature column that is not numeric; or a folder has no such file, or folders of them.
+    Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
+    feature column that is not numeric.
     """
     try:
         import pyarrow
@@ -196,35 +189,19 @@ def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_prog
             f"reading {path} needs pyarrow, which is not installed",
             hint="pip install 'fedloom[parquet]', or pack a CSV file",
         ) from None
-    files, others = _parts(path) if path.is_dir() else ([path], [])
     try:
-        schema = parquet.read_schema(files[0])
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            index = [name for name in (schema.pandas_metadata or {}).get("index_columns", ()) if isinstance(name, str)]
+            layout = _layout(schema.names, request, errors.source, index)
+            check_unpacked(path, 8 * file.metadata.num_rows * (len(layout.inputs) + 1))
+            return _columns(layout, _parquet_chunks(file, layout, errors, on_progress), "row ", request, errors)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{files[0]} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
-    index = [name for name in (schema.pandas_metadata or {}).get("index_columns", ()) if isinstance(name, str)]
-    layout = _layout(schema.names, request, errors.source, index)
-
-    def chunks() -> Iterator[Rows]:
-        for part in files:
-            try:
-                with parquet.ParquetFile(part) as file:
-                    whose = "" if part == path else f" of {part.name}"
-                    if set(file.schema_arrow.names) != set(schema.names):
-                        names = listed(file.schema_arrow.names), listed(schema.names)
-                        raise DataError(f"{part} has the columns {names[0]}; {files[0].name} has {names[1]}")
-                    check_unpacked(part, 8 * file.metadata.num_rows * (len(layout.inputs) + 1))
-                    yield from _parquet_chunks(file, whose, layout, errors, on_progress)
-            except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(f"{part} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
-
-    columns = _columns(layout, chunks(), "row ", request, errors)
-    return replace(columns, notes=(*columns.notes, *[f"files left out: {listed(others)}"] * bool(others)))
+        raise DataError(f"{path} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
 
 
-def _parquet_chunks(
-    file: Any, whose: str, layout: _Layout, errors: ValidationErrors, on_progress: OnProgress
-) -> Iterator[Rows]:
-    """Yield the rows of a Parquet file; errors call its i-th row ``row i`` and ``whose``."""
+def _parquet_chunks(file: Any, layout: _Layout, errors: ValidationErrors, on_progress: OnProgress) -> Iterator[Rows]:
+    """Yield the rows of a Parquet file."""
     from pyarrow.types import is_boolean, is_floating, is_integer
 
     kinds = {name: file.schema_arrow.field(name).type for name in layout.numeric}
@@ -234,7 +211,7 @@ def _parquet_chunks(
     done = 0
     for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys((*layout.numeric, *layout.others)))):
         on_progress("reading rows", done, file.metadata.num_rows)
-        places = [f"{done + i}{whose}" for i in range(1, batch.num_rows + 1)]
+        places = [str(done + i) for i in range(1, batch.num_rows + 1)]
         values = np.zeros((batch.num_rows, len(layout.numeric)))
         for j, (name, kind) in enumerate(kinds.items()):
             column = batch.column(name)
@@ -243,20 +220,6 @@ def _parquet_chunks(
             values[:, j] = _checked_column(name, whole, missing, places, errors)
         yield places, values, {name: batch.column(name).to_pylist() for name in layout.others}
         done += batch.num_rows
-
-
-def _parts(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the Parquet files of a folder, and the names of others but the writer's own, which begin with ``_``."""
-    files = [path for path in files_below(folder) if not path.name.startswith("_")]
-    parts = [path for path in files if path.suffix.lower() in PARQUET]
-    if not parts:
-        raise DataError(f"{folder} has no files that end in {', '.join(PARQUET)}")
-    if deeper := [path for path in parts if path.parent != folder]:
-        raise DataError(
-            f"{folder}: {deeper[0].relative_to(folder)} is in a folder of its own, whose name may be a column; give "
-            "parts that are in one folder, as pandas.read_parquet(FOLDER).to_parquet(FILE) writes them"
-        )
-    return parts, [path.name for path in files if path not in parts]
 
 
 def read_frame(frame: DataFrame, request: Request, errors: ValidationErrors) -> Columns:

@@ -1,0 +1,73 @@
+"""``fedloom schema`` and ``fedloom device``: schema of experiment files, and check of a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fedloom.cli.options import Json
+
+
+def schema(
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+) -> None:
+    """Print the JSON schema of experiment files. Editors and other tools use it to complete and check keys."""
+    import json
+
+    from fedloom.experiment import json_schema
+
+    text = json.dumps(json_schema(), indent=2, ensure_ascii=False)
+    if out is None:
+        typer.echo(text)
+    else:
+        from fedloom.storage.folder import storing
+
+        with storing(out):
+            out.write_text(f"{text}\n", encoding="utf-8")
+
+
+def device_command(
+    device: Annotated[Literal["cuda", "cpu"], typer.Argument(help="Device to check, as in runtime.device.")] = "cuda",
+    clients: Annotated[int, typer.Option(help="Clients that train together.", min=1, metavar="N")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Check that a device computes what a CPU computes, and the same bits twice; show its speed and memory."""
+    import dataclasses
+    import json
+
+    import torch
+
+    from fedloom.cli.tables import print_table
+    from fedloom.errors import ExperimentError
+    from fedloom.runner.assemble import use_device
+    from fedloom.runner.device import check_device
+
+    found = use_device(device, 1)
+    name = torch.cuda.get_device_name() if found.type == "cuda" else "CPU"
+    rows = check_device(found, clients)
+    if as_json:
+        about = {"device": name, "torch": torch.__version__, "clients": clients}
+        typer.echo(json.dumps({**about, "checks": [dataclasses.asdict(row) for row in rows]}))
+    else:
+        cells = [
+            (
+                f"{row.model}, {row.dtype}",
+                f"{row.difference:.1e}",
+                f"{row.limit:.0e}",
+                "yes" if row.repeats else "no",
+                f"{row.steps_per_s:.0f}",
+                "–" if row.bytes_per_client is None else f"{row.bytes_per_client / 2**20:.1f}",
+            )
+            for row in rows
+        ]
+        headings = ("model", "difference", "at most", "same bits twice", "client steps/s", "MiB per client")
+        print_table(f"{name} · torch {torch.__version__} · {clients} clients at once", headings, cells)
+    if wrong := [f"{row.model} in {row.dtype}" for row in rows if not row.passes]:
+        raise ExperimentError(
+            f"{name} does not compute what a CPU computes, or not the same bits twice: {', '.join(wrong)}",
+            hint="use another device, driver or torch; results from this one would be wrong",
+            key="runtime.device",
+            found=device,
+        )

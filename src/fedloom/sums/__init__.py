@@ -1,0 +1,1 @@
+"""Secure sums, and sums with differential privacy of clients: the server learns only sums of the answers."""

@@ -1,0 +1,194 @@
+"""Record of the sums that a member has helped to reveal: one question is answered over one set of clients.
+
+When a round is repeated, because an attempt failed or the aggregator was restarted, clients give the same answers. Two
+sums of them over different sets have a difference, and sums over several sets more, down to a single client's answer.
+A member cannot verify that a failure is real. It therefore helps to reveal the sum of an answer over one set of clients
+only, and remembers which by a digest. A record on disk preserves this across restarts. Nothing is ever forgotten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.core import digests
+from fedloom.errors import DataError, RefusedError, StorageError
+from fedloom.runs.files import LineFile
+from fedloom.storage.folder import PRIVATE_FILE, storing, sync
+
+_log = logging.getLogger(__name__)
+
+RECORD = "revealed-sums.jsonl"
+"""Name of the record in a folder."""
+
+VERSION = 2
+"""Version of the record's lines."""
+
+
+class Subject(NamedTuple):
+    """Identity of answers that are the same whenever they are asked for."""
+
+    round: int | None
+    """Round of the sum, for messages; None for answers that are the same in every run."""
+    question: bytes
+    """Digest of the question that they answer."""
+
+
+class RevealedSums:
+    """Sums that the clients of this process, or of a folder, have helped to reveal.
+
+    Parameters
+    ----------
+    folder
+        Existing folder for a record on disk, which other processes may use at the same time; None for no record.
+
+    Raises
+    ------
+    DataError
+        If the record is damaged, or from another version.
+    StorageError
+        If it cannot be written.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._sums: dict[tuple[str, bytes], bytes] = {}
+        self._record = None if folder is None else _Record(folder)
+        with self._synchronized():
+            pass
+
+    def check(self, client: str, subject: Subject, total: bytes) -> None:
+        """Check that a client may help to reveal a sum, and remember it, on disk if there is a record.
+
+        Parameters
+        ----------
+        total
+            Digest of everything that determines the sum beside the question: its set of clients, and the settings and
+            state that the client's answer depends on.
+
+        Raises
+        ------
+        RefusedError
+            If the client has helped to reveal another sum of these answers, or the record cannot be read or written.
+        """
+        try:
+            with self._synchronized():
+                self._check(client, subject, total)
+        except (DataError, StorageError) as error:  # names files of this machine
+            raise RefusedError(
+                f"client {client} cannot use its record of revealed sums; its worker's log has the reason"
+            ) from error
+
+    def _check(self, client: str, subject: Subject, total: bytes) -> None:
+        known = self._sums.get((client, subject.question))
+        if known == total:
+            return
+        if known is not None:
+            what, instead = f"what round {subject.round} asks", "go on with the next round"
+            if subject.round is None:
+                what, instead = "its inputs", "give data.own.normalization {mean, std}"
+            raise RefusedError(
+                f"client {client} has helped to reveal a sum of {what} already, over other clients or with other "
+                f"settings, and from several sums a single answer could be computed: ask the same clients, or {instead}"
+            )
+        if self._record is not None:
+            line = {"round": subject.round, "question": subject.question.hex(), "sum": total.hex()}
+            self._record.append({"version": VERSION, "client": client, **line})
+        self._sums[client, subject.question] = total
+
+    @contextmanager
+    def _synchronized(self) -> Iterator[None]:
+        """Read what other processes have written, and keep them from writing within the block."""
+        if self._record is None:
+            yield
+            return
+        with self._record.locked():
+            if not self._record.is_continued():
+                self._sums.clear()
+            for line in self._record.lines():
+                self._record.read_line(line, self._read)
+            yield
+
+    def _read(self, line: Mapping[str, Any]) -> None:
+        self._sums[line["client"], bytes.fromhex(line["question"])] = bytes.fromhex(line["sum"])
+
+
+class _Record:
+    """File with one line per set that a client has helped to reveal, in a chain of digests.
+
+    A truncated last line is removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RECORD
+        self._file = LineFile(self._path)
+        self._start()
+
+    def _start(self) -> None:
+        self._end, self._digest = 0, digests.beginning(RECORD)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from using the file."""
+        with storing(self._path.parent):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            lock = os.open(self._path.with_suffix(".lock"), flags, PRIVATE_FILE)
+        try:
+            with storing(self._path.parent):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not self._path.exists():
+                    os.close(os.open(self._path, flags, PRIVATE_FILE))
+                    sync(self._path.parent)
+            yield
+        finally:
+            os.close(lock)
+
+    def is_continued(self) -> bool:
+        """Return whether the file still begins with all that was read; otherwise prepare to read it from the start."""
+        if self._file.has_line(self._end, self._digest):
+            return True
+        self._start()
+        return False
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines that were not read yet; remove a truncated last line."""
+        try:
+            for placed in self._file.forwards(start=self._end):
+                if placed.object is None:
+                    _log.warning("%s: removing the last line, which was truncated by a crash", self._path)
+                    self._file.cut(placed.start)
+                    return
+                self._end, self._digest = placed.end, placed.digest
+                yield placed.object
+        except DataError as error:
+            raise self._damaged(str(error)) from error
+
+    def read_line(self, line: dict[str, Any], read: Callable[[Mapping[str, Any]], None]) -> None:
+        """Read a line.
+
+        Raise DataError if it cannot be understood.
+        """
+        if line.get("version") != VERSION:
+            raise self._damaged(f"{self._path} has version {line.get('version')!r}; this FedLoom reads {VERSION}")
+        try:
+            read(line)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"{self._path} has a line that is not a revealed sum") from error
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write a line to the disk."""
+        written = digests.line_of(line, self._digest)
+        self._file.append(line)
+        sync(self._path)
+        self._end, self._digest = self._end + len(written), digests.check_line(written, self._digest)
+
+    def _damaged(self, why: str) -> DataError:
+        return DataError(
+            why,
+            hint="restore the file from a copy; or, if no aggregator can repeat the rounds and the measurement in it, "
+            "remove it: the worker then forgets what it has revealed",
+        )
