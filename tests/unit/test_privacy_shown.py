@@ -14,7 +14,7 @@ from facts import mentions, tells
 from rich.console import Console
 from run_folders import put, write_run
 
-from fedloom.cli.status_text import status_lines
+from fedloom.cli.status import status_lines
 from fedloom.core.words import rounded_up
 from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.problem import Problem, TrainedPrivately

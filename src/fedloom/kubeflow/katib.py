@@ -37,6 +37,7 @@ from fedloom.experiment import Experiment, parse_experiment
 from fedloom.experiment.search_space import Parameter, SearchPlan, SearchSpace, plan_search
 from fedloom.kubeflow import planning
 from fedloom.runner.katib_lines import EPSILON, KATIB_FILE, METRICS_PATH, objective_name
+from fedloom.runner.tracking import TRACK
 from fedloom.runner.trials import STARTUP, Schedule
 from fedloom.storage import is_url
 from fedloom.tasks.names import Headline
@@ -285,11 +286,11 @@ def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
     for override in (*search.overrides, *search.plan.fixed):
         words += ["--set", override]
     words += ["--partition", search.partition]
-    quoted = shlex.join([*words, "--track", "katib", "--no-report", "--resume"])
+    quoted = shlex.join([*words, "--no-report", "--resume"])
     quoted = quoted.replace("$", "$$")  # Kubernetes makes one of two, and would expand $(NAME)
     for name, key in named.items():
         quoted += f' --set {shlex.quote(f"{key}=")}"${name.upper()}"'
-    return f'{quoted} --out "runs/$TRIAL"'
+    return f'{TRACK}=katib {quoted} --out "runs/$TRIAL"'
 
 
 def _settings(values: Mapping[str, Any]) -> list[dict[str, str]]:
