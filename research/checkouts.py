@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedloom.data.federated import FederatedDataset
 from fedloom.experiment import load_experiment
-from fedloom.runner import assemble
+from fedloom.runner import run_data
 from fedloom.runs.files import EXPERIMENT
 
 
@@ -37,4 +37,4 @@ def opened(
         if not path.exists():
             arguments.error(f"{path} does not exist; give {allowed}")
     sys.path.insert(0, str(given.checkout.resolve()))
-    return given, assemble.make_partition(load_experiment(given.run / EXPERIMENT))
+    return given, run_data.make_partition(load_experiment(given.run / EXPERIMENT))

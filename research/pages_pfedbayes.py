@@ -15,7 +15,7 @@ from fedloom.algorithms.mean_field import MeanField
 from fedloom.data.inputs import single
 from fedloom.models.predictors import Ensemble
 from fedloom.reporting.drawing import FULL
-from fedloom.runner import assemble
+from fedloom.runner import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 
@@ -125,7 +125,7 @@ def measured_too(folder: Path) -> dict[str, float]:
     e = experiments.load_experiment(folder / "experiment.yaml")
     if e.algorithm.name != "pfedbayes":
         return {"round_seconds": float(f"{seconds:.4g}")}
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)
     v = Checkpoints(folder / "checkpoints").load("last").state["v"]
     noise = torch.randn(parts.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)

@@ -12,7 +12,8 @@ from summaries import Evaluation, Runs, difference, last, read, spread, table
 
 from fedloom.experiment.loading import of_run
 from fedloom.reporting.drawing import FULL
-from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
+from fedloom.runner.options import PrivacyQuestion
+from fedloom.runner.privacy_cost import cost_of
 from fedloom.runs.files import EXPERIMENT
 from fedloom.runs.folder import RunFolder
 

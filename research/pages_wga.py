@@ -14,7 +14,7 @@ from fedloom.algorithms.collaboration import CollaborationConstants
 from fedloom.data.inputs import single
 from fedloom.experiment import load_experiment
 from fedloom.reporting.drawing import FULL
-from fedloom.runner import assemble
+from fedloom.runner import run_data
 
 MEANS = ("alone", "known", "harmonic", "constant", "estimated", "bc")
 NOISES = ("alone", "wga", "bc", "bc_biased", "gain")
@@ -67,7 +67,7 @@ def best_loss(folder: Path) -> dict[str, float]:
     e = load_experiment(folder / "experiment.yaml")
     if e.model.name != "quadratic":
         return {}
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     test = single(dataset.client(dataset.manifest.clients[0].id).test.x).double()
     return {"best_loss": float(f"{(test - test.mean(0)).square().sum(1).mean() / 2:.6g}")}
 

@@ -18,7 +18,7 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import PeFLLServer
 from fedloom.data.federated import FederatedDataset
 from fedloom.federation.randomness import generator
-from fedloom.runner import assemble
+from fedloom.runner import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 
@@ -29,7 +29,7 @@ THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
 def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     """Return a trained PeFLL and its training partition."""
     e = experiments.load_experiment(run / "experiment.yaml")
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)
     server = parts.server_algorithm()
     if not isinstance(server, PeFLLServer):

@@ -2,7 +2,7 @@
 
 from kfp import dsl
 
-from fedloom.kubeflow.image import IMAGE
+from fedloom.kubeflow.catalog import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

@@ -5,7 +5,7 @@ from typing import List  # noqa: UP035 (Kubeflow reads this annotation, and know
 from kfp import dsl
 from kfp.dsl import HTML, Artifact, Input, Markdown, Model, Output
 
-from fedloom.kubeflow.image import IMAGE
+from fedloom.kubeflow.catalog import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

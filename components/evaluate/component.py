@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Artifact, ClassificationMetrics, Dataset, Input, Metrics, Model, Output
 
-from fedloom.kubeflow.image import IMAGE
+from fedloom.kubeflow.catalog import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Dataset, Input, Model, Output
 
-from fedloom.kubeflow.image import IMAGE
+from fedloom.kubeflow.catalog import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -25,7 +25,7 @@ def export(
     """
     from pathlib import Path
 
-    from fedloom.kubeflow import model_steps
+    from fedloom.kubeflow import steps
 
-    found = model_steps.export_task(Path(model.path), Path(shards.path), checkpoint, model_format, Path(served.path))
+    found = steps.export_task(Path(model.path), Path(shards.path), checkpoint, model_format, Path(served.path))
     served.metadata.update({**model.metadata, **found})

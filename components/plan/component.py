@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from kfp import dsl
 
-from fedloom.kubeflow.image import IMAGE
+from fedloom.kubeflow.catalog import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

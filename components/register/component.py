@@ -3,7 +3,7 @@
 from kfp import dsl
 from kfp.dsl import Input, Model
 
-from fedloom.kubeflow.image import IMAGE
+from fedloom.kubeflow.catalog import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -32,7 +32,7 @@ def register(
     """
     from pathlib import Path
 
-    from fedloom.kubeflow import model_steps
+    from fedloom.kubeflow import registration
 
     where = uri or model.uri
-    return model_steps.register_task(Path(model.path), registry, run_id, name, version, checkpoint, where)
+    return registration.register_task(Path(model.path), registry, run_id, name, version, checkpoint, where)

@@ -40,7 +40,7 @@ import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLServer, PersonalizedModel
 from fedloom.data.folders import data_root
-from fedloom.runner import assemble
+from fedloom.runner import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.transport.codec import Cutter, encode
@@ -343,7 +343,7 @@ def beside_training(folder: Path, seconds: float, rate: float, size: int) -> dic
         address = f"127.0.0.1:{free.getsockname()[1]}"
     out = folder / "out"
     none = subprocess.DEVNULL
-    partition = assemble.make_partition(experiments.load_experiment(path)).folder
+    partition = run_data.make_partition(experiments.load_experiment(path)).folder
     options = ["--listen", address, "--out", str(out), "--no-report"]
     aggregator = subprocess.Popen([*PROGRAM, "aggregator", str(path), *options], stdout=none, stderr=none)
     whose = ["--aggregator", address, "--partition", str(partition)]

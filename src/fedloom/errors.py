@@ -37,9 +37,9 @@ OPTIONS: Mapping[str, str] = {
     "no_report": "--no-report",
     "packed": "--data",
     "set": "--set ",
-    "timeout_s": "--timeout",
+    **{name: f"--set {name}" for name in ("class_counts", "delta", "predictor", "timeout_s")},
 }
-"""Arguments whose option has a different name; all others are ``--name-with-dashes``."""
+"""Arguments whose option has a different name, or that are keys of ``--set``; others are ``--name-with-dashes``."""
 
 IN_PYTHON: Mapping[str, str] = {"no_report": "report=False", "resume": "resume=True", "set": ""}
 """Arguments that Python users write differently: with a value, or as keys of the experiment (``set``)."""

@@ -26,7 +26,7 @@ from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic, Transport
 from fedloom.messages import Message
-from fedloom.runner import assemble, loops
+from fedloom.runner import assemble, loops, run_data
 from fedloom.runner.assemble import RunContext
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
@@ -221,7 +221,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
     path = tmp / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))
     e = experiments.load_experiment(path)
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     assert {entry.train for entry in dataset.manifest.clients} == {15, 22, 33}
     return Federation(assemble.make_parts(e, dataset.manifest), dataset, tmp)
 

@@ -10,7 +10,7 @@ import torch
 from conformance_kit import Federation
 
 from fedloom.federation.loop import vocabulary
-from fedloom.runner import assemble
+from fedloom.runner import assemble, distributed
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
@@ -27,7 +27,7 @@ def aggregator_of(tiny: Federation, states: str, workers: int = WORKERS) -> Iter
     run = ServedRun(
         name="conformance",
         incarnation="a1",
-        experiment=assemble.welcome(parts),
+        experiment=distributed.welcome(parts),
         vocabulary=vocabulary(algorithm),
         dtype=assemble.DTYPE,
         clients=everyone,

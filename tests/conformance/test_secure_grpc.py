@@ -25,7 +25,7 @@ from test_secure_conformance import (
 from transport_support import Proxy
 
 from fedloom.federation.transport import Call
-from fedloom.runner import assemble
+from fedloom.runner import assemble, distributed
 from fedloom.sums.messages import KeyRoster, ShareDelivery
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
@@ -79,7 +79,7 @@ class Wire:
         run = ServedRun(
             name="conformance",
             incarnation=f"a{self._incarnations}",
-            experiment=assemble.welcome(parts),
+            experiment=distributed.welcome(parts),
             vocabulary=parts.vocabulary,
             dtype=assemble.DTYPE,
             clients=self.everyone,

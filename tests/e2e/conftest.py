@@ -13,7 +13,7 @@ from e2e_places import Case, Place, processes, real
 
 from fedloom import experiment as experiments
 from fedloom.data.remote import publish
-from fedloom.runner import assemble
+from fedloom.runner import run_data
 
 NEEDED = ("FEDLOOM_E2E_KUBECONFIG", "FEDLOOM_E2E_IMAGE", "FEDLOOM_E2E_NAMESPACE", "FEDLOOM_E2E_S3_ENDPOINT")
 
@@ -69,7 +69,7 @@ def case(place: Place, fashion_mnist_root: Path, tmp_path_factory: pytest.TempPa
     (folder / "root").mkdir()
     (folder / "root" / "datasets").symlink_to(fashion_mnist_root.resolve() / "datasets")
     (folder / "experiment.yaml").write_text(yaml.safe_dump(dealt_here))
-    dataset = assemble.make_partition(experiments.load_experiment(folder / "experiment.yaml"))
+    dataset = run_data.make_partition(experiments.load_experiment(folder / "experiment.yaml"))
     fingerprint = dataset.manifest.fingerprint
     publish(dataset.folder, place.store.under(f"partitions/{fingerprint}"))
     place.store.write("reference.yaml", text.encode())

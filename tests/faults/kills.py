@@ -175,7 +175,7 @@ class Federation:
             publish = () if self._url is None else ("--publish", self._url)
             order: tuple[object, ...] = (
                 "aggregator", self.experiment, *partition, "--listen", self.listen, "--out", self.out, "--resume",
-                "--finished-grace", 0, *publish,
+                *publish,
             )  # fmt: skip
         else:
             states = self.out / "states" if self._url is None else f"{self._url}/states"

@@ -24,7 +24,7 @@ from s3_support import S3Server
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.federation.states import StoredStates
-from fedloom.runner import assemble
+from fedloom.runner import assemble, run_data
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
@@ -64,7 +64,7 @@ class Place:
         self._truths: dict[tuple[Path, str], Path] = {}
         self._counts: dict[Path, int] = {}
         self._numbers = iter(range(1, 1 << 62))
-        dataset = assemble.make_partition(experiments.load_experiment(self.experiment("fedavg")))
+        dataset = run_data.make_partition(experiments.load_experiment(self.experiment("fedavg")))
         self.partition = dataset.folder
         self.clients = [entry.id for entry in dataset.manifest.clients]
 
@@ -80,7 +80,7 @@ class Place:
     def other_partition(self) -> Path:
         """Return a partition that no experiment here uses."""
         other = experiments.load_experiment(self.experiment("fedavg"), ["seed=6"])
-        return assemble.make_partition(other).folder
+        return run_data.make_partition(other).folder
 
     def experiment(self, method: str, every: int = 3, **federation: Any) -> Path:
         """Write an experiment: six seen clients and two unseen, three in a cohort, evaluated every so many rounds."""

@@ -16,10 +16,6 @@ from run_processes import ENVIRONMENT, WAIT_S
 
 import fedloom
 from fedloom.errors import ExperimentError, WorkerLostError
-from fedloom.experiment import of
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_experiment import run_experiment
-from fedloom.runs.folder import RunFolder
 
 TASK: dict[str, Any] = {
     "name": "children",
@@ -101,12 +97,6 @@ def test_workers_import_the_factory_from_the_folder_of_the_script(tmp_path: Path
     (tmp_path / "elsewhere").mkdir()  # and from another folder, where PYTHONPATH names it
     done = program(tmp_path / "elsewhere", "run", "../e.json", "--out", "run", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_wait_s_does_not_limit_running_workers(tmp_path: Path) -> None:
-    options = RunOptions(out=tmp_path / "run", report=False, wait_s=0.001)
-    assert RunFolder(run_experiment(of(task(tmp_path)), options).folder).is_finished
 
 
 @pytest.mark.usefixtures("forks")

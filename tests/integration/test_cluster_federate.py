@@ -43,7 +43,7 @@ from fedloom.errors import (
     WorkerLostError,
 )
 from fedloom.experiment import Experiment
-from fedloom.runner import assemble
+from fedloom.runner import run_data
 from fedloom.storage import open_store
 
 pytestmark = pytest.mark.cluster
@@ -102,7 +102,7 @@ class Place:
 @pytest.fixture(scope="module")
 def partition(small_run: tuple[Path, Path]) -> Path:
     """Return the partition of the small experiment, created on this machine."""
-    return assemble.make_partition(experiments.load_experiment(small_run[0])).folder
+    return run_data.make_partition(experiments.load_experiment(small_run[0])).folder
 
 
 @pytest.fixture

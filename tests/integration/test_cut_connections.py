@@ -13,9 +13,10 @@ from transport_support import Proxy
 from fedloom import experiment as experiments
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.loop_config import LoopHooks
-from fedloom.runner import assemble, loops
+from fedloom.runner import assemble, distributed, loops, run_data
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.runner.options import WorkerOptions
+from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.transport.aggregator import Aggregator
@@ -48,7 +49,7 @@ def test_pefll_over_connections_cut_every_40_kilobytes(tiny_root: Path, tmp_path
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))
     e = experiments.load_experiment(path)
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)
 
     def folder(name: str) -> RunFolder:
@@ -67,7 +68,7 @@ def test_pefll_over_connections_cut_every_40_kilobytes(tiny_root: Path, tmp_path
     run = ServedRun(
         name="cut",
         incarnation="a1",
-        experiment=assemble.welcome(parts),
+        experiment=distributed.welcome(parts),
         algorithm=algorithm.name,
         version=algorithm.version,
         vocabulary=vocabulary(algorithm),

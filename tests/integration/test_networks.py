@@ -164,7 +164,7 @@ def test_a_worker_has_one_connection_and_no_port(tmp_path: Path, fashion_mnist_r
         until(lambda: sockets(aggregator.pid, "0A"), "a port")
         ((port, _),) = sockets(aggregator.pid, "0A")
         dials = ["worker", "--aggregator", f"127.0.0.1:{port}", "--partition", tmp_path / "partition"]
-        with started(*dials, "--bandwidth", "1GB/s", "--reconnect", "inf") as worker:
+        with started(*dials, "--set", "bandwidth=1GB/s", "--reconnect", "inf") as worker:
             until(lambda: (out / "journal.jsonl").exists() and rounds(out) > 1, "rounds")
             assert sockets(worker.pid, "0A") == []
             assert [remote for _, remote in sockets(worker.pid, "01")] == [port]

@@ -37,10 +37,9 @@ from fedloom.experiment import OwnData, load_experiment
 from fedloom.federation.releases import count_releases, count_training_releases
 from fedloom.privacy.accounting import Release
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
-from fedloom.runner.open_federation import open_manifest
 from fedloom.runner.options import RunOptions
-from fedloom.runner.replay import replay_segments
-from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.run_data import open_manifest
+from fedloom.runner.run_experiment import replay_segments, run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store
@@ -114,7 +113,7 @@ class Federation:
         options = RunOptions(
             out,
             replay=self.run,
-            data=tuple(data),
+            packed=tuple(data),
             observe=tuple(self.members / f"s{i}" for i in observes),
             report=False,
         )
@@ -308,7 +307,7 @@ def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federati
         changed = ("--set", f"algorithm={settings}", "--set", "federation.rounds=6")
         aggregator = federation.aggregator(*changed, "--set", "evaluation.every=3")
         more = [("--states", tmp_path / f"{name}-{i}") for i in range(2)]
-        first = federation.worker(0, name="first", observes=(2,), more=(*more[0], "--class-counts"))
+        first = federation.worker(0, name="first", observes=(2,), more=(*more[0], "--set", "class_counts=true"))
         second = federation.worker(1, name="second", more=more[1])
         ended(aggregator, 0)
         ended(first, 0)
@@ -523,7 +522,7 @@ def test_rounds_end_at_the_early_stopping_condition(members: Path, tmp_path: Pat
         )
     ):
         e = load_experiment(path, [f"federation.until={end}", "evaluation.every=3"])
-        summary = run_experiment(e, RunOptions(tmp_path / f"run-{i}", data=data, report=False)).summary
+        summary = run_experiment(e, RunOptions(tmp_path / f"run-{i}", packed=data, report=False)).summary
         assert summary["rounds"] % 3 == 0
         history = list(RunFolder(tmp_path / f"run-{i}").objects("metrics.jsonl"))
         scores = {line["round"]: line["validation_pooled"] for line in history}
@@ -539,6 +538,6 @@ def test_a_threshold_of_the_wrong_direction_is_rejected_before_round_1(members: 
     e = load_experiment(path, ["federation.until={at_most: 1.5}"])
     data = tuple(members / f"s{i}" for i in range(3))
     with pytest.raises(ExperimentError) as error:
-        run_experiment(e, RunOptions(tmp_path / "run", data=data, report=False))
+        run_experiment(e, RunOptions(tmp_path / "run", packed=data, report=False))
     assert error.value.key == "federation.until.at_most"
     assert not list((tmp_path / "run").glob("checkpoints/*"))

@@ -136,7 +136,7 @@ def test_members_train_and_new_clients_get_predictions_in_own_units(
     for found in (there(as_tensors), here(as_tensors)):
         check_units(found, y[new], targets)
     data = tuple(tmp_path / f"s{i}" for i in range(2))
-    options = RunOptions(tmp_path / "again", replay=run, data=data, observe=(tmp_path / "s2",), report=False)
+    options = RunOptions(tmp_path / "again", replay=run, packed=data, observe=(tmp_path / "s2",), report=False)
     run_experiment(experiment, options)
     ends = (sorted((one / "checkpoints").glob("round-*.safetensors"))[-1] for one in (run, tmp_path / "again"))
     mine, other = (load_file(path)["theta"] for path in ends)  # a replay also measures the last round

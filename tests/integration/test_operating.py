@@ -113,7 +113,7 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
     assert (stopped["phase"], stopped["durable_round"]) == ("interrupted", stopped["round"])
 
     data = tuple(tmp_path / name for name in MEMBERS)
-    options = RunOptions(tmp_path / "again", replay=run, data=data, report=False)
+    options = RunOptions(tmp_path / "again", replay=run, packed=data, report=False)
     run_experiment(load_experiment(tmp_path / "members.yaml"), options)
     made, again = (Checkpoints(folder / "checkpoints").load().state for folder in (run, tmp_path / "again"))
     assert made.keys() == again.keys()

@@ -32,6 +32,7 @@ FEATURES = tuple(f"V{i}" for i in range(2, 11))
 
 pytestmark = pytest.mark.usefixtures("forks")
 
+FEATURES = tuple(f"V{i}" for i in range(2, 11))
 CLASS_NAMES = find_dataset("vowel").spec.class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -85,7 +86,7 @@ def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
 
 def options(packed: Path, out: Path, trains: Sequence[int] = (0, 1, 2), observes: Sequence[int] = (3,)) -> RunOptions:
     data, observe = (tuple(packed / f"s{i}" for i in chosen) for chosen in (trains, observes))
-    return RunOptions(out, data=data, observe=observe)
+    return RunOptions(out, packed=data, observe=observe)
 
 
 class Notices(RunObserver):
@@ -190,7 +191,7 @@ def test_canaries_among_packed_clients_are_found(
     manifest = json.loads((found.folder / "partition.json").read_text())
     run_experiment(of(experiment, "federation.rounds=1"), options(packed, tmp_path / "plain", range(5), ()))
     plain = json.loads((tmp_path / "plain" / "partition.json").read_text())
-    assert (manifest["normalization"], manifest["dataset"]) == (plain["normalization"], "own")
+    assert (manifest["spec"], manifest["dataset"]) == (plain["spec"], "own")
     assert len(manifest["clients"]) == (65 if of_what == "clients" else 5)
     assert python.audit(found).audit["canaries"] == document  # by the partition beside the run
     assert {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()} == before
@@ -360,7 +361,7 @@ def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path
         assert tells(output, *facts)
     assert "InputMoments" not in fedloom("worker", "--observe", packed / "s1", "--dry-run")[1]
     code, output, _ = fedloom(
-        "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--class-counts"
+        "worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment, "--set", "class_counts=true"
     )
     assert code == 0
     assert tells(
@@ -470,12 +471,12 @@ def test_a_resolved_experiment_reads_back_unchanged_and_reaches_workers(experime
     [
         ("data.dataset=mnist", ("data.dataset", "own", "dataset and partition")),
         ("data.held_out_fraction=0.2", ("data.held_out_fraction", "own")),
-        ("data.own.kind=sound", ("data.own.kind", "pixels, features, tokens", '"sound"')),
+        ("data.own.kind=sound", ("data.own.kind", "features", '"sound"')),
         ("data.own.kind=pixels", ("data.own.input_shape", "[9]", "[channels, height, width]")),
         ("data.own.input_shape=[0]", ("data.own.input_shape", "[0]", "at least 1")),
         ("data.own.classes=[]", ("data.own.classes", "empty", "at least one")),
         ("data.own.classes=[a, b, a]", ("data.own.classes", "'a'", "twice")),
-        ("data.own.classes=[1, 2]", ("data.own.classes", "text", "1")),
+        ("data.own.classes=[1, 2]", ("data.own.classes", "string", "1")),
         ("data.own.clases=[a]", ("data.own.clases", "unknown key", "classes")),
         ("data.own.features=[a]", ("data.own.features", 9, "different", "'a'")),
         ("data.own.normalization=guessed", ("data.own.normalization", "measured", '"guessed"')),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
-from fedloom.cli.status_text import _privacy
+from fedloom.cli.status import _privacy
 from fedloom.core.words import rounded_up
 from fedloom.data.problem import TrainedPrivately
 from fedloom.errors import ExperimentError

@@ -19,7 +19,7 @@ from fedloom.core import digests
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load_experiment
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import RunOptions
+from fedloom.runner.options import RunOptions, ServingOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
@@ -192,7 +192,7 @@ def test_a_missing_data_set(tmp_path: Path) -> None:
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.cli.data import partition_command as partition
-    from fedloom.runner.assemble import make_partition
+    from fedloom.runner.run_data import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
     dataset = make_partition(load_experiment(path))
@@ -222,7 +222,7 @@ def test_restarting_a_finished_run_reports_its_durable_round(copy: Path) -> None
                     reported.append(answer.read().decode())
 
     e = load_experiment(copy / "experiment.yaml")
-    at = {"listen": "127.0.0.1:0", "metrics": f"127.0.0.1:{port}", "finished_grace_s": 0.1}
-    run_experiment(e, RunOptions(copy, resume=True, report=False, **at), Asks())
+    at = ServingOptions(listen="127.0.0.1:0", metrics=f"127.0.0.1:{port}")
+    run_experiment(e, RunOptions(copy, resume=True, report=False, serving=at), Asks())
     assert f"fedloom_durable_round {e.federation.rounds}.0" in reported[0]
     assert f"fedloom_measured_round {e.federation.rounds}.0" in reported[0]

@@ -173,10 +173,10 @@ def test_a_finished_run_needs_no_worker(by: str, experiment: Any, tmp_path: Path
     if by == "run":
         command(path, out=out, resume=True, workers=2)
     else:
-        aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait=1, finished_grace=0)
+        aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait_s=1)
     assert (files(out), unmoved(out)) == before
     (out / "report.html").unlink()  # as if killed before it was written
-    aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait=1, finished_grace=0)
+    aggregator(path, out=out, resume=True, listen="127.0.0.1:0", wait_s=1)
     assert set(files(out)) == set(before[0])
     assert (out / "summary.json").read_bytes() == before[0]["summary.json"]
     command(path, out=out, resume=True, set_=["federation.rounds=2"])  # more rounds than it has

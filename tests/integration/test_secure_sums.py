@@ -170,5 +170,5 @@ def test_a_member_with_a_damaged_record_refuses_to_serve(tmp_path: Path, members
         (tmp_path / "states" / RECORD).write_text('{"version": 1}\n')
         worker = federation.worker(0, name="w0", more=("--states", tmp_path / "states"))
         assert mentions(ended(worker, 3), RECORD, "remove")
-        federation.worker(1, name="w1", more=("--log", tmp_path / "log"))
+        federation.worker(1, name="w1", more=("--set", f"log={tmp_path / 'log'}"))
         until(lambda: (tmp_path / "log").exists() and "--states" in (tmp_path / "log").read_text(), "a warning")

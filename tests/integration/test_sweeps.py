@@ -96,7 +96,8 @@ def test_a_failing_tracker_in_a_parallel_run_is_reported(
     code = "class Broken:\n    def __init__(self, folder):\n        raise RuntimeError('nobody at home')\n"
     (about.parent / "broken_tracker.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(about.parent))
-    done = sweep(root, tmp_path / "sweep", "--seeds", "1,2", "--parallel", "2", "--track", "broken", "--no-report")
+    tracked = ("--set", "tracking=[broken]", "--no-report")
+    done = sweep(root, tmp_path / "sweep", "--seeds", "1,2", "--parallel", "2", *tracked)
     assert done.returncode == 0, done.stderr
     for seed in (1, 2):
         failed, lost = (line for line in done.stderr.splitlines() if f"seed={seed}: tracking" in line)

@@ -231,7 +231,7 @@ def call_describe(channel, metadata):
 
 
 def call_personalize(channel, metadata):
-    ask = models.NewcomerPart(ask=models.Ask(client="a-1", package=fedloom.__version__))
+    ask = models.NewcomerPart(ask=models.Ask(client="a 1", package=fedloom.__version__))
     method = channel.stream_stream(f"/{model_stream.SERVICE}/{model_stream.PERSONALIZE}")
     try:
         return next(method(iter([seal_frame(serialize(ask))]), metadata=metadata, timeout=10))

@@ -37,7 +37,6 @@ ALGORITHMS = {
     "random": {"random_state"},
     "tpe": {"random_state", "gamma", "prior_weight", "n_EI_candidates"},
     "grid": {"random_state"},
-    "hyperband": {"r_l", "eta", "resource_name"},
 }
 """Settings of the algorithms that its stock configuration has, and that we use."""
 
@@ -80,14 +79,6 @@ def _of_spec(experiment: Object) -> Iterator[str]:
     algorithm = settings_of(spec["algorithm"])
     if algorithm.keys() - ALGORITHMS[spec["algorithm"]["algorithmName"]]:
         yield f"algorithm: {algorithm}"
-    if spec["algorithm"]["algorithmName"] == "hyperband":
-        reach = 1
-        while reach * int(float(algorithm["eta"])) <= float(algorithm["r_l"]):
-            reach *= int(float(algorithm["eta"]))
-        if parallel < reach:
-            yield f"parallelTrialCount must not be less than {reach}"
-        if algorithm["resource_name"] not in [parameter["name"] for parameter in spec["parameters"]]:
-            yield f"resource_name: {algorithm['resource_name']}"
     if (early := spec.get("earlyStopping")) is not None:
         found = settings_of(early)
         if early["algorithmName"] != "medianstop" or found.keys() - {"min_trials_required", "start_step"}:

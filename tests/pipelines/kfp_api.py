@@ -38,9 +38,10 @@ those of kubeflow/pipelines, and of argoproj/argo-workflows where they begin wit
   (``backend/src/v2/compiler/argocompiler/container.go``, ``metadata-``).
 - A version with a platform's document is returned as ``pipeline_spec`` and ``platform_spec``
   (``backend/src/apiserver/server/api_util.go``, ``YamlStringToPipelineSpecStruct``).
-- The API's port serves no user interface.
 - A right that its user lacks in a namespace is told with verb, resource and namespace; a run is its experiment's
-  (``resource_manager.go``, ``IsAuthorized``; ``run_server.go``, ``canAccessRun``). Logins are in ``kfp_login.py``.
+  (``resource_manager.go``, ``IsAuthorized``; ``run_server.go``, ``canAccessRun``).
+- The API reviews the token of a request, and tells nothing but that the identity is empty, whatever is wrong with it
+  (``resource_manager.go``, ``IsAuthorized``); its health asks for none (``server/healthz_server.go``).
 """
 
 from __future__ import annotations
@@ -63,12 +64,35 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import kfp_recurring
 import yaml
 from kfp_lists import Json, Refused, listed
-from kfp_login import EMPTY_IDENTITY, Gateway, denied, right_of
 
 PREFIX = "/apis/v2beta1"
 LOG = re.compile(r"/apis/v1alpha1/runs/([0-9a-f-]{36})/nodes/([a-z0-9-]+)/log")
 HEALTH = "GET /healthz"
 WORKFLOW = "personalized-federation-x7k2p"
+
+
+EMPTY_IDENTITY = "Unauthenticated: Failed to check authorization. User identity is empty in the request header"
+
+
+def right_of(method: str, path: str) -> tuple[str, str]:
+    """Return verb and resource of the right that a request to the API needs.
+
+    kubeflow/pipelines: ``server/pipeline_server.go``, where a version is its pipeline's, ``server/run_server.go``,
+    and ``server/job_server.go``, where recurring runs are jobs.
+    """
+    parts = path.split("/")[1:]
+    verb = {"GET": "get" if len(parts) % 2 == 0 else "list", "DELETE": "delete"}.get(method, "create")
+    verb = path.rpartition(":")[2] if ":" in path else verb
+    return verb, {"recurringruns": "jobs"}.get(parts[0], parts[0])
+
+
+def denied(user: str, namespace: str, verb: str, resource: str) -> str:
+    """Return the API's message for a missing right (``resource_manager.go``, ``IsAuthorized``)."""
+    request = (
+        f"&ResourceAttributes{{Namespace:{namespace},Verb:{verb},Group:pipelines.kubeflow.org,Version:v1beta1,"
+        f"Resource:{resource},Subresource:,Name:,}}"
+    )
+    return f"PermissionDenied: User '{user}' is not authorized with reason:  (request: {request}): Unauthorized access"
 
 
 @dataclass
@@ -98,10 +122,8 @@ class KubeflowApi:
         Profiles to which the token's owner has rights; empty on an installation for one user.
     token
         The only accepted token; None accepts any request.
-    tokens
-        Accepted tokens, each with the number of requests until it expires, instead of ``token``.
-    gateway
-        Gateway in front of the API; None behind a port-forward, or in the cluster.
+    login_page
+        Whether a gateway answers every request with a page to log in.
     rights, right
         Verb and resource of every right that was needed, and of the last.
     script
@@ -109,17 +131,12 @@ class KubeflowApi:
         that ends in ``(N)`` is an attempt after the first.
     archives
         Whether Argo archives the logs of pods.
-    interface
-        Whether the address also serves the user interface, as a cluster's gateway does.
     """
 
     namespaces: tuple[str, ...] = ()
     token: str | None = None
-    tokens: dict[str, int] = field(default_factory=dict)
-    gateway: Gateway | None = None
     login_page: bool = False
     archives: bool = True
-    interface: bool = True
     pipelines: dict[str, Json] = field(default_factory=dict)
     versions: dict[str, Json] = field(default_factory=dict)
     experiments: dict[str, Json] = field(default_factory=dict)
@@ -163,14 +180,6 @@ class KubeflowApi:
             raise Refused(409, 6, f"Already exist error: The name {body['display_name']} already exist.")
         return self.kept(self.pipelines, "pipeline_id", {"namespace": namespace, **body})
 
-    def delete_pipeline(self, pipeline: str, query: Json, body: Any) -> Json:
-        found = self.found(self.pipelines, pipeline, "pipeline")
-        self.may(found["namespace"])
-        if any(v["pipeline_id"] == pipeline for v in self.versions.values()) and query.get("cascade") != "true":
-            raise Refused(400, 9, f"Failed to delete pipeline {pipeline} as it has existing pipeline versions")
-        del self.pipelines[pipeline]
-        return {}
-
     def list_versions(self, pipeline: str, query: Json, body: Any) -> Json:
         self.may(self.found(self.pipelines, pipeline, "pipeline")["namespace"])
         mine = [v for v in self.versions.values() if v["pipeline_id"] == pipeline]
@@ -197,12 +206,6 @@ class KubeflowApi:
         self.may(self.found(self.pipelines, pipeline, "pipeline")["namespace"])
         return self.found(self.versions, version, "version")
 
-    def delete_version(self, pipeline: str, version: str, query: Json, body: Any) -> Json:
-        self.may(self.found(self.pipelines, pipeline, "pipeline")["namespace"])
-        self.found(self.versions, version, "version")
-        del self.versions[version]
-        return {}
-
     def list_experiments(self, query: Json, body: Any) -> Json:
         self.may(query.get("namespace"))
         mine = [e for e in self.experiments.values() if e["namespace"] == query.get("namespace", "")]
@@ -218,11 +221,6 @@ class KubeflowApi:
         ):
             raise Refused(409, 6, f"Already exist error: The name {body['display_name']} already exist.")
         return self.kept(self.experiments, "experiment_id", {"namespace": namespace, **body})
-
-    def delete_experiment(self, experiment: str, query: Json, body: Any) -> Json:
-        self.may(self.found(self.experiments, experiment, "experiment")["namespace"])
-        del self.experiments[experiment]
-        return {}
 
     def create_run(self, query: Json, body: Json) -> Json:
         experiment = self.found(self.experiments, body["experiment_id"], "experiment")
@@ -363,13 +361,10 @@ ROUTES: list[tuple[str, str, Callable[..., Json]]] = [
     ("GET", "/pipelines", KubeflowApi.list_pipelines),
     ("POST", "/pipelines", KubeflowApi.create_pipeline),
     ("POST", "/pipelines/upload_version", KubeflowApi.upload_version),
-    ("DELETE", f"/pipelines/{ID}", KubeflowApi.delete_pipeline),
     ("GET", f"/pipelines/{ID}/versions", KubeflowApi.list_versions),
     ("GET", f"/pipelines/{ID}/versions/{ID}", KubeflowApi.get_version),
-    ("DELETE", f"/pipelines/{ID}/versions/{ID}", KubeflowApi.delete_version),
     ("GET", "/experiments", KubeflowApi.list_experiments),
     ("POST", "/experiments", KubeflowApi.create_experiment),
-    ("DELETE", f"/experiments/{ID}", KubeflowApi.delete_experiment),
     ("POST", "/runs", KubeflowApi.create_run),
     ("GET", "/runs", KubeflowApi.list_runs),
     ("GET", f"/runs/{ID}", KubeflowApi.get_run),
@@ -418,19 +413,12 @@ class Handler(BaseHTTPRequestHandler):
                 reported = {"code": 13, "message": f"status {fault.status}, as the test wants it"}
                 self._send(fault.status, reported, location=fault.location)
                 return
-        with self.api.lock:
-            known = self._knows_token(request)
-        if self.api.gateway is not None and (page := self.api.gateway.answer(url.path, self.headers, known=known)):
-            self._send(page.status, None, page.body, page.kind, page.location)
-            return
         if self.api.login_page:
             self._send(200, None, b"<html>Log in to Kubeflow</html>")
             return
-        if url.path == "/" and self.api.interface:
-            self._send(200, None, b"<html>Kubeflow</html>")
-            return
         try:
-            if not known and self.api.gateway is None:
+            sent = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+            if request != HEALTH and self.api.token not in (None, sent):
                 raise Refused(401, 16, EMPTY_IDENTITY)
             with self.api.lock:
                 if printed := LOG.fullmatch(url.path):
@@ -456,15 +444,6 @@ class Handler(BaseHTTPRequestHandler):
                 fault.times -= 1
                 return fault
         return None
-
-    def _knows_token(self, request: str) -> bool:
-        sent = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        open_ = request == HEALTH and self.api.gateway is None
-        if open_ or not self.api.tokens:
-            return open_ or self.api.gateway is not None or self.api.token in (None, sent)
-        if (left := self.api.tokens.get(sent, 0)) > 0:
-            self.api.tokens[sent] = left - 1
-        return left > 0
 
     def _route(self, method: str, path: str, query: str, content: bytes) -> Json:
         if not path.startswith(PREFIX):
@@ -510,10 +489,10 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(api: KubeflowApi) -> Iterator[KubeflowApi]:
+def serving(api: KubeflowApi, port: int = 0) -> Iterator[KubeflowApi]:
     """Serve an installation on this machine; its ``host`` is set within the block."""
     handler = type("HandlerOfOne", (Handler,), {"api": api})
-    server = _Server(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", port), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()

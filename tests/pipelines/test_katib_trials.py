@@ -58,7 +58,7 @@ def objects(storage: str, parameters: Mapping[str, Any], **settings: Any) -> lis
     space = read_space({"parameters": dict(parameters), **settings})
     changes = (f"storage={storage}", *SMALL)
     partition = f"{storage}/partitions/vowel"
-    return search_objects(plan_katib_search(FILE.read_text(), changes, space, cluster, partition, "vowel"))
+    return search_objects(plan_katib_search(FILE.read_text(), changes, space, cluster, partition))
 
 
 class Container:

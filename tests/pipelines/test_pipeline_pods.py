@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
-from fedloom.kubeflow import compiling
-from fedloom.kubeflow.pods import PipelineChanges, PodSettings
+from fedloom.kubeflow import catalog
+from fedloom.kubeflow.pods import PodSettings
 
 pytestmark = pytest.mark.xdist_group("components")
 
@@ -77,16 +77,14 @@ def tasks(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", compiling.NAMES)
+@pytest.mark.parametrize("name", catalog.NAMES)
 def test_without_settings_the_pipeline_is_byte_identical(name: str, tmp_path: Path) -> None:
-    compiling.compile_to(name, tmp_path / "by_kfp.yaml")
+    catalog.compile_to(name, tmp_path / "by_kfp.yaml")
     expected = (tmp_path / "by_kfp.yaml").read_bytes()
     for settings in (None, {}, {"all": {}, "tasks": {}}):
         assert command(tmp_path, settings, name).exit_code == 0
         assert (tmp_path / "out" / f"{name}.yaml").read_bytes() == expected
-    PipelineChanges.of(PodSettings(), {}, cached=True, locations=["s3://bucket/x", None]).apply(
-        tmp_path / "by_kfp.yaml"
-    )
+    PodSettings().apply(tmp_path / "by_kfp.yaml", ["s3://bucket/x", None])
     assert (tmp_path / "by_kfp.yaml").read_bytes() == expected
 
 
@@ -129,10 +127,10 @@ def test_federation_settings_apply_only_to_its_pod(compiled: Callable[..., Any])
     assert len(spec["components"]["comp-federate"]["taskConfigPassthroughs"]) == 4
 
 
-@pytest.mark.parametrize("name", compiling.NAMES)
+@pytest.mark.parametrize("name", catalog.NAMES)
 def test_no_task_reuses_results_without_cache(name: str, compiled: Callable[..., Any]) -> None:
     with_cache, _ = compiled(None, name=name)
-    without, _ = compiled(None, "--no-cache", name=name)
+    without, _ = compiled({"cache": False}, name=name)
     enabled = [task["cachingOptions"].get("enableCache", False) for task in tasks(without).values()]
     assert not any(enabled)
     for task in (*tasks(with_cache).values(), *tasks(without).values()):

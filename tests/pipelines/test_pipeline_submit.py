@@ -1,100 +1,48 @@
-"""`fedloom pipeline submit|wait|stop` against the Kubeflow Pipelines API over a socket."""
+"""`fedloom pipeline submit` and `schedules`, and logins, against the Kubeflow Pipelines API over a socket."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import kfp_api
+import kfp_recurring
+import kubernetes_schemas
 import pytest
 import yaml
-from facts import tells
-from fake_cluster import FakeCluster
+from facts import mentions, tells
 from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
-from port_forward import PortForward
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
-from s3_support import S3Server
 from typer.testing import CliRunner, Result
 
 from fedloom.cli.main import app
-from fedloom.cluster.api import Api, Unreachable
-from fedloom.errors import (
-    ExperimentError,
-    FedloomError,
-    InterruptedRun,
-    QuorumError,
-    RefusedError,
-    StorageError,
-    WorkerLostError,
-    from_json,
-)
-from fedloom.kubeflow import api as api_module
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
+from fedloom.kubeflow import client
 from fedloom.kubeflow import submit as submitting
-from fedloom.kubeflow.api import Kubeflow
-from fedloom.kubeflow.authentication import api_credential
-from fedloom.kubeflow.steps import FAILURE_MARK, step
+from fedloom.kubeflow.client import Kubeflow, KubeflowSettings, TokenCommand
 
 pytestmark = pytest.mark.xdist_group("components")
 
-CLUSTER = {"image": "fedloom/worker:0.1.0", "workers": 3, "gpu": None, "node_selector": {"pool": "gpu"}}
-STORE = ("--set", "storage=s3://bucket/fedloom")
+PROFILE = "team-a"
+Submit = Callable[..., Result]
 
 
-@pytest.fixture
-def api() -> Iterator[KubeflowApi]:
-    with serving(KubeflowApi()) as one:
-        yield one
-
-
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(submitting, "POLL_S", 0.02)
-    monkeypatch.setattr(submitting.wait_for_run, "__kwdefaults__", {"poll_s": 0.02})
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("KF_PIPELINES_ENDPOINT", "FEDLOOM_KUBEFLOW_TOKEN", "SSL_CERT_FILE", "KUBECONFIG"):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> tuple[Path, Path]:
-    """Write an experiment file, and one of cluster settings."""
-    experiment, cluster = tmp_path / "experiment.yaml", tmp_path / "cluster.yaml"
-    experiment.write_text(yaml.safe_dump(EXPERIMENT))
-    cluster.write_text(yaml.safe_dump(CLUSTER))
-    return experiment, cluster
-
-
-@pytest.fixture
-def described(tmp_path: Path) -> Callable[..., str]:
-    """Write a file that describes a Kubeflow installation."""
-
-    def write(**settings: Any) -> str:
-        (tmp_path / "kubeflow.yaml").write_text(yaml.safe_dump(settings))
-        return str(tmp_path / "kubeflow.yaml")
-
-    return write
-
-
-@pytest.fixture
-def fedloom(files: tuple[Path, Path]) -> Callable[..., Result]:
-    """Run `fedloom pipeline submit personalized_federation` in this process, with additional arguments."""
-
-    def run(*arguments: str, name: str = "personalized_federation", where: tuple[str, ...] = STORE) -> Result:
-        cluster = () if name == "unseen_clients" else ("--cluster", str(files[1]))
-        return CliRunner().invoke(app, ["pipeline", "submit", name, str(files[0]), *cluster, *where, *arguments])
-
-    return run
+def done(result: Result) -> str:
+    """Return the output of a command that succeeded."""
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
 
 
 def failed(result: Result, kind: type[FedloomError]) -> str:
@@ -103,236 +51,148 @@ def failed(result: Result, kind: type[FedloomError]) -> str:
     return str(result.exception)
 
 
-def test_a_run_starts_with_the_requested_parameters(
-    api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
-) -> None:
-    kubeflow = described(host=api.host, storage_secret="keys")
-    result = fedloom("--kubeflow", kubeflow, "--set", "seed=7", "--checkpoint", "best")
-    assert result.exit_code == 0, result.output
+# --- submission -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_with_the_requested_parameters(api: KubeflowApi, submit: Submit, files: tuple[str, str]) -> None:
+    settings = {"storage_secret": "keys", "service_account": "runner", "pipeline_root": "s3://bucket/artifacts"}
+    output = done(submit("--set", "seed=7", "--param", "checkpoint=best", **settings))
     (run,) = api.runs.values()
-    assert f"run {run['run_id']}: {api.host}/#/runs/details/{run['run_id']}" in result.output
+    assert f"run {run['run_id']}: {api.host}/#/runs/details/{run['run_id']}" in output
     parameters = run["runtime_config"]["parameters"]
     assert yaml.safe_load(parameters["experiment"]) == EXPERIMENT
     assert parameters["overrides"] == ["storage=s3://bucket/fedloom", "seed=7"]
-    assert json.loads(parameters["cluster"]) == CLUSTER
+    assert json.loads(parameters["cluster"]) == yaml.safe_load(Path(files[1]).read_text())
     assert (parameters["storage_secret"], parameters["checkpoint"]) == ("keys", "best")
-    assert run["display_name"].startswith("small-")
+    assert (run["service_account"], run["runtime_config"]["pipeline_root"]) == ("runner", "s3://bucket/artifacts")
+    assert re.fullmatch(r"small-[0-9a-f]{8}", run["display_name"])
     (pipeline,), (version,) = api.pipelines.values(), api.versions.values()
     assert pipeline["display_name"] == "personalized-federation"
     assert version["display_name"].startswith("0.1.0-")
     assert version["pipeline_spec"]["pipeline_spec"]["pipelineInfo"]["name"] == "personalized-federation"
 
 
-def test_a_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_pipeline_is_uploaded_once(api: KubeflowApi, submit: Submit) -> None:
     for _ in range(2):
-        assert fedloom("--kubeflow", api.host).exit_code == 0
+        done(submit())
     assert api.counts() == (1, 1, 1, 2)
 
 
-def test_every_pipeline_can_be_submitted(
-    api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
-) -> None:
-    methods = ("--method", "", "--method", "algorithm={name: local, local: {steps: 3}}; federation.rounds=0")
-    assert fedloom("--kubeflow", api.host, *methods, "--seeds", "1-2", name="compare_methods").exit_code == 0
-    model = ("--model", "s3://bucket/v2/artifacts/model", "--serve", "fed-serve.fl.svc:7734")
-    kubeflow = described(host=api.host, serve_secret="members")
-    assert fedloom("--kubeflow", kubeflow, *model, name="unseen_clients", where=()).exit_code == 0
+def test_every_pipeline_can_be_submitted(api: KubeflowApi, submit: Submit) -> None:
+    methods = ("", "algorithm={name: local, local: {steps: 3}}; federation.rounds=0")
+    words = [word for method in methods for word in ("--param", f"methods={method}")]
+    done(submit(*words, "--param", "seeds=1-2", name="compare_methods"))
+    model, serve = "s3://bucket/v2/artifacts/model", "fed-serve.fl.svc:7734"
+    words = ["--param", f"model={model}", "--param", f"serve={serve}"]
+    done(submit(*words, name="unseen_clients", store="", serve_secret="members"))
     compare, unseen = (run["runtime_config"]["parameters"] for run in api.runs.values())
-    assert compare["methods"] == [methods[1], methods[3]]
-    assert compare["seeds"] == [1, 2]
-    assert (unseen["model"], unseen["serve"], unseen["serve_secret"]) == (model[1], model[3], "members")
+    assert (compare["methods"], compare["seeds"]) == ([*methods], [1, 2])
+    assert (unseen["model"], unseen["serve"], unseen["serve_secret"]) == (model, serve, "members")
     assert {"backend", "cluster"}.isdisjoint(unseen)
 
 
-def test_the_kfp_stand_in_supports_kfps_client(
-    api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_the_kfp_stand_in_supports_kfps_client(api: KubeflowApi, submit: Submit, tmp_path: Path) -> None:
     """Read the stand-in's replies by Kubeflow's own client: otherwise our tests would prove nothing."""
     import kfp
 
-    assert fedloom("--kubeflow", api.host).exit_code == 0
-    client = kfp.Client(host=api.host)
-    pipeline = client.get_pipeline_id("personalized-federation")
+    done(submit())
+    theirs = kfp.Client(host=api.host)
+    pipeline = theirs.get_pipeline_id("personalized-federation")
     assert pipeline in api.pipelines
-    assert client.list_pipeline_versions(pipeline).pipeline_versions[0].pipeline_version_id in api.versions
-    assert client.get_experiment(experiment_name="fedloom").experiment_id in api.experiments
+    assert theirs.list_pipeline_versions(pipeline).pipeline_versions[0].pipeline_version_id in api.versions
+    assert theirs.get_experiment(experiment_name="fedloom").experiment_id in api.experiments
     (run,) = api.runs
     api.script = [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
-    assert client.wait_for_run_completion(run, timeout=10, sleep_duration=0).state == "SUCCEEDED"
+    assert theirs.wait_for_run_completion(run, timeout=10, sleep_duration=0).state == "SUCCEEDED"
     (version,) = api.versions.values()
     file = tmp_path / "again.yaml"
     file.write_text(yaml.safe_dump_all(version["pipeline_spec"].values()))
-    again = client.upload_pipeline_version(str(file), "by-hand", pipeline_id=pipeline)
+    again = theirs.upload_pipeline_version(str(file), "by-hand", pipeline_id=pipeline)
     assert again.pipeline_version_id in api.versions
 
 
-def test_several_users_with_a_namespace_each(fedloom: Callable[..., Result], described: Callable[..., str]) -> None:
-    with serving(KubeflowApi(namespaces=("team-a",), token="secret")) as api:
-
-        def of(**more: str) -> Result:
-            return fedloom("--kubeflow", described(host=api.host, token="secret", **more))
-
-        assert of(namespace="team-a").exit_code == 0
-        assert next(iter(api.experiments.values()))["namespace"] == "team-a"
-        assert tells(failed(of(), ExperimentError), "namespace", "kubeflow")
-        message = failed(of(namespace="team-b"), RefusedError)
-        assert "namespace team-b: not allowed to look for the pipeline" in message
-        assert "is not authorized" in message
-        assert len(api.runs) == 1
-
-
-def test_a_single_user_has_no_namespace(
-    api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
-) -> None:
-    message = failed(fedloom("--kubeflow", described(host=api.host, namespace="team-a")), ExperimentError)
-    assert tells(message, "namespace", "team-a")
-    assert api.counts() == (0, 0, 0, 0)
-
-
-def test_tokens(
-    fedloom: Callable[..., Result],
-    described: Callable[..., str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with serving(KubeflowApi(token="of today")) as api:
-        message = failed(fedloom("--kubeflow", described(host=api.host, token="of yesterday")), RefusedError)
-        assert "the token is not accepted" in message
-        assert "of yesterday" not in message
-        assert "not accepted" in failed(fedloom("--kubeflow", api.host), RefusedError)
-        (tmp_path / "token").write_text("of today\n")
-        assert fedloom("--kubeflow", described(host=api.host, token=f"@{tmp_path / 'token'}")).exit_code == 0
-        monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "token"))
-        assert fedloom("--kubeflow", described(host=api.host, in_cluster=True)).exit_code == 0
-        monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "none"))
-        assert "PodDefault" in failed(fedloom("--kubeflow", described(host=api.host, in_cluster=True)), RefusedError)
-        assert len(api.runs) == 2
-
-
-def test_a_token_that_changes_during_a_wait(api: KubeflowApi, tmp_path: Path) -> None:
-    """Tokens last an hour, runs longer: one from a file is read again."""
-    token = tmp_path / "token"
-    token.write_text("first")
-    api.token = "first"
-    api.runs["r"] = {"run_id": "r", "state": "RUNNING", "looks": 0}
-    kubeflow = Kubeflow(api.host, credential=api_credential(f"@{token}"))
-    kubeflow.check()
-    kubeflow.pipeline("x")  # the API's health asks for no token
-    token.write_text("second")
-    api.token = "second"
-    kubeflow.check()
-    kubeflow.pipeline("x")
-
-
-def test_servers_that_are_not_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert "has no such page" in failed(fedloom("--kubeflow", f"{api.host}/pipelin"), ExperimentError)
-    api.login_page = True
-    assert "a page of type text/html" in failed(fedloom("--kubeflow", api.host), ExperimentError)
-    assert tells(failed(fedloom("--kubeflow", "ftp://kubeflow"), ExperimentError), "--kubeflow", "ftp://kubeflow")
-    assert tells(failed(fedloom("--kubeflow", "kubeflow"), ExperimentError), "kubeflow", "no such file")
-    assert tells(failed(fedloom(), ExperimentError), "--kubeflow", "in-cluster")
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        message = failed(fedloom("--kubeflow", f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
-    assert "cannot be reached" in message
-
-
 @pytest.mark.parametrize(
-    ("where", "arguments", "key", "facts"),
+    ("store", "arguments", "facts"),
     [
-        ((), (), None, ("storage is not set",)),
-        (STORE, ("--set", "federation.rouns=3"), None, ("federation.rouns",)),
-        (STORE, ("--backend", "slurm"), "backend", ("--backend", "kubernetes", "local", "slurm")),
-        (STORE, ("--seeds", "1-3"), "seeds", ("--seeds", "compare_methods", "personalized_federation")),
-        (STORE, ("--serve", "x:1"), "serve", ("--serve", "unseen_clients", "personalized_federation")),
-        (STORE, ("--model", "x"), "model", ("--model", "unseen_clients", "personalized_federation")),
-        (STORE, ("--set", "runtime.device=cuda"), None, ("cluster.gpu is not set",)),
+        ("", (), ("storage is not set",)),
+        ("s3://bucket/fedloom", ("--set", "federation.rouns=3"), ("federation.rouns",)),
+        ("s3://bucket/fedloom", ("--set", "runtime.device=cuda"), ("cluster.gpu is not set",)),
+        ("s3://bucket/fedloom", ("--param", "backend=slurm"), ("backend", "kubernetes", "local", "slurm")),
+        ("s3://bucket/fedloom", ("--param", "seeds=1-3"), ("personalized_federation", "seeds", "checkpoint")),
+        ("s3://bucket/fedloom", ("--param", "checkpoint"), ("--param", "checkpoint", "KEY=VALUE")),
+        ("s3://bucket/fedloom", ("--param", "source=a", "--param", "source=b"), ("--param", "source=b", "twice")),
+        ("s3://bucket/fedloom", ("--param", "experiment=x"), ("--param", "experiment=x")),
+        ("s3://bucket/fedloom", ("--schedule", "1h", "--wait"), ("--wait",)),
+        ("s3://bucket/fedloom", ("--schedule", "often"), ("--schedule", "6h", "often")),
+        ("s3://bucket/fedloom", ("--schedule", "* * * *"), ("--schedule", "5 fields", "* * * *")),
     ],
 )
 def test_invalid_runs_are_rejected_before_anything_is_uploaded(
-    api: KubeflowApi,
-    fedloom: Callable[..., Result],
-    where: tuple[str, ...],
-    arguments: tuple[str, ...],
-    key: str | None,
-    facts: tuple[str, ...],
+    api: KubeflowApi, submit: Submit, store: str, arguments: tuple[str, ...], facts: tuple[str, ...]
 ) -> None:
-    result = fedloom("--kubeflow", api.host, *arguments, where=where)
-    assert tells(failed(result, ExperimentError), *facts)
-    assert isinstance(result.exception, FedloomError)
-    assert key is None or result.exception.key == key
+    assert tells(failed(submit(*arguments, store=store), ExperimentError), *facts)
     assert api.asked == []
 
 
-def test_invalid_cluster_settings(api: KubeflowApi, fedloom: Callable[..., Result], files: tuple[Path, Path]) -> None:
-    files[1].write_text("image: fedloom/worker:latest\nworker: 3\n")
-    message = failed(fedloom("--kubeflow", api.host), ExperimentError)
-    assert str(files[1]) in message
-    assert "fedloom/worker:latest" in message
-    files[1].write_text("image: [")
-    assert "not YAML" in failed(fedloom("--kubeflow", api.host), ExperimentError)
+def test_invalid_files_are_rejected_before_anything_is_uploaded(
+    api: KubeflowApi, submit: Submit, files: tuple[str, str]
+) -> None:
+    Path(files[1]).write_text("image: fedloom/worker:latest\nworker: 3\n")
+    assert mentions(failed(submit(), ExperimentError), files[1], "fedloom/worker:latest")
+    failed(submit(max_concurrency=11), ExperimentError)
+    Path(files[1]).write_text("image: [")
+    assert "not YAML" in failed(submit(), ExperimentError)
     assert api.asked == []
 
 
-def test_a_request_whose_response_was_lost_is_repeated(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_request_whose_response_was_lost_is_repeated(api: KubeflowApi, submit: Submit) -> None:
     api.faults = [Fault("GET /pipelines", status=503, times=2), Fault("GET /experiments", drop="before", times=1)]
-    assert fedloom("--kubeflow", api.host).exit_code == 0
+    done(submit())
     assert api.counts() == (1, 1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "request_", ["POST /pipelines", "POST /pipelines/upload_version", "POST /experiments", "POST /runs"]
-)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param({"status": 500}, marks=pytest.mark.exhaustive),
-        pytest.param({"drop": "before"}, marks=pytest.mark.exhaustive),
-        {"drop": "after"},
-    ],
-)
-def test_a_failed_submission_leaves_nothing_behind(
-    api: KubeflowApi, fedloom: Callable[..., Result], request_: str, fault: dict[str, Any]
-) -> None:
-    api.faults = [Fault(request_, **fault)]
-    failed(fedloom("--kubeflow", api.host), StorageError)
-    assert api.counts() == (0, 0, 0, 0)
-    api.faults = []
-    assert fedloom("--kubeflow", api.host).exit_code == 0
-    assert api.counts() == (1, 1, 1, 1)
-
-
-def test_a_port_forward_that_restarts_ends_no_submission(
-    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forwarded = PortForward(("127.0.0.1", int(api.host.rpartition(":")[2])))
-    listed = api.hears("GET /experiments")
+def test_a_server_that_restarts_ends_no_submission(api: KubeflowApi, submit: Submit) -> None:
+    """A port-forward may restart: meanwhile nobody listens on its port."""
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
 
     def restart() -> None:
-        assert listed.wait(WAIT_S)
-        forwarded.stop()
-        time.sleep(6)
-        forwarded.start()
+        time.sleep(2)
+        with serving(api, port):
+            assert ended.wait(WAIT_S)
 
+    ended, host = threading.Event(), f"http://127.0.0.1:{port}"
     thread = threading.Thread(target=restart)
     thread.start()
-    result = fedloom("--kubeflow", f"http://127.0.0.1:{forwarded.port}")
-    thread.join()
-    assert result.exit_code == 0, result.output
-    assert api.counts() == (1, 1, 1, 1)
-    forwarded.stop()
-    monkeypatch.setattr(api_module, "OUTAGE_S", 0.5)
-    failed(fedloom("--kubeflow", f"http://127.0.0.1:{forwarded.port}"), StorageError)
+    try:
+        done(submit(host=host))
+    finally:
+        ended.set()
+        thread.join()
 
 
-def test_existing_objects_are_kept(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert fedloom("--kubeflow", api.host).exit_code == 0
-    api.faults = [Fault("POST /runs", status=500)]
-    failed(fedloom("--kubeflow", api.host), StorageError)
-    assert api.counts() == (1, 1, 1, 1)
+@pytest.mark.parametrize("schedule", [(), ("--schedule", "6h")])
+@pytest.mark.parametrize("fault", [{"status": 500}, {"drop": "before"}, {"drop": "after"}, {"status": 403}])
+def test_a_failed_submission_starts_nothing(
+    api: KubeflowApi, submit: Submit, schedule: tuple[str, ...], fault: dict[str, Any]
+) -> None:
+    """Not even if Kubeflow has started it without an answer; a run with another name is not touched."""
+    done(submit(*schedule))
+    before = (api.counts(), [*api.runs], [*api.recurring])
+    api.faults = [Fault("POST /(runs|recurringruns)", **fault)]
+    failed(submit(*schedule), RefusedError if "status" in fault and fault["status"] == 403 else StorageError)
+    assert (api.counts(), [*api.runs], [*api.recurring]) == before
 
 
-def test_two_simultaneous_submissions(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_run_that_may_have_been_started_is_named(api: KubeflowApi, submit: Submit) -> None:
+    api.faults = [Fault("POST /runs", drop="after"), Fault("GET /runs", status=500)]
+    result = submit()
+    failed(result, StorageError)
+    (run,) = api.runs.values()
+    assert tells(result.output, run["display_name"], "may have been created")
+
+
+def test_two_simultaneous_submissions(api: KubeflowApi, submit: Submit, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other submission creates the pipeline between our check and our request."""
     look, made = api.list_pipelines, []
 
@@ -342,374 +202,296 @@ def test_two_simultaneous_submissions(api: KubeflowApi, fedloom: Callable[..., R
             made.append(api.create_pipeline({}, {"display_name": "personalized-federation"}))
         return answer
 
-    routes = [("GET", "/pipelines", late) if r[1] == "/pipelines" and r[0] == "GET" else r for r in kfp_api.ROUTES]
-    before, kfp_api.ROUTES = kfp_api.ROUTES, routes
-    try:
-        assert fedloom("--kubeflow", api.host).exit_code == 0
-    finally:
-        kfp_api.ROUTES = before
+    routes = [("GET", "/pipelines", late) if r[:2] == ("GET", "/pipelines") else r for r in kfp_api.ROUTES]
+    monkeypatch.setattr(kfp_api, "ROUTES", routes)
+    done(submit())
     assert api.counts() == (1, 1, 1, 1)
 
 
-def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subprocess.Popen[str]:
-    command = [*FEDLOOM, "pipeline", "submit", "personalized_federation", str(files[0]), "--cluster", str(files[1])]
+@pytest.mark.slow
+def test_an_interrupted_submission_starts_nothing(
+    api: KubeflowApi, files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the request that starts the run was received, and only its answer is missing."""
+    answer, received = KubeflowApi.create_run, []
+
+    def slow(self: KubeflowApi, query: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+        made = answer(self, query, body)
+        received.append(made)
+        process.send_signal(signal.SIGTERM)
+        return made
+
+    monkeypatch.setattr(kfp_api, "ROUTES", [(m, p, slow if a is answer else a) for m, p, a in kfp_api.ROUTES])
+    api.faults = [Fault("POST /runs", drop="after", times=1)]
+    process = started(api, files)
+    message, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode in (6, 130), message  # 6: the lost answer was noticed before the signal
+    assert (len(received), api.runs) == (1, {}), message
+
+
+def started(api: KubeflowApi, files: tuple[str, str], *arguments: str) -> subprocess.Popen[str]:
+    command = [*FEDLOOM, "pipeline", "submit", "personalized_federation", files[0], "--cluster", files[1]]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return Popen(
-        [*command, *STORE, "--kubeflow", api.host, *arguments],
+        [*command, "--set", "storage=s3://bucket/fedloom", "--kubeflow", api.host, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("request_", [pytest.param("GET /experiments", marks=pytest.mark.exhaustive), "POST /runs"])
-def test_an_interrupted_submission_leaves_nothing_behind(
-    api: KubeflowApi, files: tuple[Path, Path], request_: str
-) -> None:
-    """Also if the request that starts the run was received, and only its answer is missing."""
-    api.faults = [Fault(request_, delay_s=3.0 if request_.startswith("GET") else 0.0, times=1)]
-    if request_ == "POST /runs":
-        answer = KubeflowApi.create_run
-
-        def slow(self: KubeflowApi, query: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-            made = answer(self, query, body)
-            process.send_signal(signal.SIGINT)
-            return made
-
-        before = kfp_api.ROUTES
-        kfp_api.ROUTES = [(m, p, slow if a is answer else a) for m, p, a in before]
-        api.faults = [Fault(request_, drop="after", times=1)]
-    process = started(api, files)
-    try:
-        if request_ != "POST /runs":
-            until(lambda: request_ in api.asked, request_)
-            process.send_signal(signal.SIGTERM)
-        message, _ = process.communicate(timeout=WAIT_S)
-    finally:
-        if request_ == "POST /runs":
-            kfp_api.ROUTES = before
-    assert process.returncode in (6, 130), message  # 6: the lost answer was noticed before the signal
-    assert api.counts() == (0, 0, 0, 0), message
-
-
-def test_waiting_reports_progress(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    """Report the author's tasks and further attempts, of the 30 nodes of the workflow, and none of Argo's own."""
-    api.script = [
-        ("PENDING", []),
-        ("RUNNING", [("plan", "RUNNING", "")]),
-        ("RUNNING", [("plan", "SUCCEEDED", ""), ("federate", "RUNNING", "")]),
-        ("RUNNING", [("plan", "SUCCEEDED", ""), ("federate(1)", "RUNNING", "")]),
-        ("SUCCEEDED", [("plan", "SUCCEEDED", ""), ("federate(1)", "SUCCEEDED", "")]),
-    ]
-    api.faults = [Fault("GET /runs/.*", status=503, times=2, skip=1)]
-    result = fedloom("--kubeflow", api.host, "--wait")
-    assert result.exit_code == 0, result.output
-    lines = result.output.splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("run "))
-    assert lines[first + 1 : first + 4] == ["plan: running", "plan: succeeded", "federate: running"]
-    assert sorted(lines[first + 4 :]) == [
-        "federate, attempt 2: running", "federate, attempt 2: succeeded", "federate: succeeded", "succeeded"
-    ]  # fmt: skip
-
-
-def recorded(error: FedloomError) -> str:
-    return f"{FAILURE_MARK}{json.dumps(error.as_json())}"
-
-
-@pytest.mark.parametrize(
-    ("printed", "kind", "message"),
-    [
-        (recorded(ExperimentError("plan: no such key", key="federation.rounds")), ExperimentError, "no such key"),
-        (f"noise\n{recorded(RefusedError('federate: no', hint='ask'))}\nI0101", RefusedError, "federate: no\n  ask"),
-        (recorded(QuorumError("federate: few")), QuorumError, "few"),
-        (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe workflows,pods"),
-        (f'{FAILURE_MARK}{{"class": "KeyError"}}', QuorumError, "kubectl describe workflows,pods"),
-        pytest.param(f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe workflows,pods", id="nested"),
-        (recorded(QuorumError("few")).replace('"few"', "5"), QuorumError, "kubectl describe workflows,pods"),
-        ("", QuorumError, "kubectl describe workflows,pods -n kubeflow -l pipeline/runid="),
-    ],
-)
-def test_the_exit_code_gives_the_outcome(
-    api: KubeflowApi, fedloom: Callable[..., Result], printed: str, kind: type[FedloomError], message: str
-) -> None:
-    """Kubeflow reports no error of a task: the record is in the output of the task."""
-    api.script = [("RUNNING", []), ("FAILED", [("plan", "SUCCEEDED", ""), ("federate", "FAILED", printed)])]
-    found = failed(fedloom("--kubeflow", api.host, "--wait"), kind)
-    assert next(iter(api.runs)) in found
-    assert message in found
-    assert "federate" in found or "plan" in found
-
-
-def test_a_retried_attempt_is_not_reported_as_the_cause(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    lost, few = recorded(StorageError("fetch: no network")), recorded(QuorumError("federate: few"))
-    fetched = [("fetch", "FAILED", lost), ("fetch(1)", "SUCCEEDED", "")]
-    api.script = [("FAILED", [*fetched, ("federate", "FAILED", few)])]
-    assert "federate: few" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
-    api.script = [("FAILED", [("fetch", "FAILED", lost)])]
-    assert "fetch: no network" in failed(fedloom("--kubeflow", api.host, "--wait"), StorageError)
-
-
-@pytest.mark.parametrize("fault", [{"status": 403}, {"status": 404}, {"status": 500}, {"drop": "before"}])
-def test_an_unreadable_log_does_not_hide_the_failure(
-    api: KubeflowApi, fedloom: Callable[..., Result], fault: dict[str, Any]
-) -> None:
-    api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("no")))])]
-    api.faults = [Fault("GET /apis/v1alpha1/.*/log", **fault)]
-    assert "kubectl describe workflows,pods" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
-
-
-def test_a_failing_component_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:
-    @step
-    def federate() -> None:
-        raise RefusedError("the token is not known", hint="ask for another")
-
-    with pytest.raises(SystemExit) as ended:
-        federate()
-    assert ended.value.code == 4
-    (record,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(FAILURE_MARK)]
-    found = from_json(json.loads(record.removeprefix(FAILURE_MARK)))
-    assert isinstance(found, RefusedError)
-    assert str(found) == "federate: the token is not known\n  ask for another"
-
-
-def test_a_run_stopped_during_the_wait_is_reported_as_stopped(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    """Kubeflow ends it as FAILED, after CANCELING."""
-    api.script = [("RUNNING", []), ("CANCELING", []), ("FAILED", [("federate", "FAILED", "")])]
-    assert "was stopped" in failed(fedloom("--kubeflow", api.host, "--wait"), InterruptedRun)
-
-
-def test_a_pod_that_does_not_start_is_reported_once(
-    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(submitting, "PENDING_S", 0.0)
-    api.script = [("RUNNING", [("plan", "PENDING", "")])] * 4 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
-    output = fedloom("--kubeflow", api.host, "--wait").output
-    where = f"kubectl describe workflows,pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}"
-    assert [line for line in output.splitlines() if where in line and line.startswith("plan: ")] == [
-        line for line in output.splitlines() if "kubectl" in line
-    ]
-    assert output.count(where) == 1
-
-
-LISTING = {"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}
-READING = {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]}
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch, api: KubeflowApi) -> Iterator[Callable[..., FakeCluster]]:
-    """Return a function that gives a run its Workflow, and the user rights to list Workflows and read logs."""
-    with FakeCluster(images={"component:1": []}, namespace="kubeflow") as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([LISTING, READING])))
-        create = api.create_run
-
-        def watch(**tasks: tuple[tuple[str, str], tuple[str, str]]) -> FakeCluster:
-            def started(self: KubeflowApi, query: Any, body: Any) -> Any:
-                made = create(query, body)
-                cluster.add_workflow(kfp_api.WORKFLOW, {"pipeline/runid": made["run_id"]}, argo_nodes(tasks))
-                return made
-
-            monkeypatch.setattr(kfp_api, "ROUTES", [
-                ("POST", "/runs", started) if route[:2] == ("POST", "/runs") else route for route in kfp_api.ROUTES
-            ])  # fmt: skip
-            return cluster
-
-        yield watch
-
-
-def argo_nodes(tasks: Mapping[str, tuple[tuple[str, str], tuple[str, str]]]) -> dict[str, dict[str, Any]]:
-    """Return the nodes of a Workflow, given phase and message of the driver and the executor of each task.
-
-    A node's boundary is the group that it is in, an attempt's that of all attempts (argo-workflows,
-    ``workflow/controller/operator.go``, ``initializeNode``; ``dag.go``, ``executeDAGTask``).
-    """
-    nodes: dict[str, dict[str, Any]] = {}
-
-    def add(name: str, kind: str, boundary: str, phase: str = "Running", message: str = "") -> str:
-        identity = f"{kfp_api.WORKFLOW}-{len(nodes) + 1}"
-        about = {"id": identity, "displayName": name, "type": kind, "phase": phase, "boundaryID": boundary}
-        nodes[identity] = about | {"startedAt": f"2026-01-01T00:00:{len(nodes):02}Z"} | (
-            {"message": message} if message else {}
-        )  # fmt: skip
-        return identity
-
-    def attempt(name: str, kind: str, boundary: str, phase: str = "Running", message: str = "") -> str:
-        add(name, "Retry", boundary, phase, message)
-        return add(f"{name}(0)", kind, boundary, phase, message)
-
-    root = attempt("root", "DAG", add(kfp_api.WORKFLOW, "DAG", ""))
-    for name, (driver, executor) in tasks.items():
-        attempt(f"{name}-driver", "Pod", root, *driver)
-        attempt("executor", "Pod", attempt(name, "DAG", root), *executor)
-    return nodes
-
-
-DONE, WAITING = ("Succeeded", "done"), ("Omitted", "")
-
-
-@pytest.mark.cluster
-def test_the_workflow_tells_why_each_pod_does_not_start_and_which_task_it_belongs_to(
-    api: KubeflowApi,
-    fedloom: Callable[..., Result],
-    watched: Callable[..., FakeCluster],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(submitting, "PENDING_S", 0.0)
-    failed_before = ("Failed", "Error (exit code 1)")
-    watched(
-        plan=(DONE, failed_before),
-        fetch=(DONE, ("Pending", "ImagePullBackOff: no such image")),
-        grid=(DONE, ("Pending", "Unschedulable: 0/2 nodes are available")),
-    )
-    tasks = [("plan", "SUCCEEDED", ""), ("fetch", "PENDING", ""), ("grid", "PENDING", "")]
-    api.script = [("RUNNING", tasks)] * 4 + [("SUCCEEDED", [])]
-    lines = [line for line in fedloom("--kubeflow", api.host, "--wait").output.splitlines() if "not started" in line]
-    assert len(lines) == 2
-    assert tells(lines[0], "fetch: ", "ImagePullBackOff: no such image")
-    assert tells(lines[1], "grid: ", "Unschedulable: 0/2 nodes are available")
-
-
-@pytest.mark.cluster
-def test_a_chain_of_healthy_drivers_is_not_reported_and_a_pod_that_is_stuck_after_it_is(
-    api: KubeflowApi,
-    fedloom: Callable[..., Result],
-    watched: Callable[..., FakeCluster],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A pod of some task is pending all the time, but no single one for long, except the last."""
-    monkeypatch.setattr(submitting, "PENDING_S", 0.15)
-    watched(last=(DONE, ("Pending", "ImagePullBackOff: no such image")))
-    names = [f"task-{i}" for i in range(20)]
-    api.script = [
-        ("RUNNING", [*((n, "SUCCEEDED", "") for n in names[:i]), (names[i], "PENDING", "")]) for i in range(20)
-    ]
-    done = [(name, "SUCCEEDED", "") for name in names]
-    api.script += [("RUNNING", [*done, ("last", "PENDING", "")])] * 30 + [("SUCCEEDED", done)]
-    lines = [line for line in fedloom("--kubeflow", api.host, "--wait").output.splitlines() if "not started" in line]
-    assert len(lines) == 1
-    assert tells(lines[0], "last: ", "ImagePullBackOff: no such image")
-
-
-@pytest.mark.cluster
-def test_the_workflow_explains_why_pods_were_not_created(
-    api: KubeflowApi, fedloom: Callable[..., Result], watched: Callable[..., FakeCluster], monkeypatch: Any
-) -> None:
-    account = 'pods "x" is forbidden: error looking up service account kubeflow/pipeline-runner: not found'
-    cluster = watched(plan=(("Error", account), WAITING), fetch=(DONE, ("Failed", "Error (exit code 1)")))
-    api.script = [("FAILED", [("plan", "FAILED", ""), ("grid", submitting.OMITTED, "")])]
-    result = fedloom("--kubeflow", api.host, "--wait")
-    assert tells(failed(result, QuorumError), f"plan: {account}", "fetch: Error (exit code 1)")
-    assert "grid" not in result.output
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([])))
-    again = CliRunner().invoke(app, ["pipeline", "wait", *api.runs, "--kubeflow", api.host])
-    assert account not in failed(again, QuorumError)
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("printed", [None, InterruptedRun, WorkerLostError])
-def test_a_lack_of_memory_is_told_with_the_setting_to_raise(
-    api: KubeflowApi,
-    fedloom: Callable[..., Result],
-    watched: Callable[..., FakeCluster],
-    printed: type[FedloomError] | None,
-) -> None:
-    """A task whose process was killed by the kernel records only a consequence; the cause is in the Workflow."""
-    watched(federate=(DONE, ("Failed", "OOMKilled (exit code 137)")))
-    record = "" if printed is None else recorded(printed("federate: a process was killed by signal 9"))
-    api.script = [("FAILED", [("federate", "FAILED", record)])]
-    message = failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
-    assert tells(message, "federate", "OOMKilled", "tasks.federate.limits.memory", "--pods")
-
-
-@pytest.mark.cluster
-def test_another_reason_of_the_task_is_kept_if_an_earlier_attempt_lacked_memory(
-    api: KubeflowApi, fedloom: Callable[..., Result], watched: Callable[..., FakeCluster]
-) -> None:
-    watched(federate=(DONE, ("Failed", "OOMKilled (exit code 137)")))
-    api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("federate: not admitted")))])]
-    assert "not admitted" in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
-
-
-@pytest.mark.cluster
-def test_the_record_of_a_failure_is_read_from_the_pod_if_argo_archives_no_logs(
-    api: KubeflowApi, fedloom: Callable[..., Result], watched: Callable[..., FakeCluster], monkeypatch: Any
-) -> None:
-    """A Kubeflow for one user then reads no log at all. The error is one that only the task's process knows."""
-    cluster = watched(federate=(DONE, ("Failed", "Error (exit code 1)")))
-    api.archives = False
-    record = recorded(Unreachable("federate: the API does not answer", hint="look"))
-    api.script = [("FAILED", [("federate", "FAILED", record)])]
-    assert "without a recorded reason" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
-    name = next(pod for pod, printed in api.logs.items() if printed)
-    command = ["sh", "-c", f"echo '{record}'; exit 1"]
-    containers = [{"name": "main", "image": "component:1", "command": command}]
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}}
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    Api("kubeflow").create({**pod, "spec": {"restartPolicy": "Never", "containers": containers}})
-    until(lambda: cluster.pods()[0]["status"]["phase"] == "Failed", "the pod ends")
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([LISTING, READING])))
-    again = CliRunner().invoke(app, ["pipeline", "wait", *api.runs, "--kubeflow", api.host])
-    assert "the API does not answer" in failed(again, WorkerLostError)
-
-
-def test_an_address_without_a_user_interface_gets_no_link(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    api.interface = False
-    output = fedloom("--kubeflow", api.host).output
-    assert "#/runs/details" not in output
-    assert output.count(next(iter(api.runs))) == 1
-    output = fedloom("--kubeflow", api.host, "--every", "6h").output
-    assert "run" not in next(line for line in output.splitlines() if next(iter(api.recurring)) in line)
-    assert output.count(next(iter(api.recurring))) == 1
-
-
-def test_other_services_are_recognized(fedloom: Callable[..., Result], s3_server: S3Server) -> None:
-    assert "object store" in failed(fedloom("--kubeflow", s3_server.endpoint), ExperimentError)
-    server = grpc.server(ThreadPoolExecutor(1))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        assert "gRPC port" in failed(fedloom("--kubeflow", f"http://127.0.0.1:{port}"), ExperimentError)
-    finally:
-        server.stop(None)
-
-
-def test_an_expired_token_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    api.script = [("RUNNING", [])]
-    api.faults = [Fault("GET /runs/.*", status=401, skip=1)]
-    assert "the run continues: " in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
-    assert next(iter(api.runs.values()))["state"] == "RUNNING"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("terminate", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-def test_ctrl_c_during_the_wait(api: KubeflowApi, files: tuple[Path, Path], terminate: bool) -> None:
+def test_ctrl_c_during_the_wait(api: KubeflowApi, files: tuple[str, str]) -> None:
     api.script = [("RUNNING", [("federate", "RUNNING", "")])]
-    looked = api.hears("GET /runs/.*")
-    process = started(api, files, "--wait", *(["--terminate-on-interrupt"] if terminate else []))
-    assert looked.wait(WAIT_S)
+    process = started(api, files, "--wait")
+    until(lambda: any(request.startswith("GET /runs/") for request in api.asked), "the command waits")
     process.send_signal(signal.SIGINT)
     message, _ = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, message
     (run,) = api.runs.values()
-    assert run["state"] == ("CANCELING" if terminate else "RUNNING")
-    assert ("stopped the run: " if terminate else "the run continues: ") in message
-    assert terminate or f"fedloom pipeline stop {run['run_id']}" in message
+    assert run["state"] == "RUNNING"
+    assert tells(message, "the run continues: ", f"fedloom pipeline stop {run['run_id']}")
 
 
-def test_waiting_for_and_stopping_a_run_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert fedloom("--kubeflow", api.host).exit_code == 0
+def test_settings_of_tasks_and_claims_of_the_storage(api: KubeflowApi, submit: Submit, tmp_path: Path) -> None:
+    pods = tmp_path / "pods.yaml"
+    pods.write_text(yaml.safe_dump({"all": {"labels": {"a": "1"}}, "cache": False}))
+    done(submit("--pods", str(pods), "--param", "source=pvc://datasets/emnist", store="pvc://shared/fedloom"))
+    (version,) = api.versions.values()
+    executors = version["pipeline_spec"]["platform_spec"]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert all(config["podMetadata"] == {"labels": {"a": "1"}} for config in executors.values())
+    mounts = executors["exec-federate"]["pvcMount"]
+    assert [one["mountPath"] for one in mounts] == ["/mnt/claims/datasets", "/mnt/claims/shared"]
+    inner = version["pipeline_spec"]["pipeline_spec"]["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    assert not any(task["cachingOptions"].get("enableCache") for task in inner.values())
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "trigger", "shown"),
+    [
+        ("0 2 * * *", {"cron_schedule": {"cron": "0 0 2 * * *"}}, "cron 0 0 2 * * *"),
+        ("30 0 2 1,15 jan ?", {"cron_schedule": {"cron": "30 0 2 1,15 jan ?"}}, "cron 30 0 2"),
+        ("6h", {"periodic_schedule": {"interval_second": "21600"}}, "every 21600 s"),
+    ],
+)
+def test_a_schedule_has_the_requested_times_and_parameters(
+    api: KubeflowApi, submit: Submit, given: str, trigger: dict[str, Any], shown: str
+) -> None:
+    """Kubeflow would read five fields as second to month: they get the second 0."""
+    settings = {"max_concurrency": 2, "catch_up": True}
+    output = done(submit("--schedule", given, "--set", "seed=7", "--param", "checkpoint=best", **settings))
+    (one,) = api.recurring.values()
+    assert tells(output, one["recurring_run_id"], shown, f"{api.host}/#/recurringrun/details/")
+    assert one["trigger"] == trigger
+    assert (one["max_concurrency"], one["no_catchup"]) == ("2", False)
+    parameters = one["runtime_config"]["parameters"]
+    assert (parameters["overrides"], parameters["checkpoint"]) == (["storage=s3://bucket/fedloom", "seed=7"], "best")
+    assert api.counts() == (1, 1, 1, 0)
+    (version,) = api.versions
+    assert one["pipeline_version_reference"]["pipeline_version_id"] == version
+
+
+def test_kubeflow_checks_the_fields_of_a_cron_expression(api: KubeflowApi, submit: Submit) -> None:
+    assert "61" in failed(submit("--schedule", "61 2 * * *"), ExperimentError)
+    assert api.recurring == {}
+
+
+def test_kfps_client_and_ours_read_each_others_schedules(
+    api: KubeflowApi, submit: Submit, pipeline: Callable[..., Result]
+) -> None:
+    import kfp
+
+    done(submit("--schedule", "0 2 * * *"))
+    theirs = kfp.Client(host=api.host)
+    experiment = theirs.get_experiment(experiment_name="fedloom").experiment_id
+    (ours,) = theirs.list_recurring_runs(experiment_id=experiment).recurring_runs
+    assert theirs.get_recurring_run(ours.recurring_run_id).trigger.cron_schedule.cron == "0 0 2 * * *"
+    reference = ours.pipeline_version_reference
+    other = theirs.create_recurring_run(
+        experiment,
+        "by hand",
+        cron_expression="0 30 4 * * 1-5",
+        pipeline_id=reference.pipeline_id,
+        version_id=reference.pipeline_version_id,
+        params=ours.runtime_config.parameters,
+    )
+    theirs.disable_recurring_run(other.recurring_run_id)
+    assert done(pipeline("schedules", "list")).splitlines() == [
+        f"{ours.recurring_run_id}  active  {ours.display_name}: cron 0 0 2 * * *",
+        f"{other.recurring_run_id}  paused  by hand: cron 0 30 4 * * 1-5",
+    ]
+
+
+def test_pause_resume_and_delete(api: KubeflowApi, submit: Submit, pipeline: Callable[..., Result]) -> None:
+    assert done(pipeline("schedules", "list")) == ""
+    done(submit("--schedule", "1d"))
+    ((run, one),) = api.recurring.items()
+    assert done(pipeline("schedules", "pause", run)) == f"paused {run}\n"
+    assert one["status"] == "DISABLED"
+    assert done(pipeline("schedules", "resume", run)) == f"resumed {run}\n"
+    assert one["status"] == "ENABLED"
+    in_progress = kfp_recurring.trigger_now(api, run)
+    assert done(pipeline("schedules", "delete", run)) == f"deleted {run}\n"
+    assert api.recurring == {}
+    assert in_progress["state"] == "RUNNING"  # otherwise Kubernetes would remove the workflow with its owner
+    for action in ("pause", "resume", "delete"):
+        assert run in failed(pipeline("schedules", action, run), ExperimentError)
+        failed(pipeline("schedules", action), ExperimentError)
+    failed(pipeline("schedules", "list", run), ExperimentError)
+
+
+def test_schedules_beyond_one_page_are_listed(
+    api: KubeflowApi, submit: Submit, pipeline: Callable[..., Result]
+) -> None:
+    done(submit("--schedule", "1d"))
+    (one,) = api.recurring.values()
+    for number in range(1, 250):
+        api.kept(api.recurring, "recurring_run_id", {**one, "recurring_run_id": f"{number:036x}"})
+    assert len(done(pipeline("schedules", "list")).splitlines()) == len(api.recurring) >= 201
+
+
+# --- installations and logins -----------------------------------------------------------------------------------------
+
+
+def test_several_users_with_a_namespace_each(api: KubeflowApi, submit: Submit, pipeline: Callable[..., Result]) -> None:
+    api.namespaces, api.token = (PROFILE,), "secret"
+    done(submit(namespace=PROFILE, token="secret"))
+    assert next(iter(api.experiments.values()))["namespace"] == PROFILE
+    assert tells(failed(submit(token="secret"), ExperimentError), "namespace", "--kubeflow")
+    message = failed(submit(namespace="team-b", token="secret"), RefusedError)
+    assert tells(message, "namespace team-b: cannot look for pipeline", "default-editor", "list", "pipelines")
     (run,) = api.runs
-    assert CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host]).exit_code == 0
-    assert api.runs[run]["state"] == "CANCELING"
-    again = CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host])
-    assert (again.exit_code, tells(again.output, "being stopped", run)) == (0, True)
-    api.runs[run]["state"] = "CANCELING"
-    result = CliRunner().invoke(app, ["pipeline", "wait", run, "--kubeflow", api.host])
-    assert "was stopped" in failed(result, InterruptedRun)
-    again = CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host])
-    assert (again.exit_code, tells(again.output, "ended", run)) == (0, True)
-    api.runs[run] |= {"state": "RUNNING", "looks": 0}
-    api.script = [("RUNNING", []), ("SUCCEEDED", [])]
-    assert CliRunner().invoke(app, ["pipeline", "wait", run, "--kubeflow", api.host]).output.endswith("succeeded\n")
-    nobody = "00000000-0000-0000-0000-000000000000"
-    result = CliRunner().invoke(app, ["pipeline", "wait", nobody, "--kubeflow", api.host])
-    assert "not found" in failed(result, ExperimentError)
+    next(iter(api.experiments.values()))["namespace"] = "team-b"
+    for command in ("wait", "stop"):
+        message = failed(pipeline(command, run, namespace=PROFILE, token="secret"), RefusedError)
+        assert tells(message, "team-b", "get", "runs")
+
+
+def test_a_single_user_has_no_namespace(api: KubeflowApi, submit: Submit) -> None:
+    assert tells(failed(submit(namespace=PROFILE), ExperimentError), "--kubeflow", PROFILE)
+    assert api.counts() == (0, 0, 0, 0)
+
+
+def test_tokens(api: KubeflowApi, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    api.token = "of-today"
+    message = failed(submit(token="of-yesterday"), RefusedError)
+    assert tells(message, "401", "token_command", "kubectl create token", "--audience=pipelines.kubeflow.org")
+    assert "of-yesterday" not in message
+    assert "valid token" in failed(submit(), RefusedError)
+    (tmp_path / "token").write_text("of-today\n")
+    done(submit(token=f"@{tmp_path / 'token'}"))
+    monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(client, "IN_CLUSTER_HOST", api.host)
+    done(submit(host="in-cluster"))
+    monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "none"))
+    assert tells(failed(submit(host="in-cluster"), RefusedError), tmp_path / "none", "docs/kubeflow.md")
+    monkeypatch.setenv("FEDLOOM_KUBEFLOW_TOKEN", "of-today")
+    done(submit())
+    assert len(api.runs) == 3
+
+
+def test_a_token_that_changes_during_a_wait(api: KubeflowApi, tmp_path: Path) -> None:
+    """Tokens last an hour, runs longer: one from a file is read again."""
+    token, api.token = tmp_path / "token", "first"
+    token.write_text("first")
+    kubeflow = Kubeflow(KubeflowSettings(host=api.host, token=f"@{token}"))
+    for value in ("first", "second"):
+        api.token = value
+        token.write_text(value)
+        kubeflow.call("list", "pipeline_service_list_pipelines")  # the API's health asks for no token
+
+
+def test_a_command_prints_tokens(api: KubeflowApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs again when its token has served for a while; a failure is then one that may pass."""
+    number = tmp_path / "number"
+    number.write_text("0")
+    script = f"import pathlib; p = pathlib.Path({str(number)!r}); n = int(p.read_text()); p.write_text(str(n + 1));"
+    source = TokenCommand(shlex.join([sys.executable, "-S", "-c", f"{script} print(f'token-{{n}}')"]))
+    assert [source(), source()] == ["token-0", "token-0"]
+    monkeypatch.setattr(client.time, "monotonic", lambda: source._until)
+    assert source() == "token-1"
+    number.write_text("no number")
+    with pytest.raises(StorageError):
+        source()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "facts"),
+    [
+        ({"token": "x", "token_command": "y"}, ExperimentError, ("token", "token_command")),
+        ({"token_command": "kubectl 'create"}, ExperimentError, ("token_command",)),
+        ({"token_command": "   "}, ExperimentError, ("token_command",)),
+        ({"token_command": "no-such-program-here --x"}, RefusedError, ("token_command", "no-such-program-here")),
+        ({"token_command": f"{sys.executable} -S -c 'import sys; sys.exit(\"no such account\")'"}, RefusedError,
+         ("token_command", "no such account")),
+        ({"token_command": f"{sys.executable} -S -c 'print()'"}, RefusedError, ("token_command",)),
+        ({"token_command": f"{sys.executable} -S -c 'print(1); print(2)'"}, RefusedError, ("token_command",)),
+        ({"token": "@/no/such/file"}, RefusedError, ("/no/such/file",)),
+        ({"token": "secret\nHost: c"}, RefusedError, ("token",)),
+    ],
+)  # fmt: skip
+def test_invalid_logins(
+    api: KubeflowApi, submit: Submit, settings: dict[str, Any], kind: type[FedloomError], facts: tuple[str, ...]
+) -> None:
+    message = failed(submit(**settings), kind)
+    assert tells(message, *facts)
+    assert "secret" not in message
+    assert api.asked == []
+
+
+def test_a_token_command_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "COMMAND_S", 0.2)
+    with pytest.raises(RefusedError):
+        TokenCommand("sleep 60")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"login_page": True},
+        {"faults": [Fault("GET /healthz", status=302, location="/dex/auth?client_id=kubeflow")]},
+        {"faults": [Fault("GET /healthz", status=401)]},
+    ],
+)
+def test_a_page_to_log_in_is_not_taken_for_an_answer(api: KubeflowApi, submit: Submit, answer: dict[str, Any]) -> None:
+    vars(api).update(answer)
+    message = failed(submit(token="x"), RefusedError)
+    assert tells(message, api.host, "valid token", "token_command")
+    assert "client_id" not in message
+    assert api.counts() == (0, 0, 0, 0)
+
+
+def test_servers_that_are_not_kubeflow(api: KubeflowApi, submit: Submit, files: tuple[str, str]) -> None:
+    assert "/pipeline" in failed(submit(host=f"{api.host}/pipelin"), ExperimentError)
+    assert tells(failed(submit(host="ftp://kubeflow"), ExperimentError), "--kubeflow", "ftp://kubeflow")
+    assert tells(failed(submit(host="http://ann:secret@kubeflow"), ExperimentError), "without a user name")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        message = failed(submit(host=f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
+    assert "cannot be reached" in message
+    for option, facts in (((), ("--kubeflow", "in-cluster")), (("--kubeflow", "kubeflow"), ("kubeflow", "no such"))):
+        command = ["pipeline", "submit", "personalized_federation", files[0], "--param", "backend=local", *option]
+        assert tells(failed(CliRunner().invoke(app, command), ExperimentError), *facts)
+
+
+def test_examples_on_the_page_are_valid() -> None:
+    """Check the file of an installation, and the object that gives pods a token, as a pod has it."""
+    page = (Path(__file__).parents[2] / "docs" / "kubeflow.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    (settings,) = [block for block in blocks if "token_command" in block]
+    KubeflowSettings.model_validate(settings, strict=True)
+    (default,) = [block["spec"] for block in blocks if block.get("kind") == "PodDefault"]
+    container = {"name": "c", "image": "i:1", "env": default["env"], "volumeMounts": default["volumeMounts"]}
+    spec = {"containers": [container], "volumes": default["volumes"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
+    kubernetes_schemas.check(pod)
+    ((source,),) = ([*volume["projected"]["sources"]] for volume in default["volumes"])
+    assert source["serviceAccountToken"]["audience"] == "pipelines.kubeflow.org"
+    path = f"{container['volumeMounts'][0]['mountPath']}/{source['serviceAccountToken']['path']}"
+    assert path == default["env"][0]["value"] == client.TOKEN_FILE
+
+
+def test_a_parameter_of_seeds_may_be_empty() -> None:
+    assert submitting.parameters_from(["seeds=", "methods=", "methods=a=1"]) == {"seeds": [], "methods": ["", "a=1"]}

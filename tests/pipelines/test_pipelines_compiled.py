@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
-from fedloom.kubeflow import compiling
-from fedloom.kubeflow.image import IMAGE, component_image
+from fedloom.kubeflow import catalog
+from fedloom.kubeflow.catalog import IMAGE, component_image
 
 pytestmark = pytest.mark.xdist_group("components")
 
@@ -41,7 +41,7 @@ def documents(path: Path) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", compiling.NAMES)
+@pytest.mark.parametrize("name", catalog.NAMES)
 def test_committed_pipelines_are_current(compiled: Path, name: str) -> None:
     assert documents(PIPELINES / f"{name}.yaml") == documents(compiled / f"{name}.yaml"), FIX
 
@@ -50,16 +50,16 @@ def test_compilation_is_deterministic(compiled: Path, tmp_path: Path) -> None:
     """Compile in another process with another hash seed; kfp keeps names of earlier pipelines within a process."""
     command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "--out", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, stdout=subprocess.DEVNULL)
-    for name in compiling.NAMES:
+    for name in catalog.NAMES:
         assert (tmp_path / f"{name}.yaml").read_bytes() == (compiled / f"{name}.yaml").read_bytes()
-        assert compiling.version_of(tmp_path / f"{name}.yaml").startswith(f"{fedloom.__version__}-")
+        assert catalog.version_of(tmp_path / f"{name}.yaml").startswith(f"{fedloom.__version__}-")
 
 
 def test_all_committed_files_belong_to_a_pipeline() -> None:
-    assert {path.stem for path in PIPELINES.glob("*.yaml")} == set(compiling.NAMES)
+    assert {path.stem for path in PIPELINES.glob("*.yaml")} == set(catalog.NAMES)
 
 
-@pytest.mark.parametrize("name", compiling.NAMES)
+@pytest.mark.parametrize("name", catalog.NAMES)
 def test_every_task_is_pinned_bounded_and_in_the_image(name: str) -> None:
     spec, platform = yaml.safe_load_all((PIPELINES / f"{name}.yaml").read_text())
     executors = {key: e["container"] for key, e in spec["deploymentSpec"]["executors"].items() if "container" in e}
@@ -108,20 +108,23 @@ def test_an_image_with_a_mutable_tag_is_rejected(image: str, monkeypatch: pytest
     monkeypatch.setenv("FEDLOOM_IMAGE", image)
     with pytest.raises(ExperimentError, match="not :latest"):
         component_image()
-    result = CliRunner().invoke(app, ["pipeline", "compile", "--image", image, "--out", str(tmp_path / "out")])
+    (tmp_path / "pods.yaml").write_text(yaml.safe_dump({"image": image}))
+    command = ["pipeline", "compile", "--pods", str(tmp_path / "pods.yaml"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ExperimentError)
     assert not (tmp_path / "out").exists()
 
 
 def test_pipelines_with_another_image(tmp_path: Path) -> None:
     image = "registry.example:5000/components@sha256:" + "0" * 64
-    command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "unseen-clients", "--out", str(tmp_path)]
-    subprocess.run([*command, "--image", image], check=True, stdout=subprocess.DEVNULL)
-    spec, _ = yaml.safe_load_all((tmp_path / "unseen_clients.yaml").read_text())
+    command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "unseen-clients", "--out", str(tmp_path / "out")]
+    (tmp_path / "pods.yaml").write_text(f"image: {image}")
+    subprocess.run([*command, "--pods", str(tmp_path / "pods.yaml")], check=True, stdout=subprocess.DEVNULL)
+    spec, _ = yaml.safe_load_all((tmp_path / "out" / "unseen_clients.yaml").read_text())
     assert {e["container"]["image"] for e in spec["deploymentSpec"]["executors"].values() if "container" in e} == {
         image
     }
-    assert [path.name for path in tmp_path.iterdir()] == ["unseen_clients.yaml"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["unseen_clients.yaml"]
 
 
 def test_a_missing_pipeline() -> None:

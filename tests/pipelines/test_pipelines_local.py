@@ -107,7 +107,7 @@ def test_new_clients_get_their_models_by_algorithm_1_alone(
     common = ("--set", "seed=9", "--set", "data.partition.clients=10")
     out, run = tmp_path / "out", personalized / "run"
     before = {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
-    fedloom("pipeline", "local", "unseen_clients", small_run[0], *common, "--model", run, "--out", out)
+    fedloom("pipeline", "local", "unseen_clients", small_run[0], *common, "--param", f"model={run}", "--out", out)
     assert {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()} == before
     fedloom("partition", small_run[0], *common, "--out", tmp_path / "fresh")
     fedloom("evaluate", run, "--partition", tmp_path / "fresh", "--out", tmp_path / "bare.json")
@@ -125,15 +125,15 @@ def test_new_clients_get_their_models_from_a_server(small_run: tuple[Path, Path]
     """They get the models that an evaluation of the served checkpoint gives; a server of another run is rejected."""
     common = ("--set", "seed=9", "--set", "data.partition.clients=10")
     path, run = small_run
-    asked = ("pipeline", "local", "unseen_clients", path, *common, "--model", run)
+    asked = ("pipeline", "local", "unseen_clients", path, *common, "--param", f"model={run}")
     with started("serve", run, "--listen", "127.0.0.1:0") as process:
         assert process.stdout is not None
         at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
-        fedloom(*asked, "--serve", at, "--out", tmp_path / "out")
+        fedloom(*asked, "--param", f"serve={at}", "--out", tmp_path / "out")
         other = shutil.copytree(run, tmp_path / "other")
         tree = yaml.safe_load((other / "experiment.yaml").read_text())
         (other / "experiment.yaml").write_text(yaml.safe_dump({**tree, "name": "another"}))
-        output = fedloom(*asked[:-1], other, "--serve", at, "--out", tmp_path / "refused", code=3)
+        output = fedloom(*asked[:-1], f"model={other}", "--param", f"serve={at}", "--out", tmp_path / "refused", code=3)
         assert tells(output, at, "small", "another")
         process.terminate()
     fedloom("partition", path, *common, "--out", tmp_path / "fresh")
@@ -186,8 +186,8 @@ def test_a_task_whose_pod_was_killed_resumes_from_its_store(
 
 def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     out, sweep = tmp_path / "out", tmp_path / "sweep"
-    methods = ("--method", "", "--method", FEDAVG)
-    output = fedloom("pipeline", "local", "compare_methods", small_run[0], *methods, "--seeds", "1-2", "--out", out)
+    methods = ("--param", "methods=", "--param", f"methods={FEDAVG}", "--param", "seeds=1-2")
+    output = fedloom("pipeline", "local", "compare_methods", small_run[0], *methods, "--out", out)
     assert "FedAvg + fine-tuning" in output
     pefll = "algorithm=" + json.dumps(yaml.safe_load(small_run[0].read_text())["algorithm"])
     grid = f"{pefll},{FEDAVG.removeprefix('algorithm=')}"
@@ -233,7 +233,9 @@ def test_a_federation_that_fails_gives_its_own_exit_code(small_run: tuple[Path, 
 
 def test_an_existing_folder(small_run: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    output = fedloom("pipeline", "local", "unseen-clients", small_run[0], "--model", "x", "--out", tmp_path, code=2)
+    output = fedloom(
+        "pipeline", "local", "unseen-clients", small_run[0], "--param", "model=x", "--out", tmp_path, code=2
+    )
     assert tells(output, "--out", tmp_path)
     output = fedloom("pipeline", "local", "nothing", small_run[0], "--out", tmp_path / "out", code=2)
     assert "personalized_federation, compare_methods, unseen_clients" in output

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.kubeflow import catalog, compiling
+from fedloom.kubeflow import catalog
 
 pytestmark = pytest.mark.xdist_group("components")
 
@@ -59,4 +59,4 @@ def test_pipelines_compile_from_a_wheel_as_from_a_checkout(installed: Path, tmp_
         subprocess.run([*command, str(tmp_path / name)], check=True, env=environment, cwd=tmp_path)
     wheel, checkout = ((tmp_path / place / "unseen_clients.yaml").read_bytes() for place in ("wheel", "checkout"))
     assert wheel == checkout
-    assert set(compiling.NAMES) == {path.stem for path in (installed / "fedloom/kubeflow/pipelines").glob("*.yaml")}
+    assert set(catalog.NAMES) == {path.stem for path in (installed / "fedloom/kubeflow/pipelines").glob("*.yaml")}

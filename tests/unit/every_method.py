@@ -26,8 +26,13 @@ def ours() -> set[str]:
     return {name for name in available() if find_algorithm(name).server.__module__.startswith("fedloom.")}
 
 
-METHODS = {name: find_algorithm(name).example_settings() for name in sorted(ours())} | {
-    "comfedl robust": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
+_EXAMPLES = {name: find_algorithm(name).example_settings() for name in sorted(ours())}
+
+METHODS = {name: s | ({"local": LOCAL} if "local" in s else {}) for name, s in _EXAMPLES.items()} | {
+    "afl": {"local": LOCAL | {"steps": 1}},
+    "comfedl": {"objective": "robust", "gamma": 1.0, "local": LOCAL},
+    "comfedl damaml": {"objective": "damaml", "gamma": 1.0, "local": LOCAL},
+    "pfnm": {"local": LOCAL},
     "flowdup": {"local": LOCAL, "embedding": {"network": "linear", "labels": True}, "subspace": {"size": 9}},
 }
 """Settings by method; after a space stands which settings, where a method is here twice."""

@@ -61,7 +61,7 @@ def test_invalid_addresses_are_rejected_before_anything_is_read(tmp_path: Path) 
     with refusing(ExperimentError, "--listen", "127.0.0.1:99999"):
         aggregator(str(tmp_path / "nowhere.yaml"), listen="127.0.0.1:99999")
     with refusing(ExperimentError, "aggregator", "foo"):
-        worker("foo", str(tmp_path / "nowhere"))
+        worker(aggregator="foo", partition=str(tmp_path / "nowhere"))
 
 
 def test_a_negative_wait_is_rejected() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import fedloom
 from fedloom.api.watch import Watch
 from fedloom.errors import DataError, ExperimentError
-from fedloom.runner.assemble import make_partition
+from fedloom.runner.run_data import make_partition
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
 
@@ -245,7 +245,7 @@ def test_errors_name_keyword_arguments_instead_of_options(
 
 def test_invalid_track_grid_and_seeds_are_rejected(vowels: dict[str, Any], tmp_path: Path) -> None:
     with refused(ExperimentError, "'tensorbord'", "tensorboard"):
-        fedloom.run(vowels, track="tensorbord", out=tmp_path / "run")
+        fedloom.run(vowels, tracking=["tensorbord"], out=tmp_path / "run")
     for values in (0.1, "0.1"):
         with refused(ExperimentError, "grid['algorithm.local.lr']", "list", "0.1"):
             fedloom.sweep(vowels, grid={"algorithm.local.lr": values}, out=tmp_path / "sweep")  # type: ignore[dict-item]

@@ -10,7 +10,7 @@ from federations import clients, manifest
 
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
-from fedloom.runner.assemble import check_clients
+from fedloom.runner.run_data import check_clients
 
 GOOD = """\
 name: bad

@@ -192,7 +192,7 @@ def test_there_is_one_aggregator_with_reachable_probes(scenario: str) -> None:
     arguments = dict(argument.partition("=")[::2] for argument in container["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["grpc"]["port"] == ports["health"]
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": ports["health"]}
     assert arguments["--listen"] == f"0.0.0.0:{ports['grpc']}"
     assert arguments["--health"] == f"0.0.0.0:{ports['health']}"
     assert arguments.get("--metrics") == (f"0.0.0.0:{ports['metrics']}" if "metrics" in ports else None)
@@ -223,7 +223,7 @@ def test_model_servers_scale_drain_and_spread() -> None:
     assert pod["topologySpreadConstraints"]
     assert container["resources"]["requests"]["cpu"]  # the base of its utilization
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert f"0.0.0.0:{container[probe]['grpc']['port']}" == arguments["--health"]
+        assert f"0.0.0.0:{container[probe]['httpGet']['port']}" == arguments["--health"]
     (service,) = [item for item in of_kind(text, "Service") if item["metadata"]["name"] == serve["metadata"]["name"]]
     assert service["spec"]["clusterIP"] == "None"
     (aggregator,) = [item for name, item in helm.pods(text) if name.endswith("-aggregator")]

@@ -16,7 +16,7 @@ from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
 from fedloom.models.mlp import MLP
 from fedloom.runner import device as checks
-from fedloom.runner.assemble import use_device
+from fedloom.runner.assemble import missing_device, use_device
 
 CPU = torch.device("cpu")
 runner = CliRunner()
@@ -67,12 +67,12 @@ def test_a_missing_device_is_rejected_with_torchs_reason() -> None:
 def test_an_unsupported_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod has a GPU, but its image has the CPU version of torch."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "/nvidia" not in str(checks.missing_device(tmp_path))
+    assert "/nvidia" not in str(missing_device(tmp_path))
     for name in ("nvidia0", "nvidiactl", "kfd", "null"):
         (tmp_path / name).touch()
-    output = str(checks.missing_device(tmp_path))
+    output = str(missing_device(tmp_path))
     assert mentions(output, torch.__version__, str(tmp_path / "nvidia0"), str(tmp_path / "kfd"), "worker-cuda")
     assert str(tmp_path / "nvidiactl") not in output  # exists on every node with a driver
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     if not torch.cuda.is_available():
-        assert mentions(str(checks.missing_device(tmp_path)), str(tmp_path / "nvidia0"), "limits")
+        assert mentions(str(missing_device(tmp_path)), str(tmp_path / "nvidia0"), "limits")

@@ -40,8 +40,8 @@ def test_errors_name_arguments_in_python_and_options_on_the_command_line() -> No
     assert str(made()) == "class_counts needs packed\n  go on with resume=True: `fedloom run --out DIR`"
     with arguments_as_options():
         error = made()
-        assert spelled(f"with {argument('timeout_s')}") == "with --timeout"
-    assert str(error) == "--class-counts needs --data\n  go on with --resume: `fedloom run --out DIR`"
+        assert spelled(f"with {argument('timeout_s')}") == "with --set timeout_s"
+    assert str(error) == "--set class_counts needs --data\n  go on with --resume: `fedloom run --out DIR`"
     assert spelled(f"with {argument('timeout_s')}") == "with timeout_s"
 
 
@@ -60,7 +60,7 @@ def test_an_error_reaches_another_process_unchanged(kind: type[FedloomError]) ->
     assert (str(back), back.hint, back.key, back.found) == (str(error), "d\n  e", "f.g", float("inf"))
     assert back.allowed == ["h", 2, "i"]
     with arguments_as_options():  # the front end of the process that shows the error decides
-        assert str(from_json(made().as_json())).startswith("--class-counts needs --data")
+        assert str(from_json(made().as_json())).startswith("--set class_counts needs --data")
 
 
 def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 import fedloom
 from fedloom.cluster.manifests import PORT, USER
 from fedloom.cluster.settings import check_image
-from fedloom.kubeflow.image import VARIABLE, component_image
+from fedloom.kubeflow.catalog import IMAGE_VARIABLE, component_image
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "images" / "Dockerfile"
@@ -166,7 +166,7 @@ def test_bake_tags_every_image_with_the_repositorys_version(monkeypatch: pytest.
         assert f'["${{REGISTRY}}fedloom/{name}:${{VERSION}}"]' in text
         assert ("ARG", f"VERSION={PROJECT['version']}") in found[stage].steps
     # Pipelines are compiled for the images built here.
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(IMAGE_VARIABLE, raising=False)
     assert component_image() == f"fedloom/components:{fedloom.__version__}"
     assert fedloom.__version__ == PROJECT["version"]
 

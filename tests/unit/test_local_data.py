@@ -18,7 +18,7 @@ from PIL import Image
 import fedloom
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import from_shared_json, of
-from fedloom.runner.assemble import make_partition
+from fedloom.runner.run_data import make_partition
 
 RNG = np.random.default_rng(0)
 TASK: dict[str, Any] = {

@@ -35,11 +35,12 @@ from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
 from fedloom.models.module_inputs import SingleInput
 from fedloom.models.predictors import predictors_of
-from fedloom.runner import assemble
+from fedloom.runner import assemble, distributed
 from fedloom.runner.constants import are_close, figures_of
+from fedloom.runner.options import WorkerOptions
 from fedloom.runner.personal import DescribedRun
 from fedloom.runner.serve import about
-from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
 from fedloom.transport.introduction import Joined
 
@@ -490,7 +491,7 @@ def test_every_process_verifies_values_that_are_not_sent(
     keys: dict[str, Any] = {"report": False, "progress": False}
     found = fedloom.run(e, out=tmp_path / "run", **keys)
     parts = assemble.make_parts(e, RunFolder(tmp_path / "run").manifest())
-    welcome, described = assemble.welcome(parts), about(assemble.for_newcomers(parts))
+    welcome, described = distributed.welcome(parts), about(assemble.for_newcomers(parts))
     worker = Worker("localhost:1", "w", WorkerOptions(str(data.open(seed=e.seed).folder)))
     joined = Joined("run", "life", welcome)
     worker._session(joined)

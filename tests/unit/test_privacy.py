@@ -36,9 +36,11 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.embedding import EmbeddingSettings, clipped
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
-from fedloom.runner.assemble import make_partition, make_parts
+from fedloom.runner.assemble import make_parts
+from fedloom.runner.options import WorkerOptions
 from fedloom.runner.results import conclude
-from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.runner.run_data import make_partition
+from fedloom.runner.worker import Worker
 from fedloom.transport.introduction import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
@@ -302,7 +304,7 @@ def test_a_worker_uses_secret_noise_for_own_data_and_seeded_noise_for_a_partitio
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
     own = experiments.parse_experiment(OWN)
     reported: dict[str, Any] = {"normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
-    secret = answers_of_workers(own, "eve", reported, WorkerOptions(None, data=(tmp_path / "eve",)))
+    secret = answers_of_workers(own, "eve", reported, WorkerOptions(packed=(tmp_path / "eve",)))
     assert torch.equal(secret[0], secret[1])  # the same worker again
     assert not torch.equal(secret[0], secret[2])  # another
 

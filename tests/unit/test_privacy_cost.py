@@ -75,7 +75,7 @@ def test_a_member_of_secure_sums_has_a_figure_of_its_own(noise: str, less: float
 
 def test_two_of_epsilon_noise_and_rounds_determine_the_third() -> None:
     release = sampled("poisson", 900, 45, 2.0)
-    by_noise = cost(noise_multiplier=3.0, rounds=200)
+    by_noise = cost(noise_multiplier=3.0, federation__rounds=200)
     assert by_noise.by_rounds[-1].to_readers == epsilon_of({sampled("poisson", 900, 45, 3.0): 200}, 1e-5)
     by_epsilon = cost(epsilon=4.0)
     assert by_epsilon.noise_multiplier == least_multiplier(
@@ -86,10 +86,8 @@ def test_two_of_epsilon_noise_and_rounds_determine_the_third() -> None:
     assert epsilon_of({release: both.rounds}, 1e-5) <= 4.0 < epsilon_of({release: both.rounds + 1}, 1e-5)
     asked = cost(privacy={"noise_multiplier": None, "epsilon": 4.0})
     assert asked.noise_multiplier == by_epsilon.noise_multiplier
-    with refusing(ExperimentError, "epsilon", "rounds"):
-        cost(epsilon=4.0, noise_multiplier=2.0, rounds=3)
-    with refusing(ExperimentError, "-1"):
-        cost(rounds=-1)
+    with refusing(ExperimentError, "clients", "-1"):
+        cost(clients=-1)
 
 
 def test_noise_that_exceeds_the_signal_is_reported() -> None:
@@ -136,7 +134,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path, fedloom: Fedloom) -
     code, out, _ = fedloom("privacy", path)
     assert code == 0
     assert mentions(out, "400", "none", "trusted", "900", "7,850")
-    code, out, _ = fedloom("privacy", path, "--epsilon", "4", "--rounds", "100", "--json")
+    code, out, _ = fedloom("privacy", path, "--epsilon", "4", "--set", "federation.rounds=100", "--json")
     assert code == 0
     found = json.loads(out)
     assert found["asked_epsilon"] == 4

@@ -14,9 +14,11 @@ from facts import mentions, tells
 from rich.console import Console
 from run_folders import put, write_run
 
-from fedloom.cli.status_text import status_lines
+from fedloom.cli.status import status_lines
 from fedloom.core.words import rounded_up
+from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.problem import Problem, TrainedPrivately
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
 from fedloom.federation.activity import Activity, PrivacySpent
 from fedloom.privacy.accounting import EVERYONE, sampled
@@ -157,10 +159,8 @@ def test_the_problem_of_a_server_reveals_only_the_guarantee() -> None:
     assert mentions(str(private), rounded_up(CLAIM.epsilon), "1e-05", "clients")
     assert "seed" in str(replace(private, noise="seed"))
     assert TrainedPrivately.of(None) is None
-    problem = {
-        "dataset": "x", "kind": "features", "input_shape": [2], "class_names": ["a", "b"],
-        "normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}, "clients": 3,
-    }  # fmt: skip
+    spec = DataSpec({"": InputSpec("features", (2,), Normalization.identity(2))}, ("a", "b"))
+    problem = json.loads(Problem("x", spec, 3).to_json())
     assert Problem.from_json(json.dumps(problem)).training_privacy is None
     reported = Problem.from_json(json.dumps(problem | {"training_privacy": asdict(private)})).training_privacy
     assert reported == private

@@ -17,7 +17,8 @@ from fedloom.data.input_spec import Normalization
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment, load_experiment
 from fedloom.messages import Message
-from fedloom.runner.open_federation import answers_digest, open_manifest
+from fedloom.runner.assemble import answers_digest
+from fedloom.runner.run_data import open_manifest
 from fedloom.sums.question import Question, combined_digest, digest_of_tensors
 
 OWN = """

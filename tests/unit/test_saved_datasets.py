@@ -15,7 +15,7 @@ from PIL import Image
 from fedloom.data.federated import FederatedDataset
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import Data
-from fedloom.runner.assemble import make_data
+from fedloom.runner.run_data import make_data
 
 try:
     import datasets

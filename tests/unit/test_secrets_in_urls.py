@@ -18,8 +18,8 @@ from fedloom.core.processes import ChildReport, environment, python
 from fedloom.core.words import printable, shortened
 from fedloom.errors import ExperimentError, StorageError, from_json, without_secrets
 from fedloom.experiment import of
-from fedloom.kubeflow.authentication import api_host
-from fedloom.kubeflow.registry_api import ModelRegistry
+from fedloom.kubeflow.client import Kubeflow, KubeflowSettings
+from fedloom.kubeflow.registration import ModelRegistry
 from fedloom.storage import open_store
 
 SECRET = "http://ann:hunter2@127.0.0.1:9"
@@ -66,7 +66,7 @@ def test_errors_words_and_logs_have_no_user_information() -> None:
     [
         ModelRegistry,
         lambda url: ModelRegistry(f"{url}/?x=1"),
-        lambda url: api_host(url, in_cluster=False),
+        lambda url: Kubeflow(KubeflowSettings(host=url)),
         lambda url: open_store("s3://bucket/x", {**KEYS, "FEDLOOM_S3_ENDPOINT": url}),
         lambda url: open_store(url.replace("http", "s3")),
         lambda url: ClusterSettings.from_json(json.dumps({"s3_endpoint": url})),

@@ -23,7 +23,7 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.messages import VALUE_LIMIT
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Ensemble, ModelPredictor
-from fedloom.runner.evaluation_plan import evaluation_plan
+from fedloom.runner.assemble import evaluation_plan
 
 PLAN = EvaluationPlan.of(EvaluationPlan.of_classes(CLASSES).targets, sketches=True)
 LOCAL = {"steps": 5, "batch_size": 4, "lr": 0.05}

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.cli import status as shown
 from fedloom.cli.main import app
-from fedloom.cli.status_text import duration, status_lines
+from fedloom.cli.status import duration, status_lines
 from fedloom.errors import AbandonedError, DataError
 from fedloom.federation.activity import Activity, Awaited, ConnectedWorker
 from fedloom.federation.control import Control

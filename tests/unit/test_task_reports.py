@@ -23,18 +23,18 @@ from fedloom.cli.tables import print_results
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.activity import Activity, LastEvaluation
-from fedloom.kubeflow import markdown, steps
+from fedloom.kubeflow import results as kubeflow_results
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_page import write_comparison
 from fedloom.reporting.compare_tables import latex_table, pairs_as_csv, rows_as_csv
 from fedloom.reporting.report import write_report
 from fedloom.reporting.report_examples import examples
 from fedloom.reporting.report_results import client_results, draw_distribution, draw_gains, result_table
-from fedloom.runner.tracking import evaluation_numbers
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs
 from fedloom.tasks.headline import headline_of, metrics_of, values_of
 from fedloom.tasks.names import ACCURACY, METRICS, MODEL_LOSS, Headline, metric_heading
+from fedloom.trackers.numbers import evaluation_numbers
 from fedloom.transport.control import from_wire, to_wire
 
 TASKS = tuple(METRICS_OF)
@@ -270,9 +270,9 @@ def test_tables_and_lines_show_the_headline(tmp_path: Path, task: str, capsys: p
     printed = capsys.readouterr().out
     assert metric.title in printed
     assert f"{metric.exact(wanted['mean'])} ± {metric.exact(wanted['std'])}" in printed
-    text = markdown.results(summary | {"round": 30})
+    text = kubeflow_results.table_of_results(summary | {"round": 30})
     assert f"{metric.shown(wanted['mean'])} ± {metric.shown(wanted['std'])}" in text
-    scores = steps.scores(summary)
+    scores = kubeflow_results.scores(summary)
     assert scores[f"seen_{metric.name}_mean"] == wanted["mean"]
     assert "seen_accuracy_mean" not in scores
     assert f"{metric.title} {metric.shown(wanted['mean'])}" in Run(folder)._repr_html_()

@@ -25,7 +25,7 @@ from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import Data
-from fedloom.runner.assemble import make_data
+from fedloom.runner.run_data import make_data
 
 tokenizers = lazy_or_skip("tokenizers")
 transformers = lazy_or_skip("transformers")

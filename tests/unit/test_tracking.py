@@ -26,7 +26,8 @@ from fedloom.errors import ExperimentError, InterruptedRun
 from fedloom.experiment import load_experiment, of
 from fedloom.runner import tracking
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import NumberTracker, find_trackers
+from fedloom.runner.tracking import find_trackers
+from fedloom.trackers.numbers import NumberTracker
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_trackers_get_every_number_and_do_not_change_the_run(task: dict[str, Any
 @pytest.mark.slow
 def test_a_resumed_run_logs_each_number_once(task: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(InterruptedRun):
-        fedloom.run(task, out=tmp_path / "run", report=False, progress=Notices(stop_after=2), track=["csv"])
+        fedloom.run(task, out=tmp_path / "run", report=False, progress=Notices(stop_after=2), tracking=["csv"])
     run = fedloom.run(
         task, out=tmp_path / "run", report=False, progress=False, resume=True, tracking=["csv", "tensorboard"]
     )
@@ -242,7 +243,7 @@ def test_an_unknown_tracker_is_rejected_before_the_run(task: dict[str, Any], tmp
         ("absent", ("absent", "not_installed_at_all")),
     ):
         with pytest.raises(ExperimentError) as refused:
-            fedloom.run(task, out=tmp_path / "run", progress=False, track=[name])
+            fedloom.run(task, out=tmp_path / "run", progress=False, tracking=[name])
         assert tells(str(refused.value), "tracking", *output)
         assert not (tmp_path / "run").exists()
 
@@ -261,7 +262,7 @@ def test_trackers_are_chosen_on_the_command_line_and_in_its_environment(
 ) -> None:
     (tmp_path / "e.yaml").write_text(of(task).resolved_yaml())
     command = ["run", str(tmp_path / "e.yaml"), "--no-report", "--out"]
-    done = CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--track", "csv"])
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "a"), "--set", "tracking=[csv]"])
     assert done.exit_code == 0, done.output
     monkeypatch.setenv("FEDLOOM_TRACK", "csv")
     done = CliRunner().invoke(app, [*command, str(tmp_path / "b")])

@@ -120,7 +120,7 @@ def test_saved_client_models_need_no_fedloom(tmp_path: Path) -> None:
         network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
         network.load_state_dict(weights)
     with pytest.raises(ExperimentError, match=r"predictor must be one of personal .*'global'"):
-        personalize(str(run), tmp_path / "others", predictor="global")
+        personalize(str(run), tmp_path / "others", set_=["predictor=global"])
     assert not (tmp_path / "others").exists()
 
 

@@ -38,7 +38,7 @@ from fedloom.experiment import of
 from fedloom.models.factories import FACTORIES
 from fedloom.models.module_facts import check_codes
 from fedloom.models.registry import ModuleSettings
-from fedloom.runner.assemble import make_partition
+from fedloom.runner.run_data import make_partition
 
 DEALT = {"scheme": "iid", "clients": 2}
 TASK: dict[str, Any] = {

@@ -29,7 +29,7 @@ from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.run_results import read_results
-from fedloom.runner import assemble, loops, results
+from fedloom.runner import assemble, loops, results, run_data
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import MODEL_LOSS
 
@@ -124,7 +124,7 @@ def load(tmp_path: Path, **keys: Any) -> experiments.Experiment:
 
 def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     e = load(tmp_path)
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     parts, folder = assemble.make_parts(e, dataset.manifest), RunFolder(tmp_path / "run")
     folder.make()
     folder.write("experiment.yaml", e.resolved_yaml())

@@ -14,7 +14,7 @@ from torch import nn
 from fedloom import experiment as experiments
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks
-from fedloom.runner import assemble, loops
+from fedloom.runner import assemble, loops, run_data
 from fedloom.runs.folder import RunFolder
 
 
@@ -37,7 +37,7 @@ def loop(
         "runtime": {"workers": 0},
     }
     e = experiments.parse_experiment(yaml.safe_dump(tree))
-    dataset = assemble.make_partition(e)
+    dataset = run_data.make_partition(e)
     parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
     run.make(e.resolved_yaml())
     run.write("partition.json", dataset.manifest.to_json())

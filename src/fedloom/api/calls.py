@@ -7,12 +7,15 @@ import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.api.run import Comparison, Run, Sweep
 from fedloom.core.home import expanded
+from fedloom.core.options import with_keywords
 from fedloom.errors import ExperimentError
+from fedloom.runner.options import PrivacyQuestion, RunOptions
 from fedloom.runner.personalization import PersonalizationRequest
 
 if TYPE_CHECKING:
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
 
     from fedloom.experiment import Experiment
     from fedloom.runner.observer import RunObserver
-    from fedloom.runner.options import RunOptions
     from fedloom.runner.personal_model import PersonalModel
     from fedloom.runner.privacy_cost import PrivacyCost
 
@@ -29,19 +31,12 @@ R = TypeVar("R")
 Request = TypeVar("Request")
 
 
+@with_keywords(RunOptions)
 def run(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
     *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    replay: str | Path | None = None,
-    partition: str | Path | None = None,
-    packed: str | Path | Iterable[str | Path] = (),
-    observe: str | Path | Iterable[str | Path] = (),
-    publish: str | None = None,
-    report: bool = True,
-    track: str | Iterable[str] = (),
+    options: RunOptions,
     progress: bool | RunObserver = True,
     **overrides: Any,
 ) -> Run:
@@ -55,23 +50,7 @@ def run(
     experiment
         Path or URL of an experiment file; its content as a mapping, whose sections may be objects; or a
         :class:`fedloom.Experiment`.
-    out
-        Folder of the run; None: ``runs/NAME-ALGORITHM-seedN``.
-    resume
-        Continue from the folder's last checkpoint; a finished run is returned unchanged.
-    replay
-        Folder of a run whose journal is replayed.
-    partition
-        Folder or URL of an existing partition; None: create the experiment's partition.
-    packed, observe
-        With ``data.own``, folders of packed clients: ``packed`` for those that train, ``observe`` for those that are
-        only evaluated.
-    publish
-        URL of a store to publish the run at while it runs; None: below the experiment's ``storage``, if it is a store.
-    report
-        Write the report at the end, which takes two seconds; without it, :meth:`Run.report` writes it later.
-    track
-        Trackers in addition to the experiment's, e.g. ``["tensorboard"]`` (docs/tracking.md).
+    {options}
     progress
         Show progress on a terminal or in a notebook; or an observer to notify instead.
     overrides
@@ -102,11 +81,10 @@ def run(
     from fedloom import experiment as experiments
     from fedloom.runner.run_experiment import run_experiment
 
-    options = run_options(out, resume, partition, packed, observe, publish, report, track, replay)
-    e = experiments.of(experiment, begun=options.out if resume else None, **with_module(overrides))
+    e = experiments.of(experiment, begun=options.out if options.resume else None, **with_module(overrides))
     with restored():
         try:
-            folder = run_experiment(e, options, observer_of(progress)).folder
+            folder = run_experiment(e, replace(options, signals=True), observer_of(progress)).folder
         finally:
             gc.collect()  # a run's objects form cycles; uncollected, they grow by hundreds of megabytes a run
     return Run(folder)
@@ -120,21 +98,15 @@ def observer_of(progress: bool | RunObserver) -> RunObserver | None:
     return progress if isinstance(progress, RunObserver) else Watch() if progress else None
 
 
+@with_keywords(RunOptions, without=("replay",))
 def sweep(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
     *,
+    options: RunOptions,
     grid: Mapping[str, Iterable[Any]] | None = None,
     seeds: Iterable[int] | str | None = None,
     parallel: int = 1,
-    out: str | Path | None = None,
-    resume: bool = False,
-    partition: str | Path | None = None,
-    packed: str | Path | Iterable[str | Path] = (),
-    observe: str | Path | Iterable[str | Path] = (),
-    publish: str | None = None,
-    report: bool = True,
-    track: str | Iterable[str] = (),
     progress: bool = True,
     **overrides: Any,
 ) -> Sweep:
@@ -142,18 +114,15 @@ def sweep(
 
     Parameters
     ----------
-    experiment, partition, packed, observe, publish, report, track, overrides
+    experiment, overrides
         As in :func:`run`.
+    {options}
     grid
         Values by key, with dots or two underscores: ``{"algorithm.local.lr": [0.01, 0.1]}``. All combinations are run.
     seeds
         ``[1, 2, 3]`` or ``"1-3"``; None: the experiment's seed.
     parallel
         Number of concurrent runs, each in a process with its share of the cores. The results do not depend on it.
-    out
-        Folder that holds one folder per run; None: ``runs/NAME-sweep``.
-    resume
-        Keep finished runs and continue the others.
     progress
         Show progress.
 
@@ -176,21 +145,21 @@ def sweep(
     for key, values in (grid or {}).items():
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
             raise ExperimentError(f"grid[{key!r}] must be a list of values (got {values!r}).", key="grid")
-        found = ",".join(experiments.as_yaml(plain_value(value, f"grid[{key!r}]")) for value in values)
-        axes.append(f"{key.replace('__', '.')}={found}")
+        texts = ",".join(experiments.as_yaml(plain_value(value, f"grid[{key!r}]")) for value in values)
+        axes.append(f"{key.replace('__', '.')}={texts}")
     if not isinstance(seeds, str | Iterable | None):
         raise ExperimentError(f"seeds must be numbers, such as [1, 2, 3] or '1-3' (got {seeds!r}).", key="seeds")
-    asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
-    if asked is None and not axes:
+    if seeds is not None and not isinstance(seeds, str):
+        seeds = ",".join(map(str, seeds))
+    if seeds is None and not axes:
         raise ExperimentError("A sweep needs grid or seeds, or both.", key="grid")
-    options = run_options(out, resume, partition, packed, observe, publish, report, track, None)
-    begun = experiments.begun_in(options.out) if resume else None
+    begun = experiments.begun_in(options.out) if options.resume else None
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
-    points = experiments.points(e, (), asked, axes, begun=begun)
+    points = experiments.points(e, (), seeds, axes, begun=begun)
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
     observer = SweepWatch(choosing=bool(axes)) if progress else None
     with restored():
-        failures = run_points(points, folder, options, observer, parallel=parallel)
+        failures = run_points(points, folder, replace(options, signals=True), observer, parallel=parallel)
     done = [Run(folder / point.name) for point in points if point.name not in failures]
     return Sweep(folder, done, failures)
 
@@ -342,17 +311,9 @@ async def personalize_async(request: PersonalizationRequest) -> PersonalModel:
     return await request_model_async(request)
 
 
+@with_keywords(PrivacyQuestion)
 def privacy_cost(
-    experiment: Experiment | Mapping[str, Any] | str | Path,
-    /,
-    *,
-    clients: int | None = None,
-    examples: int | None = None,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    rounds: int | None = None,
-    ledger: str | Path | None = None,
-    **overrides: Any,
+    experiment: Experiment | Mapping[str, Any] | str | Path, /, *, options: PrivacyQuestion, **overrides: Any
 ) -> PrivacyCost:
     """Return the privacy cost of an experiment's training, like ``fedloom privacy``; nothing is trained.
 
@@ -360,15 +321,7 @@ def privacy_cost(
     ----------
     experiment, overrides
         As in :func:`run`; the experiment has ``federation.privacy``.
-    clients
-        Number of training clients; None: as the experiment says.
-    examples
-        For privacy of examples: training examples of the smallest client; None: from the partition.
-    epsilon, noise_multiplier, rounds
-        Values that replace the experiment's. ``epsilon`` and ``noise_multiplier`` together give the number of rounds;
-        ``epsilon`` alone gives the noise multiplier, and ``noise_multiplier`` alone the ε.
-    ledger
-        Ledger of a client that would take part, whose total with this training is computed, too.
+    {options}
 
     Returns
     -------
@@ -381,11 +334,9 @@ def privacy_cost(
         If the experiment is invalid or not private, or a number of clients or examples is missing.
     """
     from fedloom import experiment as experiments
-    from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
+    from fedloom.runner.privacy_cost import cost_of
 
-    e = experiments.of(experiment, **with_module(overrides))
-    kept = None if ledger is None else expanded(ledger)
-    return cost_of(e, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds, kept))
+    return cost_of(experiments.of(experiment, **with_module(overrides)), options)
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:
@@ -430,34 +381,6 @@ def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
     section = {"name": "module", "factory": remember(overrides["model"])}
     return {"runtime__workers": 0, **overrides, "model": section}
-
-
-def run_options(
-    out: str | Path | None,
-    resume: bool,
-    partition: str | Path | None,
-    packed: str | Path | Iterable[str | Path],
-    observe: str | Path | Iterable[str | Path],
-    publish: str | None,
-    report: bool,
-    track: str | Iterable[str],
-    replay: str | Path | None,
-) -> RunOptions:
-    """Return the options of a run, from the arguments of :func:`run`."""
-    from fedloom.runner.options import RunOptions
-
-    return RunOptions(
-        out=None if out is None else expanded(out),
-        resume=resume,
-        replay=None if replay is None else expanded(replay),
-        partition=None if partition is None else str(partition),
-        data=folders(packed),
-        observe=folders(observe),
-        publish=publish,
-        report=report,
-        track=(track,) if isinstance(track, str) else tuple(track),
-        signals=True,
-    )
 
 
 def folders(one_or_more: str | Path | Iterable[str | Path]) -> tuple[Path, ...]:

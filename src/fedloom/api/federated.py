@@ -265,7 +265,7 @@ class Federated:
         from fedloom.experiment.loading import plain_value
         from fedloom.experiment.sections import Data
         from fedloom.experiment.validation_errors import explain, listing
-        from fedloom.runner.assemble import make_data
+        from fedloom.runner.run_data import make_data
 
         section = plain_value(self.section, "data")
         try:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.api.calls import restored, run_options, with_module
+from fedloom.api.calls import restored, with_module
 from fedloom.api.run import Run, RunSequence
+from fedloom.core.options import with_keywords
 from fedloom.core.words import pluralize
+from fedloom.runner.options import JobOptions, RunOptions
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedloom.experiment import Experiment
     from fedloom.experiment.search_space import Make, SearchPlan, SearchSpace
-    from fedloom.runner.options import RunOptions
     from fedloom.runner.parallel import JobObserver
     from fedloom.runner.search import SearchResult
 
@@ -31,14 +32,16 @@ class Search(RunSequence):
         Content of ``search.json``: all trials, also stopped and failed ones, and the chosen one with its test results.
     chosen
         Run that is best on validation data; its summary has the test results.
+    chosen_texts
+        Its values as texts, by dotted key.
     """
 
-    def __init__(self, found: SearchResult) -> None:
-        super().__init__(
-            found.folder, (Run(found.folder / trial.name) for trial in found.trials if trial.state == "done")
-        )
-        self.summary = found.summary
-        self.chosen = Run(found.folder / found.chosen.name)
+    def __init__(self, result: SearchResult) -> None:
+        folder = result.folder
+        super().__init__(folder, (Run(folder / trial.name) for trial in result.trials if trial.state == "done"))
+        self.summary = result.summary
+        self.chosen = Run(folder / result.chosen.name)
+        self.chosen_texts = dict(result.chosen.texts)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -64,21 +67,15 @@ class Search(RunSequence):
         return f"<{pluralize(len(self.summary['trials']), 'trial')} in {self.folder}, chosen: {self.parameters}>"
 
 
+@with_keywords(JobOptions)
 def search(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     space: SearchSpace | Mapping[str, Any] | str | Path,
     /,
     *,
+    options: JobOptions,
     trials: int | None = None,
     parallel: int = 1,
-    out: str | Path | None = None,
-    resume: bool = False,
-    partition: str | Path | None = None,
-    packed: str | Path | Iterable[str | Path] = (),
-    observe: str | Path | Iterable[str | Path] = (),
-    publish: str | None = None,
-    report: bool = True,
-    track: str | Iterable[str] = (),
     progress: bool = True,
     **overrides: Any,
 ) -> Search:
@@ -86,22 +83,18 @@ def search(
 
     Parameters
     ----------
-    experiment, partition, packed, observe, publish, track, overrides
+    experiment, overrides
         As in :func:`run`.
     space
         File of the search space, or its content as a mapping: ``{"parameters": {"algorithm.local.lr": {"min": 1e-3,
         "max": 1, "log": True}}, "sampler": "tpe", "early_stopping": "median"}``.
+    {options}
     trials
-        Number of trials; None: the space's, or 20, or with sampler ``grid`` all combinations.
+        Number of trials, which may grow when a search is resumed; None: the space's, or 20, or with sampler ``grid``
+        all combinations.
     parallel
         Number of concurrent trials, each in a process with its share of the cores. With 1, the same seed gives the
         same trials.
-    out
-        Folder that holds one folder per trial; None: ``runs/NAME-search``.
-    resume
-        Continue the search in the folder; finished trials are kept, and their number may grow.
-    report
-        Write a report of each trial, and a page of the search.
     progress
         Show progress.
 
@@ -129,22 +122,21 @@ def search(
     from fedloom.api.watch import SweepWatch
     from fedloom.experiment.search_space import plan_search, read_space
 
-    options = run_options(out, resume, partition, packed, observe, publish, report, track, None)
-    begun = experiments.begun_in(options.out) if options.out is not None and resume else None
-    asked = read_space(space, trials=trials)
+    begun = experiments.begun_in(options.out) if options.out is not None and options.resume else None
+    search_space = read_space(space, trials=trials)
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
 
     def make(changes: Sequence[str]) -> Experiment:
         return experiments.of(e, changes, begun=begun)
 
     observer = SweepWatch(choosing=True) if progress else None
-    return Search(carry_out_search(plan_search(asked, make), make, options, observer, parallel))
+    return carry_out_search(plan_search(search_space, make), make, options, observer, parallel)
 
 
 def carry_out_search(
-    plan: SearchPlan, make: Make, options: RunOptions, observer: JobObserver | None, parallel: int
-) -> SearchResult:
-    """Run a search with these options, and write its page."""
+    plan: SearchPlan, make: Make, options: JobOptions, observer: JobObserver | None, parallel: int
+) -> Search:
+    """Run a search with these options, and write its page; trials get no reports."""
     from importlib.util import find_spec
 
     from fedloom.reporting.search_page import write_search_page
@@ -153,7 +145,8 @@ def carry_out_search(
     e = make(())
     folder = options.out or e.runs / f"{e.name}-search"
     with restored():
-        found = run_search(plan, make, folder, options, observer, parallel=parallel)
-    if options.report and find_spec("matplotlib") is not None:
-        write_search_page(folder, found.summary)
-    return found
+        of_trials = RunOptions(**vars(options), report=False, signals=True)
+        result = run_search(plan, make, folder, of_trials, observer, parallel=parallel)
+    if find_spec("matplotlib") is not None:
+        write_search_page(folder, result.summary)
+    return Search(result)

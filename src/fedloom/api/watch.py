@@ -1,8 +1,9 @@
-"""Progress of a run: a bar with ETA and phases on a terminal or in a notebook, else occasional lines."""
+"""Progress of a run: a bar with ETA and phases on a terminal or in a notebook, else lines; or JSON lines of the log."""
 
 from __future__ import annotations
 
 import io
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from fedloom.errors import FedloomError
     from fedloom.experiment import Experiment
     from fedloom.runs.journal import Attempt
+
+log = logging.getLogger("fedloom.run")
 
 LINE_EVERY_S = 10.0
 """Seconds between lines about rounds if there is no bar."""
@@ -205,6 +208,61 @@ def _validation(line: dict[str, Any]) -> tuple[str, list[str]]:
         return f"{how} validation {headline.title}", [f"seen {headline.exact(value)}"]
     nobody = line["left_out"]["absent"] and line["seen"] is None
     return "validation", ["none: no client answered" if nobody else "none: no validation examples"]
+
+
+class LoggedRun(RunObserver):
+    """Observer that logs rounds and evaluations as lines, with their numbers under ``data``."""
+
+    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+        """Log the start of the run."""
+        log.info("started", extra={"run": experiment.name, "data": {"clients": clients, "folder": where}})
+
+    def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
+        """Log the address that workers connect to."""
+        log.info("waiting for workers at %s", address)
+
+    def resumed(self, round: int) -> None:
+        """Log the round after which training resumes."""
+        log.info("resuming", extra={"round": round})
+
+    def stopping(self, *, after_round: bool) -> None:
+        """Log when the run will stop."""
+        log.info("stopping after this round" if after_round else "stopping")
+
+    def notice(self, text: str) -> None:
+        """Log the message."""
+        log.info("%s", text)
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Log a round: its seconds, in total and by phase, bytes, clients, and the method's statistics."""
+        log.info("round done", extra={"round": attempt.round, "attempt": attempt.attempt, "data": _numbers(attempt)})
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """Log a failed attempt and the reason."""
+        about = {"round": attempt.round, "attempt": attempt.attempt, "data": _numbers(attempt)}
+        log.warning("attempt failed: %s", attempt.outcome, extra=about)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Log an evaluation as in ``metrics.jsonl``."""
+        log.info("evaluated", extra={"round": line["round"], "data": line})
+
+
+def _numbers(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "seconds": attempt.seconds,
+        "phases": attempt.phases,
+        "clients": sum(len(record.clients) for record in attempt.conversations),
+        "lost": [
+            {"client": loss.client, "exchange": loss.exchange, "reason": loss.reason}
+            for record in attempt.conversations
+            for loss in record.lost
+        ],
+        "payload_up": attempt.payload_up,
+        "payload_down": attempt.payload_down,
+        "wire_up": attempt.wire_up,
+        "wire_down": attempt.wire_down,
+        "statistics": attempt.statistics,
+    }
 
 
 class SweepWatch(JobObserver):

@@ -51,7 +51,7 @@ def _submit(
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig, settings_from_file
-    from fedloom.runner import assemble
+    from fedloom.runner import run_data
 
     settings = settings_from_file(ClusterSettings, cluster)
     if namespace is not None:
@@ -60,7 +60,7 @@ def _submit(
     federate.check_cluster_settings(e, settings, TaskConfig())
     if run_id is None:
         run_id = f"{e.name}-{hashlib.sha256(e.resolved_yaml().encode()).hexdigest()[:8]}"
-    dataset = assemble.make_partition(e) if partition is None else assemble.open_partition(e, partition, verify=True)
+    dataset = run_data.make_partition(e) if partition is None else run_data.open_partition(e, partition, verify=True)
     say = lambda line: typer.echo(line, err=True)  # noqa: E731
     if out is not None:
         federate.federate(

@@ -19,23 +19,17 @@ import typer
 import fedloom
 from fedloom.cli import (
     audit,
-    certificates,
     cluster,
     data,
-    device,
-    ledger,
     pack,
     pipeline,
     privacy,
     register,
     run,
-    runs,
-    schedules,
-    schema,
-    search,
+    security,
     serve,
     status,
-    token,
+    tools,
     use,
     worker,
 )
@@ -63,7 +57,7 @@ app = Commands(
 )
 
 app.command("run")(run.run_command)
-app.command("search")(search.search_command)
+app.command("search")(run.search_command)
 app.command("aggregator")(run.aggregator_command)
 app.command("worker")(worker.worker)
 app.command("serve")(serve.serve_command)
@@ -72,15 +66,16 @@ app.command("evaluate")(use.evaluate_command)
 app.command("audit")(audit.audit_command)
 app.command("status")(status.status_command)
 app.command("clients")(status.clients_command)
-app.command("runs")(runs.runs)
+app.command("federation")(status.federation_command)
+app.command("runs")(use.runs_command)
 app.command("report")(use.report_command)
 app.command("compare")(use.compare_command)
 app.command("partition")(data.partition_command)
 app.command("register")(register.register_command)
 app.command("privacy")(privacy.privacy_command)
-app.command("ledger")(ledger.ledger_command)
-app.command("schema")(schema.schema)
-app.command("device")(device.device_command)
+app.command("ledger")(privacy.ledger_command)
+app.command("schema")(tools.schema)
+app.command("device")(tools.device_command)
 
 data_app = Commands(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("fetch")(data.fetch_command)
@@ -88,11 +83,9 @@ data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
-pipeline.app.add_typer(schedules.app, name="schedules")
 app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(status.federation, name="federation")
-app.add_typer(token.app, name="token")
-app.add_typer(certificates.app, name="certificates")
+app.add_typer(security.token_app, name="token")
+app.add_typer(security.certificates_app, name="certificates")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,15 +1,22 @@
-"""Arguments and options that several commands have. Those for connections (docs/security.md) take no secret."""
+"""Options that several commands have; commands take those that are declared as fields (:mod:`fedloom.core.options`)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from fedloom.core.home import expanded
+from fedloom.core.options import DeclaredOption, Option, declared_options
+
+if TYPE_CHECKING:
+    from fedloom.security.options import ClientOptions, ServerOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,51 +40,100 @@ TrialCount = Annotated[
 ]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ClientCredentials = Annotated[
-    Path | None,
-    typer.Option(
-        "--credentials",
-        help="Folder with credentials, each file optional: ca.crt (use TLS, and trust these authorities), tls.crt and "
-        "tls.key (client certificate), token.",
-        metavar="DIR",
-        envvar="FEDLOOM_CREDENTIALS",
-    ),
-]
-ServerCredentials = Annotated[
-    Path | None,
-    typer.Option(
-        "--credentials",
-        help="Folder with tls.crt and tls.key (server certificate); to admit peers, ca.crt (certificates of these "
-        "authorities), tokens.json (`fedloom token`), or both; and identities.yaml (permissions).",
-        metavar="DIR",
-        envvar="FEDLOOM_CREDENTIALS",
-    ),
-]
-InsecureClient = Annotated[
-    bool, typer.Option("--insecure", help="Send the token in plaintext, which others on the network can read.")
-]
-InsecureServer = Annotated[
-    bool,
-    typer.Option("--insecure", help="Accept connections from other machines without authentication, or in plaintext."),
-]
-AuditLog = Annotated[
-    Path | None,
-    typer.Option(
-        help="Audit log, for authenticated peers; by default logs/audit.jsonl in the run's folder, none for a URL.",
-        metavar="FILE",
-    ),
-]
-Health = Annotated[
-    str | None,
-    typer.Option(
-        help="Also serve health checks, and nothing else, in plaintext on this address, for probes.",
-        metavar="HOST:PORT",
-    ),
-]
-Metrics = Annotated[
-    str | None,
-    typer.Option(help="Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
-]
+
+
+@dataclass(frozen=True)
+class ClientAccess:
+    """Options with which a command connects to an aggregator or a server (docs/security.md)."""
+
+    credentials: Annotated[
+        Path | None,
+        Option(
+            "Folder with credentials, each file optional: ca.crt (use TLS, and trust these authorities), tls.crt and "
+            "tls.key (client certificate), token.",
+            metavar="DIR",
+            envvar="FEDLOOM_CREDENTIALS",
+        ),
+    ] = None
+    insecure: Annotated[bool, Option("Send the token in plaintext, which others on the network can read.")] = False
+
+    def options(self) -> "ClientOptions":
+        """Return the credentials; raise ExperimentError or RefusedError if there are none or they are invalid."""
+        from fedloom.security.options import ClientOptions
+
+        return ClientOptions.of(self.credentials, insecure=self.insecure)
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """Options with which a server protects itself (docs/security.md)."""
+
+    credentials: Annotated[
+        Path | None,
+        Option(
+            "Folder with tls.crt and tls.key (server certificate); to admit peers, ca.crt (certificates of these "
+            "authorities), tokens.json (`fedloom token`), or both; and identities.yaml (permissions).",
+            metavar="DIR",
+            envvar="FEDLOOM_CREDENTIALS",
+        ),
+    ] = None
+    insecure: Annotated[
+        bool, Option("Accept connections from other machines without authentication, or in plaintext.")
+    ] = False
+
+    def options(self) -> "ServerOptions":
+        """Return the credentials; raise ExperimentError if the folder has none."""
+        from fedloom.security.options import ServerOptions
+
+        return ServerOptions.of(self.credentials, insecure=self.insecure)
+
+
+def with_options(*, without: Sequence[str] = ()) -> Callable[[F], F]:
+    """Return a decorator that replaces a command's parameters of classes with options by these options."""
+
+    def decorate(function: F) -> F:
+        hints = get_type_hints(function, include_extras=True)
+        models: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name in models:
+                options = declared_options(models[parameter.name])
+                parameters += [_typer_parameter(each) for each in options if each.name not in without]
+            else:
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(parameter.replace(kind=keyword, annotation=hints[parameter.name]))
+
+        parameters.sort(key=lambda parameter: parameter.default is not inspect.Parameter.empty)  # arguments first
+
+        @functools.wraps(function)
+        def call(*args: Any, **values: Any) -> Any:
+            values |= zip((parameter.name for parameter in parameters), args, strict=False)
+            for name, model in models.items():
+                own = [each for each in declared_options(model) if each.name in values]
+                given = {each.name: values.pop(each.name) for each in own}
+                values[name] = model(**{key: tuple(v) if isinstance(v, list) else v for key, v in given.items()})
+            return function(**values)
+
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del call.__wrapped__  # typer would look for the annotations there
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _typer_parameter(each: DeclaredOption) -> inspect.Parameter:
+    kind: Any = list[get_args(each.type)[0]] if each.is_sequence else each.type  # type: ignore[misc]
+    option = typer.Option(
+        each.flag,
+        help=each.option.help,
+        metavar=each.option.metavar,
+        envvar=each.option.envvar,
+        min=each.option.least,
+    )
+    default = list(each.default) if each.is_sequence else each.default
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(each.name, keyword, default=default, annotation=Annotated[kind, option])
 
 
 class Commands(typer.Typer):
@@ -110,3 +166,18 @@ def refuse_options(values: Mapping[str, object], reason: str) -> None:
     for option, value in values.items():
         if value is not None and value is not False:
             raise ExperimentError(f"{option} {reason}", key=option.removeprefix("--"))
+
+
+def act_at_eof(act: Callable[[], None]) -> None:
+    """Call a function, in a thread of its own, once standard input ends, as it does when the parent process ends.
+
+    It reads the file descriptor and not ``sys.stdin``: if the process ended while a thread held that object's lock, it
+    would abort and lose its exit code.
+    """
+
+    def read() -> None:
+        while os.read(0, 4096):
+            continue
+        act()
+
+    threading.Thread(target=read, name="until-eof", daemon=True).start()

@@ -1,48 +1,24 @@
-"""``fedloom privacy``: cost of the privacy of a training, before it runs."""
+"""``fedloom privacy`` and ``fedloom ledger``: the privacy that a training will cost, and what a client has spent."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import ExperimentFile, Json, Set
-from fedloom.core.words import rounded_up
+from fedloom.cli.options import ExperimentFile, Json, Set, with_options
+from fedloom.core.words import pluralize, rounded_up
+from fedloom.runner.options import PrivacyQuestion
 
 if TYPE_CHECKING:
+    from fedloom.runner.ledger import LedgerContent
     from fedloom.runner.privacy_cost import PrivacyCost
 
 
+@with_options()
 def privacy_command(
-    experiment: ExperimentFile,
-    set_: Set = None,
-    clients: Annotated[
-        int | None, typer.Option(help="Number of training clients; by default as the experiment says.", metavar="N")
-    ] = None,
-    examples: Annotated[
-        int | None,
-        typer.Option(
-            help="For privacy of examples: training examples of the smallest client; by default from the partition.",
-            metavar="N",
-        ),
-    ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option(help="Find the noise for this ε; with --noise-multiplier, the rounds.", metavar="E")
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Find the ε of this noise multiplier.", metavar="Z")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Number of rounds, instead of the experiment's.", metavar="N")
-    ] = None,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            help="Ledger of a client that would take part: also show its total with this training.", metavar="FILE"
-        ),
-    ] = None,
-    as_json: Json = False,
+    experiment: ExperimentFile, question: PrivacyQuestion, set_: Set = None, as_json: Json = False
 ) -> None:
     """Show what the privacy of a training costs: its ε, the noise that an ε needs, and its effect. Trains nothing."""
     import json
@@ -50,9 +26,9 @@ def privacy_command(
     from fedloom import experiment as experiments
 
     settings = experiments.load_experiment(experiment, set_ or ())
-    from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
+    from fedloom.runner.privacy_cost import cost_of
 
-    found = cost_of(settings, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds, ledger))
+    found = cost_of(settings, question)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
@@ -85,3 +61,113 @@ def _show(found: PrivacyCost, title: str) -> None:
     typer.echo()
     for sentence in found.statement:
         typer.echo(sentence)
+
+
+# --- ledger -----------------------------------------------------------------------------------------------------------
+
+
+def ledger_command(
+    file: Annotated[
+        Path, typer.Argument(help="The ledger; created with --training if it does not exist.", metavar="FILE")
+    ],
+    training: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="First count this training, in which the ledger's owner took part: a run's folder or URL, or its "
+            "summary.json. Counted once; may be repeated.",
+            metavar="RUN|FILE",
+        ),
+    ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="With --training, the owner's id in that run: from a folder or URL, its own noisy steps are counted.",
+            metavar="ID",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Also show how much of this ε is left.", min=0, metavar="E")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the total ε that a ledger's trainings and requests have spent on one training example."""
+    import json
+
+    from fedloom.errors import ExperimentError
+
+    if client is not None and not training:
+        raise ExperimentError("--client needs --training.", key="client")
+    from fedloom.runner.ledger import PrivacyAccountant
+
+    accountant = PrivacyAccountant(file)
+    if training:
+        from fedloom.runner.training_cost import training_claimed
+
+        for claimed in [training_claimed(where, client) for where in training]:
+            if not accountant.add_training(claimed):
+                typer.echo(f"{claimed.run} has been counted already", err=True)
+    found = accountant.content()
+    if as_json:
+        typer.echo(json.dumps(_ledger_json(found, budget), indent=2))
+    else:
+        _show_ledger(file, found, budget)
+
+
+def _ledger_json(found: LedgerContent, budget: float | None) -> dict[str, Any]:
+    total = found.total
+    return {
+        "unit": "examples",
+        "neighbouring": "replace-one",
+        "epsilon": total.epsilon,
+        "delta": total.delta,
+        "basic": total.is_basic,
+        "budget": budget,
+        "left": None if budget is None else max(budget - total.epsilon, 0.0),
+        "trainings": [{key: each for key, each in line.items() if key != "digest"} for line in found.trainings],
+        "requests": [{key: each for key, each in line.items() if key != "digest"} for line in found.requests],
+    }
+
+
+def _show_ledger(file: Path, found: LedgerContent, budget: float | None) -> None:
+    from fedloom.cli.tables import print_paragraph, print_table
+    from fedloom.runner.ledger import TRAINING_VERSION
+
+    rows = []
+    for line in found.lines:
+        is_training = line["version"] == TRAINING_VERSION
+        what = f"training, private for {line['unit']}" if is_training else "descriptor"
+        rows.append((str(line["time"])[:10], what, str(line.get("run", "")), rounded_up(line["epsilon"])))
+    print_table(str(file), ("date", "what", "run", "stated ε"), rows, texts=(0, 1, 2))
+    total = found.total
+    left = ""
+    if budget is not None:
+        rest = budget - total.epsilon
+        left = f"; {rest:.3g} of {budget:g} left" if rest >= 0 else f"; the budget, {budget:g}, is exceeded"
+    typer.echo(f"\nin total ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}{left}\n")
+    for sentence in _sentences(found, is_basic=total.is_basic):
+        print_paragraph(sentence)
+
+
+def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
+    sentences = [
+        "The total is for replacing one training example by another, toward anyone who sees the descriptors and the "
+        "trained models."
+    ]
+    if any(line["neighbouring"] == "add-or-remove-one" for line in found.trainings):
+        sentences.append(
+            "Replacing an example reveals more than adding or removing one, for which a training with Poisson samples "
+            "states its ε."
+        )
+    if any(line["unit"] == "clients" for line in found.trainings):
+        sentences.append(
+            "A training that protects a whole client also protects each of its examples, and is counted as such."
+        )
+    if found.trainings:
+        sentences.append("The aggregator of a training may learn more than readers do: see the run's claim.")
+    if is_basic:
+        claims = sum(line["releases"] is None for line in found.trainings)
+        sentences.append(
+            f"The mechanism of {pluralize(claims, 'training')} is not known, so its ε and δ were added (basic "
+            "composition), after conversion to replacing one. Count it from the run's folder for a smaller total."
+        )
+    return sentences

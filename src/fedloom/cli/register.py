@@ -14,9 +14,9 @@ def register_command(
     registry: Annotated[
         str | None,
         typer.Option(
-            help="URL of the model registry; or a YAML file with url, token and ca_file (docs/kubeflow.md). By default "
-            "$FEDLOOM_REGISTRY.",
-            metavar="URL|FILE",
+            help="URL of the model registry; its token is $FEDLOOM_REGISTRY_TOKEN.",
+            metavar="URL",
+            envvar="FEDLOOM_REGISTRY",
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model; by default the experiment's.")] = None,
@@ -31,15 +31,11 @@ def register_command(
             metavar="URI",
         ),
     ] = None,
-    pipeline_run: Annotated[
-        str | None, typer.Option(help="Id of the Kubeflow run that trained it.", metavar="ID")
-    ] = None,
 ) -> None:
     """Register a run's model in the Kubeflow Model Registry. The same checkpoint is registered once."""
-    from fedloom.kubeflow.registration import Lineage, RegistrySettings, register_run
+    from fedloom.kubeflow.registration import ModelRegistry, register_run
 
-    api = RegistrySettings.of(registry).connect()
-    lineage = None if pipeline_run is None else Lineage(pipeline_run)
-    found = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri, lineage=lineage)
-    done = "registered" if found.created else "is already registered"
-    typer.echo(f"{found.model} {found.version} {done}: {api.url}, model {found.model_id}, version {found.version_id}")
+    api = ModelRegistry(registry)
+    entry = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri)
+    done = "registered" if entry.created else "is already registered"
+    typer.echo(f"{entry.model} {entry.version} {done}: {api.url}, model {entry.model_id}, version {entry.version_id}")

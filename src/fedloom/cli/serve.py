@@ -8,12 +8,16 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli.options import AuditLog, Checkpoint, Health, InsecureServer, Metrics, ServerCredentials
+from fedloom.cli.options import Checkpoint, ServerAccess, with_options
 from fedloom.core.processes import termination_requested
 from fedloom.core.words import pluralize
+from fedloom.runner.options import ProbeOptions
 
 
+@with_options()
 def serve_command(
+    probes: ProbeOptions,
+    access: ServerAccess,
     run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
     listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
     follow: Annotated[
@@ -37,11 +41,6 @@ def serve_command(
             "models_kept, body_bytes (docs/serving.md); repeatable.",
         ),
     ] = None,
-    audit: AuditLog = None,
-    health: Health = None,
-    metrics: Metrics = None,
-    credentials: ServerCredentials = None,
-    insecure: InsecureServer = False,
 ) -> None:
     """Serve models to clients. They request them with `fedloom personalize HOST:PORT`."""
     from fedloom.runs.folder import RunFolder
@@ -51,13 +50,13 @@ def serve_command(
         RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.experiment import settings_of
     from fedloom.runner.serve import serve_run
-    from fedloom.security.options import Protection, ServerOptions
+    from fedloom.security.options import Protection
     from fedloom.transport.address import split_address
     from fedloom.transport.personalization import ModelServerSettings
 
     settings = settings_of(ModelServerSettings, set_ or (), "the server")
     host, _ = split_address(listen, what="--listen", lowest=0)
-    protection = Protection(ServerOptions.of(credentials, insecure=insecure))
+    protection = Protection(access.options())
     protection.check(host)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -71,12 +70,12 @@ def serve_command(
         follow=follow,
         settings=settings,
         protection=protection,
-        audit=audit,
+        audit=probes.audit,
         stop=stop,
         started=lambda address: typer.echo(f"serving models of {run} at {address}"),
         say=lambda text: typer.echo(text, err=True),
-        health=health,
-        metrics=metrics,
+        health=probes.health,
+        metrics=probes.metrics,
         rest=rest,
     )
     typer.echo(f"{pluralize(handed_out, 'model')} handed out")

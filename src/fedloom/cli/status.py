@@ -9,18 +9,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from fedloom.cli.options import ClientCredentials, Commands, InsecureClient, Json
+from fedloom.cli.characters import shown_as
+from fedloom.cli.options import ClientAccess, Json, refuse_options, with_options
+from fedloom.core.words import pluralize, printable, rounded_up
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
     from fedloom.errors import AbandonedError
-    from fedloom.federation.activity import Activity, RosterClient
+    from fedloom.federation.activity import Activity, Awaited, ConnectedWorker, RosterClient
     from fedloom.transport.control import ControlClient
 
 EVERY_S = 1.0
@@ -35,6 +37,11 @@ LINES_EVERY_S = 10.0
 LOST_S = 60.0
 """Seconds to keep asking an aggregator that has stopped answering; it may be restarting."""
 
+NAME_WIDTH = 12
+"""Width of the names of facts, in characters."""
+
+ENDED = ("finished", "interrupted", "published")
+
 Where = Annotated[
     str | None,
     typer.Argument(
@@ -43,7 +50,6 @@ Where = Annotated[
         show_default=False,
     ),
 ]
-Address = Annotated[str, typer.Argument(help="The aggregator's HOST:PORT.", metavar="ADDRESS")]
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,9 @@ class _Source:
     every_s: float = EVERY_S
 
 
+@with_options()
 def status_command(
+    access: ClientAccess,
     where: Where = None,
     as_json: Json = False,
     follow: Annotated[
@@ -64,12 +72,10 @@ def status_command(
             "--follow/--once", help="Keep showing until the run is over, or show once; by default follow on a terminal."
         ),
     ] = None,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
 ) -> None:
     """Show the status of a federation. Asks its aggregator, or reads a run's files, even if no process runs."""
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
-    with _open_source(where, credentials, insecure) as source:
+    with _open_source(where, access) as source:
         now = source.activity()
         if not follow:
             _show(now, as_json=as_json)
@@ -79,21 +85,19 @@ def status_command(
             _follow_lines(source, now, as_json=as_json)
 
 
+@with_options()
 def clients_command(
+    access: ClientAccess,
     where: Where = None,
     as_json: Json = False,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
 ) -> None:
     """List the clients of a federation's roster."""
     import json
     from dataclasses import asdict
 
-    from fedloom.cli.status_text import client_table
     from fedloom.cli.tables import print_table
-    from fedloom.core.words import pluralize
 
-    with _open_source(where, credentials, insecure) as source:
+    with _open_source(where, access) as source:
         found = source.clients()
     if as_json:
         typer.echo(json.dumps([asdict(client) for client in found], indent=2))
@@ -105,66 +109,52 @@ def clients_command(
     print_table(pluralize(len(rows), "client"), headings, rows, texts=texts)
 
 
-federation = Commands(
-    help="Control a running federation; needs the role admin.", no_args_is_help=True, rich_markup_mode=None
-)
-
-
-@federation.command("pause")
-def _pause(
-    address: Address,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
-) -> None:
-    """Pause after the current round, until `resume`. A restarted aggregator stays paused."""
-    with _dialled(address, credentials, insecure) as asked:
-        changed, now = asked.pause()
-    what = "pauses" if changed else "had already been asked to pause:"
-    _say(f"{now.run} {what} after round {now.doing if now.doing is not None else now.round}")
-
-
-@federation.command("resume")
-def _resume(
-    address: Address,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
-) -> None:
-    """Continue a paused federation."""
-    with _dialled(address, credentials, insecure) as asked:
-        changed, now = asked.resume()
-    _say(f"{now.run} continues after round {now.round}" if changed else f"{now.run} was not paused")
-
-
-@federation.command("stop")
-def _stop(
-    address: Address,
+@with_options()
+def federation_command(
+    action: Annotated[
+        Literal["pause", "resume", "stop"],
+        typer.Argument(
+            help="pause after the current round, also across a restart; resume a paused federation; stop after the "
+            "current round: restart the aggregator with --resume to continue later."
+        ),
+    ],
+    address: Annotated[str, typer.Argument(help="The aggregator's HOST:PORT.", metavar="ADDRESS")],
+    access: ClientAccess,
     now: Annotated[
-        bool, typer.Option("--now", help="Do not wait for the current round; it runs again on --resume.")
+        bool, typer.Option("--now", help="With stop: do not wait for the current round; it runs again on --resume.")
     ] = False,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
 ) -> None:
-    """Stop after the current round. To continue later, start the aggregator with `--resume`."""
-    with _dialled(address, credentials, insecure) as asked:
-        status = asked.stop(now=now)
-    when = "now" if now or status.doing is None else f"after round {status.doing}"
-    _say(f"{status.run} stops {when}; continue by restarting its aggregator with --resume")
+    """Control a running federation; needs the role admin."""
+    if action != "stop":
+        refuse_options({"--now": now}, "is for stop.")
+    with _dialled(address, access) as client:
+        if action == "stop":
+            status = client.stop(now=now)
+            when = "now" if now or status.doing is None else f"after round {status.doing}"
+            _say(f"{status.run} stops {when}; continue by restarting its aggregator with --resume")
+            return
+        changed, status = client.pause() if action == "pause" else client.resume()
+    if action == "resume":
+        _say(f"{status.run} continues after round {status.round}" if changed else f"{status.run} was not paused")
+        return
+    what = "pauses" if changed else "had already been asked to pause:"
+    _say(f"{status.run} {what} after round {status.doing if status.doing is not None else status.round}")
 
 
 # ---- sources
 
 
 @contextmanager
-def _dialled(address: str, credentials: Path | None, insecure: bool) -> Iterator[ControlClient]:
-    from fedloom.security.options import ClientOptions, Credentials
+def _dialled(address: str, access: ClientAccess) -> Iterator[ControlClient]:
+    from fedloom.security.options import Credentials
     from fedloom.transport.control import dialled
 
-    with dialled(address, Credentials(ClientOptions.of(credentials, insecure=insecure))) as asked:
-        yield asked
+    with dialled(address, Credentials(access.options())) as client:
+        yield client
 
 
 @contextmanager
-def _open_source(where: str | None, credentials: Path | None, insecure: bool) -> Iterator[_Source]:
+def _open_source(where: str | None, access: ClientAccess) -> Iterator[_Source]:
     """Yield the source that an argument names: a store by its URL, an aggregator as ``HOST:PORT``, or a folder."""
     from fedloom.storage import is_url
 
@@ -177,7 +167,7 @@ def _open_source(where: str | None, credentials: Path | None, insecure: bool) ->
         run = RunStatus(RunFolder.open(where, checkpoints=False))
         yield _Source(run.activity, run.clients, STORE_EVERY_S)
     elif where is not None and ":" in where and "/" not in where and not Path(where).exists():
-        with _dialled(where, credentials, insecure) as asked:
+        with _dialled(where, access) as asked:
             yield _Source(asked.status, lambda: list(asked.clients()))
     else:
         from fedloom.reporting.status import RunStatus
@@ -192,8 +182,6 @@ def _open_source(where: str | None, credentials: Path | None, insecure: bool) ->
 
 
 def _say(text: str) -> None:
-    from fedloom.core.words import printable
-
     typer.echo(printable(text))
 
 
@@ -202,8 +190,6 @@ def _show(now: Activity, *, as_json: bool) -> None:
     from dataclasses import asdict
 
     from rich.console import Console
-
-    from fedloom.cli.status_text import status_lines
 
     if as_json:
         typer.echo(json.dumps(asdict(now), indent=2))
@@ -277,8 +263,6 @@ def _follow_live(source: _Source, latest: Activity) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from fedloom.cli.status_text import duration, status_lines
-
     console = Console(highlight=False)
 
     def shown(note: str = "") -> Group:
@@ -330,3 +314,151 @@ def _differs(now: Activity, before: Activity) -> bool:
         return replace(seen, time=0, since=0, durable_at=0, awaiting=awaiting, workers=workers, totals=totals)
 
     return still(now) != still(before)
+
+
+# ---- text
+
+
+def status_lines(now: Activity, console: Console) -> list[Text]:
+    """Return a heading, and a line for each known fact."""
+    from rich.text import Text
+
+    of = "" if now.rounds is None else f" of {now.rounds}"
+    doing = f"round {now.doing}{of}, attempt {now.attempt}" if now.doing is not None else f"after round {now.round}{of}"
+    since = duration(now.time - now.since)
+    heading = f"{now.run} · {now.method} · {now.phase}, {doing}, "
+    heading += f"{since} ago" if now.phase in ENDED else f"for {since}"
+    lines = [(heading, "bold"), *((f"{name:<{NAME_WIDTH}}{words}", "") for name, words in _facts(now))]
+    return [Text(shown_as(console.encoding, printable(line)), style) for line, style in lines]
+
+
+def client_table(clients: Sequence[RosterClient]) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return the headings, rows and text columns of a table of clients, without columns that would be empty."""
+    now = time.time()
+    columns: tuple[tuple[str, Callable[[RosterClient], str]], ...] = (
+        ("client", lambda c: c.id),
+        ("role", lambda c: "observes" if c.observes else "trains"),
+        ("state", lambda c: {True: "connected", False: "absent", None: ""}[c.connected]),
+        ("worker", lambda c: printable(c.worker or "")),
+        ("identity", lambda c: printable(c.identity or "")),
+        ("examples", lambda c: "" if c.examples is None else f"{c.examples:,}"),
+        ("last round", lambda c: "" if c.last_round is None else str(c.last_round)),
+        ("awaited for", lambda c: "" if c.awaited_since is None else duration(now - c.awaited_since)),
+    )
+    shown = [(i, heading, [cell(client) for client in clients]) for i, (heading, cell) in enumerate(columns)]
+    kept = [(i, heading, cells) for i, heading, cells in shown if i < 2 or any(cells)]
+    rows = [list(row) for row in zip(*(cells for _, _, cells in kept), strict=True)]
+    return [heading for _, heading, _ in kept], rows, [n for n, (i, _, _) in enumerate(kept) if i < 5]
+
+
+def _facts(now: Activity) -> Iterator[tuple[str, str]]:
+    """Yield the known facts about a federation as (name, text)."""
+    if now.message:
+        yield "", now.message
+    if now.paused_by is not None and now.phase != "paused":
+        yield "pause", f"requested by {now.paused_by}"
+    if now.durable_age_s is not None:
+        yield "durable", f"round {now.durable_round}, {duration(now.durable_age_s)} ago"
+    yield "clients", _clients(now)
+    if now.awaited:
+        yield "awaited", f"{pluralize(now.awaited, 'client')}, {now.late:,} late"
+    yield from (("late", _late(each, now.time)) for each in now.awaiting if each.late)
+    if now.rounds_per_s is not None:
+        steps = _number(now.client_steps_per_s or 0.0)
+        yield "speed", f"{_number(now.rounds_per_s)} rounds/s, {steps} client steps/s"
+    if now.train_loss is not None:
+        yield "loss", f"{now.train_loss:.4f} in training"
+    yield from _measured(now)
+    yield from _privacy(now)
+    yield from _totals(now)
+    yield from (("worker", _worker(worker, now.time)) for worker in now.workers)
+
+
+def _clients(now: Activity) -> str:
+    c = now.clients
+    parts = [f"{c.roster:,} in the roster"]
+    if c.connected is not None:
+        parts += [f"{c.connected:,} connected", f"{c.absent:,} absent"]
+    if c.observing:
+        parts.append(f"{c.observing:,} observing")
+    if c.cohort:
+        parts.append(f"{c.answered:,} of {c.cohort:,} answered in round {now.round}")
+    return ", ".join(parts)
+
+
+def _late(each: Awaited, now: float) -> str:
+    whom = "no worker serves it" if each.worker is None else f"worker {each.worker}"
+    until = "" if each.deadline is None else f", lost in {duration(each.deadline - now)}"
+    return f"{each.client}: {whom}, awaited for {duration(now - each.since)}{until}"
+
+
+def _totals(now: Activity) -> Iterator[tuple[str, str]]:
+    from rich.filesize import decimal
+
+    t = now.totals
+    if t.bytes_up is not None and t.bytes_down is not None:
+        yield "bytes", f"{decimal(t.bytes_down)} to workers, {decimal(t.bytes_up)} from them"
+    if t.exchanges:
+        spent = f"{duration(t.seconds)}: {_shares(t.exchanges)}"
+        yield "rounds", f"{t.rounds:,}, {t.failed_attempts:,} failed attempts, {spent}"
+    if t.phases:
+        yield "time", f"{duration(sum(t.phases.values()))}: {_shares(t.phases)}"
+    if t.refusals:
+        yield "refused", ", ".join(f"{reason}: {count:,}" for reason, count in sorted(t.refusals.items()))
+
+
+def _measured(now: Activity) -> Iterator[tuple[str, str]]:
+    if (measured := now.measured) is None:
+        return
+    for name in ("seen", "unseen", "global"):
+        if (group := measured.groups.get(name)) is None:
+            continue
+        shown, worst = measured.headline, group.worst_decile
+        what = "" if group.mean is None else f"{shown.title} {shown.exact(group.mean)}"
+        what += "" if worst is None else f", worst decile {shown.exact(worst)}"
+        yield name, f"{what} (mean of {group.clients:,} after round {measured.round})"
+
+
+def _privacy(now: Activity) -> Iterator[tuple[str, str]]:
+    if (spent := now.privacy) is None:
+        return
+    epsilon = "no guarantee" if spent.epsilon is None else f"ε = {rounded_up(spent.epsilon)} at δ = {spent.delta:g}"
+    budget = "" if spent.budget is None else f", budget {spent.budget:g}"
+    others = "; ".join(
+        f"{'no guarantee' if found is None else rounded_up(found)} toward {whom}"
+        for found, whom in ((spent.epsilon_members, "members"), (spent.epsilon_aggregator, "the aggregator"))
+    )
+    sums = pluralize(spent.sums, "noisy sum")
+    yield "privacy", f"{epsilon} toward readers of the models; {others}; after {sums}{budget}"
+
+
+def _worker(worker: ConnectedWorker, now: float) -> str:
+    whose = "" if worker.identity is None else f" of {worker.identity}"
+    silent = "" if now - worker.sign < 30 else f", silent for {duration(now - worker.sign)}"
+    return (
+        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, "
+        f"connected for {duration(now - worker.since)}{silent}"
+    )
+
+
+def _shares(seconds: dict[str, float]) -> str:
+    """Return each part's share of the total time, largest first."""
+    total = sum(seconds.values()) or 1.0
+    by_size = sorted(seconds.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {part / total:.0%}" for name, part in by_size)
+
+
+def duration(seconds: float) -> str:
+    """Return a readable duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

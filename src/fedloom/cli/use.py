@@ -1,4 +1,4 @@
-"""Commands for trained runs: ``fedloom evaluate``, ``personalize``, ``report`` and ``compare``."""
+"""Commands for trained runs: ``fedloom evaluate``, ``personalize``, ``report``, ``compare`` and ``runs``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Checkpoint, ClientCredentials, InsecureClient, refuse_options
+from fedloom.cli.options import Checkpoint, ClientAccess, Json, refuse_options, with_options
 from fedloom.core.words import pluralize, rounded_up
+from fedloom.tasks.names import ACCURACY, metric_title
+
+if TYPE_CHECKING:
+    from fedloom.runs.listing import RunEntry
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Other = Annotated[
@@ -74,7 +78,9 @@ def overlapping(found: Mapping[str, Any] | None) -> str | None:
     )
 
 
+@with_options()
 def personalize_command(
+    access: ClientAccess,
     where: Annotated[
         str,
         typer.Argument(
@@ -105,7 +111,6 @@ def personalize_command(
         ),
     ] = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
-    predictor: Annotated[str, typer.Option(help="Predictor to save: personal or global.")] = "personal",
     form: Annotated[
         str | None,
         typer.Option(
@@ -114,19 +119,21 @@ def personalize_command(
             metavar="FORMAT",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server's model.", min=0.1, metavar="S")] = 60.0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="predictor (personal; or global), timeout_s (seconds to wait for a server's model; 60), delta (with "
+            "--epsilon, δ: 1e-5; below 1/n for n examples, and at most 0.01); repeatable.",
+        ),
+    ] = None,
     epsilon: Annotated[
         float | None,
         typer.Option(
             help="ε, above 0, of the (ε, δ)-differential privacy of the data disclosed to the server; inf adds no "
             "noise. By default as in the run's training.",
             metavar="E",
-        ),
-    ] = None,
-    delta: Annotated[
-        float | None,
-        typer.Option(
-            help="With --epsilon, δ; 1e-5 if not given, below 1/n for n examples, and at most 0.01.", metavar="D"
         ),
     ] = None,
     clip: Annotated[
@@ -150,20 +157,21 @@ def personalize_command(
             metavar="E",
         ),
     ] = None,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
 ) -> None:
     """Create and save models for clients, which need not have taken part in training."""
     from fedloom.errors import ExperimentError
 
+    settings = _request_settings(set_ or ())
     formats = ("safetensors", "pt2", "onnx", "peft")  # runner.personal_model.FORMATS, which imports torch
     if form is not None and form not in formats:
         raise ExperimentError(
             f"--format must be one of {', '.join(formats)} (got {form}).", key="format", found=form, allowed=formats
         )
     if out.suffix[1:] not in formats:
-        of_privacy = {"--epsilon": epsilon, "--delta": delta, "--clip": clip, "--ledger": ledger, "--budget": budget}
-        refuse_options(of_privacy, f"is for one model; give a file as --out (got {out}).")
+        of_privacy = {"--epsilon": epsilon, "--clip": clip, "--ledger": ledger, "--budget": budget}
+        of_one = {f"--set {key}": key for key in settings.keys() - {"predictor"}} | of_privacy
+        refuse_options(of_one, f"is for one model; give a file as --out (got {out}).")
+        predictor = settings.get("predictor", "personal")
         _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form or formats[0])
         return
     of_all = {"--partition": partition, "--clients": clients, "--format": form}
@@ -178,15 +186,13 @@ def personalize_command(
         where,
         data=data[0],
         checkpoint=checkpoint,
-        predictor=predictor,
-        timeout_s=timeout,
         epsilon=epsilon,
-        delta=delta,
         clip=clip,
         ledger=ledger,
         budget=budget,
-        credentials=credentials,
-        insecure=insecure,
+        credentials=access.credentials,
+        insecure=access.insecure,
+        **settings,
     )
     for path in model.save(out):
         typer.echo(f"{path}")
@@ -206,6 +212,23 @@ def personalize_command(
             f"in total, after {trainings}{pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
             f"({rounded_up(guarantee.total_epsilon)}, {rounded_up(guarantee.total_delta)})"
         )
+
+
+def _request_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the rare arguments of a request that ``--set`` gives."""
+    from pydantic import Field
+
+    from fedloom.core.settings import Settings
+    from fedloom.experiment import settings_of
+
+    class RequestSettings(Settings):
+        """Rare arguments of :func:`fedloom.personalize`."""
+
+        predictor: str = "personal"
+        timeout_s: float = Field(default=60.0, ge=0.1)
+        delta: float | None = None
+
+    return settings_of(RequestSettings, overrides, "the request").model_dump(exclude_unset=True)
 
 
 def _save_models(
@@ -259,38 +282,57 @@ def compare_command(
     ] = None,
 ) -> None:
     """Compare runs. Runs that differ only in the seed form one row."""
+    from fedloom.cli.tables import show_comparison
+
     show_comparison(runs, out, against)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")
 
 
-def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None = None) -> None:
-    """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
-    from fedloom.cli.tables import print_paragraph, print_spec
-    from fedloom.reporting import compare_tables as tables
-    from fedloom.reporting.compare import compare_runs
-    from fedloom.reporting.compare_findings import caution, findings, sentence
-    from fedloom.reporting.compare_page import check_out, write_comparison
+def runs_command(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that holds runs, at any depth.", metavar="[DIR]", show_default=True)
+    ] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List runs. Shows progress, method, data set, and the mean test result over clients."""
+    import dataclasses
 
-    if out is not None:
-        check_out(out)
-    comparison = compare_runs(runs, against)
-    for notice in comparison.notices:
-        typer.echo(notice, err=True)
-    several = len(comparison.blocks) > 1
-    print_spec(tables.text_title(comparison), tables.terminal_table(comparison), titled=several)
-    if sys.stdout.isatty() and len(comparison.rows) > 1:
-        print_paragraph(tables.marks_note(comparison))
-    if comparison.chosen:
-        typer.echo()
-        print_spec(f"Best on validation ({comparison.headline.heading})", tables.choice_table(comparison))
-    for label, table in tables.own_steps_tables(comparison).items():
-        typer.echo()
-        title = f"Unseen clients, {comparison.headline.heading}"
-        print_spec(f"{title}\n{label}" if several else title, table)
-    typer.echo()
-    for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
-        if text:
-            print_paragraph(text)
-    if out is not None:
-        write_comparison(comparison, out)
+    from fedloom.cli.tables import print_table
+    from fedloom.runs.listing import list_runs
+
+    found = list_runs(folder)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2, ensure_ascii=False))
+        return
+    if not found:
+        typer.echo(f"no runs in {folder} or below it")
+        return
+    headings = ("run", "method", "data", "rounds", "seen %", "unseen %", "state", "last change")
+    print_table(
+        f"{pluralize(len(found), 'run')} in {folder}",
+        headings,
+        [_row(run, folder) for run in found],
+        texts=(0, 1, 2, 6, 7),
+    )
+    for run in found:
+        if run.fault is not None:
+            typer.echo(f"damaged: {run.fault}", err=True)
+
+
+def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:
+    import time
+
+    where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name
+    when = "" if run.changed is None else time.strftime("%m-%d %H:%M", time.localtime(run.changed))
+    rounds = "" if run.done is None else f"{run.done}" if run.rounds is None else f"{run.done}/{run.rounds}"
+    groups = (_score(run, run.seen), _score(run, run.unseen))
+    return (where, run.method or "", run.dataset or "", rounds, *groups, run.state, when)
+
+
+def _score(run: RunEntry, value: float | None) -> str:
+    """Return a value of the headline metric: an accuracy in percent, or another metric with its name."""
+    if value is None or run.metric is None:
+        return "–"
+    shown = f"{100 * value:.1f}" if run.percent else f"{value:.3g}"
+    return shown if run.metric == ACCURACY.name else f"{metric_title(run.metric)} {shown}"

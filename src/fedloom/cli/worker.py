@@ -1,50 +1,34 @@
-"""``fedloom worker``: serve clients to an aggregator."""
+"""``fedloom worker``: serve clients to an aggregator, or list what would leave them."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.eof import at_eof
-from fedloom.cli.options import ClientCredentials, InsecureClient
+from fedloom.cli.options import ClientAccess, act_at_eof, with_options
 from fedloom.core.garbage import collection_paused
 from fedloom.core.processes import termination_requested
+from fedloom.runner.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from fedloom.privacy.settings import TrainingPrivacy
+    from fedloom.runner.disclosure import DisclosedTensor
 
 
+@with_options()
 def worker(
+    options: WorkerOptions,
+    access: ClientAccess,
     aggregator: Annotated[
         str | None, typer.Option(help="The aggregator's address.", metavar="HOST:PORT", show_default="required")
     ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option(
-            help="The partition: a folder or s3://BUCKET/PREFIX, from which each client's data are downloaded when "
-            "first needed.",
-            metavar="DIR|URL",
-        ),
-    ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Instead of --partition: a packed client (`fedloom data pack`), or a folder of packed clients; "
-            "repeatable.",
-            metavar="DIR",
-        ),
-    ] = None,
-    observe: Annotated[
-        list[Path] | None,
-        typer.Option(help="Like --data, for clients that are evaluated and get models but never train.", metavar="DIR"),
-    ] = None,
-    class_counts: Annotated[
-        bool,
-        typer.Option("--class-counts", help="Send the aggregator the clients' numbers of training examples per class."),
-    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the data that these clients would send, and send nothing.")
     ] = False,
@@ -53,94 +37,25 @@ def worker(
         typer.Option(help="With --dry-run: the experiment file; without it, every method is shown.", metavar="FILE"),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
-    clients: Annotated[
-        str | None,
-        typer.Option(
-            help="Clients to serve: ids, separated by commas, or block I (from 0) of N equal blocks; by default all.",
-            metavar="ID,...|I/N",
-        ),
-    ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="runtime.device (cpu, cuda), runtime.threads (as many as the aggregator's; 1), "
-            "runtime.clients_at_once (vectorized together; 1); repeatable.",
-        ),
-    ] = None,
-    reconnect: Annotated[
-        float,
-        typer.Option(
-            help="Seconds to keep retrying an aggregator that does not answer; inf: forever.",
-            min=0,
-            metavar="S|inf",
-        ),
-    ] = 60.0,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            help="Limit on network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up and down; by default none.",
-            metavar="RATE[,RATE]",
-        ),
-    ] = None,
-    states: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be "
-            "able to access it. With --data and secure aggregation, a folder also keeps the record of revealed sums.",
-            metavar="DIR|URL",
-        ),
-    ] = None,
-    only_sums: Annotated[
-        bool,
-        typer.Option(
-            "--only-sums",
-            help="Refuse an aggregator whose experiment has no secure aggregation with signed keys, or a weaker one "
-            "than by default, so that nobody sees the update of a single client.",
-            envvar="FEDLOOM_ONLY_SUMS",
-        ),
-    ] = False,
-    credentials: ClientCredentials = None,
-    insecure: InsecureClient = False,
-    log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
 ) -> None:
     """Serve clients of a partition, or clients with their own data, to an aggregator."""
     import socket
 
     from fedloom import experiment as experiments
     from fedloom.core import processes
+    from fedloom.core.home import expanded
     from fedloom.errors import ExperimentError, InterruptedRun
 
     with collection_paused():
         from fedloom.runner.log_file import logged_to
-        from fedloom.runner.worker import Worker, WorkerOptions
-        from fedloom.security.options import ClientOptions
-        from fedloom.transport.bandwidth import parse_bandwidth
+        from fedloom.runner.worker import Worker
 
-    runtime = experiments.settings_of(experiments.WorkerSettings, set_ or (), "the worker").runtime
     owned = processes.ends_with_parent()
-    options = WorkerOptions(
-        partition,
-        clients,
-        runtime.device,
-        runtime.threads,
-        runtime.clients_at_once,
-        reconnect,
-        None if bandwidth is None else parse_bandwidth(bandwidth),
-        states,
-        # `fedloom run` has already verified the shards of its own workers.
-        data=tuple(data or ()),
-        observe=tuple(observe or ()),
-        class_counts=class_counts,
-        verify=not owned,
-        trust=ClientOptions.of(credentials, insecure=insecure),
-        only_sums=only_sums,
-    )
+    # `fedloom run` has already verified the shards of its own workers.
+    options = replace(options, verify=not owned, trust=access.options())
+    settings = experiments.settings_of(experiments.WorkerSettings, options.settings, "the worker")
     if dry_run:
-        from fedloom.cli.disclosure import show_disclosure
-
-        show_disclosure(options, experiment)
+        show_disclosure(options, experiment, class_counts=settings.class_counts)
         return
     if aggregator is None:
         raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run.", key="aggregator")
@@ -153,8 +68,8 @@ def worker(
     if termination_requested.is_set():
         stop.set()
     if owned:
-        at_eof(lambda: _leave(stop))
-    with nullcontext() if log is None else logged_to(log):
+        act_at_eof(lambda: _leave(stop))
+    with nullcontext() if settings.log is None else logged_to(expanded(settings.log)):
         over = serving.serve(stop)
     if not over and not owned:  # an evicted pod has not done its work, and another must
         raise InterruptedRun("stopped before the end of the run; another worker may take over")
@@ -167,3 +82,99 @@ def _leave(stop: threading.Event) -> None:
     timer = threading.Timer(3.0, os._exit, (0,))
     timer.daemon = True
     timer.start()
+
+
+# --- dry run ----------------------------------------------------------------------------------------------------------
+
+SUMMED = (
+    "Secure aggregation: the aggregator receives the quantities marked `only in sums` as integers under random masks, "
+    "and can read only their sum over three clients or more. It also receives public keys, signatures, encrypted "
+    "shares of random secrets, and checksums (docs/secure-sums.md). Other clients of a sum learn this client's id and "
+    "public key."
+)
+"""Sentences about answers that are only summed."""
+
+
+def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_counts: bool) -> None:
+    """Show the data that a worker would send about its packed clients; send nothing."""
+    import json
+
+    from fedloom import experiment as experiments
+    from fedloom.algorithms.base import available, find_algorithm
+    from fedloom.data.own import OwnClients
+    from fedloom.errors import ExperimentError
+    from fedloom.evaluation.plan import EvaluationPlan
+    from fedloom.runner.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
+    from fedloom.runner.worker import check_only_sums
+
+    if not (options.packed or options.observe):
+        raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
+    clients = OwnClients.open(options.packed, options.observe)
+    e = None if experiment is None else experiments.load_experiment(experiment)
+    if e is not None:
+        if options.only_sums:
+            check_only_sums(e.federation.secure_aggregation, e.federation.clients_per_round)
+        trained, measured = of_experiment(e, clients)
+    typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
+    for announcement in announcements(clients, class_counts=class_counts):
+        typer.echo(f"  {json.dumps(announcement)}")
+    if is_measured(e, clients):
+        secure = e is not None and e.federation.secure_aggregation is not None
+        _show("\nOnce, if normalization is measured, for training clients", moment_tensors(only_summed=secure))
+    if e is None:
+        classes = next(iter(clients.cards.values())).spec.classes
+        for name in available():
+            _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
+        _show("\nAll methods: in evaluations, with two predictors", measures(2, EvaluationPlan.of_classes(classes)))
+        typer.echo("\nFor the sizes of models, and what secure aggregation hides, give --experiment FILE.")
+    else:
+        _show(f"\n{e.algorithm.name}: in training and personalization", trained)
+        _show("\nIn evaluations", measured)
+        if any(one.only_summed for one in (*trained, *measured)):
+            typer.echo(f"\n{SUMMED}")
+        if e.federation.privacy is not None:
+            typer.echo(f"\n{_noise(e.federation.privacy)}")
+    typer.echo(
+        "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. This command "
+        "has sent nothing."
+    )
+
+
+def _noise(privacy: TrainingPrivacy) -> str:
+    """Return sentences about what clients do to their answers for differential privacy."""
+    if privacy.of == "examples":
+        return (
+            "Privacy of examples: updates follow from gradients that are clipped, and get noise, at the client. Losses "
+            "of training are sent as 0. Metrics have no noise."
+        )
+    noise = (
+        "the aggregator adds noise to their sum"
+        if privacy.noise == "central"
+        else "each client adds a share of the noise"
+    )
+    start = "" if privacy.adaptive_clip is None else " at the start"
+    return (
+        f"Privacy of clients: updates are clipped to norm {privacy.clip:g}{start} at the client, and {noise}. Losses, "
+        "counts and metrics have no noise."
+    )
+
+
+def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
+    from fedloom.cli.tables import print_table
+
+    headings = ["message", "quantity", "shape", "numbers"]
+    rows = [
+        [f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one)]
+        for one in tensors
+    ]
+    if any(one.only_summed for one in tensors):
+        headings.append("known")
+        for row, one in zip(rows, tensors, strict=True):
+            row.append("only in sums" if one.only_summed else "individually")
+    typer.echo(title if rows else f"{title}: nothing")
+    if rows:
+        print_table("", headings, rows, texts=(0, 1, 2, 4))
+
+
+def _count(one: DisclosedTensor) -> str:
+    return "" if one.numbers is None else f"{one.numbers:,}"

@@ -362,6 +362,9 @@ class WorkerSettings(Section):
     """Settings of ``fedloom worker``, which each worker sets for itself."""
 
     runtime: WorkerRuntime = WorkerRuntime()
+    bandwidth: str | None = Field(default=None, description="Limit on network traffic; null: none.")
+    class_counts: bool = Field(default=False, description="Send the aggregator the clients' class counts.")
+    log: str | None = Field(default=None, description="File for the log, as JSON lines.")
 
 
 class Experiment(Section):

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from fedloom.core.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument, without_secrets
 from fedloom.kubeflow import steps
-from fedloom.kubeflow.compiling import load_pipeline, parameters
+from fedloom.kubeflow.catalog import check_parameters, pipeline
 from fedloom.storage.folder import storing
 
 STOP_GRACE_S = 40.0
@@ -82,8 +82,11 @@ def run_pipeline(
             env=environment({**os.environ, "PYTHONSAFEPATH": "1"}, Path(folder) / RECORDS),
         )  # fmt: skip
         with _stopping(process, say) as stopped, log.open("w", encoding="utf-8") as file:
-            _give(process, json.dumps(order))
-            for line in _lines(process):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(BrokenPipeError), process.stdin:  # it exited immediately: its output gives the reason
+                process.stdin.write(json.dumps(order))
+            for line in process.stdout:
                 line = without_secrets(made.sub(str(out), line))
                 with storing(log):
                     file.write(line)
@@ -91,28 +94,19 @@ def run_pipeline(
                     say(line.rstrip("\n") if everything else shown[1].removeprefix(steps.MARK))  # type: ignore[index]
             code = process.wait()
             _ended(process.pid, STOP_GRACE_S)
-        failure = _failure(ChildReport(Path(folder) / RECORDS), code, log)
+        failure = ChildReport(Path(folder) / RECORDS).failure
+        if failure is None and code != 0 and not stopped.is_set():
+            raise RuntimeError(f"a task failed unexpectedly:\n{log.read_text(encoding='utf-8')[-4000:]}")
         if stopped.is_set():
             failure = InterruptedRun("stopped, with all its processes")
-        if failure is not None and not _worth_keeping(root):
+        finished = {path.name for path in root.glob("*/*")} - {*CHECKS, "cleanup"}
+        if failure is not None and not finished:
             raise failure
         with storing(out):
             _keep(root, log, out)
     if failure is not None:
         message = made.sub(str(out), str(failure))
         raise type(failure)(f"{message}\n  partial results: {out}, log: {out / LOG}")
-
-
-def _give(process: subprocess.Popen[str], order: str) -> None:
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # it exited immediately: its output gives the reason
-        process.stdin.write(order)
-
-
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    with process.stdout:
-        yield from process.stdout
 
 
 @contextmanager
@@ -158,17 +152,6 @@ def _ended(group: int, grace_s: float) -> None:
     _signal(group, signal.SIGKILL)
 
 
-def _failure(reports: ChildReport, code: int, log: Path) -> FedloomError | None:
-    """Return the failure of a pipeline: that of the first task that reported one, or of the pipeline itself."""
-    if code == 0 or reports.failure is not None:
-        return reports.failure
-    raise RuntimeError(f"a task failed unexpectedly:\n{log.read_text(encoding='utf-8')[-4000:]}")
-
-
-def _worth_keeping(root: Path) -> bool:
-    return any({path.name for path in run.iterdir()} - CHECKS - {"cleanup"} for run in root.glob("*"))
-
-
 def _keep(root: Path, log: Path, out: Path) -> None:
     """Move the tasks' outputs into place, and link the main results."""
     out.mkdir(exist_ok=True)
@@ -189,18 +172,13 @@ def _keep(root: Path, log: Path, out: Path) -> None:
 def _here(order: TextIO) -> None:
     """Run a pipeline in this process, as specified on standard input."""
     wanted = json.load(order)
-    known = parameters(wanted["name"])
-    missing = [key for key, needed in known.items() if needed and key not in wanted["arguments"]]
-    unknown = [key for key in wanted["arguments"] if key not in known]
-    if missing or unknown:
-        wrong = f"needs {', '.join(missing)}" if missing else f"has no parameter {', '.join(unknown)}"
-        raise ExperimentError(f"{wanted['name']} {wrong}; its parameters are {', '.join(known)}", allowed=list(known))
+    check_parameters(wanted["name"], wanted["arguments"])
     from kfp import local
 
     warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets do not apply here
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=wanted["root"])
     try:
-        load_pipeline(wanted["name"])(**wanted["arguments"])
+        pipeline(wanted["name"])(**wanted["arguments"])
     except RuntimeError as error:  # the runner's error for a failed task
         if not Path(os.environ[TELL_PARENT]).exists():
             raise

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedloom import experiment as experiments
-from fedloom.errors import ExperimentError, argument
+from fedloom.errors import ExperimentError
 from fedloom.experiment import Data, Experiment, OwnData
 
 
@@ -93,7 +93,7 @@ def _whole(seeds: Sequence[float]) -> list[int]:
     wrong = [s for s in seeds if not isinstance(s, int | float) or not float(s).is_integer() or not 0 <= s <= 2**53]
     if wrong:
         raise ExperimentError(
-            f"{argument('seeds')} must be whole numbers from 0 to {2**53} (got {wrong[0]!r}).",
+            f"seeds must be whole numbers from 0 to {2**53} (got {wrong[0]!r}).",
             key="seeds",
             found=wrong[0],
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from fedloom.cluster.settings import Gpu, KubernetesObject, Quantities, Words
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.validation_errors import abbreviated, closest
-from fedloom.kubeflow.compiling import edited
+from fedloom.kubeflow.catalog import edited
 from fedloom.storage.folder import ClaimPlace, claims_of
 
 EXECUTOR = "exec-"
@@ -31,14 +30,8 @@ OF_KUBEFLOW = ("pipelines.kubeflow.org/", "pipeline/", "workflows.argoproj.io/")
 """Prefixes of labels that Kubeflow Pipelines and Argo set on pods."""
 
 
-def check_labels(labels: dict[str, str], *, values: bool = True) -> dict[str, str]:
-    """Return labels, or with ``values=False`` annotations, that Kubernetes accepts and nobody else sets.
-
-    Raises
-    ------
-    ValueError
-        If a name or a value is invalid.
-    """
+def _checked(labels: dict[str, str], *, values: bool = True) -> dict[str, str]:
+    """Return labels, or with ``values=False`` annotations; raise ValueError unless a user may set them."""
     for key, value in labels.items():
         domain, slash, name = key.rpartition("/")
         if not NAME.fullmatch(name) or (slash and not DOMAIN.fullmatch(domain)):
@@ -85,8 +78,8 @@ class TaskPod(Settings):
     affinity: Annotated[KubernetesObject, AfterValidator(_of_nodes)] | None = Field(
         default=None, description="Affinity to nodes, `{nodeAffinity: {...}}`."
     )
-    labels: Annotated[Words, AfterValidator(check_labels)] = Field(default={}, description="Labels of the pod.")
-    annotations: Annotated[Words, AfterValidator(lambda found: check_labels(found, values=False))] = Field(
+    labels: Annotated[Words, AfterValidator(_checked)] = Field(default={}, description="Labels of the pod.")
+    annotations: Annotated[Words, AfterValidator(lambda found: _checked(found, values=False))] = Field(
         default={}, description="Annotations of the pod."
     )
 
@@ -105,8 +98,15 @@ class TaskPod(Settings):
 
 
 class PodSettings(Settings):
-    """Settings of the pods of a pipeline's tasks; client pods have their own (``--cluster FILE``)."""
+    """Settings of a pipeline's tasks and their pods; client pods have their own (``--cluster FILE``)."""
 
+    image: str | None = Field(
+        default=None,
+        description="Image of the components, with tag or digest; by default `$FEDLOOM_IMAGE`, else this version's.",
+    )
+    cache: bool = Field(
+        default=True, description="False runs every task, even if Kubeflow has its result from an earlier run."
+    )
     all: TaskPod = Field(default=TaskPod(), description="Settings of every task.")
     tasks: dict[str, TaskPod] = Field(
         default={}, description="Settings of single tasks by name, such as `federate`, which take precedence."
@@ -114,68 +114,45 @@ class PodSettings(Settings):
     claims: tuple[str, ...] = Field(
         default=(),
         description="PersistentVolumeClaims that the tasks with access to storage mount at /mnt/claims/NAME, beside "
-        "those of `storage` and `--source`.",
+        "those of `storage` and `source`.",
     )
 
+    def apply(self, path: Path, locations: Iterable[str | None] = ()) -> None:
+        """Change a compiled pipeline in place; without settings the file is not touched.
 
-@dataclass(frozen=True)
-class PipelineChanges:
-    """Changes of a compiled pipeline; by default none.
-
-    Attributes
-    ----------
-    pods
-        Settings of the tasks' pods.
-    labels
-        Labels of every task's pod.
-    cached
-        False to run every task, even if Kubeflow has its result.
-    claims
-        Claims that the tasks with access to storage mount.
-    """
-
-    pods: PodSettings = field(default_factory=PodSettings)
-    labels: Mapping[str, str] = field(default_factory=dict)
-    cached: bool = True
-    claims: tuple[ClaimPlace, ...] = ()
-
-    @classmethod
-    def of(
-        cls, pods: PodSettings, labels: Mapping[str, str], *, cached: bool, locations: Iterable[str | None]
-    ) -> PipelineChanges:
-        """Return the changes of a run whose tasks read and write these locations."""
-        claims = claims_of([*locations, *(f"pvc://{name}" for name in pods.claims)])
-        return cls(pods, dict(labels), cached, tuple(claims))
-
-    def apply(self, path: Path) -> None:
-        """Change a compiled pipeline in place; without changes the file is not touched.
+        Parameters
+        ----------
+        locations
+            Places that the tasks read and write; they mount the claims among them.
 
         Raises
         ------
         ExperimentError
             If a task does not exist, or Kubeflow cannot represent a setting.
         """
-        if self == PipelineChanges():
+        claims = claims_of([*locations, *(f"pvc://{name}" for name in self.claims)])
+        if self == PodSettings(image=self.image) and not claims:
             return
         with edited(path) as (spec, platform):
-            if not self.cached:
+            if not self.cache:
                 for task in _tasks(spec):
                     task["cachingOptions"] = {}
             executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
             for name, pod in self._pods(spec):
                 _set_resources(spec["deploymentSpec"]["executors"][EXECUTOR + name]["container"], pod)
                 _set_platform(executors.setdefault(EXECUTOR + name, {}), pod)
-                if _changes_place(pod):  # on the task's own pod; otherwise Kubeflow hands it to the component
+                # On the task's own pod; otherwise Kubeflow hands it to the component.
+                if pod.requests or pod.limits or pod.gpu or pod.tolerations or pod.node_selector or pod.affinity:
                     spec["components"][f"comp-{name}"].pop("taskConfigPassthroughs", None)
             for config in executors.values():
-                if "secretAsEnv" in config and self.claims:
-                    config["pvcMount"] = [_mount(place) for place in self.claims]
+                if "secretAsEnv" in config and claims:
+                    config["pvcMount"] = [_mount(place) for place in claims]
             _check(executors)
 
     def _pods(self, spec: Mapping[str, Any]) -> Iterator[tuple[str, TaskPod]]:
         executors = spec["deploymentSpec"]["executors"]
         names = [key.removeprefix(EXECUTOR) for key, executor in executors.items() if "container" in executor]
-        for name in self.pods.tasks:
+        for name in self.tasks:
             if name not in names:
                 meant = closest(name, names)
                 raise ExperimentError(
@@ -186,18 +163,13 @@ class PipelineChanges:
                     allowed=names,
                 )
         for name in names:
-            own = self.pods.tasks.get(name, TaskPod()).updated(TaskPod(labels=dict(self.labels)))
-            yield name, self.pods.all.updated(own)
+            yield name, self.all.updated(self.tasks.get(name, TaskPod()))
 
 
 def _tasks(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield every task of a pipeline, in all its groups."""
     for group in (spec["root"], *spec["components"].values()):
         yield from group.get("dag", {}).get("tasks", {}).values()
-
-
-def _changes_place(pod: TaskPod) -> bool:
-    return bool(pod.requests or pod.limits or pod.gpu or pod.tolerations or pod.node_selector or pod.affinity)
 
 
 def _set_resources(container: dict[str, Any], pod: TaskPod) -> None:

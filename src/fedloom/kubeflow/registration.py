@@ -1,34 +1,49 @@
-"""Registration of a run's model in the Kubeflow Model Registry, with its metrics and its origin."""
+"""Registration of a run's model in the Kubeflow Model Registry, with its metrics and its origin.
+
+REST API v1alpha3: ``api/openapi/model-registry.yaml`` of github.com/kubeflow/model-registry, commit bd07139 (after
+release 0.3.8). Its package ``model-registry`` (0.3.18) is not used: without a token it sends that of the pod's service
+account to any registry; it takes the registry's matches by ``LIKE``, where ``_`` and ``%`` stand for other characters,
+for the model of that name; and it cannot complete a registration that was interrupted.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import http.client
+import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from pydantic import Field
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
 import fedloom
-from fedloom.cluster.settings import completed_from, settings_from_file
-from fedloom.core.settings import Settings
+from fedloom.cluster.api import SERVICE_ACCOUNT
+from fedloom.core.urls import service_url
+from fedloom.core.words import parsed_json
 from fedloom.data.problem import TrainedPrivately
-from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.kubeflow.registry_api import ModelRegistry
+from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, StorageError, argument
+from fedloom.kubeflow.client import read_token
+from fedloom.kubeflow.steps import say, step
 from fedloom.runs.files import EXPERIMENT, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 from fedloom.storage.folder import read_file
 from fedloom.tasks.headline import GROUPS, headline_of, metrics_of, validation_value
 
-VARIABLES = {"url": "FEDLOOM_REGISTRY", "token": "FEDLOOM_REGISTRY_TOKEN", "ca_file": "SSL_CERT_FILE"}
-"""Environment variables for keys that are not given."""
+API = "/api/model_registry/v1alpha3"
+TIMEOUT_S = 30.0
+"""Timeout to connect, and between two parts of an answer, in seconds."""
+ANSWER_BYTES = 16 << 20
+"""Largest answer that is read."""
+PAGE, MOST_PAGES = 100, 10_000
+"""Objects per page of a list, and pages that are read."""
 
-FORMAT, FORMAT_VERSION = "fedloom", "1"
-"""Model format of a run's folder, in the registry and for KServe."""
+TOKEN_VARIABLE = "FEDLOOM_REGISTRY_TOKEN"
+"""Environment variable with the bearer token, or @FILE, which is read for each request."""
 
 DIGEST = "checkpoint_digest"
 """Property that distinguishes two registrations."""
@@ -40,66 +55,133 @@ INT32 = 999_999_999
 """Largest whole number that the API's schema takes; larger ones are registered as text."""
 
 
-class RegistrySettings(Settings):
-    """Model registry, and access to it."""
+class _Conflict(ExperimentError):
+    """An object of this name exists."""
 
-    url: str | None = Field(default=None, description="URL of the registry, without the path of its API.")
-    token: str | None = Field(default=None, description="Bearer token, or @FILE, which is reread for each request.")
-    ca_file: str | None = Field(default=None, description="File of certificates to trust.")
 
-    @classmethod
-    def of(cls, where: str | None, environment: Mapping[str, str] = os.environ) -> RegistrySettings:
-        """Return the settings given by a URL or a YAML file, completed from the environment.
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Treat redirects as errors: a registry sends none, and a login page must not receive the token."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follow no redirect."""
+
+
+class ModelRegistry:
+    """Model registry at a URL, with the token of ``$FEDLOOM_REGISTRY_TOKEN``; ``$SSL_CERT_FILE`` names certificates.
+
+    Raises
+    ------
+    ExperimentError
+        If the URL is missing or invalid.
+    """
+
+    def __init__(self, url: str | None) -> None:
+        option, form = argument("registry"), "a URL such as https://registry.example"
+        self.url = service_url(url or "", option, form, key="registry", path=True).removesuffix(API)
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def ensure(self, listing: str, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Find an object by its name in a list, or create it; return it, and True if it was created.
+
+        Parameters
+        ----------
+        listing, path
+            Paths of the list, and for the request that creates it.
 
         Raises
         ------
+        RefusedError
+            If the registry denies access.
+        StorageError
+            If it cannot be reached or fails.
         ExperimentError
-            If the file cannot be read, or a setting is invalid.
+            If the URL is not a registry's, or it rejects the request.
+        DataError
+            If an answer is not of its API.
         """
-        found = cls(url=where) if where is None or "://" in where else settings_from_file(cls, Path(where))
-        return completed_from(found, VARIABLES, environment)
+        if (known := self._named(listing, body["name"])) is not None:
+            return known, False
+        try:
+            return self._with_id(self._ask("POST", path, body)), True
+        except _Conflict:  # another process has just created it
+            if (known := self._named(listing, body["name"])) is None:
+                raise
+            return known, False
 
-    def connect(self) -> ModelRegistry:
-        """Return the registry.
+    def _named(self, path: str, name: str) -> dict[str, Any] | None:
+        return next((self._with_id(item) for item in self._items(path) if item.get("name") == name), None)
 
-        Raises
-        ------
-        ExperimentError
-            If no URL is given, or a setting is invalid.
-        """
-        if self.url is None:
-            raise ExperimentError(f"Give the URL of the model registry as {argument('registry')}.", key="registry")
-        return ModelRegistry(self.url, self.token, self.ca_file)
+    def _items(self, path: str) -> Iterator[dict[str, Any]]:
+        token = ""
+        for _ in range(MOST_PAGES):
+            query = {"pageSize": str(PAGE), **({"nextPageToken": token} if token else {})}
+            page = self._ask("GET", f"{path}?{urlencode(query)}")
+            items, token = page.get("items"), str(page.get("nextPageToken") or "")
+            if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+                raise self._other_service(f"the list {path} has no items")
+            yield from items
+            if not token:
+                return
+        raise self._other_service(f"the list {path} does not end")
+
+    def _with_id(self, item: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(item.get("id"), str):
+            raise self._other_service("an object has no id")
+        return item
+
+    def _ask(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request, and return the object that answers it."""
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self.url}{API}{path}", data, headers, method=verb)
+        if token := os.environ.get(TOKEN_VARIABLE):
+            request.add_unredirected_header("Authorization", f"Bearer {read_token(token)}")
+        try:
+            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+                content: bytes = answer.read(ANSWER_BYTES + 1)
+        except urllib.error.HTTPError as error:
+            raise self._failure(f"{verb} {path.partition('?')[0]}", error) from error
+        except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+            why = getattr(error, "reason", None) or error
+            raise StorageError(f"{self.url} cannot be reached: {why}", hint="check the URL and the network") from error
+        reply = _object(content)
+        if reply is None or len(content) > ANSWER_BYTES:
+            raise self._other_service("an answer is not a JSON object")
+        return reply
+
+    def _other_service(self, why: str) -> DataError:
+        return DataError(f"{self.url} does not answer as a model registry does: {why}.", hint=self._needed)
+
+    @property
+    def _needed(self) -> str:
+        return f"{argument('registry')} is the URL to which {API} is appended"
+
+    def _failure(self, what: str, error: urllib.error.HTTPError) -> FedloomError:
+        status = error.code
+        try:
+            reply = _object(error.read(ANSWER_BYTES)) or {}
+        except (OSError, http.client.HTTPException):
+            reply = {}
+        message = " ".join(str(reply.get("message") or error.reason or "").split())[:500]
+        failure = f"{self.url}: {what}: {message} (status {status})"
+        if status in (401, 403) or 300 <= status < 400:  # a redirect to a login page
+            return RefusedError(failure, hint=f"set ${TOKEN_VARIABLE} to a valid token, or to @FILE")
+        if 400 <= status < 500 and status != 429:
+            return (_Conflict if status == 409 else ExperimentError)(failure, hint=self._needed, key="registry")
+        return StorageError(failure, hint="retry later")
 
 
-@dataclass(frozen=True)
-class Lineage:
-    """Kubeflow run that a model comes from.
-
-    Attributes
-    ----------
-    run_id, namespace, name
-        Id of the run, its namespace (None if it is not known), and its name.
-    """
-
-    run_id: str
-    namespace: str | None = None
-    name: str | None = None
+def _object(content: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of an answer; None for any other content."""
+    try:
+        value = parsed_json(content.decode("utf-8"))
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
-@dataclass(frozen=True)
-class Registered:
-    """Registered version of a model.
-
-    Attributes
-    ----------
-    model, version
-        Their names.
-    model_id, version_id
-        Their ids in the registry.
-    created
-        True if the version did not exist before.
-    """
+class Registered(NamedTuple):
+    """Registered version of a model: its names, its ids in the registry, and True if it did not exist before."""
 
     model: str
     version: str
@@ -116,7 +198,7 @@ def register_run(
     version: str | None = None,
     checkpoint: str = "last",
     uri: str | None = None,
-    lineage: Lineage | None = None,
+    pipeline_run: str | None = None,
 ) -> Registered:
     """Register a run's model: a RegisteredModel, a ModelVersion and a ModelArtifact.
 
@@ -132,8 +214,8 @@ def register_run(
         ``last``, ``best`` or a round.
     uri
         URL of the run's folder for those who serve the model; None: the URL of a published run, else none.
-    lineage
-        Kubeflow run in which the model was trained.
+    pipeline_run
+        Id of the Kubeflow run in which the model was trained.
 
     Raises
     ------
@@ -142,14 +224,13 @@ def register_run(
     ExperimentError
         If a name is invalid, or the version exists with another checkpoint or URI.
     FedloomError
-        As :class:`~fedloom.kubeflow.registry_api.ModelRegistry`.
+        As :meth:`ModelRegistry.ensure`.
     """
     folder = RunFolder.open(run)
     if not folder.is_finished:
         raise DataError(f"{run} is not finished: it has no {SUMMARY}.", hint="register it when it has ended")
     round, digest = _checkpoint(folder, checkpoint)
     summary = folder.json(SUMMARY)
-    known = properties(folder, summary, round, digest, lineage)
     name, version = model or str(summary["name"]), version or f"round-{round}-{digest[:12]}"
     for key, text in (("name", name), ("version", version)):
         if not NAME.fullmatch(text):
@@ -158,25 +239,42 @@ def register_run(
             )
     if uri is None and is_url(run):
         uri = run.rstrip("/")
+    known = properties(folder, summary, round, digest, pipeline_run)
     described = f"{summary['algorithm']}, {summary['dataset']}, seed {summary['seed']}"
-    found, _ = registry.model({"name": name, "description": f"Personalized federated model of {summary['dataset']}"})
-    model_id = _id(found, name)
-    body: dict[str, Any] = {"name": version, "registeredModelId": model_id, "state": "LIVE"}
+    about = {"name": name, "description": f"Personalized federated model of {summary['dataset']}"}
+    parent, _ = registry.ensure("/registered_models", "/registered_models", about)
+    body: dict[str, Any] = {"name": version, "registeredModelId": parent["id"], "state": "LIVE"}
     body |= {"description": f"{described}, round {round}", "customProperties": known}
-    made, created = registry.version(body)
-    if not created:
-        _check_same(name, version, _text(made, DIGEST), digest, DIGEST)
-    version_id = _id(made, version)
+    entry, created = registry.ensure(f"/registered_models/{parent['id']}/versions", "/model_versions", body)
+    _check_same(name, version, _text_property(entry, DIGEST), digest, DIGEST)
+    path = f"/model_versions/{entry['id']}/artifacts"
     artifact: dict[str, Any] = {"artifactType": "model-artifact", "name": version, "state": "LIVE"}
-    artifact |= {"modelFormatName": FORMAT, "modelFormatVersion": FORMAT_VERSION, **_source(lineage)}
+    artifact |= {"modelFormatName": "fedloom", "modelFormatVersion": "1", **_source(pipeline_run)}
     artifact |= {"customProperties": {DIGEST: known[DIGEST]}, **({} if uri is None else {"uri": uri})}
-    kept, _ = registry.artifact(version_id, artifact)
-    _check_same(name, version, kept.get("uri"), uri, "uri")
-    return Registered(name, version, model_id, version_id, created)
+    _check_same(name, version, registry.ensure(path, path, artifact)[0].get("uri"), uri, "uri")
+    return Registered(name, version, parent["id"], entry["id"], created)
+
+
+@step
+def register_task(
+    model: Path, registry: str, run_id: str, name: str = "", version: str = "", checkpoint: str = "last", uri: str = ""
+) -> str:
+    """Register a run's model as a task of a pipeline: see :func:`register_run`; return the version's id."""
+    entry = register_run(
+        ModelRegistry(registry),
+        str(model),
+        model=name or None,
+        version=version or None,
+        checkpoint=checkpoint,
+        uri=uri or None,
+        pipeline_run=run_id,
+    )
+    say(f"{entry.model} {entry.version}: version {entry.version_id} of model {entry.model_id} in {registry}")
+    return entry.version_id
 
 
 def properties(
-    folder: RunFolder, summary: Mapping[str, Any], round: int, digest: str, lineage: Lineage | None
+    folder: RunFolder, summary: Mapping[str, Any], round: int, digest: str, pipeline_run: str | None
 ) -> dict[str, dict[str, Any]]:
     """Return the custom properties of a version, as values of the registry's API.
 
@@ -191,7 +289,7 @@ def properties(
         DIGEST: digest,
         "experiment_sha256": hashlib.sha256(read_file(folder.path / EXPERIMENT)).hexdigest(),
         "fedloom_version": fedloom.__version__,
-        **({} if lineage is None else {"pipeline_run_id": lineage.run_id}),
+        "pipeline_run_id": pipeline_run,
         **_privacy(private),
         **_metrics(folder, round),
     }
@@ -202,8 +300,8 @@ def _checkpoint(folder: RunFolder, checkpoint: str) -> tuple[int, str]:
     from fedloom.runner.trained import check_checkpoint  # imports torch
     from fedloom.runs.checkpoint import Checkpoints
 
-    found = Checkpoints(folder.checkpoints).load(check_checkpoint(checkpoint))
-    return found.round, found.digest
+    state = Checkpoints(folder.checkpoints).load(check_checkpoint(checkpoint))
+    return state.round, state.digest
 
 
 def _privacy(private: TrainedPrivately | None) -> dict[str, Any]:
@@ -217,7 +315,7 @@ def _metrics(folder: RunFolder, round: int) -> dict[str, float]:
     line = folder.evaluation_of(round)
     if line is None:
         return {}
-    found = {
+    scores = {
         f"test_{group}_{metric}_{statistic}": value
         for group in GROUPS
         for metric, values in metrics_of(line.get(group) or {}).items()
@@ -226,8 +324,8 @@ def _metrics(folder: RunFolder, round: int) -> dict[str, float]:
     }
     if (validation := validation_value(line)) is not None:
         name = headline_of(line).name if line.get("validation_pooled") is not None else "loss"
-        found[f"validation_{name}"] = validation
-    return found
+        scores[f"validation_{name}"] = validation
+    return scores
 
 
 def _value(value: Any) -> dict[str, Any]:
@@ -239,24 +337,18 @@ def _value(value: Any) -> dict[str, Any]:
     return {"metadataType": "MetadataStringValue", "string_value": str(value)}
 
 
-def _source(lineage: Lineage | None) -> dict[str, str]:
+def _source(pipeline_run: str | None) -> dict[str, str]:
     """Return the fields of a ModelArtifact that name the pipeline run, as its schema describes them."""
-    if lineage is None:
+    if pipeline_run is None:
         return {}
-    named = {"modelSourceGroup": lineage.namespace, "modelSourceName": lineage.name}
-    source = {"modelSourceKind": "pipelines", "modelSourceClass": "pipelinerun", "modelSourceId": lineage.run_id}
-    return source | {key: value for key, value in named.items() if value}
+    source = {"modelSourceKind": "pipelines", "modelSourceClass": "pipelinerun", "modelSourceId": pipeline_run}
+    namespace = SERVICE_ACCOUNT / "namespace"  # of the pod, in a pipeline
+    return source | ({"modelSourceGroup": namespace.read_text().strip()} if namespace.exists() else {})
 
 
-def _id(found: Mapping[str, Any], name: str) -> str:
-    if not isinstance(found.get("id"), str):
-        raise DataError(f"The registry's answer about {name} has no id.")
-    return str(found["id"])
-
-
-def _text(found: Mapping[str, Any], key: str) -> str | None:
+def _text_property(item: Mapping[str, Any], key: str) -> str | None:
     """Return a custom property that is a text; None without."""
-    match found.get("customProperties"):
+    match item.get("customProperties"):
         case {**known}:
             match known.get(key):
                 case {"string_value": str(value)}:
@@ -264,11 +356,11 @@ def _text(found: Mapping[str, Any], key: str) -> str | None:
     return None
 
 
-def _check_same(model: str, version: str, found: str | None, wanted: str | None, what: str) -> None:
-    if found != wanted:
+def _check_same(model: str, version: str, registered: str | None, wanted: str | None, what: str) -> None:
+    if registered != wanted:
         raise ExperimentError(
-            f"Version {version} of {model} is registered with {what} {found or 'unset'}, not {wanted or 'unset'}.",
+            f"Version {version} of {model} is registered with {what} {registered or 'unset'}, not {wanted or 'unset'}.",
             hint=f"give another name with {argument('version')}",
             key="version",
-            found=found,
+            found=registered,
         )

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import as_csv
-from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, QuorumError, as_storage_error
 from fedloom.storage.folder import claim_place, copy_atomically, copy_folder, storing, write_atomically
-from fedloom.tasks.headline import GROUPS, headline_of, values_of
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -255,9 +254,10 @@ def federate_task(
             task_config=task_config,
             say=say,
         )
+    from fedloom.kubeflow import results
     from fedloom.runs.folder import RunFolder
 
-    return {"label": task, **_metadata(RunFolder(out).json("summary.json"))}
+    return {"label": task, **results.run_metadata(RunFolder(out).json("summary.json"))}
 
 
 def _run_url(experiment: str, run_id: str, task: str) -> str | None:
@@ -300,7 +300,8 @@ def evaluate_task(
     """
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import documents, summary
-    from fedloom.runner import results, trained
+    from fedloom.runner import results as task_results
+    from fedloom.runner import trained
     from fedloom.runner.personal import evaluate_served
     from fedloom.runs.folder import RunFolder
     from fedloom.security.options import ClientOptions
@@ -334,7 +335,7 @@ def evaluate_task(
     evaluated.rewrite("metrics.jsonl", [line])
     evaluated.write("partition.json", manifest.to_json())
     evaluated.write("clients.csv", as_csv(documents.client_rows(evaluation, manifest.clients)))
-    results.write_task_results(evaluated, evaluation, manifest.spec.class_names)
+    task_results.write_task_results(evaluated, evaluation, manifest.spec.class_names)
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
     confusion = {"class_names": list(manifest.spec.class_names), "rows": rows} if evaluation.classes else None
     return {**found.statistics, "confusion": confusion}
@@ -351,13 +352,13 @@ def report_task(run: Path, statistics: Path, page: Path, table: Path) -> None:
     statistics
         JSON file with the result of :func:`evaluate_task`.
     """
-    from fedloom.kubeflow import markdown
+    from fedloom.kubeflow import results
     from fedloom.reporting.report import write_report
 
     with tempfile.TemporaryDirectory() as folder:  # inputs must not be modified
         copy_folder(run, Path(folder) / "run", ignore=WITHOUT)
         copy_atomically(write_report(Path(folder) / "run"), page)
-    write_atomically(table, markdown.results(json.loads(statistics.read_text(encoding="utf-8"))).encode())
+    write_atomically(table, results.table_of_results(json.loads(statistics.read_text(encoding="utf-8"))).encode())
 
 
 @step
@@ -369,7 +370,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
     runs
         Label and folder of each run.
     """
-    from fedloom.kubeflow import markdown
+    from fedloom.kubeflow import results
     from fedloom.reporting.compare import compare_runs
     from fedloom.reporting.compare_page import write_comparison
 
@@ -381,7 +382,55 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
             copy_folder(run, Path(folder) / label, ignore=WITHOUT)
         found = compare_runs([Path(folder)])
         copy_atomically(write_comparison(found, out), page)
-    write_atomically(table, markdown.comparison(found).encode())
+    write_atomically(table, results.comparison(found).encode())
+
+
+@step
+def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, out: Path) -> dict[str, Any]:
+    """Save the models of a partition's clients for KServe; return metadata.
+
+    Parameters
+    ----------
+    model, checkpoint
+        A run's folder, and ``last``, ``best`` or a round.
+    shards
+        The partition.
+    model_format
+        ``fedloom``: a copy of the run with ``models/ID.pt2``, for ``fedloom serve``. ``onnx``: ``ID/1/model.onnx``.
+    out
+        New folder, or an empty one.
+
+    Raises
+    ------
+    ExperimentError
+        If the format is not one of these, or the models cannot be exported.
+    QuorumError
+        If a client got no model.
+    """
+    from fedloom.runner.client_models import save_models
+    from fedloom.runner.saved_models import MODELS
+
+    if model_format not in ("fedloom", "onnx"):
+        raise ExperimentError(
+            f"format must be fedloom or onnx (got {model_format}).",
+            key="format",
+            found=model_format,
+            allowed=["fedloom", "onnx"],
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        suffix = ".pt2" if model_format == "fedloom" else ".onnx"
+        made = save_models(model, Path(folder) / MODELS, checkpoint, shards, suffix=suffix)
+        if made.lost:
+            client, reason = next(iter(made.lost.items()))
+            raise QuorumError(f"{len(made.lost)} clients got no model; client {client}: {reason}")
+        if model_format == "fedloom":
+            copy_folder(model, out)
+        for client in made.saved:
+            place = out / MODELS / f"{client}.pt2" if model_format == "fedloom" else out / client / "1" / "model.onnx"
+            with storing(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+            copy_atomically(Path(folder) / MODELS / f"{client}{suffix}", place)
+    return {"format": model_format, "clients": len(made.saved)}
 
 
 @step
@@ -404,38 +453,11 @@ def log(metrics: Any, text: str) -> None:
     text
         JSON with ``seen``, ``unseen`` and ``global``.
     """
-    for name, value in scores(json.loads(text)).items():
+    from fedloom.kubeflow import results
+
+    for name, value in results.scores(json.loads(text)).items():
         metrics.log_metric(name, value)
     write_atomically(Path(metrics.path), text.encode())
-
-
-def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of each group of a summary or an evaluation, flat, with those of its headline metric.
-
-    Parameters
-    ----------
-    statistics
-        Groups ``seen``, ``unseen`` and ``global``, as in ``summary.json``.
-    """
-    headline = headline_of(statistics)
-    found: dict[str, float] = {}
-    for name in GROUPS:
-        group = statistics[name] or {}
-        numbers = {key: value for key, value in group.items() if isinstance(value, int | float)}
-        numbers |= {f"{headline.name}_{key}": value for key, value in values_of(group, headline)._asdict().items()}
-        found |= {f"{name}_{key}": value for key, value in numbers.items() if value is not None}
-    return found
-
-
-def _metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a model: what identifies the run in a summary, and its scores."""
-    known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
-    if summary["best"] is not None:
-        known["best_round"] = summary["best"]["round"]
-    found = scores(summary)
-    return known | {
-        key: found[key] for key in found if key.endswith((f"{headline_of(summary).name}_mean", "loss_mean"))
-    }
 
 
 def _source_files(source: str, downloads: Path) -> Path | None:

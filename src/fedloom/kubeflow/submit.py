@@ -1,348 +1,304 @@
-"""Submission of a pipeline: upload a version, start a run, and wait for it."""
+"""Submission of a pipeline: plan a run, upload a version, and start a run or create a schedule."""
 
 from __future__ import annotations
 
+import json
+import re
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import fedloom
-from fedloom.errors import (
-    ExperimentError,
-    FedloomError,
-    InterruptedRun,
-    RefusedError,
-    StorageError,
-)
-from fedloom.kubeflow import compiling
-from fedloom.kubeflow.api import Conflict, Kubeflow
-from fedloom.kubeflow.pods import PipelineChanges
-from fedloom.kubeflow.run_diagnosis import (
-    PODS_NAMESPACE,
-    author_tasks,
-    diagnostic_command,
-    failure_of,
-    workflow_pods,
-)
-from fedloom.kubeflow.store_secret import StoreSecret
+from fedloom.errors import ExperimentError, FedloomError, StorageError, argument
+from fedloom.kubeflow import catalog
+from fedloom.kubeflow.client import Conflict, Kubeflow, KubeflowSettings
+from fedloom.kubeflow.pods import PodSettings
 
-POLL_S = 5.0
-PATIENCE_S = 300.0
-"""Seconds that the API may be unreachable while waiting for a run."""
-
-ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
-STOPPED = ("CANCELING", "CANCELED")
-OMITTED = "RUNTIME_STATE_UNSPECIFIED"
-"""State of a task that is not run because one before it has failed."""
-PENDING_S = 60.0
-"""Seconds that a pod may be pending before a hint is shown."""
-
-UPLOADED = "Uploaded by fedloom."
-"""Description of the versions that FedLoom uploads; it removes no others."""
+if TYPE_CHECKING:
+    from fedloom.cluster.settings import ClusterSettings
+    from fedloom.experiment import Experiment
 
 Say = Callable[[str], None]
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+SCHEDULE_ACTIONS = {"pause": "disable", "resume": "enable", "delete": "delete"}
+"""Methods of the API for a schedule, by action."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """Run to submit.
+    """Checked run or schedule to submit.
 
     Attributes
     ----------
-    pipeline
-        Name of the pipeline.
-    arguments
-        Its parameters.
+    pipeline, arguments
+        Name of the pipeline, and its parameters.
     name
-        Name of the run.
-    experiment
-        Kubeflow experiment in which the run is shown; created if it does not exist.
-    service_account, root
-        Service account of its pods, and location of its artifacts; None for the installation's defaults.
-    changes
-        Changes of the compiled pipeline, which make another version of it.
-    store
-        Keys of the Secret with the store's credentials, and the store's endpoint.
+        Unique name of the run or schedule.
+    pods, locations
+        Settings of its tasks, and the places that these read and write.
     """
 
     pipeline: str
     arguments: Mapping[str, Any]
     name: str
-    experiment: str
-    service_account: str | None = None
-    root: str | None = None
-    changes: PipelineChanges = field(default_factory=PipelineChanges)
-    store: StoreSecret = field(default_factory=StoreSecret)
+    pods: PodSettings
+    locations: tuple[str | None, ...]
 
 
-class Uploaded(NamedTuple):
-    """Ids of a pipeline, its version, and the Kubeflow experiment for its runs."""
+def parameters_from(words: Sequence[str]) -> dict[str, Any]:
+    """Return the pipeline parameters given as ``KEY=VALUE``: ``methods`` repeatedly, ``seeds`` as ``1,2,3`` or ``1-3``.
 
-    pipeline: str
-    version: str
-    experiment: str
+    Raises
+    ------
+    ExperimentError
+        If one is not of this form, is given twice, or has an argument of its own.
+    """
+    from fedloom.experiment import seeds_of
+
+    parameters: dict[str, Any] = {}
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator or key in parameters.keys() - {"methods"} or key in ("experiment", "overrides", "cluster"):
+            why = "must be KEY=VALUE" if not separator else "is given twice or has an argument of its own"
+            raise ExperimentError(f"{argument('param')} {word!r} {why}.", key="param", found=word)
+        if key == "methods":
+            parameters.setdefault(key, []).append(value)
+        elif key == "seeds":
+            parameters[key] = seeds_of(value) if value else []
+        else:
+            parameters[key] = value
+    if parameters.get("backend", "local") not in ("kubernetes", "local"):
+        raise ExperimentError(f"backend must be kubernetes or local (got {parameters['backend']!r}).", key="backend")
+    return parameters
 
 
-class Started(NamedTuple):
-    """Started run, or created schedule: its id, the URL of its page if there is one, and the id of its pipeline."""
+def plan_order(
+    pipeline: str,
+    arguments: Mapping[str, Any],
+    settings: KubeflowSettings,
+    *,
+    cluster: ClusterSettings | None = None,
+    pods: PodSettings | None = None,
+) -> Order:
+    """Check a run, and return its order; nothing is sent.
 
-    run: str
-    page: str | None
-    pipeline: str
+    Parameters
+    ----------
+    pipeline, arguments
+        Name of the pipeline, and its parameters, with ``experiment`` and ``overrides``.
+    cluster, pods
+        Settings of the client pods, and of the tasks and their pods.
+
+    Raises
+    ------
+    ExperimentError
+        If the run would be refused.
+    """
+    name, pods = catalog.check_name(pipeline), pods or PodSettings()
+    catalog.use_image(pods.image)
+    secrets = {"storage_secret": settings.storage_secret, "serve_secret": settings.serve_secret}
+    if name != "unseen_clients":
+        secrets.pop("serve_secret")
+    arguments = {**arguments, **{key: secret for key, secret in secrets.items() if secret is not None}}
+    if cluster is not None:
+        arguments["cluster"] = json.dumps(cluster.model_dump(mode="json", exclude_unset=True))
+    catalog.check_parameters(name, arguments)
+    experiments = _checked_experiments(name, arguments)
+    locations = (arguments.get("source"), *(e.storage for e in experiments))
+    return Order(name, arguments, f"{experiments[0].name}-{uuid.uuid4().hex[:8]}", pods, locations)
 
 
-def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
-    """Upload a pipeline's version if it does not exist, and start a run of it.
+def _checked_experiments(name: str, arguments: Mapping[str, Any]) -> list[Experiment]:
+    """Return the file's experiment, and those that will run; raise ExperimentError if one would be refused."""
+    from fedloom.cluster.federate import check_cluster_settings
+    from fedloom.cluster.settings import ClusterSettings, TaskConfig
+    from fedloom.experiment import parse_experiment
+    from fedloom.kubeflow import planning
 
-    The version is named by its content, so that the same pipeline is uploaded once. If anything fails or is interrupted
-    before the run is known to be started, everything created is removed again.
+    planned = planning.plan(arguments["experiment"], arguments["overrides"])
+    experiments = [parse_experiment(planned.experiment)]
+    if name == "compare_methods":
+        points = planning.grid(planned.experiment, arguments.get("methods") or [""], arguments.get("seeds", [1, 2, 3]))
+        experiments += [parse_experiment(point["experiment"]) for point in points]
+    if name != "unseen_clients" and arguments.get("backend", "kubernetes") == "kubernetes":
+        settings = ClusterSettings.from_json(arguments.get("cluster", ""))
+        if settings.storage_secret is None:  # the pipeline's parameter has a default
+            settings = settings.model_copy(update={"storage_secret": arguments.get("storage_secret", "default")})
+        for experiment in experiments[1:] or experiments:
+            check_cluster_settings(experiment, settings, TaskConfig())
+    return experiments
+
+
+def trigger_of(kubeflow: Kubeflow, text: str) -> tuple[Any, str]:
+    """Return the trigger of a schedule, and its description.
+
+    Parameters
+    ----------
+    text
+        Interval such as ``90m``, ``6h`` or ``1d``; or a cron expression with five fields, or six with seconds first.
+        Kubeflow's own cron (``github.com/robfig/cron`` v1.2.0) would take five fields for second to month without an
+        error, so they get the second 0.
+
+    Raises
+    ------
+    ExperimentError
+        If it is neither; Kubeflow checks the fields of a cron expression.
+    """
+    models, fields = kubeflow.models, text.split()
+    if interval := re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", text.strip()):
+        seconds = int(interval[1]) * UNITS[interval[2]]
+        # The generated client takes the API's 64-bit integers as text.
+        periodic = models.V2beta1PeriodicSchedule(interval_second=str(seconds))
+        return models.V2beta1Trigger(periodic_schedule=periodic), f"every {seconds} s"
+    if len(fields) not in (5, 6):
+        raise ExperimentError(
+            f"{argument('schedule')} must be an interval such as 90m, 6h or 1d, or the 5 fields of a cron expression, "
+            f"such as '0 2 * * *' (got {text!r}).",
+            key="schedule",
+            found=text,
+        )
+    cron = " ".join(fields if len(fields) == 6 else ["0", *fields])
+    return models.V2beta1Trigger(cron_schedule=models.V2beta1CronSchedule(cron=cron)), f"cron {cron}"
+
+
+def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> str:
+    """Upload a pipeline's version if it does not exist, start a run of it, and return the run's id.
+
+    The version is named by its content, so that the same pipeline is uploaded once. A run whose start was interrupted,
+    or whose answer was lost, is removed again.
 
     Raises
     ------
     FedloomError
         If the pipeline cannot be compiled, or Kubeflow rejects a request or fails.
-    InterruptedRun
-        On Ctrl-C.
     """
-    try:
-        with ExitStack() as made:
-            found = upload_pipeline(kubeflow, order, made, say)
-            mark = submission_mark()
-            on_failure(made, say, lambda: _withdraw(kubeflow, order.name, found.experiment, mark))
-            run = kubeflow.start(
-                order.name,
-                found.experiment,
-                found.pipeline,
-                found.version,
-                dict(order.arguments),
-                order.service_account,
-                order.root,
-                mark,
-            )
-            made.pop_all()
-    except KeyboardInterrupt as error:
-        raise InterruptedRun("interrupted before the run was started; everything created was removed") from error
-    return Started(run, kubeflow.page(run), found.pipeline)
+    return str(_create(kubeflow, "run", kubeflow.models.V2beta1Run(**_upload(kubeflow, order, say)), say).run_id)
 
 
-def submission_mark() -> str:
-    """Return a description that identifies what one call created, even if its name is taken."""
-    return f"Submitted by fedloom {fedloom.__version__}, {uuid.uuid4().hex}."
+def schedule_pipeline(kubeflow: Kubeflow, order: Order, trigger: Any, say: Say) -> str:
+    """Create a recurring run, and return its id; as :func:`submit_pipeline`."""
+    body = kubeflow.models.V2beta1RecurringRun(
+        **_upload(kubeflow, order, say),
+        max_concurrency=str(kubeflow.settings.max_concurrency),
+        no_catchup=not kubeflow.settings.catch_up,
+        mode="ENABLE",
+        trigger=trigger,
+    )
+    return str(_create(kubeflow, "recurring_run", body, say).recurring_run_id)
 
 
-def upload_pipeline(kubeflow: Kubeflow, order: Order, made: ExitStack, say: Say) -> Uploaded:
-    """Find or create a pipeline, its version, and the Kubeflow experiment; what is created is deleted by the stack.
-
-    Raises
-    ------
-    FedloomError
-        If the pipeline cannot be compiled, or Kubeflow rejects a request or fails.
-    """
+def _upload(kubeflow: Kubeflow, order: Order, say: Say) -> dict[str, Any]:
+    """Find or create the pipeline, its version and the Kubeflow experiment; return the fields of a run of it."""
     kubeflow.check()
-    name = compiling.check_name(order.pipeline).replace("_", "-")
+    models, settings, owner = kubeflow.models, kubeflow.settings, kubeflow.in_namespace()
+    name, call = order.pipeline.replace("_", "-"), kubeflow.call
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.yaml"
-        compiling.compile_to(order.pipeline, file)
-        order.changes.apply(file)
-        order.store.apply(file)
-        pipeline = _one(
-            made,
-            lambda: kubeflow.pipeline(name),
-            lambda: kubeflow.make_pipeline(
-                name, compiling.load_pipeline(order.pipeline).component_spec.description or ""
+        catalog.compile_to(order.pipeline, file)
+        order.pods.apply(file, order.locations)
+        version_name = catalog.version_of(file)
+        description = catalog.pipeline(order.pipeline).component_spec.description or ""
+        pipeline = _ensure(
+            lambda: kubeflow.named("pipeline", "pipeline_service_list_pipelines", "pipelines", name, **owner),
+            lambda: call(
+                f"create pipeline {name}",
+                "pipeline_service_create_pipeline",
+                models.V2beta1Pipeline(display_name=name, description=description, **owner),
             ),
-            kubeflow.delete_pipeline,
-            say,
-        )
-        called = compiling.version_of(file)
-        version = _one(
-            made,
-            lambda: kubeflow.version(pipeline, called),
-            lambda: kubeflow.upload(pipeline, called, file, UPLOADED),
-            lambda found: kubeflow.delete_version(pipeline, found),
-            say,
-        )
-    experiment = _one(
-        made,
-        lambda: kubeflow.experiment(order.experiment),
-        lambda: kubeflow.make_experiment(order.experiment),
-        kubeflow.delete_experiment,
-        say,
-    )
-    say(f"pipeline {name}, version {called}")
-    return Uploaded(pipeline, version, experiment)
+        ).pipeline_id
+        listing = ("pipeline_service_list_pipeline_versions", "pipeline_versions")
+        upload = {"name": version_name, "pipelineid": pipeline, "description": "Uploaded by fedloom."}
+        version = _ensure(
+            lambda: kubeflow.named("version", *listing, version_name, pipeline),
+            lambda: call(f"upload version {version_name}", "upload_pipeline_version", str(file), **upload),
+        ).pipeline_version_id
+    listing = ("experiment_service_list_experiments", "experiments")
+    experiment = _ensure(
+        lambda: kubeflow.named("experiment", *listing, settings.experiment, **owner),
+        lambda: call(
+            f"create experiment {settings.experiment}",
+            "experiment_service_create_experiment",
+            models.V2beta1Experiment(display_name=settings.experiment, **owner),
+        ),
+    ).experiment_id
+    say(f"pipeline {name}, version {version_name}")
+    return {
+        "display_name": order.name,
+        "experiment_id": experiment,
+        "pipeline_version_reference": models.V2beta1PipelineVersionReference(pipeline, version),
+        "runtime_config": models.V2beta1RuntimeConfig(
+            parameters=dict(order.arguments), pipeline_root=settings.pipeline_root
+        ),
+        "service_account": settings.service_account,
+    }
 
 
-def _one(
-    made: ExitStack,
-    find: Callable[[], str | None],
-    make: Callable[[], str],
-    delete: Callable[[str], None],
-    say: Say,
-) -> str:
-    """Find an object or create it; a created object is deleted again if the block of the stack ends early."""
-    if (before := find()) is not None:
-        return before
-
-    def undo() -> None:
-        # By name: an interrupted request may have been received.
-        if (left := find()) is not None:
-            delete(left)
-
-    with ExitStack() as own:
-        on_failure(own, say, undo)
-        try:
-            found = make()
-        except Conflict:  # another process created it meanwhile, and keeps it
-            own.pop_all()
-            if (theirs := find()) is None:
-                raise
-            return theirs
-        made.enter_context(own.pop_all())
-    return found
-
-
-def on_failure(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
-    """Register an undo for when the block of the stack ends early; a failing undo does not hide why it ended."""
-
-    def attempt() -> None:
-        try:
-            undo()
-        except FedloomError as error:
-            say(f"cleanup was incomplete: {error}")
-
-    made.callback(attempt)
-
-
-def _withdraw(kubeflow: Kubeflow, name: str, experiment: str, mark: str) -> None:
-    for run in kubeflow.runs(name, experiment, mark):
-        stop_run(kubeflow, run)
-        kubeflow.delete_run(run)
-
-
-def wait_for_run(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> None:
-    """Wait for a run to end, and report the progress of its tasks.
-
-    Raises
-    ------
-    FedloomError
-        If it failed: the error that the failed task recorded, else ``QuorumError``.
-    InterruptedRun
-        If the run was stopped.
-    RefusedError
-        If the token expires meanwhile; the run continues.
-    StorageError
-        If Kubeflow is unreachable for five minutes; the run continues.
-    """
-    progress, stopped = _Progress(kubeflow, run, say), False
-    reached = time.monotonic()
-    while True:
-        try:
-            now = kubeflow.run(run)
-        except StorageError as error:
-            if time.monotonic() - reached > PATIENCE_S:
-                raise StorageError(f"{error}\n  the run continues: {kubeflow.link(run)}") from error
-            time.sleep(poll_s)
-            continue
-        except RefusedError as error:
-            raise RefusedError(f"{error}\n  the run continues: {kubeflow.link(run)}") from error
-        reached = time.monotonic()
-        nodes = (now.run_details and now.run_details.task_details) or []
-        progress.update(nodes)
-        stopped = stopped or now.state in STOPPED
-        if now.state in ENDS:
-            break
-        time.sleep(poll_s)
-    if now.state == "SUCCEEDED":
-        return
-    if stopped:  # Kubeflow ends a stopped run as FAILED
-        raise InterruptedRun(f"the run was stopped: {kubeflow.link(run)}")
-    raise failure_of(kubeflow, now, nodes)
-
-
-class _Progress:
-    """Reporter of the tasks of a run as they change, by the names that the pipeline's author gave them."""
-
-    def __init__(self, kubeflow: Kubeflow, run: str, say: Say) -> None:
-        self._run, self._namespace = run, kubeflow.namespace or PODS_NAMESPACE
-        self._say = say
-        self._shown: dict[str, str] = {}
-        self._pending_since: dict[str, float] = {}
-        self._told: set[str] = set()
-
-    def update(self, nodes: Sequence[Any]) -> None:
-        """Report changes, and once for each pod that it has been pending for long."""
-        for node, name, attempt in author_tasks(nodes):
-            if attempt == 0 or node.state in (None, OMITTED) or self._shown.get(node.task_id) == node.state:
-                continue
-            self._shown[node.task_id] = node.state
-            self._say(f"{name}{f', attempt {attempt + 1}' if attempt else ''}: {node.state.lower()}")
-        now, pending = time.monotonic(), [node for node in nodes if node.state == "PENDING" and not node.child_tasks]
-        self._pending_since = {node.task_id: self._pending_since.get(node.task_id, now) for node in pending}
-        late = [node for node in pending if now - self._pending_since[node.task_id] > PENDING_S]
-        if late := [node for node in late if node.task_id not in self._told]:
-            self._told |= {node.task_id for node in late}
-            self._report_pending(late, nodes)
-
-    def _report_pending(self, late: Sequence[Any], nodes: Sequence[Any]) -> None:
-        """Report pods that have been pending for long, with the Workflow's reasons if they can be read."""
-        where = diagnostic_command(self._namespace, self._run)
-        pods = workflow_pods(self._namespace, self._run, ("Pending",))
-        for node in late:
-            if pods is None:
-                running = {name: None for one, name, _ in author_tasks(nodes) if one.state in ("PENDING", "RUNNING")}
-                driver = (node.display_name or "").partition("-driver(")
-                task, why = driver[0] if driver[1] else " or ".join(running), ""
-            else:  # only the Workflow tells which task a pod belongs to
-                pod = next((pod for pod in pods if pod.name == node.display_name and pod.node not in self._told), None)
-                if pod is None:  # it has started meanwhile
-                    continue
-                self._told.add(pod.node)
-                task, why = pod.task, str(pod).removeprefix(f"{pod.task}: ")
-            why = why or "its image or resources may be missing"
-            self._say(f"{task}: a pod has not started for {PENDING_S:g} s: {why} ({where})")
-
-
-def stop_run(kubeflow: Kubeflow, run: str) -> str | None:
-    """Stop a run; return its state if it has already ended or is being stopped, else None.
-
-    Raises
-    ------
-    FedloomError
-        If there is no such run, or Kubeflow rejects the request or fails.
-    """
-    if (state := str(kubeflow.run(run).state)) in (*ENDS, *STOPPED):
-        return state
+def _ensure(find: Callable[[], Any], create: Callable[[], Any]) -> Any:
+    """Find an object or create it, perhaps while another process does so."""
+    if (known := find()) is not None:
+        return known
     try:
-        kubeflow.terminate(run)
-    except ExperimentError:  # it ended meanwhile
-        if (state := str(kubeflow.run(run).state)) not in (*ENDS, *STOPPED):
+        return create()
+    except Conflict:
+        if (known := find()) is None:
             raise
-        return state
-    return None
+        return known
 
 
-@contextmanager
-def stopping(kubeflow: Kubeflow, run: str, *, terminate: bool) -> Iterator[None]:
-    """Stop the run or leave it running on Ctrl-C or SIGTERM in the block, and report which.
+def _create(kubeflow: Kubeflow, kind: str, body: Any, say: Say) -> Any:
+    """Create a run or recurring run; delete it again if the request was interrupted, or its answer was lost."""
+    service, what = f"{kind}_service", kind.replace("_", " ")
+    try:
+        return kubeflow.call(f"create {what} {body.display_name}", f"{service}_create_{kind}", body)
+    except BaseException as error:
+        if isinstance(error, StorageError) or not isinstance(error, Exception):  # it may have been received
+            where = {"experiment_id": body.experiment_id, **kubeflow.in_namespace()}
+            try:
+                left = kubeflow.named(what, f"{service}_list_{kind}s", f"{kind}s", body.display_name, **where)
+                if left is not None:
+                    kubeflow.call(f"delete {what}", f"{service}_delete_{kind}", getattr(left, f"{kind}_id"))
+            except FedloomError as failure:
+                say(f"{what} {body.display_name} may have been created: {failure}")
+        raise
+
+
+def schedules(kubeflow: Kubeflow) -> Iterator[str]:
+    """Yield a line for each recurring run in the Kubeflow experiment of the settings.
 
     Raises
     ------
-    InterruptedRun
-        On Ctrl-C or SIGTERM.
+    FedloomError
+        If Kubeflow rejects a request or fails.
     """
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if terminate:
-            stop_run(kubeflow, run)
-            raise InterruptedRun(f"stopped the run: {kubeflow.link(run)}") from error
-        raise InterruptedRun(
-            f"the run continues: {kubeflow.link(run)}",
-            hint=f"fedloom pipeline wait {run} waits for it, fedloom pipeline stop {run} stops it",
-        ) from error
+    name, owner = kubeflow.settings.experiment, kubeflow.in_namespace()
+    experiment = kubeflow.named("experiment", "experiment_service_list_experiments", "experiments", name, **owner)
+    if experiment is None:
+        return
+    method = "recurring_run_service_list_recurring_runs"
+    where = {"experiment_id": experiment.experiment_id, **owner}
+    for one in kubeflow.pages("list the schedules", method, "recurring_runs", **where):
+        state, trigger, times = "active" if one.status == "ENABLED" else "paused", one.trigger, "no trigger"
+        if trigger is not None and trigger.cron_schedule is not None:
+            times = f"cron {trigger.cron_schedule.cron}"
+        elif trigger is not None and trigger.periodic_schedule is not None:
+            times = f"every {trigger.periodic_schedule.interval_second} s"
+        yield f"{one.recurring_run_id}  {state}  {one.display_name}: {times}"
+
+
+def change_schedule(kubeflow: Kubeflow, action: str, schedule: str) -> None:
+    """Pause, resume or delete a recurring run; its runs in progress continue, and past runs remain.
+
+    Raises
+    ------
+    FedloomError
+        If there is no such recurring run, or Kubeflow rejects the request or fails.
+    """
+    # By default Kubernetes would also delete the workflows in progress, which the recurring run owns
+    # (``backend/src/crd/controller/scheduledworkflow/util/scheduled_workflow.go``, ``SetOwnerReferences``).
+    orphans = {"propagation_policy": "ORPHAN"} if action == "delete" else {}
+    method = f"recurring_run_service_{SCHEDULE_ACTIONS[action]}_recurring_run"
+    kubeflow.call(f"{action} schedule {schedule}", method, schedule, **orphans)

@@ -1,4 +1,4 @@
-"""Assembly of a federation's server and client sides from an experiment and a partition."""
+"""Assembly of a federation's server and client sides from an experiment and a manifest."""
 
 from __future__ import annotations
 
@@ -6,52 +6,62 @@ import dataclasses
 import json
 import logging
 import os
+import pkgutil
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.example_privacy import check_example_privacy
 from fedloom.algorithms.sums import sums_of
-from fedloom.core.words import pluralize
+from fedloom.core import digests
 from fedloom.data.augment import augmentation
-from fedloom.data.federated import ClientData, ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
-from fedloom.data.own import OWN, OwnClients, own_manifest
-from fedloom.data.partition import partition_dataset
-from fedloom.data.requirements import Own
+from fedloom.data.federated import ClientData, FederatedDataset, Manifest
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.plan import KEY as METRICS_KEY
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.experiment import Data, Experiment, OwnData
+from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message, SummedMetrics
+from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
-from fedloom.runner.constants import digests_of_run
-from fedloom.runner.device import missing_device
-from fedloom.runner.evaluation_plan import evaluation_plan
-from fedloom.runner.open_federation import answers_digest, run_digest
 from fedloom.runner.training_privacy import check_private_buffers
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
-from fedloom.storage import is_url, open_store
+from fedloom.storage import open_store
 from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.question import combined_digest
 from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.sums.summation import Summation
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
+from fedloom.tasks.registry import agreed_task
+from fedloom.tasks.trial import trial_targets
 
 DTYPE = torch.float32
+
+GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Device files of GPUs below ``/dev``: NVIDIA's, AMD's, and those of Windows' subsystem for Linux."""
+
+TRIAL_EXAMPLES = 4
+"""Examples on which a metric is tried."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -184,147 +194,32 @@ def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
     return dataclasses.replace(parts, setup=dataclasses.replace(parts.setup, clients=known, same_clients=False))
 
 
-def make_partition(experiment: Experiment) -> FederatedDataset:
-    """Return the experiment's partition; create it if it does not exist, and verify it.
+def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
+    """Return the error of ``runtime.device: cuda`` where torch has no CUDA device, with the reason.
 
-    Raise DataError if the data set, or a part of the partition, is missing or damaged. Raise ExperimentError if the
-    data cannot satisfy the settings.
+    A device file of a GPU in the folder ``devices`` shows that there is a GPU, but torch cannot use it.
     """
-    dataset = make_data(_dataset_section(experiment), experiment.seed)
-    _check_roster(experiment, dataset.manifest)
-    return dataset
-
-
-def make_data(data: Data, seed: int) -> FederatedDataset:
-    """Return the partition of a ``data`` section, created if needed and verified; raise as :func:`make_partition`."""
-    dataset = FederatedDataset.open(partition_dataset(data.opened(), data.partition_settings(seed), root=data.root))
-    dataset.verify()
-    return dataset
-
-
-def open_partition(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
-    """Open an existing partition and check that it matches the experiment.
-
-    ``where`` is its folder or URL. ``verify``: check the shards of a folder now, not when a client is first served;
-    shards of a store are checked then.
-
-    Raise DataError if the partition is missing or damaged. Raise ExperimentError if the partition does not match the
-    experiment, or the data cannot satisfy its settings.
-    """
-    dataset = FederatedDataset.open(where)
-    manifest = dataset.manifest
-    if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # an audit's packed clients with canaries
-        if (
-            own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.spec.normalization)
-            != manifest
-        ):
-            raise ExperimentError(
-                f"{argument('partition')}: {where} was made for other data than data.own describes.",
-                key="partition",
-            )
-        dataset.verify()
-        _check_roster(experiment, manifest)
-        return dataset
-    data = _dataset_section(experiment)
-    found = {
-        "data.dataset": (manifest.dataset, data.opened().name),
-        "seed": (manifest.seed, experiment.seed),
-        "data.held_out_fraction": (manifest.held_out_fraction, data.held_out_fraction),
-        "data.validation_fraction": (manifest.validation_fraction, data.validation_fraction),
-        "data.normalization": (manifest.measured_on, data.normalization),
-    }
-    asked = data.partition.model_dump(mode="json")
-    found |= {
-        f"data.partition.{key}": (manifest.scheme.get(key), asked.get(key)) for key in {**manifest.scheme, **asked}
-    }
-    differences = [
-        f"{key}: the partition has {had!r}, the experiment {has!r}" for key, (had, has) in found.items() if had != has
-    ]
-    if differences:
-        raise ExperimentError(
-            f"{argument('partition')}: {where} is not the experiment's partition:\n  " + "\n  ".join(differences[:10]),
-            hint="create it from the same experiment file: fedloom partition EXPERIMENT",
+    here = sorted(str(path) for pattern in GPU_FILES for path in devices.glob(pattern))
+    seen = f", although {' and '.join(here)} exist here" if here else ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        message = f"runtime.device is cuda, but this torch ({torch.__version__}) is built without CUDA{seen}"
+        hint = "use a torch with CUDA (in a pod: the image worker-cuda, docs/images.md), or set runtime.device to cpu"
+    else:
+        message = f"runtime.device is cuda, but torch has no usable CUDA device{seen}: {_reason()}"
+        hint = (
+            "in a pod, request a GPU in the limits of its container (docs/gpu.md); elsewhere, install a driver that "
+            f"this torch ({torch.__version__}) can use, or set runtime.device to cpu"
         )
-    if verify and not is_url(where):
-        dataset.verify()
-    _check_roster(experiment, manifest)
-    return dataset
+    return ExperimentError(message, hint=hint, key="runtime.device", found="cuda", allowed=["cpu"])
 
 
-def open_own(
-    experiment: Experiment,
-    data: Sequence[Path],
-    observe: Sequence[Path] = (),
-    normalization: Normalization | None = None,
-) -> OwnDataset:
-    """Open clients with data of their own, ordered by id.
-
-    Clients in the folders ``data`` train, and those in ``observe`` are only evaluated. ``normalization`` is that of a
-    run that started with other clients; None: compute it from these clients.
-
-    Raise DataError if a folder is missing or damaged, or does not match the experiment. Raise ExperimentError if the
-    experiment has no ``data.own``, or needs more clients than there are.
-    """
-    if not isinstance(experiment.data, OwnData):
-        raise ExperimentError(
-            f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"
-        )
-    own = experiment.data.own
-    clients = OwnClients.open(data, observe)
-    check_own(experiment, own, clients)
-    found = clients.measured(own) if normalization is None else normalization
-    dataset = OwnDataset(clients, own_manifest(own, clients.entries, experiment.seed, found))
-    dataset.verify()
-    if normalization is None:
-        _check_roster(experiment, dataset.manifest)
-    return dataset
-
-
-def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
-    """Raise DataError unless the clients' data match the experiment, ExperimentError if the method cannot use them."""
-    clients.check(own)
-    manifest = own_manifest(own, (), experiment.seed, Normalization.identity(own.spec.numbers))
-    parts = make_parts(experiment, manifest)
-    if parts.setup.model.needs_labels and not parts.algorithm.trains_unlabelled(parts.settings):
-        clients.check_labels()
-    check_clients(experiment, clients.entries)
-
-
-def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> None:
-    """Raise ExperimentError, with the client and the reason, if the method cannot train on a client's examples."""
-    method, unfit = experiment.algorithm, list[tuple[str, str]]()
-    algorithm = find_algorithm(method.name)
-    for entry in clients if experiment.federation.rounds else ():
-        classes = sum(count > 0 for count in entry.class_counts["train"])
-        wrong = algorithm.check_client(method.settings, entry.train, classes) if entry.seen else None
-        if wrong is not None:
-            unfit.append((entry.id, wrong))
-    if unfit:
-        (first, wrong), others = unfit[0], f" and {pluralize(len(unfit) - 1, 'other')}" if len(unfit) > 1 else ""
-        raise ExperimentError(f"{method.name} cannot train {first}{others}: {wrong}", key="algorithm.name")
-
-
-def _dataset_section(experiment: Experiment) -> Data:
-    """Return the ``data`` section of an experiment with a data set; raise ExperimentError if it is ``data.own``."""
-    if isinstance(experiment.data, OwnData):
-        raise ExperimentError(
-            f"data.own needs the folders of packed clients: give them with {argument('packed')}.",
-            hint="make them: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
-        )
-    return experiment.data
-
-
-def _check_roster(experiment: Experiment, manifest: Manifest) -> None:
-    check_clients(experiment, manifest.clients)
-    federation = experiment.federation
-    if federation.rounds and federation.clients_per_round > len(manifest.roster):
-        raise ExperimentError(
-            f"federation.clients_per_round is {federation.clients_per_round}; set it to at most "
-            f"{len(manifest.roster)}, the seen clients of {manifest.dataset} "
-            f"({pluralize(len(manifest.clients), 'client')}).",
-            key="federation.clients_per_round",
-            found=federation.clients_per_round,
-        )
+def _reason() -> str:
+    """Return the first sentence of torch's own message about its missing device."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition(". ")[0].rstrip(".")
+    return "no device is visible"
 
 
 def use_device(name: str, threads: int) -> torch.device:
@@ -443,21 +338,6 @@ def states_of(folder: RunFolder) -> str:
     return f"{published['url']}/states"
 
 
-def welcome(parts: RunContext) -> str:
-    """Return the welcome message for workers: the shared part of the experiment and the partition's fingerprint.
-
-    Clients with data of their own get the normalization instead of the fingerprint; null until it is known. Digests of
-    the run's constants follow, if it has some.
-    """
-    about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
-    if isinstance(parts.experiment.data, OwnData):
-        spec = parts.manifest.spec
-        about = {"normalization": vars(spec.normalization) if spec.is_normalized else None}
-    if constants := digests_of_run(parts):
-        about["constants"] = constants
-    return json.dumps({"experiment": parts.experiment.shared_json(), **about})
-
-
 def fingerprint(experiment: Experiment) -> dict[str, Any]:
     """Return the versions and settings, besides the experiment, that a run's bits depend on (docs/design.md, §4)."""
     return {
@@ -471,3 +351,87 @@ def fingerprint(experiment: Experiment) -> dict[str, Any]:
         "threads": experiment.runtime.threads,
         "device": experiment.runtime.device,
     }
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPlan:
+    """Return the task of an experiment with its settings, and the metrics that clients measure.
+
+    Raise ExperimentError if the data are of another task, its settings do not fit their outputs, or a metric is
+    unknown, fails, or may not be called in this process.
+    """
+    targets = manifest.spec.targets or Targets("classification", (), manifest.spec.classes, manifest.spec.class_names)
+    task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)
+    own = [name for name in experiment.evaluation.metrics if ":" in name]
+    asked = [name for name in experiment.evaluation.metrics if ":" not in name]
+    if own and not targets.outputs:
+        raise ExperimentError(
+            f"{METRICS_KEY}: data without targets have no metrics but the model's loss", key=METRICS_KEY
+        )
+    metrics = [_own_metric(name, task, targets) for name in own]
+    # A sketch tells something of a member's own model, so only simulations measure it.
+    simulated = not isinstance(experiment.data, OwnData) and experiment.federation.secure_aggregation is None
+    return EvaluationPlan.of(targets, task, asked, metrics, sketches=simulated)
+
+
+def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:
+    """Return a metric of the user's own, after trying it on outputs of zeros."""
+    function: Any = remembered_metric(name) if name.startswith(MEMORY) else _imported(name)
+    return OwnMetric(name, function, _trial(task, targets), targets.mean, targets.std)
+
+
+def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
+    shape = task.output_shape(targets.outputs, targets.shape)
+    predictions = task.predictions(torch.zeros(TRIAL_EXAMPLES, *shape))
+    return predictions, trial_targets(task, TRIAL_EXAMPLES, targets.outputs, targets.shape)
+
+
+def _imported(name: str) -> Any:
+    """Import a metric named as ``package:function``."""
+    check_permitted(name, METRICS_KEY)
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:
+        raise ExperimentError(
+            f"{METRICS_KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
+            hint="install its package, or name its folder in PYTHONPATH",
+            key=METRICS_KEY,
+            found=name,
+        ) from error
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def fixed_when_open(tree: dict[str, object]) -> dict[str, object]:
+    """Return the settings that stay the same on resume of an open federation."""
+    algorithm = tree["algorithm"]
+    assert isinstance(algorithm, dict)
+    kept = {key: tree[key] for key in ("name", "seed", "data", "model")}
+    return {**kept, "algorithm.name": algorithm["name"]}
+
+
+def run_digest(experiment: Experiment) -> str:
+    """Return a digest of the settings that stay the same on resume, except the name, which affects no answer.
+
+    Runs with equal digests may ask a client for the same answers.
+    """
+    fixed = {
+        key: value for key, value in fixed_when_open(json.loads(experiment.shared_json())).items() if key != "name"
+    }
+    return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
+
+
+def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
+    """Return a digest of all settings that shape a client's answer, as one side of a federation knows them.
+
+    Sides that differ only in a name, deadlines, or numbers of rounds and attempts have equal digests.
+    """
+    settings = json.loads(experiment.shared_json())
+    shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
+    federation = {key: settings["federation"][key] for key in shaping}
+    figures = manifest.spec.normalization
+    described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
+    return combined_digest(json.dumps(described, sort_keys=True))

@@ -62,15 +62,14 @@ from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.privacy.accounting import Release, epsilon_of
 from fedloom.privacy.tally import largest
 from fedloom.reporting.words import power_note
-from fedloom.runner import assemble, loops
+from fedloom.runner import assemble, loops, run_data
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, claimed_delta, keep_audit
-from fedloom.runner.closed_run import run_closed
 from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_data import run_dataset
-from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.run_experiment import run_closed, run_experiment
 from fedloom.runner.trained import personalize_each, restore, torch_threads
 from fedloom.runner.training_privacy import Planned, Population, noisy_steps_of
 from fedloom.runs.checkpoint import Checkpoints
@@ -239,12 +238,12 @@ def _dataset(e: Experiment, options: CanaryOptions) -> FederatedDataset:
                 key="packed",
                 hint="owners who do not share their data can audit the same settings on data of their own",
             )
-        return run_dataset(e, RunOptions(data=options.data, partition=options.partition))
+        return run_dataset(e, RunOptions(packed=options.data, partition=options.partition))
     if options.data:
         raise ExperimentError(
             f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"
         )
-    found = assemble.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
+    found = run_data.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
     found.verify()
     return found
 

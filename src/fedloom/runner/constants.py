@@ -8,16 +8,13 @@ their last digits between kinds of processors, so θ₀ is compared by figures, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from fedloom.errors import DataError
 from fedloom.models.module_layers import digests_of
+from fedloom.runner.assemble import RunContext
 from fedloom.runs.files import CONSTANTS, RunFiles
-
-if TYPE_CHECKING:
-    from fedloom.runner.assemble import RunContext
 
 START = "initialization"
 """Key of the figures of θ₀ in the mapping of digests."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
-from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
@@ -25,9 +23,6 @@ IMAGE, CLASSES, TOKENS = (3, 32, 32), 10, 80
 SETTINGS = LocalSGD(steps=5, batch_size=16, lr=0.01)
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-3}
 """Largest difference from a CPU after one local training, relative to the largest parameter, for each data type."""
-
-FILES = ("nvidia[0-9]*", "kfd", "dxg")
-"""Device files of GPUs below ``/dev``: NVIDIA's, AMD's, and those of Windows' subsystem for Linux."""
 
 
 @dataclass(frozen=True)
@@ -60,34 +55,6 @@ class DeviceCheck:
     def passes(self) -> bool:
         """True if the device computes what a CPU computes, and the same bits twice."""
         return self.difference <= self.limit and self.repeats
-
-
-def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
-    """Return the error of ``runtime.device: cuda`` where torch has no CUDA device, with the reason.
-
-    A device file of a GPU in the folder ``devices`` shows that there is a GPU, but torch cannot use it.
-    """
-    here = sorted(str(path) for pattern in FILES for path in devices.glob(pattern))
-    seen = f", although {' and '.join(here)} exist here" if here else ""
-    if torch.version.cuda is None and torch.version.hip is None:
-        message = f"runtime.device is cuda, but this torch ({torch.__version__}) is built without CUDA{seen}"
-        hint = "use a torch with CUDA (in a pod: the image worker-cuda, docs/images.md), or set runtime.device to cpu"
-    else:
-        message = f"runtime.device is cuda, but torch has no usable CUDA device{seen}: {_reason()}"
-        hint = (
-            "in a pod, request a GPU in the limits of its container (docs/gpu.md); elsewhere, install a driver that "
-            f"this torch ({torch.__version__}) can use, or set runtime.device to cpu"
-        )
-    return ExperimentError(message, hint=hint, key="runtime.device", found="cuda", allowed=["cpu"])
-
-
-def _reason() -> str:
-    """Return the first sentence of torch's own message about its missing device."""
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition(". ")[0].rstrip(".")
-    return "no device is visible"
 
 
 def check_device(device: torch.device, count: int) -> list[DeviceCheck]:

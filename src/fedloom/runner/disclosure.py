@@ -17,8 +17,8 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments
 from fedloom.messages import Message, Metrics, SummedMetrics
-from fedloom.runner import assemble
-from fedloom.runner.open_federation import own_of
+from fedloom.runner import assemble, run_data
+from fedloom.runner.run_data import own_of
 from fedloom.runner.worker import member_of
 from fedloom.sums.measuring import MomentDigits
 
@@ -115,7 +115,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
             key="experiment",
         )
     own = experiment.data.own
-    assemble.check_own(experiment, own, clients)
+    run_data.check_own(experiment, own, clients)
     unknown = Normalization.identity(own.spec.numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
     predictors = len(parts.client_algorithm().predictors)

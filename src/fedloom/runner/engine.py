@@ -1,13 +1,14 @@
 """Engine of a run: checks, components and steps shared by closed, open, replayed and finished runs.
 
-A kind of run is one function over this engine (:mod:`~fedloom.runner.closed_run`, :mod:`~fedloom.runner.open_run`,
-:mod:`~fedloom.runner.replay`, :mod:`~fedloom.runner.finished_run`). Nothing is written before
+A kind of run is one function over this engine (:mod:`~fedloom.runner.run_experiment`, :mod:`~fedloom.runner.open_run`).
+Nothing is written before
 :meth:`Engine.make_folder`, so that a run that cannot begin leaves no trace.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,21 +29,20 @@ from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients, Roster
 from fedloom.federation.transport import Transport
-from fedloom.runner import assemble, loops, results
-from fedloom.runner.assemble import RunContext
+from fedloom.runner import loops, results
+from fedloom.runner.assemble import RunContext, fingerprint, make_parts, use_device
 from fedloom.runner.constants import check_run_constants, write_constants
 from fedloom.runner.distributed import Serving, ServingSettings, serving
 from fedloom.runner.examples import write_examples
 from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.open_federation import check_replay, has_normalization, known_normalization, open_manifest, own_of
-from fedloom.runner.options import RunOptions
+from fedloom.runner.options import RunOptions, ServingOptions
 from fedloom.runner.publication import Publication
-from fedloom.runner.resume import check_folder, check_partition, check_states, finished
-from fedloom.runner.run_data import run_dataset
+from fedloom.runner.resume import check_folder, check_partition, check_replay, check_states, finished
+from fedloom.runner.run_data import has_normalization, known_normalization, open_manifest, own_of, run_dataset
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
-from fedloom.runner.tracking import TrackerObserver, find_trackers
+from fedloom.runner.tracking import TRACK, TrackerObserver, find_trackers
 from fedloom.runner.training_privacy import has_secret_noise, with_noise
 from fedloom.runs.files import AGGREGATOR_LOG
 from fedloom.runs.folder import RunFolder
@@ -99,22 +99,24 @@ class Engine:
         self.experiment = e = experiment
         self.options = options
         self.folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
-        trackers = find_trackers(dict.fromkeys((*e.tracking, *options.track)))
+        trackers = find_trackers(dict.fromkeys((*e.tracking, *os.environ.get(TRACK, "").split())))
         self.observer = TrackerObserver(observer, trackers, self.folder.path)
         if options.watcher is not None:
             self.observer.add(options.watcher)
         self.own = own_of(e)
-        self.listens = options.listen is not None
+        self.listens = options.serving is not None
         self.is_open = self.own is not None and self.listens
         self._resumes = check_folder(self.folder, e, options.resume, is_open=self.is_open)
         # The run's own workers authenticate with a secret token, external workers as the options say.
         self.token = make_token()
-        self._protection = Protection(options.protection if self.listens else ServerOptions(token=self.token))
+        self._protection = Protection(
+            ServerOptions(token=self.token) if options.serving is None else options.serving.protection
+        )
         self._audit = Audit()
-        assemble.use_device("cpu" if self.listens else e.runtime.device, e.runtime.threads)
+        use_device("cpu" if self.listens else e.runtime.device, e.runtime.threads)
         self.replay = None if options.replay is None else _replay(options.replay)
         if self.replay is not None:
-            check_replay(self.replay, self.own, listen=options.listen)
+            check_replay(self.replay, self.own)
             if e.federation.rounds and not self.replay.is_open and not _has_budget(e):
                 self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
         self.dataset = None if self.is_open else run_dataset(e, options)
@@ -140,10 +142,10 @@ class Engine:
     def _parts(self) -> RunContext:
         """Return the parts; those of an open federation have no clients, and the normalization only if it is known."""
         if self.dataset is not None:
-            return assemble.make_parts(self.experiment, self.dataset.manifest)
+            return make_parts(self.experiment, self.dataset.manifest)
         assert self.own is not None
         known = known_normalization(self.own, self.folder)
-        return assemble.make_parts(self.experiment, open_manifest(self.experiment, self.own, known))
+        return make_parts(self.experiment, open_manifest(self.experiment, self.own, known))
 
     def _check(self, found: RunFolder, where: str | None = None) -> None:
         """Raise unless the run in a folder, published at ``where``, can be resumed here."""
@@ -192,10 +194,10 @@ class Engine:
         self._keep_log(folder.path / AGGREGATOR_LOG)
         if not self.is_open or has_normalization(self.parts.manifest):
             folder.write("partition.json", self.parts.manifest.to_json())
-        folder.write_json("environment.json", assemble.fingerprint(e))
+        folder.write_json("environment.json", fingerprint(e))
         write_constants(folder, self.parts)
         if self.listens and self._protection.access is not None:
-            self._audit.keep(options.audit or folder.logs / "audit.jsonl")
+            self._audit.keep((options.serving and options.serving.audit) or folder.logs / "audit.jsonl")
         self.publication.note()
         if options.replay is not None and has_secret_noise(e, options.replay):
             self.observer.notice(
@@ -211,17 +213,14 @@ class Engine:
     @contextmanager
     def served(self, presence: AvailableClients | None = None) -> Iterator[Serving]:
         """Run the aggregator during the block, and report progress and the outcome to workers and watchers."""
-        options = self.options
+        options = self.options.serving or ServingOptions(listen="127.0.0.1:0")
         settings = ServingSettings(
-            listen=options.listen or "127.0.0.1:0",
+            options,
             protection=self._protection,
             audit=self._audit,
             incarnation=self._incarnation,
-            grace_s=options.finished_grace_s,
             drain=self.listens,
             resumed=self._resumes,
-            health=options.health,
-            metrics=options.metrics,
         )
         with serving(
             self.parts,

@@ -14,11 +14,10 @@ from fedloom.errors import QuorumError
 from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
 from fedloom.privacy.settings import SMALLEST_SUM
-from fedloom.runner import assemble
-from fedloom.runner.assemble import RunContext
-from fedloom.runner.distributed import with_workers
+from fedloom.runner.assemble import RunContext, make_parts
+from fedloom.runner.distributed import welcome, with_workers
 from fedloom.runner.engine import Engine, RunResult
-from fedloom.runner.open_federation import has_normalization, open_manifest
+from fedloom.runner.run_data import has_normalization, open_manifest
 from fedloom.sums.measuring import securely_measured_normalization
 from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
@@ -32,7 +31,7 @@ def run_open(engine: Engine) -> RunResult:
     with engine.served(presence) as at:
         engine.make_folder()
         engine.observer.notice(f"waiting for: fedloom worker --aggregator {dialable(at.address)} --data DIR")
-        with engine.guarded(), with_workers(at, engine.parts, None, engine.stop_request, engine.options):
+        with engine.guarded(), with_workers(at, engine.parts, None, engine.stop_request, engine.options.serving):
             parts = _with_normalization(engine, at.server, presence)
             roster = _roster(engine, at.server, presence, parts.manifest)
             loop = engine.loop(parts, at.server, roster)
@@ -61,9 +60,9 @@ def _with_normalization(engine: Engine, server: Aggregator, presence: AvailableC
         return engine.parts
     assert engine.own is not None
     found = _measured(engine, server, presence)
-    parts = assemble.make_parts(engine.experiment, open_manifest(engine.experiment, engine.own, found))
+    parts = make_parts(engine.experiment, open_manifest(engine.experiment, engine.own, found))
     engine.folder.write("partition.json", parts.manifest.to_json())
-    server.start_new_session(uuid.uuid4().hex, assemble.welcome(parts))
+    server.start_new_session(uuid.uuid4().hex, welcome(parts))
     return parts
 
 

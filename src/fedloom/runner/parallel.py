@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from fedloom.core.options import as_words
 from fedloom.core.processes import ChildReport, command, environment
 from fedloom.core.words import pluralize
 from fedloom.errors import FedloomError, InterruptedRun, WorkerLostError, argument
@@ -279,7 +280,7 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
     write_atomically(file, job.experiment.resolved_yaml().encode(), durably=False)
     stderr = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
     process = subprocess.Popen(
-        command("run", str(file), *_arguments(job.options)),
+        command("run", str(file), *as_words(job.options)),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=stderr,
@@ -290,13 +291,3 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
         with suppress(ProcessLookupError):  # it has already ended and reports why
             os.sched_setaffinity(process.pid, share)
     return _Running(job, place, process, stderr, report)
-
-
-def _arguments(options: RunOptions) -> list[str]:
-    found = ["--out", str(options.out), "--report" if options.report else "--no-report"]
-    found += ["--resume"] * options.resume
-    for option, value in (("--partition", options.partition), ("--publish", options.publish)):
-        found += [] if value is None else [option, value]
-    for name in options.track:
-        found += ["--track", name]
-    return [*found, *options.serves]

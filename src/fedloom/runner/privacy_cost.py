@@ -27,6 +27,7 @@ from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.spent import Total, TrainingCost
 from fedloom.privacy.tally import Cohorts
 from fedloom.runner.ledger import PrivacyAccountant
+from fedloom.runner.options import PrivacyQuestion
 from fedloom.runner.training_privacy import Planned, Population
 from fedloom.tasks.registry import agreed_task
 
@@ -36,31 +37,6 @@ SEVERE = {"clients": 0.3, "examples": 3.0}
 
 Examples have higher limits, because noise averages out over many steps (Abadi et al. 2016, arXiv 1607.00133: ratio 2).
 """
-
-
-@dataclass(frozen=True)
-class PrivacyQuestion:
-    """Question about a training's privacy: the arguments of :func:`fedloom.privacy_cost`, which describes them."""
-
-    clients: int | None = None
-    examples: int | None = None
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    rounds: int | None = None
-    ledger: Path | None = None
-
-    def check(self) -> None:
-        """Raise ExperimentError if a value is out of range, or all three of ε, noise and rounds are given."""
-        for name in ("clients", "examples", "epsilon", "noise_multiplier", "rounds"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ExperimentError(f"{argument(name)} must be positive (got {value:g}).", key=name, found=value)
-        if None not in (self.epsilon, self.noise_multiplier, self.rounds):
-            raise ExperimentError(
-                f"{argument('epsilon')}, {argument('noise_multiplier')} and {argument('rounds')} cannot be given "
-                "together: two of them give the third.",
-                key="epsilon",
-            )
 
 
 @dataclass(frozen=True)
@@ -146,7 +122,10 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
     Raise ExperimentError if the experiment has no ``federation.privacy``, a value is out of range, or a number of
     clients or examples is neither known nor given.
     """
-    question.check()
+    for name in ("clients", "examples", "epsilon", "noise_multiplier"):
+        value = getattr(question, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ExperimentError(f"{argument(name)} must be positive (got {value:g}).", key=name, found=value)
     privacy = experiment.federation.privacy
     if privacy is None:
         raise ExperimentError(
@@ -255,12 +234,12 @@ def _solved(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | N
     epsilon, z = question.epsilon, question.noise_multiplier
     if epsilon is not None and z is not None:
         return z, _rounds(planned, epsilon, z), epsilon
-    rounds = question.rounds or e.federation.rounds
+    rounds = e.federation.rounds
     if not rounds:
         raise ExperimentError(
-            f"The experiment has no number of rounds; give {argument('rounds')}, or {argument('epsilon')} with "
+            f"The experiment has no number of rounds; set federation.rounds, or give {argument('epsilon')} with "
             f"{argument('noise_multiplier')}.",
-            key="rounds",
+            key="federation.rounds",
         )
     if z is None and epsilon is None:
         z, epsilon = privacy.noise_multiplier, privacy.epsilon
@@ -303,7 +282,7 @@ def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> Ep
 def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:
     """Return the total of a ledger after this training, and a sentence that states it."""
     if rounds is None:
-        raise ExperimentError(f"{argument('ledger')} needs a number of {argument('rounds')}.", key="ledger")
+        raise ExperimentError(f"{argument('ledger')} needs a number of rounds.", key="ledger")
     found = PrivacyAccountant(ledger).content()
     delta = planned.privacy.delta if found.delta is None else found.delta
     costs = [TrainingCost.planned(planned.privacy, counts) for counts in planned.counts(rounds, z).values()]

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.requirements import Own
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment
 from fedloom.reporting.run_results import read_results
-from fedloom.runner import assemble
-from fedloom.runner.open_federation import check_begun_open, check_changes
+from fedloom.runner.assemble import fixed_when_open, states_of
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION, SUMMARY, checkpoint_files
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.journal import SPENT
+from fedloom.runs.journal import SPENT, Replay
 
 FREE_ON_RESUME = (
     ("runtime",),
@@ -156,7 +156,7 @@ def check_states(folder: RunFolder, url: str | None) -> None:
     """
     if not folder.states.is_dir() and not folder.has(JOURNAL):
         return  # no round is complete, so no states are needed
-    before = assemble.states_of(folder)
+    before = states_of(folder)
     now = str(folder.states) if url is None else f"{url}/states"
     if before != now:
         raise ExperimentError(
@@ -172,3 +172,51 @@ def _differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
             yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
     elif old != new:
         yield f"{where} is {new!r}, and the run has {old!r}"
+
+
+# --- open federations -------------------------------------------------------------------------------------------------
+
+
+def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
+    """Raise ExperimentError if a setting has changed that must stay the same on resume of an open federation.
+
+    These are the name, seed, model, method and data section; ``old`` and ``new`` are resolved experiments.
+    """
+    before, after = fixed_when_open(old), fixed_when_open(new)
+    changed = [
+        f"{key}: the run has {before[key]!r}, and the experiment {after[key]!r}"
+        for key in before
+        if before[key] != after[key]
+    ]
+    if changed:
+        raise ExperimentError(
+            f"{argument('resume')}: these settings cannot change on resume:\n  " + "\n  ".join(changed),
+            hint=f"resume with the same, or {NEW_RUN}",
+        )
+
+
+def check_begun_open(folder: RunFolder) -> None:
+    """Raise ExperimentError if a run to resume as an open federation was started with a fixed set of packed folders."""
+    first = next(iter(folder.objects("journal.jsonl")), None)
+    if first is not None and "experiment" not in first:
+        raise ExperimentError(
+            f"{argument('resume')}: {folder.path} is a run with a fixed set of clients, which an aggregator cannot "
+            "resume.",
+            hint=f"choose another folder ({argument('out')}), or continue it with `fedloom run --data ...`",
+            key="resume",
+        )
+
+
+def check_replay(replay: Replay, own: Own | None) -> None:
+    """Raise ExperimentError if an open federation is replayed without ``data.own``.
+
+    Raise DataError if the journal of an open federation has no round.
+    """
+    if replay.is_open and own is None:
+        raise ExperimentError(
+            f"{argument('replay')} names an open federation: give an experiment with data.own, and the folders of its "
+            f"clients with {argument('packed')}.",
+            key="replay",
+        )
+    if replay.is_open and not replay.rounds:
+        raise DataError("The journal to replay has no rounds.")

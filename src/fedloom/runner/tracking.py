@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from fedloom.runs.journal import Attempt
 
 GROUP = "fedloom.observers"
+
+TRACK = "FEDLOOM_TRACK"
+"""Environment variable that names further trackers, separated by spaces."""
 
 log = logging.getLogger("fedloom.run")
 
@@ -253,43 +255,3 @@ class TrackerObserver(RunObserver):
             self.notice(
                 f"tracking: {name} failed and is disabled for the rest of the run ({type(error).__name__}: {reason})"
             )
-
-
-class NumberTracker(RunObserver, ABC):
-    """Tracker that receives numbers by round, from training and from evaluations."""
-
-    @abstractmethod
-    def add(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Record numbers of a round, by names such as ``train/loss`` and ``seen/accuracy_mean``."""
-
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Record the numbers of a round's training."""
-        self.add(attempt.round, attempt_numbers(attempt))
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Record the numbers of an evaluation."""
-        self.add(line["round"], evaluation_numbers(line))
-
-
-def attempt_numbers(attempt: Any) -> dict[str, float]:
-    """Return the numbers of a round: ``train/loss`` and other statistics, seconds, bytes."""
-    found = {f"train/{name}": float(value) for name, value in attempt.statistics.items()}
-    found["round/seconds"] = attempt.seconds
-    found |= {f"round/{name}_s": seconds for name, seconds in attempt.phases.items()}
-    for name in ("payload_up", "payload_down", "wire_up", "wire_down"):
-        if (value := getattr(attempt, name)) is not None:
-            found[f"round/{name}"] = float(value)
-    return found
-
-
-def evaluation_numbers(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers of an evaluation, named like ``seen/accuracy_mean``, without those of training."""
-    found: dict[str, float] = {}
-    for name, value in line.items():
-        if name == "train" and not prefix:
-            continue
-        if isinstance(value, Mapping):
-            found |= evaluation_numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and (prefix or name != "round"):
-            found[f"{prefix}{name}" if prefix else f"evaluation/{name}"] = float(value)
-    return found

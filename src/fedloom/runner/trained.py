@@ -26,7 +26,7 @@ from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictor, Predictors
-from fedloom.runner import assemble, loops
+from fedloom.runner import assemble, loops, run_data
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants
 from fedloom.runner.results import extra_metrics
@@ -240,7 +240,7 @@ def _clients_of(
     # The stored partition needs neither its source, which may have moved, nor the version of FedLoom that made it.
     folder_of_run = find_partition(trained_on, e.data.root)
     if folder_of_run is None:
-        return assemble.make_partition(e)
+        return run_data.make_partition(e)
     kept = FederatedDataset.open(folder_of_run)
     kept.verify()
     return kept

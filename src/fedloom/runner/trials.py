@@ -108,6 +108,7 @@ class Trials:
         import_optuna()
         self.plan = plan
         self._stored: dict[int, StoredTrial] = {}  # by number, of those that have not ended
+        self._grid = _grid(plan) if plan.space.sampler == "grid" else None
         try:
             self._study = _stored_study(folder / LOG, _pruner(plan, schedule))
             self.all = [self._restored(frozen) for frozen in self._study.trials]
@@ -130,7 +131,7 @@ class Trials:
 
     def draw(self) -> Trial:
         """Return the next trial."""
-        self._study.sampler = _sampler(self.plan, len(self.all), "")
+        self._study.sampler = self._sampler(len(self.all), "")
         trial = self._drawn(self._study.ask())
         self.all.append(trial)
         return trial
@@ -175,11 +176,21 @@ class Trials:
         within = [trial for trial in done if bound is None or (trial.epsilon is not None and trial.epsilon <= bound)]
         return max(within, key=lambda trial: trial.score or 0.0, default=None)
 
+    def _sampler(self, number: int, key: str) -> BaseSampler:
+        """Return the sampler that draws the value of a key in a trial, counted from 0."""
+        from optuna.samplers import RandomSampler, TPESampler
+
+        if self._grid is not None:
+            return self._grid
+        space = self.plan.space
+        seed = int(make_rng(space.seed, "search", number, key).integers(2**32))
+        return RandomSampler(seed=seed) if space.sampler == "random" else TPESampler(seed=seed, constant_liar=True)
+
     def _drawn(self, stored: StoredTrial) -> Trial:
         """Return a trial with a value for every key; those that it has already stay."""
         texts = {}
         for parameter in self.plan.parameters:
-            self._study.sampler = _sampler(self.plan, stored.number, parameter.key)
+            self._study.sampler = self._sampler(stored.number, parameter.key)
             texts[parameter.key] = parameter.text(_suggested(stored, parameter))
         self._stored[stored.number + 1] = stored
         return Trial(stored.number + 1, texts)
@@ -240,9 +251,8 @@ def import_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def _sampler(plan: SearchPlan, number: int, key: str) -> BaseSampler:
-    """Return the sampler that draws the value of a key in a trial, counted from 0."""
-    from optuna.samplers import GridSampler, RandomSampler, TPESampler
+def _grid(plan: SearchPlan) -> BaseSampler:
+    from optuna.samplers import GridSampler
 
     class Grid(GridSampler):
         """All combinations, in an order that the seed determines."""
@@ -250,10 +260,7 @@ def _sampler(plan: SearchPlan, number: int, key: str) -> BaseSampler:
         def after_trial(self, *args: Any) -> None:
             """Do nothing: the search counts its trials itself."""
 
-    if plan.space.sampler == "grid":
-        return Grid({parameter.key: parameter.grid for parameter in plan.parameters}, seed=plan.space.seed)
-    seed = int(make_rng(plan.space.seed, "search", number, key).integers(2**32))
-    return RandomSampler(seed=seed) if plan.space.sampler == "random" else TPESampler(seed=seed, constant_liar=True)
+    return Grid({parameter.key: parameter.grid for parameter in plan.parameters}, seed=plan.space.seed)
 
 
 def _pruner(plan: SearchPlan, schedule: Schedule) -> BasePruner:

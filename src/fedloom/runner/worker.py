@@ -8,9 +8,8 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
@@ -23,9 +22,10 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
 from fedloom.federation.roster import Member
 from fedloom.privacy.settings import SecureAggregation
-from fedloom.runner import assemble
+from fedloom.runner import assemble, run_data
 from fedloom.runner.constants import check_constants
-from fedloom.security.options import ClientOptions, Credentials
+from fedloom.runner.options import WorkerOptions
+from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
 from fedloom.storage import is_url
 from fedloom.storage.folder import storing
@@ -33,58 +33,11 @@ from fedloom.sums.measuring import securely_measuring_side
 from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.sums.vector import weaker_graph
 from fedloom.transport.address import split_address
-from fedloom.transport.bandwidth import Bandwidth
+from fedloom.transport.bandwidth import parse_bandwidth
 from fedloom.transport.introduction import Introduction, Joined
 from fedloom.transport.worker import Session, serve
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Options of a worker.
-
-    Attributes
-    ----------
-    partition
-        Folder or URL of the partition; None: serve the packed clients in the folders ``data``, which train, and
-        ``observe``, which are only evaluated.
-    clients
-        Clients to serve, as in :func:`select_clients`.
-    threads
-        Torch threads; must equal the aggregator's.
-    clients_at_once
-        Number of clients vectorized together.
-    reconnect_s
-        Seconds to keep reconnecting to a lost aggregator; inf: forever.
-    states
-        Folder or URL of the clients' states, for methods that keep any. Clients with their own data keep the record of
-        revealed secure sums in it, if it is a folder.
-    class_counts
-        Report to the aggregator how many training examples of each class the packed clients have.
-    verify
-        Check shards before serving: those of a folder, or of clients that no other worker serves.
-    trust
-        Credentials for the aggregator; None: plaintext without authentication.
-    only_sums
-        Refuse an experiment in which the aggregator could learn single clients' answers, or that has fewer neighbours
-        than by default.
-    """
-
-    partition: str | None
-    clients: str | None = None
-    device: Literal["cpu", "cuda"] = "cpu"
-    threads: int = 1
-    clients_at_once: int = 1
-    reconnect_s: float = 60.0
-    bandwidth: Bandwidth | None = None
-    states: str | None = None
-    data: tuple[Path, ...] = ()
-    observe: tuple[Path, ...] = ()
-    class_counts: bool = False
-    verify: bool = True
-    trust: ClientOptions | None = None
-    only_sums: bool = False
 
 
 class Worker:
@@ -104,16 +57,18 @@ class Worker:
         self._options = options
         self._provider = client_provider(options)
         self._own = self._provider if isinstance(self._provider, OwnDataProvider) else None
-        self._device = assemble.use_device(options.device, options.threads)
+        self._settings = settings = experiments.settings_of(experiments.WorkerSettings, options.settings, "the worker")
+        self._bandwidth = None if settings.bandwidth is None else parse_bandwidth(settings.bandwidth)
+        self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
         self._revealed: RevealedSums | None = None  # kept across aggregators in this process
         self._introduction = Introduction(
             worker=name,
             clients=self._provider.clients,
-            members=() if self._own is None else self._own.members(options.class_counts),
+            members=() if self._own is None else self._own.members(settings.class_counts),
             algorithms={known: find_algorithm(known).version for known in available()},
-            device=options.device,
+            device=settings.runtime.device,
         )
 
     def serve(self, stop: threading.Event) -> bool:
@@ -130,15 +85,13 @@ class Worker:
             stop=stop,
             reconnect_s=self._options.reconnect_s,
             credentials=self._credentials,
-            bandwidth=self._options.bandwidth,
+            bandwidth=self._bandwidth,
         )
 
     def _session(self, joined: Joined) -> Session:
         about = _described(joined.experiment)
         options = self._options
-        runtime = experiments.Runtime(
-            workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
-        )
+        runtime = experiments.Runtime(workers=0, **dict(self._settings.runtime))
         shared = experiments.from_shared_json(about["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
         if options.only_sums:
@@ -263,7 +216,7 @@ class OwnDataProvider:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
-        self._packed = OwnClients.open(options.data, options.observe)
+        self._packed = OwnClients.open(options.packed, options.observe)
         self.clients = select_clients(list(self._packed.cards), options.clients)
         for client in self.clients:
             if client not in self._packed.cards:
@@ -292,7 +245,7 @@ class OwnDataProvider:
                 f"{shared.data.dataset}; give {argument('partition')}.",
                 key="packed",
             )
-        assemble.check_own(shared, shared.data.own, self._packed)
+        run_data.check_own(shared, shared.data.own, self._packed)
         return shared.data.own
 
     def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
@@ -319,7 +272,7 @@ def client_provider(options: WorkerOptions) -> PartitionProvider | OwnDataProvid
     Raise ExperimentError if both a partition and packed clients are given, or neither. Raise DataError if the data are
     missing or damaged.
     """
-    brought = bool(options.data or options.observe)
+    brought = bool(options.packed or options.observe)
     if brought == (options.partition is not None):
         found = "both were" if brought else "neither was"
         raise ExperimentError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.runner.tracking import NumberTracker
+from fedloom.trackers.numbers import NumberTracker
 
 NAME = "tracking.csv"
 HEAD = ("round", "name", "value")

@@ -15,8 +15,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from fedloom.core.words import dotted_keys
-from fedloom.runner.tracking import NumberTracker
 from fedloom.runs.folder import RunFolder
+from fedloom.trackers.numbers import NumberTracker
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from fedloom.runner.tracking import NumberTracker
+from fedloom.trackers.numbers import NumberTracker
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from fedloom.runner.tracking import NumberTracker
+from fedloom.trackers.numbers import NumberTracker
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

@@ -1,16 +1,21 @@
-"""``fedloom token``: tokens for peers of an aggregator; a file stores their hashes."""
+"""``fedloom token`` and ``fedloom certificates``: credentials of peers of an aggregator."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedloom.cli.options import Commands
 
-app = Commands(help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None)
+if TYPE_CHECKING:
+    from fedloom.security.certificates import Made
+
+token_app = Commands(
+    help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None
+)
 
 TokensFile = Annotated[
     Path,
@@ -20,8 +25,8 @@ TokensFile = Annotated[
 ]
 
 
-@app.command("new")
-def _new(
+@token_app.command("new")
+def _new_token(
     name: Annotated[str, typer.Argument(help="Name of the token, as in `token` of the identity file.", metavar="NAME")],
     tokens: TokensFile = Path("tokens.json"),
     days: Annotated[float | None, typer.Option(help="Days until it expires; by default never.", min=0)] = None,
@@ -48,7 +53,7 @@ def _new(
     typer.echo(f"token {entry.id} of {name}{until}: {where}; its hash is in {tokens}", err=True)
 
 
-@app.command("list")
+@token_app.command("list")
 def _list(tokens: TokensFile = Path("tokens.json")) -> None:
     """List the tokens of a file: id, state, name, time created, and time of expiry or revocation."""
     from fedloom.security.tokens import read_tokens
@@ -60,7 +65,7 @@ def _list(tokens: TokensFile = Path("tokens.json")) -> None:
         typer.echo(f"{token.id}  {token.state(now):<8} {token.name}  {_time(token.created)}  {until}")
 
 
-@app.command("revoke")
+@token_app.command("revoke")
 def _revoke(
     which: Annotated[
         str, typer.Argument(help="A token's id, or a name for all tokens of that name.", metavar="ID|NAME")
@@ -77,7 +82,7 @@ def _revoke(
         typer.echo(f"{which}: already revoked", err=True)
 
 
-@app.command("signing-key")
+@token_app.command("signing-key")
 def _signing_key(
     clients: Annotated[
         str, typer.Argument(help="The member's client, or a pattern of its clients with * and ?.", metavar="CLIENT")
@@ -95,3 +100,55 @@ def _signing_key(
 
 def _time(when: datetime) -> str:
     return f"{when.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+certificates_app = Commands(
+    help="A CA and certificates for TLS trials; production uses an existing CA.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+FOR_TRIALS = (
+    "for trials only: anyone who has ca.key can create any member's certificate. In production, use an existing CA: "
+    "cert-manager, step-ca, Vault, or a company's own (docs/security.md)"
+)
+
+
+@certificates_app.command("ca")
+def _ca(
+    out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
+    days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
+) -> None:
+    """Create a certificate authority."""
+    from fedloom.security.certificates import make_ca
+
+    _show(make_ca(out, days=days))
+    typer.echo(FOR_TRIALS, err=True)
+
+
+@certificates_app.command("new")
+def _new_certificate(
+    name: Annotated[str, typer.Argument(help="Name of the member or server.", metavar="NAME")],
+    ca: Annotated[Path, typer.Option(help="Folder of the CA.", metavar="DIR")] = Path("certificates"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for NAME.crt and NAME.key; by default the CA's folder.", metavar="DIR")
+    ] = None,
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="For a server: its DNS name or IP address; repeatable."),
+    ] = None,
+    days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650, not after the CA expires.")] = 30,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace existing files.")] = False,
+) -> None:
+    """Create a certificate for a member, or for a server (--host)."""
+    from fedloom.security.certificates import make_certificate
+
+    _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))
+
+
+def _show(made: Made) -> None:
+    names = f", names: {', '.join(made.names)}" if made.names else ""
+    typer.echo(f"{made.certificate}: until {made.ends:%Y-%m-%dT%H:%M:%SZ}{names}")
+    typer.echo(f"{made.key}: its key, readable by its owner only")

@@ -1,12 +1,31 @@
-"""``fedloom device``: check that a device computes what a CPU computes."""
+"""``fedloom schema`` and ``fedloom device``: schema of experiment files, and check of a device."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from fedloom.cli.options import Json
+
+
+def schema(
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+) -> None:
+    """Print the JSON schema of experiment files. Editors and other tools use it to complete and check keys."""
+    import json
+
+    from fedloom.experiment import json_schema
+
+    text = json.dumps(json_schema(), indent=2, ensure_ascii=False)
+    if out is None:
+        typer.echo(text)
+    else:
+        from fedloom.storage.folder import storing
+
+        with storing(out):
+            out.write_text(f"{text}\n", encoding="utf-8")
 
 
 def device_command(

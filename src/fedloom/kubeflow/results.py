@@ -1,15 +1,41 @@
-"""Results as Markdown tables, for the Kubeflow UI."""
+"""Results for the Kubeflow UI: numbers, metadata, and Markdown tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
-from fedloom.tasks.names import Headline
+from fedloom.tasks.headline import GROUPS, RESULT_HEADINGS, headline_of, result_rows, values_of
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare import RunComparison
+
+
+def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of each group of a summary or an evaluation, flat, with those of its headline metric.
+
+    Parameters
+    ----------
+    statistics
+        Groups ``seen``, ``unseen`` and ``global``, as in ``summary.json``.
+    """
+    headline = headline_of(statistics)
+    result: dict[str, float] = {}
+    for name in GROUPS:
+        group = statistics[name] or {}
+        numbers = {key: value for key, value in group.items() if isinstance(value, int | float)}
+        numbers |= {f"{headline.name}_{key}": value for key, value in values_of(group, headline)._asdict().items()}
+        result |= {f"{name}_{key}": value for key, value in numbers.items() if value is not None}
+    return result
+
+
+def run_metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a model: what identifies the run in a summary, and its scores."""
+    known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
+    if summary["best"] is not None:
+        known["best_round"] = summary["best"]["round"]
+    endings = (f"{headline_of(summary).name}_mean", "loss_mean")
+    return known | {key: value for key, value in scores(summary).items() if key.endswith(endings)}
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -22,18 +48,15 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def results(statistics: Mapping[str, Any]) -> str:
+def table_of_results(statistics: Mapping[str, Any]) -> str:
     """Return the results of an evaluation by group: ``seen``, ``unseen`` and ``global`` as in ``summary.json``."""
     headline = headline_of(statistics)
+    title = f"{headline.title} in percent" if headline.percent else headline.title
     head = (
         f"**{statistics['name']}** · {statistics['algorithm']} · seed {statistics['seed']} · "
-        f"after round {statistics['round']}\n\nTest {_titled(headline)}, mean ± standard deviation over clients.\n\n"
+        f"after round {statistics['round']}\n\nTest {title}, mean ± standard deviation over clients.\n\n"
     )
     return head + table(RESULT_HEADINGS, result_rows(statistics, headline.shown))
-
-
-def _titled(headline: Headline) -> str:
-    return f"{headline.title} in percent" if headline.percent else headline.title
 
 
 def comparison(compared: RunComparison) -> str:

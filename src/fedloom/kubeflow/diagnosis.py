@@ -10,13 +10,12 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from fedloom.cluster.api import Api
 from fedloom.core.words import parsed_json
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError, argument, from_json
-from fedloom.kubeflow.api import Kubeflow
+from fedloom.kubeflow.client import Kubeflow
 from fedloom.kubeflow.steps import FAILURE_MARK
 
 log = logging.getLogger("fedloom.kubeflow")
@@ -46,12 +45,13 @@ EXECUTOR_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
 The names of pods with annotations or labels begin with ``metadata-ANNOTATIONS-LABELS-``, the numbers of each.
 """
 
+CONSEQUENCES = (InterruptedRun, QuorumError, WorkerLostError)
+"""Errors that a task may record if the kernel kills one of its processes for lack of memory."""
+
 
 class WorkflowPod(NamedTuple):
-    """Pod of a run's Workflow: the node's id and name, the author's task that it belongs to, and Argo's message."""
+    """Pod of a run's Workflow: the author's task that it belongs to, and Argo's message."""
 
-    node: str
-    name: str
     task: str
     message: str
 
@@ -65,139 +65,116 @@ def diagnostic_command(namespace: str, run: str) -> str:
     return f"kubectl describe workflows,pods -n {namespace} -l {RUN_LABEL}={run}"
 
 
-def workflow_pods(namespace: str, run: str, phases: Sequence[str]) -> list[WorkflowPod] | None:
-    """Return the pods of a run that are in one of these phases according to its Workflow, the oldest first.
+def workflow_pods(namespace: str, run: str, phases: Sequence[str]) -> list[WorkflowPod]:
+    """Return the pods of a run that are in one of these phases and have a message, the oldest first.
 
-    It uses the credentials of ``fedloom cluster``. Returns None without any, or if they show no Workflow of the run.
-
-    Parameters
-    ----------
-    namespace
-        Namespace of the run's pods.
-    run
-        Id of the run.
+    Its Workflow is read with the credentials of ``fedloom cluster``; without any, or without such a Workflow in the
+    namespace, there are none.
     """
     try:
         workflows = Api(namespace, patience_s=0.0).select("Workflow", f"{RUN_LABEL}={run}")[0]
     except FedloomError as error:
         log.debug("cannot read the workflow of run %s: %s", run, error)
-        return None
-    if not workflows:  # the pods may be in another namespace
-        return None
+        return []
     nodes = {
         name: node
         for workflow in workflows
         for name, node in ((workflow.get("status") or {}).get("nodes") or {}).items()
     }
     return [
-        WorkflowPod(name, str(node.get("displayName") or name), _author_task(nodes, node), str(node.get("message", "")))
-        for name, node in sorted(nodes.items(), key=lambda item: str(item[1].get("startedAt") or ""))
-        if node.get("type") == "Pod" and node.get("phase") in phases
+        WorkflowPod(_author_task(nodes, node), str(node["message"]))
+        for node in sorted(nodes.values(), key=lambda node: str(node.get("startedAt") or ""))
+        if node.get("type") == "Pod" and node.get("phase") in phases and node.get("message")
     ]
 
 
 def _author_task(nodes: Mapping[str, Any], node: Mapping[str, Any]) -> str:
     """Return the author's name of the task that a node of a Workflow belongs to; the node's own if there is none."""
-    own = name = _without_attempt(node.get("displayName"))
+    own = name = _attempt(node.get("displayName"))[0]
     while INTERNAL.fullmatch(name):
         if not INTERNAL.fullmatch(prepared := name.removesuffix("-driver")):
             return prepared
         node = nodes.get(str(node.get("boundaryID")), {})  # the group that the node is in
-        name = _without_attempt(node.get("displayName"))
+        name = _attempt(node.get("displayName"))[0]
     return name or own
 
 
-def _without_attempt(name: Any) -> str:
+def _attempt(name: Any) -> tuple[str, int | None]:
+    """Return the name of a node without its attempt, and the attempt."""
     attempt = ATTEMPT.fullmatch(str(name or ""))
-    return attempt[1] if attempt else str(name or "")
+    return (attempt[1], int(attempt[2])) if attempt else (str(name or ""), None)
 
 
 def author_tasks(nodes: Sequence[Any]) -> Iterator[tuple[Any, str, int | None]]:
     """Yield the API's nodes of the author's tasks, with the author's name and the attempt (None: of all)."""
     # Ids of nodes are the workflow's name and a number; the workflow is a node, too.
-    ids = [child.pod_name for node in nodes for child in node.child_tasks or () if child.pod_name]
-    workflows = {one.rpartition("-")[0] for one in ids}
+    workflows = {child.pod_name.rpartition("-")[0] for node in nodes for child in _children(node)}
     for node in nodes:
-        attempt = ATTEMPT.fullmatch(node.display_name or "")
-        name = attempt[1] if attempt else node.display_name or ""
+        name, attempt = _attempt(node.display_name)
         if not INTERNAL.fullmatch(name) and name not in workflows:
-            yield node, name, int(attempt[2]) if attempt else None
+            yield node, name, attempt
 
 
-def failure_of(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomError:
+def _children(node: Any) -> list[Any]:
+    return [child for child in node.child_tasks or () if child.pod_name]
+
+
+def failure_of(kubeflow: Kubeflow, run: Any, nodes: Sequence[Any]) -> FedloomError:
     """Return the error of a failed run: the one that the failed task recorded, else ``QuorumError``.
 
     Parameters
     ----------
-    ended
-        The run.
-    nodes
-        Its nodes.
+    run, nodes
+        The run, and its nodes.
     """
-    run, namespace = ended.run_id, kubeflow.namespace or PODS_NAMESPACE
+    namespace, link = kubeflow.namespace or PODS_NAMESPACE, kubeflow.link(run.run_id)
     ends: dict[str, set[str]] = {}  # end states by task
     for node, name, attempt in author_tasks(nodes):
         if attempt is None:
             ends.setdefault(name, set()).add(node.state)
     failed = [name for name, states in ends.items() if "FAILED" in states]
-    pods = list(_executor_pods(nodes, _executor_templates(kubeflow, ended)))
-    records = list(_records(partial(kubeflow.log, run), pods)) or list(_records(_log_of_pod(namespace), pods))
+    pods = list(_executor_pods(kubeflow, run, nodes))
+    records = list(_records(lambda pod: kubeflow.log(run.run_id, pod), pods))
+    records = records or list(_records(lambda pod: _log_of_pod(namespace, pod), pods))
     # A task that succeeded when it was retried also has records of failures.
     last = [record for record in records if "SUCCEEDED" not in ends.get(_task_of(record), ())]
     first = next(iter(last or records), None)
-    early = [pod for pod in workflow_pods(namespace, run, ENDED_EARLY) or () if pod.message]
+    early = workflow_pods(namespace, run.run_id, ENDED_EARLY)
     for pod in early:
         killed = pod.task in failed and pod.message.startswith(OUT_OF_MEMORY)
         if killed and (first is None or (_task_of(first) == pod.task and isinstance(first, CONSEQUENCES))):
-            return QuorumError(
-                f"{pod}: the pod exceeded its memory limit",
-                hint=f"raise tasks.{pod.task}.limits.memory in the file of {argument('pods')}; its log: "
-                f"{kubeflow.link(run)}",
-            )
+            setting = f"tasks.{pod.task}.limits.memory in the file of {argument('pods')}"
+            return QuorumError(f"{pod}: the pod exceeded its memory limit", hint=f"raise {setting}; its log: {link}")
     if first is not None:
-        return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
-    names = ", ".join(failed) or "the run"
+        return type(first)(str(first), hint=f"its log: {link}")
     unknown = "possibly a missing image, service account or quota, lack of memory, or a deadline"
     why = "; ".join(list(dict.fromkeys(map(str, early)))[:REASONS]) or unknown
     return QuorumError(
-        f"{names} failed without a recorded reason ({why})",
-        hint=f"{kubeflow.link(run)}, or {diagnostic_command(namespace, run)}",
+        f"{', '.join(failed) or 'the run'} failed without a recorded reason ({why})",
+        hint=f"{link}, or {diagnostic_command(namespace, run.run_id)}",
     )
-
-
-CONSEQUENCES = (InterruptedRun, QuorumError, WorkerLostError)
-"""Errors that a task may record if the kernel kills one of its processes for lack of memory."""
 
 
 def _task_of(record: FedloomError) -> str:
     return record.message.partition(": ")[0]
 
 
-def _executor_templates(kubeflow: Kubeflow, run: Any) -> list[str]:
-    """Return the templates of the pods that run components in a run (``container.go`` of Kubeflow's compiler)."""
-    reference, found = run.pipeline_version_reference, set()
-    if reference is not None and reference.pipeline_version_id:
-        with suppress(FedloomError):  # its version was deleted, or cannot be read
-            for pod in _executors(kubeflow.version_spec(reference.pipeline_id, reference.pipeline_version_id)):
-                if metadata := pod.get("podMetadata"):
-                    counts = (len(metadata.get(key, ())) for key in ("annotations", "labels"))
-                    found.add("-".join(("metadata", *map(str, counts), "")))
-    return [f"{prefix}{template}" for prefix in ("", *sorted(found)) for template in EXECUTOR_TEMPLATES]
-
-
-def _executors(spec: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of the pods of a version's tasks."""
-    platform = (spec or {}).get("platform_spec") or {}
-    of_kubernetes = (platform.get("platforms") or {}).get("kubernetes") or {}
-    yield from ((of_kubernetes.get("deploymentSpec") or {}).get("executors") or {}).values()
-
-
-def _executor_pods(nodes: Sequence[Any], templates: Sequence[str]) -> Iterator[str]:
-    """Yield the names that the pods of failed tasks may have."""
-    failed = [node for node in nodes if node.state == "FAILED"]
-    for child in dict.fromkeys(child.pod_name for node in failed for child in node.child_tasks or () if child.pod_name):
+def _executor_pods(kubeflow: Kubeflow, run: Any, nodes: Sequence[Any]) -> Iterator[str]:
+    """Yield the names that the pods of failed tasks may have (``container.go`` of Kubeflow's compiler)."""
+    reference, prefixes = run.pipeline_version_reference, {""}
+    with suppress(FedloomError, AttributeError, KeyError, TypeError):  # its version was deleted, or cannot be read
+        method = "pipeline_service_get_pipeline_version"
+        version = kubeflow.call("read a version", method, reference.pipeline_id, reference.pipeline_version_id)
+        platform = version.pipeline_spec["platform_spec"]["platforms"]["kubernetes"]
+        for pod in platform["deploymentSpec"]["executors"].values():
+            if metadata := pod.get("podMetadata"):
+                counts = (len(metadata.get(key, ())) for key in ("annotations", "labels"))
+                prefixes.add("-".join(("metadata", *map(str, counts), "")))
+    failed = [child.pod_name for node in nodes if node.state == "FAILED" for child in _children(node)]
+    for child in dict.fromkeys(failed):
         workflow, _, number = child.rpartition("-")
-        yield from (f"{workflow}-{template}-{number}" for template in templates)
+        for prefix in sorted(prefixes):
+            yield from (f"{workflow}-{prefix}{template}-{number}" for template in EXECUTOR_TEMPLATES)
 
 
 def _records(log_of: Callable[[str], str], pods: Iterable[str]) -> Iterator[FedloomError]:
@@ -212,18 +189,14 @@ def _records(log_of: Callable[[str], str], pods: Iterable[str]) -> Iterator[Fedl
                     yield from_json(parsed_json(line.removeprefix(FAILURE_MARK)))
 
 
-def _log_of_pod(namespace: str) -> Callable[[str], str]:
-    """Return a function that reads a pod's log from the cluster.
+def _log_of_pod(namespace: str, pod: str) -> str:
+    """Return a pod's log from the cluster; empty if it cannot be read.
 
     A single-user Kubeflow reads only logs that Argo has archived: it looks for the pod in a namespace without a name
     (kubeflow/pipelines 2.17, ``backend/src/apiserver/resource/resource_manager.go``, ``readRunLogFromPod``).
     """
-
-    def read(pod: str) -> str:
-        try:
-            return Api(namespace, patience_s=0.0).log(pod, "main")
-        except FedloomError as error:
-            log.debug("cannot read the log of %s: %s", pod, error)
-            return ""
-
-    return read
+    try:
+        return Api(namespace, patience_s=0.0).log(pod, "main")
+    except FedloomError as error:
+        log.debug("cannot read the log of %s: %s", pod, error)
+        return ""
