@@ -32,7 +32,6 @@ FEATURES = tuple(f"V{i}" for i in range(2, 11))
 
 pytestmark = pytest.mark.usefixtures("forks")
 
-FEATURES = tuple(f"V{i}" for i in range(2, 11))
 CLASS_NAMES = find_dataset("vowel").spec.class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
