@@ -1,4 +1,4 @@
-"""Error classes and exit codes, shared by every command, component and pod (docs/exit-codes.md).
+"""Error classes and exit codes, shared by every command, component and pod (docs/troubleshooting.md).
 
 =====================  ====  ===================================================================
 class                  exit  raised when

@@ -316,7 +316,7 @@ def test_models_are_exported_in_the_layout_that_kserve_serves(run: Path, tmp_pat
         return
     found = ModelFolder(tmp_path / "served" / "models")
     assert found.clients() == clients
-    assert (found.of(clients[0]).round, found.of(clients[0]).digest) == (0, found_digest(run, 0))
+    assert (found.load(clients[0]).round, found.load(clients[0]).digest) == (0, found_digest(run, 0))
     assert {path.name for path in run.iterdir()} < {path.name for path in (tmp_path / "served").iterdir()}
     with pytest.raises(SystemExit) as ended:
         export(dsl.Model(uri=str(run)), dsl.Dataset(uri=str(shards)), served, "0", "h5")

@@ -69,7 +69,7 @@ def run(
     ExperimentError
         If the experiment is invalid or the folder is in use; nothing has been written then.
     FedloomError
-        Any other error, of the class that describes what went wrong (docs/exit-codes.md).
+        Any other error, of the class that describes what went wrong (docs/troubleshooting.md).
 
     Examples
     --------
@@ -345,7 +345,7 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
     Parameters
     ----------
     name
-        Name of the data set, such as ``fashion-mnist`` (docs/data-sources.md).
+        Name of the data set, such as ``fashion-mnist`` (docs/data.md).
     root
         Data folder; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
 

@@ -1,4 +1,4 @@
-"""Entry point of ``fedloom``: its commands, and the exit codes of failures (docs/exit-codes.md).
+"""Entry point of ``fedloom``: its commands, and the exit codes of failures (docs/troubleshooting.md).
 
 A command is a typed function in a module of this package. Showing ``--help`` imports these modules, so they import
 torch, gRPC and other packages of FedLoom inside functions, never at the top.

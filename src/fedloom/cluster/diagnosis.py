@@ -287,7 +287,7 @@ class PodMonitor:
                 self._say(
                     f"{who} does not end on node {node}, so it is not replaced; if the node is lost: "
                     f"kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute "
-                    "(docs/nodes.md)"
+                    "(docs/cluster.md)"
                 )
 
 

@@ -91,7 +91,7 @@ def federate(
     Raises
     ------
     FedloomError
-        The error of the failed federation, of the class in docs/exit-codes.md; its message gives the remedy.
+        The error of the failed federation, of the class in docs/troubleshooting.md; its message gives the remedy.
     """
     if backend == "local":
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, local.terminable(say, ""):

@@ -107,7 +107,7 @@ class AggregatorPod(Resources):
 
 
 class Gpu(Settings):
-    """GPUs per worker, whole or shared (docs/gpu.md)."""
+    """GPUs per worker, whole or shared (docs/cluster.md)."""
 
     resource: str = Field(
         default="nvidia.com/gpu",

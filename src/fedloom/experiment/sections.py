@@ -317,7 +317,7 @@ class Evaluation(Section):
         default=(),
         description=(
             "Additional metrics: auroc for classification, and your own as `package:function` "
-            "(docs/tasks.md#more-metrics)."
+            "(docs/evaluation.md#more-metrics)."
         ),
     )
     own_steps: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
@@ -403,7 +403,7 @@ class Experiment(Section):
     tracking: tuple[str, ...] = Field(
         default=(),
         description="Trackers that also receive the run's numbers: csv, katib, tensorboard, mlflow, wandb, or trackers "
-        "that packages add by the entry point fedloom.observers (docs/tracking.md). They do not affect results.",
+        "that packages add by the entry point fedloom.observers (docs/metrics.md). They do not affect results.",
     )
 
     @model_validator(mode="after")

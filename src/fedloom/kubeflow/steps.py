@@ -223,7 +223,7 @@ def federate_task(
     Raises
     ------
     FedloomError
-        The error of the federation, of the class in docs/exit-codes.md.
+        The error of the federation, of the class in docs/troubleshooting.md.
     """
     from fedloom.cluster.settings import ClusterSettings
 

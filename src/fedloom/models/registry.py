@@ -307,7 +307,7 @@ class ModuleSettings(ModelChoice):
     )
     lora: LoRA | None = Field(
         default=None,
-        description="adapters by `peft` on the module, whose own parameters are then frozen (docs/adapters.md)",
+        description="adapters by `peft` on the module, whose own parameters are then frozen (docs/models.md)",
     )
     takes = ("pixels", "features", "tokens", "integers", "named")
 

@@ -203,11 +203,11 @@ def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
     seen = f", although {' and '.join(here)} exist here" if here else ""
     if torch.version.cuda is None and torch.version.hip is None:
         message = f"runtime.device is cuda, but this torch ({torch.__version__}) is built without CUDA{seen}"
-        hint = "use a torch with CUDA (in a pod: the image worker-cuda, docs/images.md), or set runtime.device to cpu"
+        hint = "use a torch with CUDA (in a pod: the image worker-cuda, docs/chart.md), or set runtime.device to cpu"
     else:
         message = f"runtime.device is cuda, but torch has no usable CUDA device{seen}: {_reason()}"
         hint = (
-            "in a pod, request a GPU in the limits of its container (docs/gpu.md); elsewhere, install a driver that "
+            "in a pod, request a GPU in the limits of its container (docs/cluster.md); elsewhere, install a driver that "
             f"this torch ({torch.__version__}) can use, or set runtime.device to cpu"
         )
     return ExperimentError(message, hint=hint, key="runtime.device", found="cuda", allowed=["cpu"])

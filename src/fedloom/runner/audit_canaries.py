@@ -160,7 +160,7 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
     The audit's folder holds the partition with the canaries, their coins, and the run.
 
     Raise ExperimentError if the experiment cannot have such canaries, or the folder is in use; FedloomError as any run
-    does (docs/exit-codes.md).
+    does (docs/troubleshooting.md).
     """
     e = _check(experiment, options)
     out = options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}-audit"

@@ -39,7 +39,7 @@ def run_experiment(
     Raises
     ------
     FedloomError
-        An error of the class that describes what went wrong (docs/exit-codes.md).
+        An error of the class that describes what went wrong (docs/troubleshooting.md).
     """
     engine = Engine(experiment, options or RunOptions(), observer or RunObserver())
     with engine.opened():

@@ -1,1 +1,1 @@
-"""Trackers, which send a run's numbers elsewhere, by entry point ``fedloom.observers`` (docs/tracking.md)."""
+"""Trackers, which send a run's numbers elsewhere, by entry point ``fedloom.observers`` (docs/metrics.md)."""

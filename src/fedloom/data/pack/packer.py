@@ -77,7 +77,7 @@ def _inputs(
         high = classes if spec.kind == "tokens" else spec.high
         named = partial(places.cell, name), partial(places.column, name)
         x[name], of_input = _stored(columns.x[name], spec.kind, *named, errors, high=high)
-        notes += of_input
+        notes += of_input if spec.tokenizer is None else ()  # ids of tokens are no numbers
         unbounded = spec.kind == "integers" and spec.high is None
         specs[name] = replace(spec, high=int(x[name].max(initial=0)) + 1) if unbounded else spec
     return x, specs, notes

@@ -300,6 +300,7 @@ def _columns(layout: _Layout, chunks: Iterable[Rows], noun: str, request: Reques
         x, specs = tokenized(
             cells[layout.text or text], request.text, lambda i: f"{places.row(i)}, column {text}", errors, request.own
         )
+        places.columns = {name: [text] * math.prod(spec.shape) for name, spec in specs.items()}
     y: NDArray[Any] | None = None
     if layout.targets:
         wanted = None if request.own is None else request.own.spec.targets
