@@ -94,14 +94,14 @@ bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/be
 		echo "research/benchmarks/$$name.py"; $(BIN)/python research/benchmarks/$$name.py || exit; echo; \
 	done
 
-faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 [KINDS=...] [SEED=1] [TRIES=...] (docs/faults.md)
+faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 [KINDS=...] [SEED=1] [TRIES=...] (docs/e2e.md)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/integration:tests/conformance $(BIN)/python -m faults $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(KINDS),--kinds "$(KINDS)") $(if $(SEED),--seed $(SEED)) $(if $(TRIES),--tries $(TRIES)) $(if $(OUT),--out $(OUT)) $(if $(KEEP),--keep) $(if $(JOBS),--jobs $(JOBS))
 
 cuda: setup ## what only a GPU can tell, where one is at hand: at most 40 minutes (docs/benchmarks.md)
 	@for part in agreement speed table table table; do $(BIN)/python research/benchmarks/gpu.py $$part || exit; done
 
-images: ## build worker, aggregator and components with docker buildx or buildah (docs/images.md): TARGETS="worker ..."
+images: ## build worker, aggregator and components with docker buildx or buildah (docs/chart.md): TARGETS="worker ..."
 	@images/build.sh $(TARGETS)
 
 kind-up: ## make a Kubernetes in Docker with our image and an object store (docs/e2e.md)

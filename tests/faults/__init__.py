@@ -1,1 +1,1 @@
-"""Random fault injection: kills, cuts, hostile peers, garbage, full disks, endurance (docs/faults.md)."""
+"""Random fault injection: kills, cuts, hostile peers, garbage, full disks, endurance (docs/e2e.md)."""

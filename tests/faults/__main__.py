@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25_000, help="of the endurance trial")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trials at once")
     parser.add_argument("--out", type=Path, default=Path("runs/faults"))
-    parser.add_argument("--keep", action="store_true", help="put the table into docs/faults.md, beside its summary")
+    parser.add_argument("--keep", action="store_true", help="put the table into docs/e2e.md, beside its summary")
     given = parser.parse_args()
     tallies = {fault: Tally() for fault in chosen(given.kinds)}
     begun = dict.fromkeys(tallies, 0)

@@ -18,7 +18,7 @@ from faults.table import Fault, Tried
 
 CALM = Weather()
 SECTIONS = {"ended there": "TLS termination", "passed on": "TLS passthrough"}
-"""Suffixes of the headings in docs/networks.md, by ``how``."""
+"""Suffixes of the headings in docs/running-a-federation.md, by ``how``."""
 
 
 def behind(place: Place, random: Random, how: str, weather: Weather = CALM, restarts: int = 0) -> Tried:

@@ -146,7 +146,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def keep(out: Path) -> None:
     """Put the rows of a session into the page about faults, and into the recorded summary; keep other rows."""
-    page, kept = DOCS / "faults.md", DOCS / "results" / "faults.json"
+    page, kept = DOCS / "e2e.md", DOCS / "results" / "faults.json"
     new = json.loads((out / "summary.json").read_text())
     old = json.loads(kept.read_text()) if kept.exists() else {"sittings": [], "faults": {}}
     sittings = [*old["sittings"], *new["sittings"]]

@@ -1,4 +1,4 @@
-"""nginx and Envoy configured as in docs/networks.md, run as processes. Their binaries come from Python packages."""
+"""nginx and Envoy as in docs/running-a-federation.md, run as processes; Python packages have their binaries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from transport_support import until
 
-PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "running-a-federation.md"
 
 
 def settings(section: str) -> str:
     """Return the file in a section of the page."""
     (text,) = re.findall(
-        rf"^## {re.escape(section)}\n.*?```(?:nginx|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE
+        rf"^### {re.escape(section)}\n.*?```(?:nginx|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
     return text
 
@@ -34,7 +34,7 @@ class ReverseProxy:
     Parameters
     ----------
     section
-        Section of docs/networks.md, whose title begins with nginx or Envoy.
+        Section of docs/running-a-federation.md, whose title begins with nginx or Envoy.
     folder
         Folder for its files; if TLS ends at the proxy, ``fl/tls.crt`` and ``fl/tls.key`` are in it.
     target

@@ -1,4 +1,4 @@
-"""The programs of docs/adapters.md, on a small random model and made-up reviews."""
+"""The programs of docs/models.md, on a small random model and made-up reviews."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pd = lazy_or_skip("pandas")
 tokenizers = lazy_or_skip("tokenizers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 WORDS = ["[PAD]", "[UNK]", *(f"word{i}" for i in range(90))]
 
 
@@ -32,7 +32,8 @@ def save_model(folder: Path) -> None:
 
 
 def test_programs_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    factory, program, opening = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    _, _, section = PAGE.read_text(encoding="utf-8").partition("\n## Personal adapters\n")
+    factory, program, opening = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))

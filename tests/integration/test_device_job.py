@@ -1,4 +1,4 @@
-"""The Job that checks a GPU (docs/gpu.md): valid, restricted, and run on the fake cluster."""
+"""The Job that checks a GPU (docs/cluster.md): valid, restricted, and run on the fake cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make images``: images for a CPU, built with the tools of this machine (docs/images.md)."""
+"""``make images``: images for a CPU, built with the tools of this machine (docs/chart.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedloom.cluster.manifests import USER
 
 ROOT = Path(__file__).parents[2]
 MOST_BYTES = {"worker": 900_000_000, "aggregator": 1_000_000_000, "components": 1_050_000_000}
-"""Unpacked; what fills them is in docs/images.md."""
+"""Unpacked; what fills them is in docs/chart.md."""
 LOOK = """
 import json, os
 os.environ["_KFP_RUNTIME"] = "true"  # as the command of a component does

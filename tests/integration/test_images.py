@@ -1,4 +1,4 @@
-"""The images, built and run: only with FEDLOOM_TEST_IMAGES=1 and Docker or Podman (docs/images.md).
+"""The images, built and run: only with FEDLOOM_TEST_IMAGES=1 and Docker or Podman (docs/chart.md).
 
 Containers run like pods: user 65532, a read-only root file system, no capabilities, nothing shared but a store.
 """

@@ -1,4 +1,4 @@
-"""Conversations through a real nginx and Envoy, configured as in docs/networks.md, lose no client."""
+"""Conversations through a real nginx and Envoy, configured as in docs/running-a-federation.md, lose no client."""
 
 from __future__ import annotations
 

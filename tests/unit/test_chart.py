@@ -694,7 +694,8 @@ def test_the_config_map_contains_the_given_experiment(scenario: str, tmp_path: P
 
 def test_the_values_on_the_page_of_several_clusters_install(tmp_path: Path) -> None:
     """Its hub admits the named members, at the address to which its member connects."""
-    page = (ROOT / "docs" / "clusters.md").read_text()
+    _, _, page = (ROOT / "docs" / "cluster.md").read_text().partition("\n## A federation over several clusters\n")
+    page, _, _ = page.partition("\n## ")
     hub, member = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S))
     assert member == yaml.safe_load((CHART / "ci" / "member-values.yaml").read_text())
     text = installed(hub, tmp_path)

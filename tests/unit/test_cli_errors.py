@@ -153,7 +153,7 @@ def test_keyboard_interrupt() -> None:
 
 
 def test_the_documented_exit_codes_match_the_code() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     documented = {int(code): name for code, name in re.findall(r"^\| (\d+) \| `(\w+)`", page, re.MULTILINE)}
     assert documented == {code.value: code.name for code in ExitCode}
     never = {int(code) for code in re.findall(r"^\| (\d+) .*\| never \|$", page, re.MULTILINE)}

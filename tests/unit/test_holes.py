@@ -25,6 +25,7 @@ RUNS_CODE = {
 
 def test_the_page_names_existing_tests() -> None:
     _, _, table = (ROOT / "docs" / "security.md").read_text().partition("\n## Holes of other systems")
+    table, _, _ = table.partition("\n## ")
     rows = [row for row in table.splitlines() if row.startswith("| ")][1:]
     assert len(rows) > 15
     for row in rows:

@@ -207,8 +207,8 @@ def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
     else:
         message = f"runtime.device is cuda, but torch has no usable CUDA device{seen}: {_reason()}"
         hint = (
-            "in a pod, request a GPU in the limits of its container (docs/cluster.md); elsewhere, install a driver that "
-            f"this torch ({torch.__version__}) can use, or set runtime.device to cpu"
+            "in a pod, request a GPU in the limits of its container (docs/cluster.md); elsewhere, install a driver "
+            f"that this torch ({torch.__version__}) can use, or set runtime.device to cpu"
         )
     return ExperimentError(message, hint=hint, key="runtime.device", found="cuda", allowed=["cpu"])
 
