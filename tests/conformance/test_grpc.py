@@ -11,6 +11,7 @@ from conformance_kit import Federation
 
 from fedloom.federation.loop import vocabulary
 from fedloom.runner import assemble, distributed
+from fedloom.sums.messages import VOCABULARY
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
@@ -28,7 +29,7 @@ def aggregator_of(tiny: Federation, states: str, workers: int = WORKERS) -> Iter
         name="conformance",
         incarnation="a1",
         experiment=distributed.welcome(parts),
-        vocabulary=vocabulary(algorithm),
+        vocabulary={**vocabulary(algorithm), **VOCABULARY},
         dtype=assemble.DTYPE,
         clients=everyone,
         algorithm=algorithm.name,

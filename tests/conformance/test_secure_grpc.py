@@ -24,9 +24,10 @@ from test_secure_conformance import (
 )
 from transport_support import Proxy
 
+from fedloom.federation.loop import vocabulary
 from fedloom.federation.transport import Call
 from fedloom.runner import assemble, distributed
-from fedloom.sums.messages import KeyRoster, ShareDelivery
+from fedloom.sums.messages import VOCABULARY, KeyRoster, ShareDelivery
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
 from fedloom.transport.introduction import Introduction
@@ -80,7 +81,7 @@ class Wire:
             name="conformance",
             incarnation=f"a{self._incarnations}",
             experiment=distributed.welcome(parts),
-            vocabulary=parts.vocabulary,
+            vocabulary={**vocabulary(algorithm), **VOCABULARY},
             dtype=assemble.DTYPE,
             clients=self.everyone,
             algorithm=algorithm.name,

@@ -211,7 +211,7 @@ def test_a_finished_run_can_be_published_elsewhere(
             command(path, out=tmp_path / "a", publish=place)
     summary = (tmp_path / "a" / "summary.json").read_bytes()
     for there in ("b", "c"):  # the second finds nothing to do
-        aggregator(path, out=tmp_path / there, publish=place, resume=True, listen="127.0.0.1:0", wait=1)
+        aggregator(path, out=tmp_path / there, publish=place, resume=True, listen="127.0.0.1:0", wait_s=1)
         store = open_store(place)
         assert store.read("summary.json") == summary
         assert store.read("report.html") == (tmp_path / there / "report.html").read_bytes()

@@ -83,7 +83,7 @@ def in_process(
 @pytest.mark.slow
 def test_trials_are_chosen_on_validation_and_only_the_best_shows_test_results(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "s"
-    done = search(root, out, {**SPACE, "trials": 4}, "--report")
+    done = search(root, out, {**SPACE, "trials": 4})
     assert done.returncode == 0, done.stderr
     found = found_in(out)
     trials = found["trials"]
@@ -125,9 +125,7 @@ def test_a_killed_search_continues_with_the_same_trials(root: Path, tmp_path: Pa
     space = {**SPACE, "trials": 4}
     in_process(root, tmp_path / "whole", space)
     out = tmp_path / "killed"
-    process = Popen(
-        [*command(root, out, space), "--no-report"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    )
+    process = Popen(command(root, out, space), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     assert process.stderr is not None
     for line in process.stderr:
         if "trial-003" in line:
@@ -137,7 +135,7 @@ def test_a_killed_search_continues_with_the_same_trials(root: Path, tmp_path: Pa
     process.stderr.close()
     finished = {path: path.stat().st_mtime_ns for path in out.glob("trial-00[12]/summary.json")}
     assert len(finished) == 2
-    done = search(root, out, space, "--resume", "--no-report")
+    done = search(root, out, space, "--resume")
     assert done.returncode == 0, done.stderr
     assert found_in(out) == found_in(tmp_path / "whole")
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
@@ -146,7 +144,7 @@ def test_a_killed_search_continues_with_the_same_trials(root: Path, tmp_path: Pa
             there, here = (max(folder.glob(pattern)) for folder in (out, tmp_path / "whole"))
             assert there.name == here.name
             assert there.read_bytes() == here.read_bytes()
-    more = search(root, out, {**SPACE, "trials": 5}, "--resume", "--no-report")
+    more = search(root, out, {**SPACE, "trials": 5}, "--resume")
     assert more.returncode == 0, more.stderr
     assert found_in(out)["trials"][:4] == found_in(tmp_path / "whole")["trials"]
     assert len(found_in(out)["trials"]) == 5
@@ -237,14 +235,14 @@ def test_the_epsilon_budget_ends_trials(root: Path, tmp_path: Path) -> None:
 def test_a_search_in_python(root: Path, tmp_path: Path) -> None:
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.01, 0.3]}}, "sampler": "grid"}
     keys = {"data__root": str(root), "federation__rounds": 2, "evaluation__every": 2, "runtime__workers": 0}
-    found = fedloom.search(FILE, space, out=tmp_path / "s", report=False, progress=False, **keys)
+    found = fedloom.search(FILE, space, out=tmp_path / "s", progress=False, **keys)
     assert len(found) == 2
     best = max(found, key=lambda run: max(run.history["validation_pooled"].iloc[-1:]))
     assert found.chosen.folder == best.folder
     assert found.parameters == {"algorithm.local.lr": best.experiment.algorithm.settings.local.lr}
     assert list(found.table["algorithm.local.lr"]) == [run.experiment.algorithm.settings.local.lr for run in found]
     assert list(found.table.columns) == ["state", "validation", "epsilon", "algorithm.local.lr"]
-    again = fedloom.search(FILE, space, out=tmp_path / "s", resume=True, report=False, progress=False, **keys)
+    again = fedloom.search(FILE, space, out=tmp_path / "s", resume=True, progress=False, **keys)
     assert again.summary == found.summary
     with refusing(ExperimentError, "parallel"):
         fedloom.search(FILE, space, out=tmp_path / "t", parallel=0, progress=False, **keys)

@@ -292,7 +292,7 @@ def test_a_url_without_the_extra_names_the_package_to_install() -> None:
 
 
 def test_a_folder_needs_no_s3_client() -> None:
-    script = "import sys, fedloom.storage; fedloom.storage_store('x'); print('minio' in sys.modules)"
+    script = "import sys, fedloom.storage; fedloom.storage.open_store('x'); print('minio' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "False"
 
