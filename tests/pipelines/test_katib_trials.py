@@ -193,7 +193,7 @@ def test_a_search_on_katib_equals_one_without_a_cluster(
             found[values["algorithm.local.lr"]] = _metrics(cluster, name)
     space = {"parameters": RATES, "sampler": "grid", "seed": 4}
     keys = {"data__root": str(root), "federation__rounds": 3, "evaluation__every": 1, "algorithm__personalize_steps": 5}
-    ours = fedloom.search(FILE, space, out=tmp_path / "ours", report=False, progress=False, **keys)
+    ours = fedloom.search(FILE, space, out=tmp_path / "ours", progress=False, **keys)
     same = {
         f"{trial['parameters']['algorithm.local.lr']}": [*trial["validation_by_round"].values()]
         for trial in ours.summary["trials"]
