@@ -273,7 +273,7 @@ def test_models_of_a_pretrained_module_start_at_its_values() -> None:
     """Pretrained values are θ₀; clients in a batch train as single ones, apart from random draws."""
     torch.manual_seed(0)
     pretrained = Net()
-    model = ModuleModel(lambda: pretrained, IMAGE, CLASSES, "pixels", initial="module")
+    model = ModuleModel(lambda: pretrained, IMAGE, CLASSES, "pixels")
     data = [
         replace(c, **{name: Split(part.x.float(), part.y) for name, part in (("train", c.train), ("test", c.test))})
         for c in clients(SIZES)

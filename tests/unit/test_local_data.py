@@ -354,5 +354,5 @@ def test_a_torchvision_dataset_is_partitioned(tmp_path: Path) -> None:
 def test_errors_in_the_section_are_reported_when_it_is_opened(tmp_path: Path) -> None:
     with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
-    with refused(ExperimentError, "partition.scheme", "dirichlet?", '"dirichlt"'):
+    with refused(ExperimentError, "partition.scheme", "dirichlet?", "dirichlt"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()
