@@ -35,6 +35,7 @@ METHODS = {name: s | ({"local": LOCAL} if "local" in s else {}) for name, s in _
     "fedprox": {"mu": 0.5, "local": LOCAL},  # without stragglers, every step is made
     "pfedme": {"steps": 2, "inner_steps": 2, "batch_size": 3, "personalize_epochs": 1},
     "pfedbayes": {"steps": 3, "batch_size": 3, "optimizer": "adam", "lr_personal": 0.02, "lr_global": 0.01, "draws": 2},
+    "pefll": {"local": LOCAL, "embedding": {"network": "linear"}},
     "pfnm": {"local": LOCAL},
     "flowdup": {"local": LOCAL, "embedding": {"network": "linear", "labels": True}, "subspace": {"size": 9}},
 }
