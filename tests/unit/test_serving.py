@@ -52,6 +52,7 @@ from fedloom.runner.distributed import ServingSettings
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.engine import model_service
 from fedloom.runner.ledger import PrivacyAccountant
+from fedloom.runner.options import ServingOptions
 from fedloom.runner.personal import RequestingClient
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.personalization import PersonalizationRequest
@@ -560,7 +561,7 @@ def test_a_method_without_models_for_new_clients_reports_it_and_training_continu
     run, (x, y) = tmp_path / "run", examples(1)
     e, audit = experiments.load_experiment(run / "experiment.yaml"), Audit()
     parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
-    settings = ServingSettings("127.0.0.1:0", Protection(), audit, "one", 0.1)
+    settings = ServingSettings(ServingOptions(listen="127.0.0.1:0", wait_s=0.1), Protection(), audit, "one")
     with aggregator_serving(parts, settings, print, models=models) as at:
         evaluation = loop.run()
         assert loop.round == 1
@@ -852,7 +853,7 @@ def test_an_aggregator_serves_models_of_its_last_durable_round(tmp_path: Path) -
     loop = on_vowels(tmp_path, PEFLL)
     e, audit, (x, y) = experiments.load_experiment(tmp_path / "run" / "experiment.yaml"), Audit(), examples(1)
     parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
-    settings = ServingSettings("127.0.0.1:0", Protection(), audit, "one", 0.1)
+    settings = ServingSettings(ServingOptions(listen="127.0.0.1:0", wait_s=0.1), Protection(), audit, "one")
     with aggregator_serving(parts, settings, print, models=models) as at:
         with pytest.raises(QuorumError, match="durable"):
             fedloom.personalize(at.address, x, y, timeout_s=0.2)

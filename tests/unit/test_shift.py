@@ -16,6 +16,7 @@ from fedloom.data.manifest import SPLITS, Manifest
 from fedloom.data.overlap import overlap
 from fedloom.data.schemes import IidScheme, Scheme
 from fedloom.data.shift import Shift
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError, ExperimentError
 
 X = np.arange(2 * 1 * 3 * 3, dtype=np.uint8).reshape(2, 1, 3, 3)
@@ -121,8 +122,10 @@ def test_inputs_that_cannot_be_shifted_are_rejected(
     shift: dict[str, Any], kind: str, shape: tuple[int, ...], output: str
 ) -> None:
     with pytest.raises(ExperimentError, match=output):
-        IidScheme(clients=2, shift=Shift.model_validate(shift)).check_inputs(kind, shape)
-    IidScheme(clients=2, shift=Shift(kind="rotation", groups=2)).check_inputs("pixels", (1, 4, 6))
+        IidScheme(clients=2, shift=Shift.model_validate(shift)).check_data(DataSpec.single(kind, shape, ("a", "b")))
+    IidScheme(clients=2, shift=Shift(kind="rotation", groups=2)).check_data(
+        DataSpec.single("pixels", (1, 4, 6), ("a", "b"))
+    )
 
 
 def test_an_experiment_reports_a_shift_error_at_its_key(tmp_path: Path) -> None:
