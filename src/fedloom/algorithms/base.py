@@ -232,13 +232,7 @@ class ClientAlgorithm:
         return personalization_steps(self.settings, examples) if predictor == "personal" else 0
 
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
-        """Start the conversation that this message opens.
-
-        Raises
-        ------
-        TypeError
-            If this type of message opens no conversation.
-        """
+        """Start the conversation that this message opens; raise TypeError if it opens none."""
         openings = self._openings()
         name = openings.get(type(opening))
         if name is None:

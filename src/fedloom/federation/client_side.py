@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
+from fedloom.federation.answer_holder import AnswerHolder
 from fedloom.federation.bugs import is_bug, safe_reason
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
@@ -53,39 +53,6 @@ class _Open:
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
-
-
-class AnswerHolder(Protocol):
-    """Holder of answers of which the aggregator may learn only a sum; rows are positions in a cohort."""
-
-    def begin(self, key: ConversationKey, rows: Sequence[int], states: Sequence[Mapping[str, Tensor] | None]) -> None:
-        """Begin the conversation of some rows, each from a state of its client."""
-
-    def hear(self, key: ConversationKey, rows: Sequence[int], message: Message) -> None:
-        """Note a message that these rows answer next."""
-
-    def covers(self, answer: Message) -> bool:
-        """Return whether the aggregator uses only the sum of answers of this class."""
-
-    def hold(
-        self, key: ConversationKey, row: int, client: ClientData, request: Message, answer: Message, *, varies: bool
-    ) -> Message:
-        """Return the message to send in place of a one-row answer, which ``varies`` with the round.
-
-        Raise DataError if its values cannot be summed.
-        """
-
-    def is_step(self, message: Message) -> bool:
-        """Return whether a message is a step of a sum."""
-
-    def step(self, key: ConversationKey, row: int, client: str, message: Message) -> Message:
-        """Return a client's answer to one step of the sum of its answer.
-
-        Raise RefusedError if an honest aggregator would not send this message.
-        """
-
-    def close(self, key: ConversationKey) -> None:
-        """Forget a conversation."""
 
 
 @dataclass(frozen=True)
