@@ -103,6 +103,13 @@ def _pairs(dataset: Any, what: str) -> Iterator[Sequence[Any]]:
         length = None
     if isinstance(dataset, str | bytes | Mapping | Set) or (length is None and not hasattr(dataset, "__iter__")):
         raise DataError(f"{what}: is a {type(dataset).__name__}; it must be a data set of pairs (x, y)")
+    for i in range(min(READ_TWICE, length or 0)):  # before any is converted: a random transform explains other errors
+        if _differs(dataset, i):
+            raise DataError(
+                f"{what}[{i}]: is a different input each time it is read, and only one would be kept.",
+                hint="leave out its random transforms, and give them as augment=, which changes only training images",
+                key=what,
+            )
     count = 0
     for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0):
         place, count = f"{what}[{count}]", count + 1
@@ -110,12 +117,6 @@ def _pairs(dataset: Any, what: str) -> Iterator[Sequence[Any]]:
             break
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(f"{place}: is a {type(item).__name__}; it must be a pair (x, y)", hint=STACKED)
-        if length is not None and count <= READ_TWICE and _differs(dataset, count - 1):
-            raise DataError(
-                f"{place}: is a different input each time it is read, and only one would be kept.",
-                hint="leave out its random transforms, and give them as augment=, which changes only training images",
-                key=what,
-            )
         yield item
     if not count or length not in (None, count):
         stated = f" than the {length:,} of its length; correct its length" if length else ""
