@@ -48,7 +48,7 @@ from fedloom.sums.vector import SumVector, graph_of, weaker_graph
 
 @dataclass
 class _Context:
-    """What an answer depends on beside the client's data and the experiment."""
+    """Question that an answer replies to, and the state that its client started from."""
 
     start: bytes
     """Digest of the state that the client started from."""
