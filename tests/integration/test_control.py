@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,12 @@ from fedloom.federation.monitor import Monitor
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
-from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.options import ClientCredentials, ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import add_token
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
 from fedloom.transport.control_service import OPERATOR
+from fedloom.transport.wire import control_pb2
 
 CLIENTS = ("anna", "bo", "carla")
 
@@ -116,6 +118,16 @@ def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) ->
     assert (reported.clients.roster, reported.clients.observing, reported.clients.connected) == (3, 1, 3)
     assert [(each.name, each.clients) for each in reported.workers] == [("w1", 3)]
     worker.leave()
+
+
+@pytest.mark.parametrize("sent", ["", "{", "[]", "3", "{}", '{"id": 3, "observes": false}', '{"id": "a"}', "[" * 9999])
+def test_clients_that_no_aggregator_lists_are_rejected(sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ControlClient("there:1", SimpleNamespace(unary_stream=None), ClientCredentials(None, None, None))
+    monkeypatch.setattr(client, "_start", lambda *_: [control_pb2.ClientsResponse(clients=[sent])])
+    with pytest.raises(RefusedError, match="same version"):
+        list(client.clients())
+    with pytest.raises(RefusedError, match="same version"):
+        from_wire(sent)
 
 
 def test_a_status_of_another_version_is_rejected() -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from pydantic import TypeAdapter, ValidationError
@@ -38,6 +38,8 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is two minutes
 )
+T = TypeVar("T")
+
 _ACTIVITY = TypeAdapter(Activity)
 _CLIENT = TypeAdapter(RosterClient)
 
@@ -52,17 +54,22 @@ def from_wire(text: str) -> Activity:
 
     Raise RefusedError if it has values, such as phases, that this version does not support.
     """
+    activity = _parsed(_ACTIVITY, text)
+    return replace(activity, run=printable(activity.run), message=printable(activity.message, keep="\n"))
+
+
+def _parsed(adapter: TypeAdapter[T], text: str) -> T:
+    """Parse JSON of an aggregator; raise RefusedError if this version does not support it."""
     try:
-        activity = _ACTIVITY.validate_json(text)
+        return adapter.validate_json(text)
     except ValidationError as error:
         wrong = error.errors()[0]
-        key = ".".join(map(str, wrong["loc"]))
+        key = ".".join(map(str, wrong["loc"])) or "content"
         raise RefusedError(
             f"the aggregator's status has the {key} {shortened(str(wrong['input']))}, which this version of fedloom "
             "does not support",
             hint="install the same version of fedloom on both sides",
         ) from None
-    return replace(activity, run=printable(activity.run), message=printable(activity.message, keep="\n"))
 
 
 class ControlClient:
@@ -115,7 +122,7 @@ class ControlClient:
         try:
             for part in self._start(unary_stream, CLIENTS, wire.ClientsRequest(), wire.ClientsResponse, timeout_s):
                 for client in part.clients:
-                    yield _CLIENT.validate_json(client)
+                    yield _parsed(_CLIENT, client)
         except grpc.RpcError as error:
             raise self._failure(error) from error
 
