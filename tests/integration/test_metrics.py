@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -164,9 +165,10 @@ from fedloom.runner.metrics import metrics_served
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 port = int(sys.argv[1])
 with metrics_served(f"127.0.0.1:{port}", lambda: ()):
+    opened = [open(__file__) for _ in range(40)]
     print("ready", flush=True)
     input()
-    opened = [open(__file__) for _ in range(60)]  # what a journal and checkpoints need
+    opened += [open(__file__) for _ in range(20)]  # what a journal and checkpoints need
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         print(answer.status, threading.active_count() < 40, flush=True)
     rest = []
@@ -189,7 +191,7 @@ with metrics_served(f"127.0.0.1:{port}", lambda: ()):
 
 @pytest.mark.slow
 def test_idle_connections_block_neither_descriptors_nor_a_scrape(tmp_path: Path) -> None:
-    """Open three times as many connections as the process may have files; later ones are not accepted for a while."""
+    """Open three times as many connections as the process may have files, many at once, then use up the files."""
     program = tmp_path / "crowded.py"
     program.write_text(CROWDED)
     port = free_port()
@@ -198,11 +200,13 @@ def test_idle_connections_block_neither_descriptors_nor_a_scrape(tmp_path: Path)
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    idle = []
+    idle: list[socket.socket] = []
     try:
         assert process.stdout.readline() == "ready\n"
-        for _ in range(400):
-            idle.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        process.send_signal(signal.SIGSTOP)  # a busy machine: the first connections arrive all at once
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(60)]
+        process.send_signal(signal.SIGCONT)
+        idle += [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(340)]
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "200 True\n"

@@ -135,6 +135,7 @@ class HttpServer(uvicorn.Server):
                 found=address,
             ) from error
         self.port = int(self.listener.getsockname()[1])
+        self._waiting_connections = 4 * limits.connections
         super().__init__(
             uvicorn.Config(
                 application,
@@ -147,12 +148,17 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 proxy_headers=False,  # the audit log names the peer, not what the peer says of itself
                 server_header=False,
-                backlog=4 * limits.connections,
+                backlog=1,  # connections that asyncio accepts at once, before it counts them
                 timeout_keep_alive=round(limits.peer_s) + 1,
                 timeout_graceful_shutdown=limits.drain_s,  # type: ignore[arg-type]  # asyncio takes fractions
                 h11_max_incomplete_event_size=REQUEST_BYTES,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen; let many connections wait to be accepted, one by one."""
+        await super().startup(sockets)
+        self.listener.listen(self._waiting_connections)
 
     def capture_signals(self) -> Any:
         """Leave signals to the process."""
