@@ -28,7 +28,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from fedloom.errors import QuorumError
-from fedloom.reporting.compare_figures import COLOURS
+from fedloom.reporting.compare import COLOURS
 from fedloom.reporting.drawing import as_svg
 from fedloom.runner.trained import evaluate
 from fedloom.runs.files import EXPERIMENT

@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from summaries import Evaluation, Runs, difference, last, spread, table
 
-from fedloom.reporting.compare_figures import COLOURS, MARKERS
+from fedloom.reporting.compare import COLOURS, MARKERS
 
 STEPS = (0, 1, 2, 5, 10, 20, 50)
 COLUMNS = (

@@ -23,20 +23,22 @@ from typer.testing import CliRunner
 from fedloom.cli.main import app
 from fedloom.core.words import as_csv
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.reporting.compare import RunComparison, compare_runs
-from fedloom.reporting.compare_figures import COLOURS, draw_curves, line_styles
-from fedloom.reporting.compare_findings import Finding, findings, sentence
+from fedloom.reporting.compare import COLOURS, RunComparison, compare_runs, line_styles
+from fedloom.reporting.compare_figures import draw_curves
 from fedloom.reporting.compare_page import write_comparison
 from fedloom.reporting.compare_tables import (
+    Finding,
     choice_table,
+    findings,
     latex_table,
     own_steps_tables,
     pairs_as_csv,
     rows_as_csv,
+    sentence,
     terminal_table,
 )
+from fedloom.reporting.page import escaped
 from fedloom.reporting.significance import holm
-from fedloom.reporting.tables import escaped
 
 pytestmark = pytest.mark.xdist_group("compare")
 UNRENDERED = pytest.mark.usefixtures("unrendered")
@@ -303,17 +305,6 @@ def test_an_unreadable_experiment(tmp_path: Path) -> None:
         compare_runs([folder])
 
 
-def test_a_history_without_its_best_round_is_named(tmp_path: Path) -> None:
-    folder = run(tmp_path / "a", "pefll")
-    best = json.loads((folder / "summary.json").read_text())["best"]["round"]
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if json.loads(line)["round"] != best]
-    assert 0 < len(kept) < len(lines)
-    put(folder / "metrics.jsonl", "".join(kept))
-    with pytest.raises(DataError, match=rf"metrics\.jsonl.*\b{best}\b.*summary\.json"):
-        compare_runs([folder])
-
-
 # The paired test
 
 BETTER = [0.9, 0.8, 0.85, 0.95, 0.7, 0.9, 0.6, 0.8, 0.9]
@@ -385,14 +376,14 @@ def test_the_best_of_several_settings_is_chosen_on_validation(tmp_path: Path) ->
 
 def test_swapping_a_pair_flips_the_sign(tmp_path: Path) -> None:
     (pair, *_) = compare_runs(three(tmp_path)).pairs
-    turned = pair.turned()
+    turned = pair.seen_from(pair.second)
     assert pair.median is not None
     assert pair.bootstrap is not None
     assert (turned.first, turned.second, turned.better, turned.worse) == (
         pair.second, pair.first, pair.worse, pair.better
     )  # fmt: skip
     assert (turned.median, turned.bootstrap) == (-pair.median, (-pair.bootstrap[1], -pair.bootstrap[0]))
-    assert turned.turned() == pair
+    assert turned.seen_from(pair.first) == pair
 
 
 def found_of(comparison: RunComparison, group: str) -> Finding:
@@ -403,7 +394,7 @@ def found_of(comparison: RunComparison, group: str) -> Finding:
 def test_a_winner_is_significantly_better_than_every_other_row(tmp_path: Path) -> None:
     found = compare_runs(three(tmp_path))
     seen = found_of(found, "seen")
-    assert (seen.best.label, seen.second.label, seen.winner) == ("Local", "FedAvg + fine-tuning", None)
+    assert (seen.best.label, seen.others[0].label, seen.winner) == ("Local", "FedAvg + fine-tuning", None)
     assert [row.label for row in seen.close] == ["FedAvg + fine-tuning"]
     pair = next(pair for pair in found.pairs if pair.group == "seen" and (pair.first, pair.second) == (1, 2))
     assert (seen.pair, seen.p) == (pair, pair.p_holm)
@@ -453,7 +444,7 @@ def test_rows_of_different_clients_are_not_tested(tmp_path: Path) -> None:
     found = compare_runs([run(tmp_path / "a", "pefll"), run(tmp_path / "b", "local", seed=2)])
     for finding in findings(found):
         assert (finding.winner, finding.pair, finding.close) == (None, None, ())
-        assert finding.untested == (finding.second,)
+        assert finding.untested == (finding.others[0],)
 
 
 def test_too_few_clients_for_any_significance_are_counted(tmp_path: Path) -> None:
@@ -535,9 +526,8 @@ def test_settings_are_chosen_on_validation_never_on_test(tmp_path: Path) -> None
     for value, (validation, accuracies) in values.items():
         measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), accuracies, validation)
     measured(run(tmp_path / "other", "local"), BETTER)
-    found = compare_runs([tmp_path])
     (choice,) = compare_runs([tmp_path]).chosen
-    assert found.rows[choice.row].details == ("lr 0.02",)
+    assert choice.row.details == ("lr 0.02",)
     assert (choice.candidates, choice.validation, choice.runner_up, choice.edges) == (3, 0.7, 0.6, ())
     measured(tmp_path / "lr=0.04", BETTER, 0.8)
     (choice,) = compare_runs([tmp_path]).chosen

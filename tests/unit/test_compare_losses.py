@@ -25,8 +25,8 @@ from fedloom.core.words import as_csv
 from fedloom.errors import ExperimentError
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_page import write_comparison
-from fedloom.reporting.compare_rows import MeanStd
 from fedloom.reporting.compare_tables import latex_table, rows_as_csv, terminal_table
+from fedloom.reporting.run_results import MeanStd
 from fedloom.tasks.names import MODEL_LOSS
 
 pytestmark = pytest.mark.xdist_group("losses")
@@ -141,7 +141,7 @@ def test_a_common_user_0_has_no_column(real: Path) -> None:
     assert terminal_table(found).headings[1:3] == ("seen", "worst decile")
     assert [row.method for row in found.rows] == ["WGA, mean of all", "WGA"] * 3
     (choice,) = found.chosen
-    (chosen,) = found.rows[choice.row].runs
+    (chosen,) = choice.row.runs
     scores = {path.parent: json.loads(path.read_text().splitlines()[-1])["validation_loss"]
               for path in (real / "all").glob("*/metrics.jsonl")}  # fmt: skip
     assert chosen.path == min(scores, key=lambda folder: scores[folder]).resolve()
@@ -167,7 +167,7 @@ def test_lower_losses_are_better(copied: Path) -> None:
     assert pair.p == pytest.approx(exact.pvalue)
     assert found.marks("seen", "worst_decile")[low] == "best"
     (choice,) = found.chosen  # on validation alone, where the other is better
-    assert (choice.row, choice.validation, choice.runner_up) == (high, 0.4, 0.6)
+    assert (choice.row, choice.validation, choice.runner_up) == (found.rows[high], 0.4, 0.6)
 
 
 def test_the_lowest_losses_are_marked(real: Path) -> None:

@@ -127,8 +127,6 @@ def test_the_report_marks_a_damaged_claim(tmp_path: Path) -> None:
     put(private / "summary.json", json.dumps(summary))
     page = write_report(private).read_text()
     assert mentions(page, "summary.json", "statement")
-    with pytest.raises(DataError, match=r"summary\.json.*statement"):
-        compare_runs([private])
 
 
 @pytest.mark.usefixtures("unrendered")
@@ -149,8 +147,8 @@ def test_the_comparison_has_a_column_and_a_section(tmp_path: Path) -> None:
 def test_a_row_with_an_unprotected_seed_has_no_guarantee(tmp_path: Path) -> None:
     lost = claim(SETTINGS, {}, simulated=False, unknown="it resumed")
     runs = [made_private(run(tmp_path / "1")), made_private(run(tmp_path / "2", seed=2), lost)]
-    assert {row.epsilon for row in compare_runs(runs).rows} == {None}
-    assert {row.epsilon for row in compare_runs(runs[:1]).rows} == {CLAIM.epsilon}
+    assert {row.epsilon() for row in compare_runs(runs).rows} == {None}
+    assert {row.epsilon() for row in compare_runs(runs[:1]).rows} == {CLAIM.epsilon}
 
 
 def test_the_problem_of_a_server_reveals_only_the_guarantee() -> None:

@@ -213,8 +213,8 @@ def test_runs_that_cannot_be_resumed_are_rejected_before_any_change(store: Store
     before = contents(tmp_path / "b")
     found = {}
 
-    def refuse(folder: RunFolder) -> None:
-        found.update(contents(folder.path))
+    def refuse(folder: Path) -> None:
+        found.update(contents(folder))
         raise ExperimentError("another experiment")
 
     with pytest.raises(ExperimentError, match="another experiment"):

@@ -17,10 +17,9 @@ from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import DataError, StorageError
 from fedloom.reporting.page import Part, ReportSection
 from fedloom.reporting.report import write_report
-from fedloom.reporting.report_classes import confusion_matrices, confusion_table_of
+from fedloom.reporting.report_classes import confusion_matrices, confusion_table_of, uncertainty
 from fedloom.reporting.report_results import client_results
 from fedloom.reporting.report_setup import time
-from fedloom.reporting.report_uncertainty import uncertainty
 from fedloom.runs.folder import RunFolder
 
 SECTIONS = [

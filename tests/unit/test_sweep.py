@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Point, as_yaml, grid_values, load_experiment, points
-from fedloom.experiment.grids import LONGEST_NAME
+from fedloom.experiment.search_space import LONGEST_NAME
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 

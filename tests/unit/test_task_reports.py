@@ -186,7 +186,7 @@ def test_a_setting_is_chosen_on_validation_in_the_metrics_direction(tmp_path: Pa
     for lr, quality in ((0.1, 0.5), (0.2, 0.8), (0.3, 0.7)):
         write_task_run(tmp_path / f"lr={lr}", task, lr=lr, quality=quality)
     (choice,) = compare_runs([tmp_path]).chosen
-    row = compare_runs([tmp_path]).rows[choice.row]
+    row = choice.row
     assert row.settings["algorithm.lr"] == 0.2
     metric = METRICS_OF[task][0]
     assert (choice.validation, choice.runner_up) == (made_up(metric, 0, 0.8), made_up(metric, 0, 0.7))

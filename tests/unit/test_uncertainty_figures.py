@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.evaluation.uncertainty import BINS, EDGES, EXAMPLES, INFORMATION, RIGHT, client_document
-from fedloom.reporting.report_uncertainty import (
+from fedloom.reporting.report_classes import (
     _groups,
     draw_accuracy_by_uncertainty,
     draw_confidence_over_training,

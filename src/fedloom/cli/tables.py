@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
-from fedloom.reporting.tables import Table as TableSpec
+from fedloom.reporting.page import Table as TableSpec
 from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
 from fedloom.tasks.names import ACCURACY
 
@@ -119,8 +119,8 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
     from fedloom.reporting import compare_tables as tables
     from fedloom.reporting.compare import compare_runs
-    from fedloom.reporting.compare_findings import caution, findings, sentence
     from fedloom.reporting.compare_page import check_out, write_comparison
+    from fedloom.reporting.compare_tables import caution, findings, sentence
 
     if out is not None:
         check_out(out)
@@ -155,16 +155,14 @@ def show_sweep(folder: Path) -> None:
     from fedloom.reporting.compare import compare_runs
 
     comparison = compare_runs([folder])
-    tried = {
-        (comparison.rows[choice.row].block, comparison.rows[choice.row].runs[0].method) for choice in comparison.chosen
-    }
-    chosen = {run.path for choice in comparison.chosen for run in comparison.rows[choice.row].runs}
+    tried = {choice.row.method_in_block for choice in comparison.chosen}
+    chosen = {run.path for choice in comparison.chosen for run in choice.row.runs}
     shown: dict[Path, None] = {}
     title = f"Validation {comparison.headline.heading} (seen clients, pooled)"
     rows: list[tuple[str, ...]] = []
     for row in comparison.rows:
         paths = [run.path for run in row.runs]
-        candidate = (row.block, row.runs[0].method) in tried
+        candidate = row.method_in_block in tried
         personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
         if candidate and (row in personal or not personal):  # without fine-tuning, every client has the global model
             mark = "  <- chosen" if chosen.issuperset(paths) else ""

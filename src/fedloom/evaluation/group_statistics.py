@@ -57,46 +57,12 @@ def summed_metrics(measured: Metrics, plan: EvaluationPlan) -> SummedMetrics:
     return SummedMetrics(**{field.name: sent[field.name] for field in SummedMetrics.fields()})
 
 
-def summed_group_statistics(
-    evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str, *, classes: bool
-) -> Statistics | None:
-    """Return the statistics of a group of clients (``group_statistics``); those of the worst clients are None."""
-    moments = _moments(evaluation, predictor, group, reading)
-    tested = round(float(moments[MEAN_LOSS, NUMBER]))
-    if tested == 0:
-        return None
-    counts = evaluation.of(predictor, "test", reading)[group].sum(0)
-    accuracies = _summed_values(moments[ACCURACY], float(counts[CORRECT] / counts[TOTAL])) if classes else None
-    return {"clients": tested, **_accuracies(accuracies), "loss_mean": _mean_and_std(moments[MEAN_LOSS])[0]}
-
-
-def summed_metric_statistics(
-    evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str
-) -> dict[str, Values | None]:
-    """Return the statistics of each metric (``metric_statistics``); those of the worst clients are None."""
-    pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
-    moments = _moments(evaluation, predictor, group, reading)[OWN:]
-    return {
-        metric.name: _summed_values(moment, float(pooled[metric.name]))
-        for metric, moment in zip(evaluation.plan.metrics, moments, strict=True)
-    }
-
-
 def _summed_values(moment: Tensor, pooled: float) -> Values | None:
     """Return the statistics of one metric that follow from its moments, ``[3]``; None if it is defined for none."""
     if not float(moment[NUMBER]):
         return None
     values = MetricValues(*_mean_and_std(moment), pooled=None if math.isnan(pooled) else pooled)
     return values._asdict()
-
-
-def summed_mean(evaluation: EvaluationResult, predictor: str, group: Tensor, metric: str) -> float | None:
-    """Return the mean of a metric over the clients of a group; None if it is defined for none, or not measured."""
-    names = [each.name for each in evaluation.plan.metrics]
-    if metric not in names:
-        return None
-    moment = _moments(evaluation, predictor, group, READINGS[0])[OWN + names.index(metric)]
-    return _mean_and_std(moment)[0] if float(moment[NUMBER]) else None
 
 
 def _moments(evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str) -> Tensor:
@@ -157,22 +123,29 @@ def predictor_statistics(
     way.
     """
     main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
-    statistics = _group_statistics(evaluation, predictor, group, main, classes=evaluation.classes > 0)
+    statistics = reading_statistics(evaluation, predictor, group, main, classes=evaluation.classes > 0)
     if statistics is None:
         return None
     return statistics | {
         "metrics": metric_statistics(evaluation, predictor, group, reading=main),
-        other: _group_statistics(evaluation, predictor, group, other, classes=True),
+        other: reading_statistics(evaluation, predictor, group, other, classes=True),
     }
 
 
-def _group_statistics(
+def reading_statistics(
     evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str, *, classes: bool
 ) -> Statistics | None:
-    """Return the statistics of a group under one reading, from each client's counts or from sums over clients."""
-    if evaluation.moments is not None:
-        return summed_group_statistics(evaluation, predictor, group, reading, classes=classes)
-    return group_statistics(evaluation.of(predictor, "test", reading)[group], classes=classes)
+    """Return :func:`group_statistics` of a group under one reading; without those of the worst clients from sums."""
+    counts = evaluation.of(predictor, "test", reading)[group]
+    if evaluation.moments is None:
+        return group_statistics(counts, classes=classes)
+    moments = _moments(evaluation, predictor, group, reading)
+    tested = round(float(moments[MEAN_LOSS, NUMBER]))
+    if tested == 0:
+        return None
+    counts = counts.sum(0)
+    accuracies = _summed_values(moments[ACCURACY], float(counts[CORRECT] / counts[TOTAL])) if classes else None
+    return {"clients": tested, **_accuracies(accuracies), "loss_mean": _mean_and_std(moments[MEAN_LOSS])[0]}
 
 
 def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
@@ -181,16 +154,17 @@ def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Stati
     ``global`` contains ``seen`` and ``unseen`` for the two groups separately; it is None for a method without a global
     predictor. A group without clients is None.
     """
-    everyone = torch.ones_like(evaluation.seen)
 
     def both(predictor: str) -> dict[str, Statistics | None]:
+        groups = {"seen": evaluation.seen, "unseen": ~evaluation.seen}
         return {
-            "seen": predictor_statistics(evaluation, predictor, evaluation.seen, label_mask=label_mask),
-            "unseen": predictor_statistics(evaluation, predictor, ~evaluation.seen, label_mask=label_mask),
+            name: predictor_statistics(evaluation, predictor, group, label_mask=label_mask)
+            for name, group in groups.items()
         }
 
     overall = None
     if "global" in evaluation.predictors:
+        everyone = torch.ones_like(evaluation.seen)
         overall = predictor_statistics(evaluation, "global", everyone, label_mask=label_mask)
         if overall is not None:
             overall |= both("global")
@@ -206,17 +180,21 @@ def metric_statistics(
     and ``worst_decile``, the mean of the worst ⌈m/10⌉ of them; and ``pooled``, the metric of all their examples
     together. It is None if it is defined for no client. ``reading`` is that of accuracy and log loss.
     """
-    headline = evaluation.plan.task.headline.name
-    ordered = sorted(evaluation.plan.metrics, key=lambda metric: metric.name != headline)
-    if evaluation.moments is not None:
-        found = summed_metric_statistics(evaluation, predictor, group, reading)
-        return {metric.name: found[metric.name] for metric in ordered}
-    clients = evaluation.metrics(predictor, "test", group, reading=reading)
+    metrics = evaluation.plan.metrics
     pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
-    return {
-        metric.name: _over_clients(clients[metric.name], pooled[metric.name], higher=metric.higher_is_better)
-        for metric in ordered
-    }
+    statistics: dict[str, Values | None]
+    if evaluation.moments is not None:
+        moments = _moments(evaluation, predictor, group, reading)[OWN:]
+        pairs = zip(metrics, moments, strict=True)
+        statistics = {metric.name: _summed_values(moment, float(pooled[metric.name])) for metric, moment in pairs}
+    else:
+        clients = evaluation.metrics(predictor, "test", group, reading=reading)
+        statistics = {
+            metric.name: _over_clients(clients[metric.name], pooled[metric.name], higher=metric.higher_is_better)
+            for metric in metrics
+        }
+    headline = evaluation.plan.task.headline.name
+    return {name: statistics[name] for name in sorted(statistics, key=lambda name: name != headline)}
 
 
 def _over_clients(values: Tensor, pooled: Tensor, *, higher: bool) -> Values | None:
@@ -247,22 +225,24 @@ def spreads(evaluation: EvaluationResult) -> dict[str, dict[str, Any] | None]:
 
 def uncertainties(evaluation: EvaluationResult) -> dict[str, dict[str, float] | None]:
     """Return the uncertainty of ``seen``, ``unseen`` (personal) and ``global``: see ``group_uncertainty``."""
-    return {group: _uncertainty(evaluation, group) for group in GROUPS}
-
-
-def _uncertainty(evaluation: EvaluationResult, group: str) -> dict[str, float] | None:
-    predictor, members = _members(evaluation, group)
-    if predictor not in evaluation.predictors:
-        return None
-    p, members = evaluation.predictors.index(predictor), members & evaluation.present
-    return group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
+    found: dict[str, dict[str, float] | None] = dict.fromkeys(GROUPS)
+    for group in GROUPS:
+        predictor, members = _members(evaluation, group)
+        if predictor in evaluation.predictors:
+            p, members = evaluation.predictors.index(predictor), members & evaluation.present
+            found[group] = group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
+    return found
 
 
 def calibration_of_clients(evaluation: EvaluationResult, group: str) -> float | None:
     """Return the mean calibration error over the clients of ``seen``, ``unseen`` or ``global``."""
     predictor, members = _members(evaluation, group)
     if evaluation.moments is not None:
-        return summed_mean(evaluation, predictor, members, "ece")
+        names = [metric.name for metric in evaluation.plan.metrics]
+        if "ece" not in names:
+            return None
+        moment = _moments(evaluation, predictor, members, READINGS[0])[OWN + names.index("ece")]
+        return _mean_and_std(moment)[0] if float(moment[NUMBER]) else None
     errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(predictor)])
     errors = errors[members & evaluation.present]
     errors = errors[~errors.isnan()]

@@ -13,8 +13,8 @@ from fedloom.evaluation.group_statistics import (
     calibration_of_clients,
     groups,
     predictor_statistics,
+    reading_statistics,
     spreads,
-    summed_group_statistics,
     uncertainties,
 )
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
@@ -70,7 +70,7 @@ def left_out(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, int
     reading = "masked" if label_mask else "unmasked"
     if evaluation.members is not None:
         everyone = torch.ones_like(evaluation.seen)
-        found = summed_group_statistics(evaluation, "personal", everyone, reading, classes=False)
+        found = reading_statistics(evaluation, "personal", everyone, reading, classes=False)
         tested = 0 if found is None else found["clients"]
         return {"absent": evaluation.asked - evaluation.measured, "untested": evaluation.measured - tested}
     total = evaluation.of("personal", "test", reading)[:, TOTAL]

@@ -9,8 +9,8 @@ torch, and are therefore imported on first use of one of their names.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedloom.experiment.grids import Point, begun_in, grid_values, points, seeds_of
 from fedloom.experiment.loading import from_shared_json, load_experiment, of, of_run, parse_experiment, settings_of
+from fedloom.experiment.search_space import Point, begun_in, grid_values, points, seeds_of
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:

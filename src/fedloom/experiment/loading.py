@@ -10,13 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import ValidationError
-
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
 from fedloom.core.words import DEEPEST, parsed_json, shortened
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
+from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, validate
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
 from fedloom.models.factories import check_sent_factory, is_permitted, permit_factory
 from fedloom.storage import is_url, open_store
@@ -108,25 +106,14 @@ def parse_experiment(
     begun: Path | None = None,
     own: bool = True,
 ) -> Experiment:
-    """Parse the text of an experiment file.
+    """Parse the text of an experiment file, YAML or JSON; otherwise as :func:`load_experiment`.
 
     Parameters
     ----------
-    text
-        YAML, or JSON.
-    overrides
-        As for :func:`load_experiment`.
     source
         Name of the text in errors.
-    begun
-        As for :func:`load_experiment`.
     own
         True if the user of this process supplied the text, which permits the factory that it names.
-
-    Raises
-    ------
-    ExperimentError
-        As for :func:`load_experiment`.
     """
     return _checked(*_mapping(text, source), overrides, source, begun, own=own)
 
@@ -164,10 +151,11 @@ def _checked(
 def _take_paths(value: dict[str, Any], recorded: Path) -> None:
     """Replace relative paths of ``data`` that do not exist in the current folder by those that a run recorded."""
     run, _ = _mapping(_read(recorded), str(recorded))
-    new, old = value.get("data"), run.get("data")
-    for key in ("root", "path"):
-        if key == "path":
-            new, old = (data.get("source") if isinstance(data, dict) else None for data in (new, old))
+    new: Any = value.get("data")
+    old: Any = run.get("data")
+    for key, within in (("root", None), ("path", "source")):
+        if within is not None:
+            new, old = new.get(within), old.get(within)
         if not isinstance(new, dict) or not isinstance(old, dict):
             return
         path, before = new.get(key), old.get(key)
@@ -272,11 +260,7 @@ def settings_of(kind: type[S], overrides: Overrides, source: str, option: str = 
     origins: dict[KeyPath, str] = {}
     for override in overrides:
         _set(value, origins, override, option)
-    try:
-        return kind.model_validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        errors = explain(error, kind.model_json_schema(), value)
-        raise ExperimentError(listing(source, errors, origins), key=dotted(errors[0].path)) from None
+    return validate(kind, value, source, origins)
 
 
 def plain_value(value: Any, what: str) -> Any:

@@ -1,27 +1,29 @@
-"""Space of a hyperparameter search: its file, and its parameters, which are keys of an experiment.
+"""Grids of settings, ``key=v1,v2,...``, and spaces of hyperparameter searches, whose parameters are keys.
 
 ``fedloom search`` and ``fedloom pipeline search`` read the same file.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
-from fedloom.core.words import first_of, shortened
-from fedloom.errors import ExperimentError
-from fedloom.experiment.loading import plain_value
-from fedloom.experiment.validation_errors import KeyPath, explain, listing
+from fedloom.core.words import first_of, shortened, shortest_suffixes
+from fedloom.errors import ExperimentError, argument
+from fedloom.experiment.loading import of, plain_value
+from fedloom.experiment.validation_errors import KeyPath, validate
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
 from fedloom.storage.folder import read_file
 
@@ -121,18 +123,10 @@ class SearchSpace(Settings):
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a search.
+    """Parameter of a search, by the dotted ``key`` of the experiment: a range of numbers, or ``choices``.
 
-    Attributes
-    ----------
-    key
-        Dotted key of the experiment.
-    low, high, step, log
-        Range of numbers; ``step`` is None for any value between.
-    whole
-        True if the values are integers.
-    choices
-        Values as YAML texts, in place of a range; None for a range.
+    ``step`` is None for any number between; ``whole`` if the values are integers. ``choices`` are YAML texts, None for
+    a range.
     """
 
     key: str
@@ -155,51 +149,31 @@ class Parameter:
         """
         if self.choices is not None:
             return list(self.choices)
+        name = f"parameters.{self.key}"
         if self.log:
             raise ExperimentError(
-                f"parameters.{self.key} has log, and sampler grid needs values at equal steps; give choices.",
-                key=f"parameters.{self.key}.log",
+                f"{name} has log, and sampler grid needs values at equal steps; give choices.", key=f"{name}.log"
             )
         if self.step is None and not self.whole:
             raise ExperimentError(
-                f"parameters.{self.key} has no step, which sampler grid needs; set it, or give choices.",
-                key=f"parameters.{self.key}.step",
+                f"{name} has no step, which sampler grid needs; set it, or give choices.", key=f"{name}.step"
             )
         # In decimals 0.1 + 2 · 0.1 is 0.3, so that the end is among the values.
         low, high, step = (Decimal(repr(number)) for number in (self.low, self.high, self.step or 1))
         size = int((high - low) / step) + 1
         if size > LARGEST_GRID:
             raise ExperimentError(
-                f"parameters.{self.key} has {size:,} values, and at most {LARGEST_GRID:,} can be listed; raise step, "
-                "or leave it out and set sampler to random.",
-                key=f"parameters.{self.key}.step",
+                f"{name} has {size:,} values, and at most {LARGEST_GRID:,} can be listed; raise step, or leave it out "
+                "and set sampler to random.",
+                key=f"{name}.step",
                 found=self.step,
             )
-        if self.whole:
-            return list(range(int(self.low), int(self.high) + 1, int(step)))
-        return [float(low + i * step) for i in range(size)]
-
-    @property
-    def corners(self) -> list[str]:
-        """Texts of the extreme values; all choices."""
-        return list(self.choices) if self.choices is not None else [self.text(self.low), self.text(self.high)]
+        return [int(low + i * step) if self.whole else float(low + i * step) for i in range(size)]
 
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """Checked search of an experiment.
-
-    Attributes
-    ----------
-    space
-        The file's settings; ``trials`` and ``seed`` as asked for.
-    parameters
-        Searched keys with their values, in the order of the file.
-    trials
-        Number of trials.
-    fixed
-        Overrides of every trial, in addition to its parameters.
-    """
+    """Checked search of an experiment: ``parameters`` in the order of the file, ``fixed`` overrides of every trial."""
 
     space: SearchSpace
     parameters: tuple[Parameter, ...]
@@ -211,41 +185,28 @@ class SearchPlan:
         return [*self.fixed, *(f"{key}={text}" for key, text in texts.items())]
 
 
-def read_space(where: str | Path | Mapping[str, Any] | SearchSpace, *, trials: int | None = None) -> SearchSpace:
-    """Read a search space from a YAML file or a mapping.
+def read_space(source: str | Path | Mapping[str, Any] | SearchSpace, *, trials: int | None = None) -> SearchSpace:
+    """Read a search space from a YAML file or a mapping; ``trials`` replaces the file's number of trials.
 
-    Parameters
-    ----------
-    trials
-        Number of trials in place of the file's; None: the file's.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot be read, or a key or value is not allowed; lists every error with its line.
+    Raise ExperimentError if it cannot be read, or a key or value is not allowed; it lists every error with its line.
     """
     origins: dict[KeyPath, str] = {}
-    if isinstance(where, SearchSpace | Mapping):
-        source = "the search space"
-        value = plain_value(where if isinstance(where, SearchSpace) else dict(where), source)
+    if isinstance(source, SearchSpace | Mapping):
+        name = "the search space"
+        value = plain_value(source if isinstance(source, SearchSpace) else dict(source), name)
     else:
-        source = str(where)
+        name = str(source)
         try:
-            text = read_file(expanded(where)).decode("utf-8")
+            text = read_file(expanded(source)).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
-            raise ExperimentError(f"{source} cannot be read: {why}", key="space") from error
-        value, origins = parse_yaml(text, source)
+            raise ExperimentError(f"{name} cannot be read: {why}", key="space") from error
+        value, origins = parse_yaml(text, name)
     if not isinstance(value, dict):
         raise ExperimentError(
-            f"{source} must be a mapping with the key parameters (got {shortened(str(value))}).", key="space"
+            f"{name} must be a mapping with the key parameters (got {shortened(str(value))}).", key="space"
         )
-    value = {**value, **({} if trials is None else {"trials": trials})}
-    try:
-        return SearchSpace.model_validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        errors = explain(error, SearchSpace.model_json_schema(), value)
-        raise ExperimentError(listing(source, errors, origins), key="space") from None
+    return validate(SearchSpace, value if trials is None else {**value, "trials": trials}, name, origins, key="space")
 
 
 def plan_search(space: SearchSpace, make: Make) -> SearchPlan:
@@ -258,7 +219,12 @@ def plan_search(space: SearchSpace, make: Make) -> SearchPlan:
     """
     for key in space.parameters:
         _check_key(key)
-    base, fixed = make([]), _fixed(space)
+    base, budget = make([]), "federation.privacy.budget"
+    fixed = () if space.epsilon is None else (f"{budget}={space.epsilon!r}",)
+    if fixed and budget in space.parameters:
+        raise ExperimentError(
+            f"parameters.{budget} cannot be combined with epsilon, which sets it.", key=f"parameters.{budget}"
+        )
     if fixed and base.federation.privacy is None:
         raise ExperimentError(
             "epsilon limits the ε of private training, and the experiment's training is not private; set "
@@ -268,8 +234,7 @@ def plan_search(space: SearchSpace, make: Make) -> SearchPlan:
     _check_early_stopping(space, base)
     parameters = tuple(_parameter(key, values, make) for key, values in space.parameters.items())
     trials = _trials(space, parameters)
-    for texts in _corners(parameters):
-        settings = [f"{key}={text}" for key, text in texts.items()]
+    for settings in _corners(parameters):
         try:
             make([*fixed, *settings])
         except ExperimentError as error:
@@ -287,17 +252,6 @@ def _check_key(key: str) -> None:
             "seed, and keys such as name change no model. Change it in the experiment, or compare values in a sweep.",
             key=f"parameters.{key}",
         )
-
-
-def _fixed(space: SearchSpace) -> tuple[str, ...]:
-    budget = "federation.privacy.budget"
-    if space.epsilon is None:
-        return ()
-    if budget in space.parameters:
-        raise ExperimentError(
-            f"parameters.{budget} cannot be combined with epsilon, which sets it.", key=f"parameters.{budget}"
-        )
-    return (f"{budget}={space.epsilon!r}",)
 
 
 def _check_early_stopping(space: SearchSpace, base: Experiment) -> None:
@@ -321,18 +275,11 @@ def _parameter(key: str, values: Range | Choices, make: Make) -> Parameter:
     if isinstance(values, Choices):
         return Parameter(key, choices=tuple(as_yaml(value) for value in values.choices))
     whole = all(isinstance(end, int) for end in (values.min, values.max, values.step or 0))
-    whole = whole and not (values.step is None and _takes_fractions(key, values, make))
+    if whole and values.step is None:  # unless the key takes fractions
+        with suppress(ExperimentError):
+            make([f"{key}={math.floor((values.min + values.max) / 2) + 0.5}"])
+            whole = False
     return Parameter(key, values.min, values.max, values.step, values.log, whole)
-
-
-def _takes_fractions(key: str, values: Range, make: Make) -> bool:
-    """Return whether a key accepts fractions, given a range whose ends are whole numbers."""
-    inside = math.floor((values.min + values.max) / 2)
-    try:
-        make([f"{key}={inside + 0.5}"])
-    except ExperimentError:
-        return False
-    return True
 
 
 def _trials(space: SearchSpace, parameters: Sequence[Parameter]) -> int:
@@ -354,12 +301,142 @@ def _trials(space: SearchSpace, parameters: Sequence[Parameter]) -> int:
     return size
 
 
-def _corners(parameters: Sequence[Parameter]) -> Iterator[dict[str, str]]:
-    keys, corners = [parameter.key for parameter in parameters], [parameter.corners for parameter in parameters]
+def _corners(parameters: Sequence[Parameter]) -> Iterator[list[str]]:
+    """Yield overrides with the extreme values, or choices, of all parameters; of many, one at a time varies."""
+    corners = [
+        [f"{each.key}={text}" for text in each.choices or (each.text(each.low), each.text(each.high))]
+        for each in parameters
+    ]
     if math.prod(map(len, corners)) <= MOST_CORNERS:
-        for texts in itertools.product(*corners):
-            yield dict(zip(keys, texts, strict=True))
+        yield from map(list, itertools.product(*corners))
         return
-    first = {key: tried[0] for key, tried in zip(keys, corners, strict=True)}
-    for key, tried in zip(keys, corners, strict=True):
-        yield from (first | {key: text} for text in tried)
+    first = [settings[0] for settings in corners]
+    for i, settings in enumerate(corners):
+        yield from ([*first[:i], setting, *first[i + 1 :]] for setting in settings)
+
+
+LONGEST_NAME = 120
+"""Maximum length of a run folder's name, in characters."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its folder's name, its overrides, and the resulting experiment."""
+
+    name: str
+    overrides: tuple[str, ...]
+    experiment: Experiment
+
+
+def grid_values(text: str) -> tuple[str, list[str]]:
+    """Return the dotted key of one axis of a grid, ``key=v1,v2,...``, and each value as YAML on one line.
+
+    Commas inside brackets, braces and quotes do not separate values. Raise ExperimentError if the text is malformed, or
+    a value occurs twice.
+    """
+    key, equals, values = text.partition("=")
+    axis = f"{argument('grid')} {shortened(text)}"
+    if not equals or not all(step.strip() for step in key.split(".")):
+        raise ExperimentError(
+            f"{argument('grid')} must be KEY=VALUE,VALUE,..., such as algorithm.local.lr=0.01,0.03 (got "
+            f"{shortened(text)}).",
+            key="grid",
+        )
+    parsed, _ = parse_yaml(f"[{values}]", axis)
+    if not isinstance(parsed, list) or not parsed:
+        raise ExperimentError(f"{axis} has no value.", key="grid")
+    texts = [as_yaml(value) for value in parsed]
+    if twice := [value for value in texts if texts.count(value) > 1]:
+        raise ExperimentError(f"{axis} has the value {twice[0]} twice.", key="grid")
+    return key.strip(), texts
+
+
+def points(
+    experiment: Experiment | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str],
+    seeds: str | None,
+    grid: Sequence[str],
+    *,
+    begun: Path | None = None,
+) -> list[Point]:
+    """Return every run of a sweep, with the seeds of one setting next to each other.
+
+    Raise ExperimentError if the grid is malformed, or an experiment in it is invalid.
+
+    Parameters
+    ----------
+    experiment, overrides
+        As for :func:`~fedloom.experiment.of`.
+    seeds
+        ``1,2,3`` or ``1-3``; None keeps the experiment's.
+    grid
+        ``key=v1,v2`` each; the runs are their product.
+    begun
+        Folder of one of the runs, if the sweep is resumed; as for :func:`~fedloom.experiment.of`.
+    """
+    axes = _axes(grid, seeds)
+    labels = shortest_suffixes([key for key, _ in axes])
+    runs: list[Point] = []
+    for values in itertools.product(*(values for _, values in axes)):
+        settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
+        try:
+            point = of(experiment, [*overrides, *settings], begun=begun)
+        except ExperimentError as error:
+            raise ExperimentError(f"at {', '.join(settings)}: {error}") from error
+        name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
+        runs.append(Point(name, (*overrides, *settings), point))
+    return runs
+
+
+def _axes(grid: Sequence[str], seeds: str | None) -> list[tuple[str, list[str]]]:
+    """Return the keys of a sweep with their values, seeds last."""
+    axes = [grid_values(text) for text in grid]
+    keys = [key for key, _ in axes]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ExperimentError(f"{argument('grid')} names {key} twice; give all its values at once.", key="grid")
+    if seeds is None:
+        return axes
+    if "seed" in keys:
+        raise ExperimentError(f"{argument('grid')} of seed cannot be combined with {argument('seeds')}.", key="grid")
+    return [*axes, ("seed", [str(seed) for seed in seeds_of(seeds)])]
+
+
+def begun_in(folder: Path | None) -> Path | None:
+    """Return the folder of a run inside a sweep's folder; None if there is none."""
+    return None if folder is None else next((file.parent for file in sorted(folder.glob("*/experiment.yaml"))), None)
+
+
+def seeds_of(text: str) -> list[int]:
+    """Return the seeds listed as ``1,2,3`` or ``1-3``; raise ExperimentError if one occurs twice, or none."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if span is None:
+            raise ExperimentError(
+                f"{argument('seeds')} must be numbers separated by commas, such as 1,2,3 or 1-3 (got {text!r}).",
+                key="seeds",
+                found=text,
+            )
+        seeds += range(int(span[1]), int(span[2] or span[1]) + 1)
+    if not seeds or len(set(seeds)) < len(seeds):
+        message = f"{argument('seeds')} must be at least one seed, each once (got {text!r})."
+        raise ExperimentError(message, key="seeds", found=text)
+    return seeds
+
+
+def _short(value: str) -> str:
+    """Return a YAML value as part of a folder name; for a mapping, its ``name`` or ``scheme``."""
+    parsed, _ = parse_yaml(value, argument("grid"))
+    named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
+    return f"{{{named}}}" if named else value
+
+
+def _folder_name(parts: Sequence[str], settings: Sequence[str]) -> str:
+    """Return a folder name made from the settings, with a hash of them if it cannot show them exactly."""
+    plain = ",".join(parts)
+    name = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", plain)
+    if name == plain and len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256("\n".join(settings).encode()).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9]}-{digest}"

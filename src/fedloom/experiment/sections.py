@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -14,11 +15,15 @@ from pydantic import (
     Discriminator,
     Field,
     JsonValue,
+    PlainSerializer,
+    PlainValidator,
     Tag,
+    ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
 from fedloom.data.assignment import PartitionSettings
@@ -31,7 +36,6 @@ from fedloom.data.own import OWN
 from fedloom.data.requirements import Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
-from fedloom.experiment.algorithm_section import AlgorithmSection
 from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
@@ -53,9 +57,13 @@ def datasets() -> list[str]:
     return [*sorted(DATASETS), *LOCAL]
 
 
+def _not_among(allowed: Sequence[str]) -> PydanticCustomError:
+    return PydanticCustomError("unknown_name", "must be one of {allowed}", {"allowed": ", ".join(allowed)})
+
+
 def _known_dataset(name: str) -> str:
     if name not in datasets():
-        raise PydanticCustomError("unknown_name", "must be one of {allowed}", {"allowed": ", ".join(datasets())})
+        raise _not_among(datasets())
     return name
 
 
@@ -123,12 +131,8 @@ class Data(Section):
     def opened(self) -> Dataset:
         """Return the source; a local data set is read unless it has been read before.
 
-        Raises
-        ------
-        ExperimentError
-            If ``source`` is given but not allowed, or missing, or names nothing that can be read.
-        DataError
-            If the content is invalid.
+        Raise ExperimentError if ``source`` is wrong here, or names nothing that can be read; DataError if its content
+        is invalid.
         """
         if self.dataset in LOCAL:
             if self.source is None:
@@ -180,6 +184,36 @@ class OwnData(Section):
 
 def _data_tag(value: Any) -> str:
     return "brought" if isinstance(value, OwnData) or (isinstance(value, dict) and "own" in value) else "dealt"
+
+
+class AlgorithmChoice(Settings):
+    """Name of a method, and its settings."""
+
+    name: str
+    settings: Settings
+
+
+def _choose_algorithm(value: Any) -> AlgorithmChoice:
+    if isinstance(value, AlgorithmChoice):
+        return value
+    if not isinstance(value, dict):
+        raise PydanticCustomError("mapping", "must be a mapping with a name")
+    name, keys = value.get("name"), {key: item for key, item in value.items() if key != "name"}
+    if name not in available():
+        kind = _not_among(available()) if "name" in value else "missing"
+        detail = InitErrorDetails(type=kind, loc=("name",), input=name)
+        raise ValidationError.from_exception_data("name", [detail])  # merged into the errors of the whole file
+    # Through JSON, where strict validation still accepts a list for a tuple.
+    settings = find_algorithm(name).settings.model_validate_json(json.dumps(keys), strict=True)
+    return AlgorithmChoice(name=name, settings=settings)
+
+
+def _dump_algorithm(choice: AlgorithmChoice) -> dict[str, Any]:
+    return {"name": choice.name, **choice.settings.model_dump(mode="json")}
+
+
+AlgorithmSection = Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)]
+"""Type of the section: the name and the settings in one mapping."""
 
 
 class EarlyStopping(Section):

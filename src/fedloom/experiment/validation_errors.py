@@ -7,14 +7,16 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    from pydantic import ValidationError
-    from pydantic_core import ErrorDetails
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from fedloom.core.words import pluralize, shortened
-from fedloom.errors import argument
+from fedloom.errors import ExperimentError, argument
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+S = TypeVar("S", bound="BaseModel")
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys (and list positions) from the top level of the file."""
@@ -81,18 +83,19 @@ def listing(source: str, errors: Sequence[SettingError], origins: Mapping[KeyPat
     return "\n".join(lines)
 
 
-def explain(error: ValidationError, schema: Schema, value: Any) -> list[SettingError]:
-    """Return the errors of a validation, each at its key.
+def validate(kind: type[S], value: Any, source: str, origins: Mapping[KeyPath, str], *, key: str | None = None) -> S:
+    """Return the settings in a mapping; raise ExperimentError, by default at the first key, that lists every error."""
+    from pydantic import ValidationError
 
-    Parameters
-    ----------
-    error
-        Errors found by pydantic.
-    schema
-        JSON schema of the whole file, whose keys are suggested for misspelled ones.
-    value
-        Content of the file.
-    """
+    try:  # through JSON, where strict validation still accepts a list for a tuple
+        return kind.model_validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        errors = explain(error, kind.model_json_schema(), value)
+        raise ExperimentError(listing(source, errors, origins), key=key or dotted(errors[0].path)) from None
+
+
+def explain(error: ValidationError, schema: Schema, value: Any) -> list[SettingError]:
+    """Return the errors of a validation, each at its key, with suggestions from the JSON schema of the file."""
     texts: dict[KeyPath, dict[str, None]] = {}
     inputs: dict[KeyPath, str] = {}
     for detail in error.errors(include_url=False):

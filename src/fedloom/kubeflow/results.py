@@ -61,8 +61,7 @@ def table_of_results(statistics: Mapping[str, Any]) -> str:
 
 def comparison(compared: RunComparison) -> str:
     """Return runs side by side, best in bold, as in the pages of ``fedloom compare``."""
-    from fedloom.reporting.compare_findings import findings, sentence
-    from fedloom.reporting.compare_tables import marks_note, terminal_table, text_title
+    from fedloom.reporting.compare_tables import findings, marks_note, sentence, terminal_table, text_title
 
     parts = [f"{sentence(compared, finding)}\n\n" for finding in findings(compared)]
     parts.append(f"{text_title(compared)}. {marks_note(compared, tied='italic')}\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,21 +10,74 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.core.words import first_of, pluralize
 from fedloom.errors import ExperimentError, argument
-from fedloom.reporting.compare_rows import MeanStd, Row, block_labels, comparison_rows, differing, mean_of
 from fedloom.reporting.page import DASH, check_installed
-from fedloom.reporting.run_results import GROUPS, USERS, RunResults, read_results
+from fedloom.reporting.run_results import (
+    GROUPS,
+    USERS,
+    MeanStd,
+    Row,
+    RunResults,
+    block_labels,
+    comparison_rows,
+    differing,
+    mean_of,
+    read_results,
+)
+from fedloom.reporting.words import Document
 from fedloom.runs.listing import finished_runs
 from fedloom.tasks.names import MODEL_LOSS, Headline
 
 if TYPE_CHECKING:
-    from fedloom.reporting.compare_figures import LineStyle
-    from fedloom.reporting.compare_pairs import Pair
+    from fedloom.reporting.significance import Pair
+
+GROUP_NAMES = {USERS: "user 0", "seen": "seen clients", "unseen": "unseen clients"}
 
 FEATURED = 8
 """Maximum number of rows of a block that figures show in full."""
 
 LEVEL = 0.05
 """Significance level: a corrected p-value below it counts as a difference."""
+
+
+COLOURS = {
+    "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
+    "m4": "#e69f00", "m5": "#56b4e9", "m6": "#7f3c8d", "m7": "#8c6d31",
+}  # fmt: skip
+"""Colours by CSS variable of the page: Okabe and Ito's, and two more as dark as the first."""
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (3, 1.5, 1.5, 1.5, 1.5, 1.5))
+MARKERS = "os^DvPX"
+
+
+class LineStyle(NamedTuple):
+    """Drawing style of a method; after eight methods, colours repeat with other line styles and markers."""
+
+    name: str
+    dash: tuple[float, ...]
+    marker: str
+
+    @property
+    def colour(self) -> str:
+        """Colour of the line."""
+        return COLOURS[self.name]
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Arguments of ``plot``."""
+        return {"color": self.colour, "linestyle": (0, self.dash) if self.dash else "-"}
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Colour and dash pattern of a table's row; the line has a width of 2."""
+        return {"colour": self.name, "dash": " ".join(f"{2 * length:g}" for length in self.dash)}
+
+
+def line_styles(labels: Iterable[str]) -> dict[str, LineStyle]:
+    """Return a style for each label, in order of appearance."""
+    return {
+        label: LineStyle(f"m{i % len(COLOURS)}", DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+        for i, label in enumerate(dict.fromkeys(labels))
+    }
 
 
 class Reference(NamedTuple):
@@ -34,8 +87,7 @@ class Reference(NamedTuple):
     because: str
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Row of a method's setting that is best on validation, out of this many ``candidates``.
 
     ``validation`` and ``runner_up`` are the headline metric on the validation data of seen clients in the last round
@@ -43,7 +95,7 @@ class Choice:
     whose chosen value is the lowest or highest of three or more values tried.
     """
 
-    row: int
+    row: Row
     candidates: int
     seeds: tuple[int, ...]
     validation: float
@@ -83,7 +135,7 @@ class RunComparison:
 
     def title(self, block: str) -> str:
         """Return the label of a block; empty if there is only one."""
-        return self.labels[block] if len(self.blocks) > 1 else ""
+        return self.labels[block] if len(self.labels) > 1 else ""
 
     @property
     def several_seeds(self) -> bool:
@@ -98,21 +150,13 @@ class RunComparison:
     @cached_property
     def styles(self) -> dict[str, LineStyle]:
         """Styles of the featured rows in figures, by label."""
-        from fedloom.reporting.compare_figures import line_styles
-
         return line_styles(self.rows[i].label for featured in self.featured.values() for i in featured)
 
     @cached_property
     def blocks(self) -> dict[str, list[int]]:
         """Row indices by block."""
-        found: dict[str, list[int]] = {}
-        for i, row in enumerate(self.rows):
-            found.setdefault(row.block, []).append(i)
-        return found
-
-    def blocks_of_rows(self, titles: Mapping[str, str]) -> list[tuple[str, list[Row]]]:
-        """Return the rows of each block, after its title."""
-        return [(titles[block], [self.rows[i] for i in members]) for block, members in self.blocks.items()]
+        blocks = dict.fromkeys(row.block for row in self.rows)
+        return {block: [i for i, row in enumerate(self.rows) if row.block == block] for block in blocks}
 
     @cached_property
     def differing(self) -> tuple[str, ...]:
@@ -122,7 +166,7 @@ class RunComparison:
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
         """All pairs of rows within a block, for seen and for unseen clients, with corrected p-values."""
-        from fedloom.reporting.compare_pairs import test_pairs
+        from fedloom.reporting.significance import test_pairs
 
         references = {reference.row for reference in self.references.values()}
         return tuple(
@@ -155,15 +199,15 @@ class RunComparison:
         It is the row named by :attr:`against` (if several, the best on validation), or else the row of clients' own
         models that is best on validation. Without validation data, it is the first row. Test results never choose it.
         """
-        found = {}
+        references = {}
         for block, members in self.blocks.items():
             named = [i for i in members if self.rows[i].matches(self.against)]
             candidates = [i for i in named if self.rows[i].is_own] or named
             validated = self._validated(candidates)
             values = validated[1] if validated else dict.fromkeys(candidates, 0.0)
             because = "named" if self.against is not None else "best on validation" if validated else "first"
-            found[block] = Reference(max(values, key=lambda i: self.headline.sign * values[i]), because)
-        return found
+            references[block] = Reference(max(values, key=lambda i: self.headline.sign * values[i]), because)
+        return references
 
     @cached_property
     def chosen(self) -> tuple[Choice, ...]:
@@ -171,9 +215,8 @@ class RunComparison:
         methods: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.is_own:
-                methods.setdefault((row.block, row.runs[0].method), []).append(i)
-        several = [rows for rows in methods.values() if differing([self.rows[i].settings for i in rows])]
-        return tuple(choice for rows in several if (choice := self._choice(rows)) is not None)
+                methods.setdefault(row.method_in_block, []).append(i)
+        return tuple(choice for rows in methods.values() if (choice := self._choice(rows)) is not None)
 
     @cached_property
     def featured(self) -> dict[str, list[int]]:
@@ -182,17 +225,14 @@ class RunComparison:
         These are all rows or, if there are more than :data:`FEATURED`, each method's setting chosen on validation; if
         there are still more, only the rows of clients' own models.
         """
-        settings = {
-            (self.rows[c.row].block, self.rows[c.row].runs[0].method): self.rows[c.row].settings for c in self.chosen
-        }
-        found = {}
-        for block, members in self.blocks.items():
-            shown = list(members)
+        settings = {choice.row.method_in_block: choice.row.settings for choice in self.chosen}
+        featured = {}
+        for block, shown in self.blocks.items():
             if len(shown) > FEATURED:
-                keys = {i: (block, self.rows[i].runs[0].method) for i in shown}
-                shown = [i for i in shown if settings.get(keys[i]) in (None, self.rows[i].settings)]
-            found[block] = self._own_rows(shown) if len(shown) > FEATURED else shown
-        return found
+                rows = ((i, self.rows[i]) for i in shown)
+                shown = [i for i, row in rows if settings.get(row.method_in_block) in (None, row.settings)]
+            featured[block] = self._own_rows(shown) if len(shown) > FEATURED else shown
+        return featured
 
     @cached_property
     def stepping(self) -> dict[str, list[int]]:
@@ -218,22 +258,22 @@ class RunComparison:
         seeds = set.intersection(*(set(self.rows[i].seeds) for i in candidates))
         means: dict[int, float] = {}
         for i in candidates:
-            row = self.rows[i]
-            last = [r.curve[-1].validation for run, r in zip(row.runs, row.results, strict=True) if run.seed in seeds]
-            mean = mean_of(last)
+            results = zip(self.rows[i].seeds, self.rows[i].results, strict=True)
+            mean = mean_of(result.curve[-1].validation for seed, result in results if seed in seeds)
             if mean is None:  # no common seed, or no validation data
                 return None
             means[i] = mean
         return seeds, means
 
     def _choice(self, candidates: Sequence[int]) -> Choice | None:
-        validated = self._validated(candidates)
-        if validated is None:
+        """Return the best of a method's rows on validation; None if they are of one setting, or not validated."""
+        tried = [self.rows[i].settings for i in candidates]
+        if not differing(tried) or (validated := self._validated(candidates)) is None:
             return None
         seeds, means = validated
         first, second, *_ = sorted(candidates, key=lambda i: -self.headline.sign * means[i])
-        edges = _edges(self.rows[first].settings, [self.rows[i].settings for i in candidates])
-        return Choice(first, len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
+        edges = _edges(self.rows[first].settings, tried)
+        return Choice(self.rows[first], len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
 
     def marks(self, group: str, statistic: str = "mean") -> list[str]:
         """Return a mark for each row: ``best`` of its block, ``tied`` with its reference, or an empty string.
@@ -256,15 +296,14 @@ class RunComparison:
 
     def pairs_of(self, row: int, group: str) -> dict[int, Pair]:
         """Return the tested pairs of a row, the row first, by the index of the other."""
-        found = [pair for pair in self.pairs if pair.group == group and pair.p is not None]
-        turned = [pair if pair.first == row else pair.turned() for pair in found if row in (pair.first, pair.second)]
-        return {pair.second: pair for pair in turned}
+        pairs = (pair.seen_from(row) for pair in self.pairs if pair.group == group and pair.p is not None)
+        return {pair.second: pair for pair in pairs if pair.first == row}
 
     def best(self, members: Sequence[int], group: str, statistic: str = "mean") -> list[int]:
         """Return the rows with the best statistic, several on ties; none if fewer than two rows have it."""
-        found = {i: value.mean for i in members if (value := self.rows[i].over_seeds(group, statistic)) is not None}
-        best = max((self.headline.sign * value for value in found.values()), default=None)
-        return [i for i, value in found.items() if self.headline.sign * value == best] if len(found) > 1 else []
+        means = {i: value.mean for i in members if (value := self.rows[i].over_seeds(group, statistic)) is not None}
+        best = max((self.headline.sign * mean for mean in means.values()), default=None)
+        return [i for i, mean in means.items() if self.headline.sign * mean == best] if len(means) > 1 else []
 
 
 def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) -> RunComparison:
@@ -293,60 +332,50 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
     check_installed("scipy", extra="compare")
     folders, notices = finished_runs(run_folders)
     runs = [read_results(folder) for folder in folders]
-    _check_one_scale(runs)
-    comparison = RunComparison(tuple(comparison_rows(runs)), (), against)
-    _check_against(comparison)
-    return replace(comparison, notices=(*notices, *_notices(comparison)))
-
-
-def _check_one_scale(runs: Sequence[RunResults]) -> None:
     names: dict[Headline, list[str]] = {}
     for run in runs:
         names.setdefault(run.headline, []).append(run.name)
     if len(names) > 1:
-        found = "; ".join(f"{metric.title}: {first_of(of_metric, 3)}" for metric, of_metric in names.items())
+        listed = "; ".join(f"{metric.title}: {first_of(of_metric, 3)}" for metric, of_metric in names.items())
         raise ExperimentError(
-            f"Runs are compared by one metric, and these have different ones ({found}). Compare the runs of each "
+            f"Runs are compared by one metric, and these have different ones ({listed}). Compare the runs of each "
             "metric separately."
         )
-
-
-def _check_against(comparison: RunComparison) -> None:
+    comparison = RunComparison(tuple(comparison_rows(runs)), (), against)
     for members in comparison.blocks.values():
-        inside = [comparison.rows[i] for i in members]
-        if not any(row.matches(comparison.against) for row in inside):
-            names = list(dict.fromkeys(name for row in inside for name in (row.method, row.label)))
+        rows = [comparison.rows[i] for i in members]
+        if not any(row.matches(against) for row in rows):
+            labels = list(dict.fromkeys(name for row in rows for name in (row.method, row.label)))
             raise ExperimentError(
-                f"{argument('against')} must be one of {', '.join(names)} (got {comparison.against}).",
+                f"{argument('against')} must be one of {', '.join(labels)} (got {against}).",
                 key="against",
-                found=comparison.against,
-                allowed=names,
+                found=against,
+                allowed=labels,
             )
+    return replace(comparison, notices=(*notices, *_notices(comparison)))
 
 
 def _notices(comparison: RunComparison) -> list[str]:
-    found = []
-    unlike = differing([run.environment for row in comparison.rows for run in row.runs])
-    if unlike:
-        found.append(f"The runs were made in different environments ({', '.join(unlike)}): compare times with care.")
+    notices = []
+    if unlike := differing([run.environment for run in comparison.runs]):
+        notices.append(f"The runs were made in different environments ({', '.join(unlike)}): compare times with care.")
     blocks = comparison.blocks.values()
     if any(len({comparison.rows[i].seeds for i in members}) > 1 for members in blocks):
-        found.append("Not all rows have the same seeds, so their means are over different partitions.")
+        notices.append("Not all rows have the same seeds, so their means are over different partitions.")
     if len(blocks) > 1:
         unlike_data = "data or models" if comparison.headline == MODEL_LOSS else "data"
-        found.append(
+        notices.append(
             f"The runs are of different {unlike_data}: each block of the table has its own best, and clients of "
             "different blocks are never paired."
         )
-    return found
+    return notices
 
 
-def _edges(chosen: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _edges(chosen: Document, tried: Sequence[Document]) -> tuple[str, ...]:
     """Return the keys whose chosen value is the lowest or highest of three or more numbers."""
-    found = []
+    edges = []
     for key in differing(tried):
-        values = (settings.get(key) for settings in tried)
-        numbers = {value for value in values if isinstance(value, int | float) and not isinstance(value, bool)}
+        numbers = {settings[key] for settings in tried if type(settings.get(key)) in (int, float)}
         if len(numbers) > 2 and chosen.get(key) in (min(numbers), max(numbers)):
-            found.append(key)
-    return tuple(found)
+            edges.append(key)
+    return tuple(edges)

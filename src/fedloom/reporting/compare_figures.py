@@ -1,11 +1,10 @@
-"""Figures of a comparison; each method has the same colour, line style and marker in all of them."""
+"""Figures of a comparison, with the same style of each method in all of them, and of a hyperparameter search."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from fedloom.reporting.compare import FEATURED
-from fedloom.reporting.compare_findings import GROUP_NAMES
-from fedloom.reporting.compare_rows import MeanStd, Row, differences, mean_std, own_steps_of
+from fedloom.reporting.compare import FEATURED, GROUP_NAMES, LineStyle
 from fedloom.reporting.drawing import (
+    COLOURS,
     FULL,
     INK,
     around,
@@ -27,46 +25,11 @@ from fedloom.reporting.drawing import (
     sheet,
 )
 from fedloom.reporting.page import FEWEST_POINTS
-from fedloom.reporting.run_results import GROUPS, USERS
-
-COLOURS = {
-    "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
-    "m4": "#e69f00", "m5": "#56b4e9", "m6": "#7f3c8d", "m7": "#8c6d31",
-}  # fmt: skip
-"""Colours by CSS variable of the page: Okabe and Ito's, and two more as dark as the first."""
-
-DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (3, 1.5, 1.5, 1.5, 1.5, 1.5))
-MARKERS = "os^DvPX"
+from fedloom.reporting.run_results import GROUPS, USERS, MeanStd, Row, differences, mean_std, own_steps_of
+from fedloom.reporting.words import Document
+from fedloom.tasks.names import Headline
 
 _SPENT = (("rounds", "round"), ("communication", "payload, both directions"), ("client steps", "client steps"))
-
-
-@dataclass(frozen=True)
-class LineStyle:
-    """Drawing style of a method; after eight methods, colours repeat with other line styles and markers."""
-
-    name: str
-    dash: tuple[float, ...]
-    marker: str
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Arguments of ``plot``."""
-        return {"color": COLOURS[self.name], "linestyle": (0, self.dash) if self.dash else "-"}
-
-    @property
-    def key(self) -> dict[str, str]:
-        """Colour and dash pattern of a table's row; the line has a width of 2."""
-        return {"colour": self.name, "dash": " ".join(f"{2 * length:g}" for length in self.dash)}
-
-
-def line_styles(labels: Iterable[str]) -> dict[str, LineStyle]:
-    """Return a style for each label, in order of appearance."""
-    distinct = list(dict.fromkeys(labels))
-    return {
-        label: LineStyle(f"m{i % len(COLOURS)}", DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
-        for i, label in enumerate(distinct)
-    }
 
 
 def has_curves(rows: Sequence[Row]) -> bool:
@@ -106,8 +69,8 @@ def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], style
         curve = _curve(row, group)
         means = [point.mean for _, point in curve]
         trained += means[1:] if len(means) > 2 else means
-        for k, axes in enumerate(line if curve else ()):
-            _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
+        for axes, x in zip(line, zip(*(x for x, _ in curve), strict=True), strict=False):
+            _draw_curve(axes, x, [point for _, point in curve], styles[row.label], row.label)
     line[0].set_ylabel(GROUP_NAMES[group])
     if rows[0].headline.percent:
         line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
@@ -126,12 +89,12 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
     figure, axes = panel(3.4, FULL)
     ticks = own_steps_of(rows)
     for row in rows:
-        found, look = row.own_steps, styles[row.label]
-        x = [ticks.index(k) for k in found]
-        axes.plot(x, [v.mean for v in found.values()], **look.line, marker=look.marker, markersize=5, label=row.label)
+        results, look = row.own_steps, styles[row.label]
+        x, means = [ticks.index(k) for k in results], [value.mean for value in results.values()]
+        axes.plot(x, means, **look.line, marker=look.marker, markersize=5, label=row.label)
         for run in row.runs if len(row.runs) > 1 else ():
-            dots = [run.own_steps[k].mean for k in found]
-            axes.plot(x, dots, ".", color=COLOURS[look.name], markersize=4, alpha=0.6)
+            dots = [run.own_steps[k].mean for k in results]
+            axes.plot(x, dots, ".", color=look.colour, markersize=4, alpha=0.6)
     axes.set_xticks(range(len(ticks)), [str(k) for k in ticks])
     axes.set_xlabel("local steps of the client")
     axes.set_ylabel(f"test {rows[0].headline.title}")
@@ -149,21 +112,17 @@ def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure
     figure = sheet(FULL, 3.1)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for group, axes in zip(shown, panels, strict=True):
-        values = {row.label: sorted(row.client_values(group)) for row in rows}
-        all_values = [value for found in values.values() for value in found]
-        left, right = around(all_values or [0.0])
+        by_label = {row.label: sorted(row.client_values(group)) for row in rows}
+        everything = [value for values in by_label.values() for value in values]
+        left, right = around(everything or [0.0])
+        end = right
         if rows[0].headline.percent:
-            left, right = max(0.0, min([1.0, *all_values]) - 0.02), 1.005
+            left, right, end = max(0.0, min([1.0, *everything]) - 0.02), 1.005, 1.0
             percent(axes.xaxis)
-        for label, found in values.items():
-            if found:
-                x, y = _steps(found)
-                axes.plot(
-                    [*x, min(1.0, right) if rows[0].headline.percent else right],
-                    [*y, 1.0],
-                    **styles[label].line,
-                    label=label,
-                )
+        for label, values in by_label.items():
+            if values:
+                x, y = _steps(values)
+                axes.plot([*x, end], [*y, 1.0], **styles[label].line, label=label)
         axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {rows[0].headline.title}", ylim=(0, 1.01))
         axes.set_xlim(left, right)
         axes.grid(visible=True, axis="x")
@@ -173,24 +132,19 @@ def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure
     return figure
 
 
-def has_pairs(rows: Sequence[Row]) -> bool:
-    """Return whether :func:`draw_pairs` has data: some row shares clients with the best."""
-    return bool(_panels(rows))
-
-
 @as_svg
 def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw each method's difference to the best on average, client by client, sorted.
 
     A line crosses zero at the share of clients for which the best on average is not better.
     """
-    panels = _panels(rows)
+    panels = paired_differences(rows)
     figure = sheet(FULL, 3.2)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (group, best, lines) in zip(grid, panels, strict=True):
         axes.axhline(0, color=INK, linewidth=0.8)
-        for label, found in lines.items():
-            x, y = _steps(sorted(found))
+        for label, values in lines.items():
+            x, y = _steps(sorted(values))
             axes.plot(y, x, **styles[label].line, label=label)
         title = textwrap.fill(f"{group.capitalize()} clients: difference to {best.label}", 56)
         axes.set(title=title, xlabel="share of clients, sorted by difference", xlim=(0, 1))
@@ -202,22 +156,24 @@ def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     return figure
 
 
-def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]]:
-    """Return for each group the best row, and the others' differences to it, client by client and by label."""
-    found = []
+def paired_differences(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]]:
+    """Return for each group the best row, and the others' differences to it, client by client and by label.
+
+    Groups in which no row shares clients with the best are left out.
+    """
+    panels = []
     for group in GROUPS:
         measured = [row for row in rows if row.over_seeds(group) is not None]
         best = max(measured, key=lambda row: row.headline.sign * row.mean(group), default=None)  # the first on ties
         if best is not None:
             lines = {
-                row.label: [d for of_seed in differences(row, best, group).values() for d in of_seed]
+                row.label: [difference for of_seed in by_seed.values() for difference in of_seed]
                 for row in rows
-                if row is not best
+                if row is not best and (by_seed := differences(row, best, group))
             }
-            lines = {label: values for label, values in lines.items() if values}
             if lines:
-                found.append((group, best, lines))
-    return found
+                panels.append((group, best, lines))
+    return panels
 
 
 def _groups_and_users(rows: Sequence[Row]) -> list[str]:
@@ -228,28 +184,25 @@ def _groups_and_users(rows: Sequence[Row]) -> list[str]:
 def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], MeanStd]]:
     """Return (round, bytes, client steps) and value for rounds evaluated with every seed: means over seeds."""
     by_round = [{point.round: point for point in result.curve} for result in row.results]
-    found: list[tuple[tuple[float, float, float], MeanStd]] = []
+    curve: list[tuple[tuple[float, float, float], MeanStd]] = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
         points = [points[number] for points in by_round]
-        value = mean_std(point.mean.get(group) for point in points)
-        if value is not None:
+        if (value := mean_std(point.mean.get(group) for point in points)) is not None:
             n = len(points)
             x = (number, sum(p.payload for p in points) / n, sum(p.client_steps for p in points) / n)
-            found.append((x, value))
-    return found
+            curve.append((x, value))
+    return curve
 
 
-def _draw_curve(axes: Axes, curve: Sequence[tuple[float, MeanStd]], look: LineStyle, label: str) -> None:
-    x = [x for x, _ in curve]
-    mean = [point.mean for _, point in curve]
-    std = [point.std or 0.0 for _, point in curve]
-    if len(curve) == 1:
+def _draw_curve(axes: Axes, x: Sequence[float], points: Sequence[MeanStd], look: LineStyle, label: str) -> None:
+    mean, std = [point.mean for point in points], [point.std or 0.0 for point in points]
+    if len(points) == 1:
         if std[0]:
-            axes.axhspan(mean[0] - std[0], mean[0] + std[0], color=COLOURS[look.name], alpha=0.13, linewidth=0)
+            axes.axhspan(mean[0] - std[0], mean[0] + std[0], color=look.colour, alpha=0.13, linewidth=0)
         axes.axhline(mean[0], **look.line, label=label)
         return
     if any(std):
-        band(axes, x, mean, std, COLOURS[look.name])
+        band(axes, x, mean, std, look.colour)
     every = max(1, len(x) // 12)
     axes.plot(x, mean, **look.line, marker=look.marker, markersize=3.2, markevery=every, label=label)
 
@@ -270,3 +223,45 @@ def _legend(figure: Figure, *panels: Axes) -> None:
     columns = max(1, min(len(handles), 120 // width))
     figure.set_figheight(figure.get_figheight() + 0.17 * max(0, math.ceil(len(handles) / columns) - 2))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, handlelength=3.4)
+
+
+WIDE_RANGE = 30
+"""Ratio of the largest to the smallest value above which a parameter has a logarithmic axis."""
+
+
+@as_svg
+def draw_trials(trials: Sequence[Document], chosen: int, headline: Headline) -> Figure:
+    """Draw each finished trial's value on validation data, and the best so far."""
+    figure, axes = panel(2.6, FULL)
+    done = [trial for trial in trials if trial["validation"] is not None]
+    x, y = [trial["trial"] for trial in done], [trial["validation"] for trial in done]
+    best = headline.sign * np.maximum.accumulate(headline.sign * np.array(y))
+    axes.step([*x, max(x) + 0.5], [*best, best[-1]], where="post", color=COLOURS["unseen"], label="best so far")
+    _points(axes, x, y, x.index(chosen))
+    axes.set(title=f"Validation {headline.title} of the trials", xlabel="trial", xlim=(0.5, trials[-1]["trial"] + 0.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if headline.percent:
+        percent(axes.yaxis)
+    axes.legend(loc="best")
+    return figure
+
+
+@as_svg
+def draw_parameter(trials: Sequence[Document], key: str, chosen: int, headline: Headline) -> Figure:
+    """Draw the value on validation data against a parameter."""
+    figure, axes = panel(2.6)
+    done = [trial for trial in trials if trial["validation"] is not None]
+    x = [trial["parameters"][key] for trial in done]
+    _points(axes, x, [trial["validation"] for trial in done], [trial["trial"] for trial in done].index(chosen))
+    axes.set(title=key, ylabel=f"validation {headline.title}")
+    if min(x) > 0 and max(x) / min(x) > WIDE_RANGE:
+        axes.set_xscale("log")
+    if headline.percent:
+        percent(axes.yaxis)
+    return figure
+
+
+def _points(axes: Axes, x: Sequence[float], y: Sequence[float], chosen: int) -> None:
+    """Draw a dot for each trial, and a ring around the chosen one."""
+    axes.plot(x, y, "o", color=COLOURS["seen"], markersize=4, linestyle="none")
+    axes.plot([x[chosen]], [y[chosen]], "o", color=COLOURS["unseen"], markersize=9, fillstyle="none", label="chosen")

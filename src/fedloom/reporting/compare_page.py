@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.home import expanded
 from fedloom.core.words import pluralize
 from fedloom.errors import ExperimentError, StorageError, argument
-from fedloom.reporting.compare import FEATURED, LEVEL, Choice, RunComparison
-from fedloom.reporting.compare_findings import GROUP_NAMES, caution, findings, sentence
-from fedloom.reporting.compare_pairs import Pair
-from fedloom.reporting.compare_rows import MeanStd, Row, shown_value
+from fedloom.reporting.compare import COLOURS, FEATURED, GROUP_NAMES, LEVEL, Choice, RunComparison
 from fedloom.reporting.compare_tables import (
     COST_COLUMNS,
     LABEL,
     SEEDS,
+    by_block,
+    caution,
     choice_columns,
     edge_note,
+    findings,
     group_columns,
     latex_table,
     marks_note,
@@ -32,11 +32,25 @@ from fedloom.reporting.compare_tables import (
     pairs_as_csv,
     reference_note,
     rows_as_csv,
+    sentence,
     value_cell,
 )
-from fedloom.reporting.page import DASH, Fact, Lead, PageSection, Panel, Part, ReportPage, check_installed
-from fedloom.reporting.run_results import GROUPS, USERS, RunResults
-from fedloom.reporting.tables import Cell, Column, Table, tabulated
+from fedloom.reporting.page import (
+    DASH,
+    Cell,
+    Column,
+    Fact,
+    Lead,
+    PageSection,
+    Panel,
+    Part,
+    ReportPage,
+    Table,
+    check_installed,
+    tabulated,
+)
+from fedloom.reporting.run_results import GROUPS, USERS, MeanStd, Row, RunResults, shown_value
+from fedloom.reporting.significance import Pair
 from fedloom.reporting.words import human_bytes, human_time, shown_epsilon
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
@@ -76,22 +90,21 @@ def write_comparison(comparison: RunComparison, out: str | Path) -> Path:
 
     The folder is written atomically and replaces an earlier comparison. The same runs give the same bytes.
 
-    Raises
-    ------
-    ExperimentError
-        If a package is not installed, or ``out`` is not a comparison.
-    StorageError
-        If it cannot be written.
+    Raise ExperimentError if a package is not installed, or ``out`` is not a comparison; StorageError if it cannot be
+    written.
     """
     out = expanded(out)
     check_out(out)
     check_installed("matplotlib", "jinja2", extra="compare")
     page = page_of(comparison)
-    files = {PAGE: page.render(), "compare.csv": rows_as_csv(comparison), "compare.tex": latex_table(comparison)}
-    files["pairs.csv"] = pairs_as_csv(comparison)
-    if comparison.stepping:
-        files["own_steps.csv"] = own_steps_as_csv(comparison)
-    files |= {f"figures/{name}": svg for name, svg in page.figures().items()}
+    files = {
+        PAGE: page.render(),
+        "compare.csv": rows_as_csv(comparison),
+        "compare.tex": latex_table(comparison),
+        "pairs.csv": pairs_as_csv(comparison),
+        **({"own_steps.csv": own_steps_as_csv(comparison)} if comparison.stepping else {}),
+        **{f"figures/{name}": svg for name, svg in page.figures().items()},
+    }
     with _replacing(out) as folder:
         (folder / "figures").mkdir()
         for name, text in files.items():
@@ -119,8 +132,6 @@ def _replacing(out: Path) -> Iterator[Path]:
 
 def page_of(comparison: RunComparison) -> ReportPage:
     """Return the page: which method is best, the best results, and the sections."""
-    from fedloom.reporting.compare_figures import COLOURS
-
     leads, facts = [], []
     for finding in findings(comparison):
         winner = finding.winner.label if finding.winner else ""
@@ -134,9 +145,18 @@ def page_of(comparison: RunComparison) -> ReportPage:
             facts.append(Fact(name, f"{best}{comparison.headline.unit}", label, colour))
     if note := caution(comparison):
         leads.append(Lead(note, {}))
+    runs = comparison.runs
+    datasets, models = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
+    seeds = sorted({run.seed for run in runs})
+    about = [
+        datasets,
+        models,
+        pluralize(len(runs), "run"),
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}",
+    ]
     return ReportPage(
         _title(comparison),
-        (_subtitle(comparison),),
+        (" · ".join(about),),
         sections(comparison),
         COLOURS,
         leads=tuple(leads),
@@ -151,15 +171,6 @@ def _title(comparison: RunComparison) -> str:
     if len(names) > NAMED:
         return f"Comparison of {pluralize(len({row.runs[0].method for row in comparison.rows}), 'method')}"
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-
-
-def _subtitle(comparison: RunComparison) -> str:
-    runs = comparison.runs
-    parts = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
-    seeds = sorted({run.seed for run in runs})
-    return " · ".join(
-        [*parts, pluralize(len(runs), "run"), f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"]
-    )
 
 
 def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
@@ -185,7 +196,7 @@ def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
         "Learning curves": (*figures(headline.name, draw.draw_curves, curves, draw.has_curves),),
         "Distribution over clients": figures("clients", draw.draw_clients, clients),
         "Paired comparison, client by client": (
-            *figures("pairs", draw.draw_pairs, pairs, draw.has_pairs),
+            *figures("pairs", draw.draw_pairs, pairs, lambda rows: bool(draw.paired_differences(rows))),
             *_pairs(comparison),
         ),
         "Validation": (_validation(comparison), *_chosen(comparison)),
@@ -205,42 +216,31 @@ def _figures(
     applies: Callable[[Sequence[Row]], bool] = lambda rows: True,
     table: Callable[[Sequence[Row]], tuple[Table, ...]] = lambda rows: (),
 ) -> tuple[Part, ...]:
-    """Return the figure of each block that has data for it, with one explanation below the last.
-
-    Parameters
-    ----------
-    members
-        Indices of the rows that are drawn, by block.
-    table
-        Returns the tables below the figure of these rows.
-    """
+    """Return the figure of each block's ``members`` that have data for it, with one explanation below the last."""
     parts = []
     for number, (block, indices) in enumerate(members.items(), start=1):
         rows, title = [comparison.rows[i] for i in indices], comparison.title(block)
         if not comparison.groups or not applies(rows):
             continue
+        omitted, everything = "", len(comparison.blocks[block])
+        if members is comparison.featured and len(rows) < everything:
+            own = ", and only clients' own models" if len(rows) > FEATURED else ""
+            omitted = f"{len(rows)} of {everything} rows: each method's setting chosen on validation{own}."
         panel = Panel(f"{name}-{number}" if title else name, draw(rows, comparison.styles), wide=True)
-        parts.append(Part(title, (panel,), table(rows), text=_omitted(comparison, block, members)))
+        parts.append(Part(title, (panel,), table(rows), text=omitted))
     return (*parts[:-1], replace(parts[-1], text=f"{text} {parts[-1].text}".rstrip())) if parts else ()
-
-
-def _omitted(comparison: RunComparison, block: str, members: Mapping[str, Sequence[int]]) -> str:
-    shown, everything = len(members[block]), len(comparison.blocks[block])
-    if members is not comparison.featured or shown == everything:
-        return ""
-    own = ", and only clients' own models" if shown > FEATURED else ""
-    return f"{shown} of {everything} rows: each method's setting chosen on validation{own}."
 
 
 def _by_block(comparison: RunComparison, *columns: Column[Row]) -> Table:
     """Return a table row per row, in blocks that have titles if there are several."""
-    featured = {id(comparison.rows[i]) for members in comparison.featured.values() for i in members}
     titles = {block: comparison.title(block) for block in comparison.blocks}
-    return tabulated(
-        columns,
-        comparison.blocks_of_rows(titles),
-        lambda row: comparison.styles[row.label].key if id(row) in featured else {},
-    )
+    return tabulated(columns, by_block(comparison, titles), partial(_key, comparison))
+
+
+def _key(comparison: RunComparison, row: Row) -> Mapping[str, str]:
+    """Return the colour and dash pattern of a row that figures show."""
+    featured = (comparison.rows[i] for i in comparison.featured[row.block])
+    return comparison.styles[row.label].key if any(row is each for each in featured) else {}
 
 
 def _results(comparison: RunComparison) -> Part:
@@ -248,39 +248,34 @@ def _results(comparison: RunComparison) -> Part:
     others = {"unmasked" if row.runs[0].masked else "masked" for row in comparison.rows}
     if len(others) == 1:
         statistics["other"] = min(others)
-    if comparison.headline != ACCURACY:  # statistics that some row has
-        cells = [(row, group) for row in comparison.rows for group in comparison.groups if group != USERS]
-        statistics = {
-            key: heading
-            for key, heading in statistics.items()
-            if key == "mean" or (key != "other" and any(row.over_seeds(group, key) is not None for row, group in cells))
-        }
-    name = LABEL._replace(heading=f"test {comparison.headline.heading}")
+    if comparison.headline != ACCURACY:  # statistics that some row has, no row having another reading
+        groups = [group for group in comparison.groups if group != USERS]
+        for key in ("worst_decile", "pooled", "other"):
+            if all(row.over_seeds(group, key) is None for row in comparison.rows for group in groups):
+                del statistics[key]
+    headline = comparison.headline
+    name = LABEL._replace(heading=f"test {headline.heading}")
     table = _by_block(comparison, name, SEEDS, *group_columns(comparison, statistics))
     over = "seeds" if comparison.several_seeds else "clients"
     sentences = [
         f"Last round. Mean over clients, each counting once; ± one standard deviation over {over}.",
         "Worst decile: mean of the worst tenth of clients.",
-        _about_metric(comparison),
     ]
+    if headline == MODEL_LOSS:
+        sentences.append("The data have no classes: the loss is the model's own, and lower is better.")
+    elif headline == ACCURACY:
+        sentences.append(
+            "Pooled: correct predictions over examples. Masked: only labels of the client's own training data can be "
+            "predicted."
+        )
+    else:
+        better = "higher" if headline.higher_is_better else "lower"
+        sentences.append(f"Pooled: over all clients' examples together. For {headline.title}, {better} is better.")
     if USERS in comparison.groups:
         sentences.append("The model is made for user 0; the other columns cover all clients.")
     if len(comparison.rows) > 1:
         sentences.append(marks_note(comparison))
     return Part(tables=(table,), text=" ".join(sentences))
-
-
-def _about_metric(comparison: RunComparison) -> str:
-    headline = comparison.headline
-    if headline == MODEL_LOSS:
-        return "The data have no classes: the loss is the model's own, and lower is better."
-    if headline == ACCURACY:
-        return (
-            "Pooled: correct predictions over examples. Masked: only labels of the client's own training data can be "
-            "predicted."
-        )
-    better = "higher" if headline.higher_is_better else "lower"
-    return f"Pooled: over all clients' examples together. For {headline.title}, {better} is better."
 
 
 def _costs(comparison: RunComparison) -> Part:
@@ -315,7 +310,7 @@ def _own_steps(comparison: RunComparison) -> tuple[Part, ...]:
 
     def table(rows: Sequence[Row]) -> tuple[Table]:
         heading = f"local steps: test {comparison.headline.heading}"
-        return (own_steps_table(rows, heading, comparison.shown, key=lambda row: comparison.styles[row.label].key),)
+        return (own_steps_table(rows, heading, comparison.shown, key=partial(_key, comparison)),)
 
     text = (
         f"Test {comparison.headline.title} of the unseen clients after each number of local steps, from the method's "
@@ -374,10 +369,11 @@ def _pair_blocks(comparison: RunComparison) -> Iterator[tuple[str, list[Pair]]]:
     for group in (group for group in GROUPS if group in comparison.groups):
         for block, featured in comparison.featured.items():
             reference = comparison.references[block].row
-            pairs = [p.turned() if p.first == reference else p for p in comparison.pairs if p.group == group]
-            if pairs := [p for p in pairs if p.second == reference and p.first in featured]:
+            pairs = (pair for pair in comparison.pairs if pair.group == group and pair.has(reference))
+            turned = [pair.seen_from(pair.first + pair.second - reference) for pair in pairs]
+            if shown := [pair for pair in turned if pair.first in featured]:
                 about = ", ".join(filter(None, (f"{group} clients", comparison.title(block))))
-                yield f"{about}; minus {comparison.rows[reference].label}", pairs
+                yield f"{about}; minus {comparison.rows[reference].label}", shown
 
 
 def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
@@ -385,23 +381,16 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
     claims = [run.privacy for run in comparison.runs if run.privacy is not None]
     if not claims:
         return ()
-
-    def claim(row: Row, key: str) -> str:
-        stated = row.runs[0].privacy or {}
-        return f"{stated[key]:g}" if key == "delta" else str(stated[key])
-
-    def unit(row: Row) -> str | Cell:
-        return claim(row, "unit") if row.runs[0].privacy is not None else Cell("not private", span=6)
-
+    stated = {id(row): row.runs[0].privacy or {} for row in comparison.rows}
     table = _by_block(
         comparison,
         LABEL,
-        Column("unit", unit),
-        Column("ε", lambda row: shown_epsilon(row.epsilon)),
-        Column("ε toward members", lambda row: shown_epsilon(row.epsilon_toward("members"))),
-        Column("ε toward the aggregator", lambda row: shown_epsilon(row.epsilon_toward("aggregator"))),
-        Column("δ", lambda row: claim(row, "delta")),
-        Column("noise from", lambda row: claim(row, "noise")),
+        Column("unit", lambda row: stated[id(row)].get("unit") or Cell("not private", span=6)),
+        Column("ε", lambda row: shown_epsilon(row.epsilon())),
+        Column("ε toward members", lambda row: shown_epsilon(row.epsilon("members"))),
+        Column("ε toward the aggregator", lambda row: shown_epsilon(row.epsilon("aggregator"))),
+        Column("δ", lambda row: f"{stated[id(row)]['delta']:g}"),
+        Column("noise from", lambda row: stated[id(row)]["noise"]),
     )
     text = f"ε: the largest of the seeds, toward readers where no other is named. {' '.join(claims[0]['statement'])}"
     return (Part(tables=(table,), text=text),)
@@ -442,10 +431,10 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
         return ()
     blocks: dict[str, list[Choice]] = {}
     for choice in comparison.chosen:
-        blocks.setdefault(comparison.title(comparison.rows[choice.row].block), []).append(choice)
+        blocks.setdefault(comparison.title(choice.row.block), []).append(choice)
     of, *results = choice_columns(comparison, "second best", "test, {}")
     columns: list[Column[Choice]] = [
-        Column("settings", lambda choice: comparison.rows[choice.row].label),
+        Column("settings", lambda choice: choice.row.label),
         of,
         Column("seeds", lambda choice: ", ".join(map(str, choice.seeds))),
         *results,
@@ -456,7 +445,7 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
         f"For each method, the setting with the {headline.superlative} validation {headline.title} in the last round, "
         "mean over the seeds that all its settings share. Test data were not used to choose it."
     )
-    table = tabulated(columns, blocks.items(), lambda choice: comparison.styles[comparison.rows[choice.row].label].key)
+    table = tabulated(columns, blocks.items(), lambda choice: _key(comparison, choice.row))
     return (Part("Chosen on validation", tables=(table,), text=text),)
 
 

@@ -1,19 +1,17 @@
-"""Tables of a comparison: their columns, and the CSV files."""
+"""Findings and tables of a comparison: sentences, columns, LaTeX and CSV files."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedloom.reporting.compare import LEVEL, Choice, RunComparison
-from fedloom.reporting.compare_findings import GROUP_NAMES
-from fedloom.reporting.compare_pairs import Pair
-from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
-from fedloom.reporting.page import DASH
-from fedloom.reporting.run_results import GROUPS, USERS
-from fedloom.reporting.tables import Cell, Column, Table, as_latex, records_as_csv, tabulated
+from fedloom.core.words import pluralize
+from fedloom.reporting.compare import GROUP_NAMES, LEVEL, Choice, RunComparison
+from fedloom.reporting.page import DASH, Cell, Column, Table, as_latex, records_as_csv, tabulated
+from fedloom.reporting.run_results import GROUPS, USERS, MeanStd, Row, own_steps_of, shown_value
+from fedloom.reporting.significance import Pair, least_p
 from fedloom.reporting.words import human_bytes
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
@@ -30,33 +28,32 @@ def group_columns(comparison: RunComparison, statistics: Mapping[str, str]) -> I
         Heading of each statistic (:class:`~fedloom.reporting.run_results.GroupStatistics`); a mean has its ±.
     """
 
-    def column(group: str, statistic: str) -> Column[Row]:
-        marks = dict(zip(map(id, comparison.rows), comparison.marks(group, statistic), strict=True))
-
-        def cell(row: Row) -> Cell:
-            if statistic == "mean":
-                return Cell(value_cell(comparison, row, group), marks[id(row)])
-            return Cell(mean_only(comparison, row.over_seeds(group, statistic)), marks[id(row)])
-
-        return Column(statistics[statistic], cell, GROUP_NAMES[group])
-
     for group in comparison.groups:
-        yield from (column(group, key) for key in statistics if group != USERS or key == "mean")
+        for statistic, heading in statistics.items():
+            if group != USERS or statistic == "mean":
+                marks = dict(zip(map(id, comparison.rows), comparison.marks(group, statistic), strict=True))
+
+                def cell(row: Row, group: str = group, statistic: str = statistic, marks: Any = marks) -> Cell:
+                    value = value_cell(comparison, row, group)
+                    if statistic != "mean":
+                        value = mean_only(comparison, row.over_seeds(group, statistic))
+                    return Cell(value, marks[id(row)])
+
+                yield Column(heading, cell, GROUP_NAMES[group])
 
 
-def _bytes(count: float | None) -> str:
-    return human_bytes(None if count is None else round(count))
+def _cost(key: str, shown: Callable[[float], str] = lambda count: human_bytes(round(count))) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value = getattr(row.new_client, key)
+        return DASH if value is None else shown(value)
 
-
-def _steps(row: Row) -> str:
-    steps = row.new_client.client_steps
-    return DASH if steps is None else f"{steps:g}"
+    return cell
 
 
 COST_COLUMNS: tuple[Column[Row], ...] = (
-    Column("steps", _steps, "new client"),
-    Column("receives", lambda row: _bytes(row.new_client.payload_down), "new client"),
-    Column("sends", lambda row: _bytes(row.new_client.payload_up), "new client"),
+    Column("steps", _cost("client_steps", "{:g}".format), "new client"),
+    Column("receives", _cost("payload_down"), "new client"),
+    Column("sends", _cost("payload_up"), "new client"),
 )
 """Cost of a new client: gradient steps, bytes received, bytes sent."""
 
@@ -74,7 +71,12 @@ def terminal_table(comparison: RunComparison) -> Table:
     for column in group_columns(comparison, {"mean": "", "worst_decile": "worst decile"}):
         columns.append(column._replace(heading=column.heading or column.above.removesuffix(" clients")))
     columns += [steps._replace(heading="client steps"), *sizes]
-    return tabulated([column._replace(above="") for column in columns], comparison.blocks_of_rows(comparison.labels))
+    return tabulated([column._replace(above="") for column in columns], by_block(comparison, comparison.labels))
+
+
+def by_block(comparison: RunComparison, titles: Mapping[str, str]) -> list[tuple[str, list[Row]]]:
+    """Return the rows of each block, after its title."""
+    return [(titles[block], [comparison.rows[i] for i in members]) for block, members in comparison.blocks.items()]
 
 
 def text_title(comparison: RunComparison) -> str:
@@ -86,8 +88,7 @@ def choice_table(comparison: RunComparison) -> Table:
     """Return each method's setting chosen on validation, with its test results."""
 
     def name(choice: Choice) -> str:
-        row = comparison.rows[choice.row]
-        return _narrow(row.method, *row.details, *(f"({edge_note([key])})" for key in choice.edges))
+        return _narrow(choice.row.method, *choice.row.details, *(f"({edge_note([key])})" for key in choice.edges))
 
     columns = [Column("chosen on validation", name), *choice_columns(comparison, "second", "{}")]
     return tabulated(columns, [("", comparison.chosen)])
@@ -97,7 +98,7 @@ def choice_columns(comparison: RunComparison, second: str, test: str) -> list[Co
     """Return the columns of the results of chosen settings, under these headings of the runner-up and of a group."""
 
     def tested(group: str, choice: Choice) -> str:
-        return comparison.shown(comparison.rows[choice.row].over_seeds(group))
+        return comparison.shown(choice.row.over_seeds(group))
 
     return [
         Column("of", lambda choice: str(choice.candidates)),
@@ -195,7 +196,20 @@ def rows_as_csv(comparison: RunComparison) -> str:
     marks = {group: comparison.marks(group) for group in groups}
     records = []
     for i, row in enumerate(comparison.rows):
-        record = _identity(comparison, row)
+        run = row.runs[0]
+        record: dict[str, Any] = {
+            "label": row.label,
+            "method": row.method,
+            "algorithm": run.algorithm,
+            "predictor": row.predictor,
+            "dataset": run.dataset,
+            "model": run.model,
+            "reading": ("masked" if run.masked else "unmasked") if row.headline == ACCURACY else run.headline.name,
+            **{key: shown_value(row.settings[key]) if key in row.settings else None for key in comparison.differing},
+            "n_seeds": len(row.seeds),
+            "seeds": " ".join(map(str, row.seeds)),
+            "runs": " ".join(run.name for run in row.runs),
+        }
         for group in groups:
             record |= _group_record(comparison.headline.name, row, group) | {f"{group}_mark": marks[group][i]}
         record |= _with_std("validation_last", row.validation(best=False))
@@ -206,27 +220,10 @@ def rows_as_csv(comparison: RunComparison) -> str:
         record |= {f"new_client_{key}": value for key, value in row.new_client._asdict().items()}
         record |= {"rounds": _mean(row.training("round")), "client_steps": _mean(row.training("client_steps"))}
         record |= {key: _mean(row.of_runs(key)) for key in ("payload_up", "payload_down", "wire_up", "wire_down")}
-        if any(run.privacy is not None for one in comparison.rows for run in one.runs):
-            record["epsilon"] = row.epsilon
+        if any(run.privacy is not None for run in comparison.runs):
+            record["epsilon"] = row.epsilon()
         records.append(record | _with_std("duration_s", row.of_runs("duration_s")))
     return records_as_csv(records)
-
-
-def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
-    run = row.runs[0]
-    return {
-        "label": row.label,
-        "method": row.method,
-        "algorithm": run.algorithm,
-        "predictor": row.predictor,
-        "dataset": run.dataset,
-        "model": run.model,
-        "reading": ("masked" if run.masked else "unmasked") if row.headline == ACCURACY else run.headline.name,
-        **{key: shown_value(row.settings[key]) if key in row.settings else None for key in comparison.differing},
-        "n_seeds": len(row.seeds),
-        "seeds": " ".join(map(str, row.seeds)),
-        "runs": " ".join(one.name for one in row.runs),
-    }
 
 
 def _group_record(name: str, row: Row, group: str) -> dict[str, Any]:
@@ -249,8 +246,7 @@ def pairs_as_csv(comparison: RunComparison) -> str:
 
 def _pair_record(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
     rows, block = comparison.rows, comparison.rows[pair.first].block
-    t_low, t_high = pair.interval or (None, None)
-    bootstrap_low, bootstrap_high = pair.bootstrap or (None, None)
+    intervals = [*(pair.interval or (None, None)), *(pair.bootstrap or (None, None))]
     return {
         "group": pair.group,
         "first": rows[pair.first].label,
@@ -266,10 +262,7 @@ def _pair_record(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
         "p_holm": pair.p_holm,
         "test_over": pair.over if pair.p is not None else "",
         "mean_difference": pair.mean,
-        "t_low": t_low,
-        "t_high": t_high,
-        "bootstrap_low": bootstrap_low,
-        "bootstrap_high": bootstrap_high,
+        **dict(zip(("t_low", "t_high", "bootstrap_low", "bootstrap_high"), intervals, strict=True)),
         "p_of_seeds": " ".join(map(repr, pair.p_of_seeds)),
         "not_comparable": pair.why,
         "p_holm_against": pair.p_against,
@@ -309,3 +302,135 @@ def _with_std(name: str, value: MeanStd | None) -> dict[str, Any]:
 
 def _mean(value: MeanStd | None) -> float | None:
     return None if value is None else value.mean
+
+
+NAMED = 3
+"""Maximum number of rows that a sentence lists by name; more are counted."""
+
+
+class Finding(NamedTuple):
+    """Best row of a block for a group of clients, and the other rows in order of their means.
+
+    ``close`` rows are not significantly worse than the best, ``untested`` ones not measured on the same clients.
+    ``pair`` compares the best row with its ``rival``, with corrected ``p``; None if it was not tested. The rival is the
+    second best row; or the reference, if another row than the best was named as that (``only_reference``), since only
+    differences to it are tested then. ``too_few`` is the number of clients, if they are too few for any difference to
+    be significant.
+    """
+
+    block: str
+    group: str
+    best: Row
+    others: tuple[Row, ...]
+    close: tuple[Row, ...]
+    untested: tuple[Row, ...]
+    rival: Row
+    only_reference: bool
+    pair: Pair | None
+    p: float | None
+    too_few: int | None
+
+    @property
+    def winner(self) -> Row | None:
+        """Best row, if it is significantly better than every other row of its block."""
+        return None if self.close or self.untested or self.only_reference else self.best
+
+
+def findings(comparison: RunComparison) -> Iterator[Finding]:
+    """Yield the finding of each block and group of clients that has two rows with results, unseen clients first.
+
+    p-values are those of the tables (:meth:`RunComparison.p`). If models are made for user 0, results of other clients
+    are not compared.
+    """
+    groups = (USERS,) if USERS in comparison.groups else tuple(reversed(comparison.groups))
+    for block, members in comparison.blocks.items():
+        for group in groups:
+            best = comparison.best(members, group)
+            if best:
+                yield _finding(comparison, block, group, best[0])
+
+
+def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Finding:
+    rows, sign = comparison.rows, comparison.headline.sign
+    measured = [i for i in comparison.blocks[block] if i != best and rows[i].over_seeds(group) is not None]
+    others = sorted(measured, key=lambda i: -sign * rows[i].mean(group))
+    pairs, reference = comparison.pairs_of(best, group), comparison.references[block].row
+    only_reference = comparison.against is not None and reference != best
+    rival = reference if only_reference and reference in others else others[0]
+    p = {i: comparison.p(pair) for i, pair in pairs.items()}
+    clients = max((pair.clients for pair in pairs.values() if pair.over == "clients"), default=0)
+    tested = sum(pair.group == group and comparison.p(pair) is not None for pair in comparison.pairs)
+    return Finding(
+        block,
+        group,
+        rows[best],
+        tuple(rows[i] for i in others),
+        tuple(rows[i] for i in others if (p.get(i) or 0.0) >= LEVEL),
+        tuple(rows[i] for i in others if i not in p),
+        rows[rival],
+        only_reference,
+        pairs.get(rival),
+        p.get(rival),
+        clients if clients and tested * least_p(clients) >= LEVEL else None,
+    )
+
+
+def sentence(comparison: RunComparison, finding: Finding) -> str:
+    """Return a finding in words: the winner if there is one, its lead, interval and seeds."""
+    title = comparison.title(finding.block)
+    whom = GROUP_NAMES[finding.group].capitalize() + (f" ({title})" if title else "")
+    result = f"{comparison.shown(finding.best.over_seeds(finding.group))}{comparison.headline.unit}"
+    lead = _lead(comparison, finding)
+    if finding.group == USERS:
+        return f"{whom}: {finding.best.label} is best ({result}), {lead}. There is no test, as user 0 is one client."
+    if finding.winner:
+        return f"{whom}: {finding.best.label} wins with {result}, {lead}."
+    mean = f"{comparison.headline.superlative} mean"
+    if finding.only_reference:
+        text = f"{whom}: {finding.best.label} has the {mean} ({result}), {lead}."
+        return f"{text} Only differences to {comparison.against} are tested."
+    text = f"{whom}: no clear winner. {finding.best.label} has the {mean} ({result}), {lead}."
+    if finding.too_few is not None:
+        text += f" With {pluralize(finding.too_few, 'client')}, no difference can be significant."
+    elif finding.close == finding.others:
+        text += " No other row is significantly worse." if len(finding.others) > 1 else ""
+    elif finding.close:
+        text += f" Not significantly worse: {_listed(finding.close)}."
+    if finding.untested:
+        text += f" Not measured on the same clients: {_listed(finding.untested)}."
+    return text
+
+
+def _lead(comparison: RunComparison, finding: Finding) -> str:
+    """Return the distance to the rival, with its interval, seeds and p-value."""
+    pair = finding.pair
+    difference = finding.best.mean(finding.group) - finding.rival.mean(finding.group)
+    if pair is not None and pair.mean is not None:
+        difference = pair.mean
+    text = f"level with {finding.rival.label}"
+    if difference:
+        points = " points" if comparison.headline.percent else ""
+        amount = comparison.headline.shown_difference(abs(difference)).lstrip("+")
+        text = f"{amount}{points} {'above' if difference > 0 else 'below'} {finding.rival.label}"
+    return text if pair is None or finding.p is None else f"{text} ({_evidence(comparison, pair, finding.p)})"
+
+
+def _evidence(comparison: RunComparison, pair: Pair, p: float) -> str:
+    """Return the interval of a difference, the number of seeds or clients, and the p-value."""
+    low, high = map(comparison.headline.shown_difference, pair.ends)
+    seeds = f"{len(pair.seeds)} seeds" if len(pair.seeds) > 1 else f"1 seed, {pluralize(pair.clients, 'client')}"
+    shown = "< 0.001" if p < 0.001 else f"= {p:.2g}"
+    return (
+        f"95 % interval {low} to {high}; {seeds}; p {shown}, by Holm's correction over {comparison.family(pair.group)}"
+    )
+
+
+def caution(comparison: RunComparison) -> str:
+    """Return a caveat about tests over the clients of one seed; empty for other tests."""
+    if {pair.over for pair in comparison.pairs if pair.p is not None} != {"clients"}:
+        return ""
+    return "With one seed this holds for these clients after this training; only more seeds show whether it repeats."
+
+
+def _listed(rows: tuple[Row, ...]) -> str:
+    return f"{len(rows)} rows" if len(rows) > NAMED else "; ".join(row.label for row in rows)

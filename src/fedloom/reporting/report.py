@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.errors import DataError, ExperimentError, StorageError
@@ -15,12 +15,13 @@ from fedloom.reporting.page import (
     Fact,
     PageSection,
     ReportPage,
+    ReportSection,
     check_installed,
     reading,
     without_folder,
 )
-from fedloom.reporting.words import GROUP_TITLES, human_bytes, human_time, method_title, number_range
-from fedloom.runs.files import EXPERIMENT, METRICS, SUMMARY
+from fedloom.reporting.words import GROUP_TITLES, Document, human_bytes, human_time, method_title, number_range
+from fedloom.runs.files import AUDIT, EXPERIMENT, JOURNAL, METRICS, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, values_of
 
@@ -63,9 +64,7 @@ def figures(run_folder: str | Path) -> dict[str, Figure]:
 def source_files() -> list[str]:
     """Return the files of runs that sections read; errors as of :func:`figures`."""
     check_installed("matplotlib")
-    from fedloom.reporting.report_sections import SECTIONS
-
-    return sorted({name for section in SECTIONS for name in section.files})
+    return sorted({name for section in report_sections() for name in section.files})
 
 
 def _page(run: RunFolder) -> ReportPage:
@@ -97,7 +96,7 @@ def _page(run: RunFolder) -> ReportPage:
         return ReportPage(_unfinished_title(run), subtitles, sections, COLOURS, notices=(unfinished, *notices))
 
 
-def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] | None]:
+def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Document | None]:
     """Return notices about the evaluations, and the last evaluation; a damaged file is reported by the sections."""
     notices = []
     try:
@@ -118,9 +117,69 @@ def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] |
 
 
 def _sections(run: RunFolder) -> tuple[PageSection, ...]:
-    from fedloom.reporting.report_sections import SECTIONS
+    return tuple(content for section in report_sections() if (content := section.page_section(run)) is not None)
 
-    return tuple(content for section in SECTIONS if (content := section.page_section(run)) is not None)
+
+def report_sections() -> tuple[ReportSection, ...]:
+    """Return the sections of a report in their order."""
+    from fedloom.reporting import (
+        report_audit,
+        report_classes,
+        report_descriptors,
+        report_examples,
+        report_results,
+        report_setup,
+    )
+
+    def has(name: str) -> Callable[[RunFolder], bool]:
+        return lambda run: run.has(name)
+
+    return (
+        ReportSection("Learning curves", report_results.learning_curves, (METRICS, JOURNAL)),
+        ReportSection("Results", report_results.result_table, (METRICS, SUMMARY)),
+        ReportSection("Clients", report_results.client_results, ("clients.csv", METRICS)),
+        ReportSection(
+            "Confusion matrix", report_classes.confusion_matrices, ("confusion.json",), report_results.has_classes
+        ),
+        ReportSection(
+            "Calibration",
+            report_classes.calibration,
+            ("calibration.json", METRICS, SUMMARY),
+            report_results.has_classes,
+        ),
+        ReportSection("By output", report_examples.outputs, ("outputs.json",), has("outputs.json")),
+        ReportSection("Examples", report_examples.examples, ("examples.json",), has("examples.json")),
+        ReportSection(
+            "Descriptors",
+            report_descriptors.descriptors,
+            ("descriptors.json", PARTITION),
+            has("descriptors.json"),
+        ),
+        ReportSection(
+            "Uncertainty",
+            report_classes.uncertainty,
+            ("uncertainty.json", "clients.csv"),
+            has("uncertainty.json"),
+        ),
+        ReportSection(
+            "Client by client",
+            report_classes.each_client,
+            ("clients.csv", METRICS, "confusion.csv", PARTITION),
+            lambda run: report_results.has_classes(run) and run.has("confusion.csv"),
+        ),
+        ReportSection("Privacy audit", report_audit.audit_parts, (AUDIT,), has(AUDIT)),
+        ReportSection(
+            "Privacy",
+            report_setup.privacy,
+            (SUMMARY, METRICS),
+            lambda run: report_setup.summary_of(run).get("training_privacy") is not None,
+        ),
+        ReportSection("Method", report_setup.method, (SUMMARY,), lambda run: bool(report_setup.method(run).pairs)),
+        ReportSection("Data", report_setup.data, (PARTITION,)),
+        ReportSection("Time", report_setup.time, (JOURNAL, SUMMARY)),
+        ReportSection("Settings", report_setup.settings),
+        ReportSection("Environment", report_setup.machine, ("environment.json",)),
+    )
 
 
 def _title(method: str, dataset: str, seed: int) -> str:
@@ -136,7 +195,7 @@ def _unfinished_title(run: RunFolder) -> str:
         return run.path.resolve().name
 
 
-def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
+def _quality(summary: Document) -> tuple[Fact, ...]:
     facts, headline = [], headline_of(summary)
     for key, label in GROUP_TITLES.items():
         group = summary[key]
@@ -151,7 +210,7 @@ def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
     return tuple(facts)
 
 
-def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, ...]:
+def _cost(summary: Document, client_steps: int | None) -> tuple[Fact, ...]:
     per_round = f"{pluralize(summary['clients_per_round'], 'client')} a round" if summary["clients_per_round"] else ""
     facts = [Fact("rounds", str(summary["rounds"]), per_round)]
     speed = summary["client_steps_per_s"]

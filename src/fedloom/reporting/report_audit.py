@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from fedloom.core.words import pluralize
 from fedloom.reporting.drawing import COLOURS, INK, as_svg, panel
-from fedloom.reporting.page import Panel, Part
-from fedloom.reporting.tables import TableRow, one_block, table_row
+from fedloom.reporting.page import Column, Panel, Part, tabulated
 from fedloom.reporting.words import (
+    Document,
     audit_verdict,
     estimate_note,
     in_percent,
@@ -28,34 +27,21 @@ from fedloom.runs.folder import RunFolder
 def audit_parts(run: RunFolder) -> tuple[Part, ...]:
     """Return a part for each attack in ``audit.json``."""
     document = run.json(AUDIT)
-    parts = []
-    if "canaries" in document:
-        parts.append(_canaries(document["canaries"], document["claim"]))
-    if "membership" in document:
-        parts.append(_membership(document["membership"]))
-    return tuple(parts)
+    canaries = (_canaries(document["canaries"], document["claim"]),) if "canaries" in document else ()
+    return (*canaries, *((_membership(document["membership"]),) if "membership" in document else ()))
 
 
-def _membership(found: Mapping[str, Any]) -> Part:
-
-    rows: list[TableRow] = []
-    for name, groups in found["predictors"].items():
-        for group, result in groups.items():
-            if result is not None:
-                exposed = result["auc_clients"]
-                rows.append(
-                    table_row(
-                        f"{name}, {group} clients",
-                        f"{result['auc']:.3f}",
-                        f"{exposed['mean']:.3f}",
-                        f"{exposed['highest']:.3f} ({exposed['client']})",
-                        in_percent(result["tpr_at_low_fpr"]),
-                        shown_bound(result["epsilon"]),
-                        f"{result['members']:,} / {result['others']:,}",
-                        colour=group,
-                    )
-                )
-    headings = ("model", "AUC", "mean of clients", "highest of a client", "TPR at 1% FPR, %", "ε at least", "examples")
+def _membership(found: Document) -> Part:
+    columns: list[Column[tuple[str, str, Any]]] = [
+        Column("model", lambda item: f"{item[0]}, {item[1]} clients"),
+        Column("AUC", lambda item: f"{item[2]['auc']:.3f}"),
+        Column("mean of clients", lambda item: f"{item[2]['auc_clients']['mean']:.3f}"),
+        Column("highest of a client", lambda item: "{highest:.3f} ({client})".format(**item[2]["auc_clients"])),
+        Column("TPR at 1% FPR, %", lambda item: in_percent(item[2]["tpr_at_low_fpr"])),
+        Column("ε at least", lambda item: shown_bound(item[2]["epsilon"])),
+        Column("examples", lambda item: f"{item[2]['members']:,} / {item[2]['others']:,}"),
+    ]
+    table = tabulated(columns, [("", _results(found))], lambda item: {"colour": item[1]})
     text = (
         f"Training and test examples of the same clients, distinguished by the loss of the model after round "
         f"{found['round']}. An AUC of 0.5 is chance. Examples: trained on / not trained on. The global model was not "
@@ -64,10 +50,16 @@ def _membership(found: Mapping[str, Any]) -> Part:
         "bound assumes independent examples; those of a single training are only nearly independent."
     )
     panel = Panel("membership", draw_membership(found))
-    return Part("Membership inference", (panel,), (one_block(headings, rows),), columns=2, text=text)
+    return Part("Membership inference", (panel,), (table,), columns=2, text=text)
 
 
-def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part:
+def _results(membership: Document) -> list[tuple[str, str, Any]]:
+    """Return predictor, group and result of each group that has one."""
+    predictors = membership["predictors"].items()
+    return [(name, group, result) for name, groups in predictors for group, result in groups.items() if result]
+
+
+def _canaries(found: Document, claim: Document | None) -> Part:
     guesses = found["guesses_in"] + found["guesses_out"]
     kind = found["of"].removesuffix("s")
     pairs = [
@@ -104,16 +96,14 @@ LOWEST = 1e-3
 
 
 @as_svg
-def draw_membership(membership: Mapping[str, Any]) -> Figure:
+def draw_membership(membership: Document) -> Figure:
     """Draw true against false positive rates of membership inference, on logarithmic axes; the diagonal is chance."""
     figure, axes = panel(3.3)
     axes.plot([LOWEST, 1], [LOWEST, 1], color=INK, linewidth=0.7, alpha=0.5)
-    for name, groups in membership["predictors"].items():
-        for group, result in groups.items():
-            if result is not None:
-                fpr, tpr = (np.maximum(rates, LOWEST) for rates in np.array(result["curve"]).T)
-                dash = "-" if name == "personal" else "--"
-                axes.plot(fpr, tpr, color=COLOURS[group], linestyle=dash, label=f"{name}, {group} clients")
+    for name, group, result in _results(membership):
+        fpr, tpr = (np.maximum(rates, LOWEST) for rates in np.array(result["curve"]).T)
+        dash = "-" if name == "personal" else "--"
+        axes.plot(fpr, tpr, color=COLOURS[group], linestyle=dash, label=f"{name}, {group} clients")
     axes.set(
         title="Membership inference", xlabel="false positive rate", ylabel="true positive rate",
         xscale="log", yscale="log", xlim=(LOWEST, 1), ylim=(LOWEST, 1.05),

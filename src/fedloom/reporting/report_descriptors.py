@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -31,6 +30,7 @@ from fedloom.reporting.drawing import (
 )
 from fedloom.reporting.page import Panel, Part
 from fedloom.reporting.report_classes import class_mix
+from fedloom.reporting.words import Document
 from fedloom.runs.folder import RunFolder
 
 
@@ -38,14 +38,11 @@ def descriptors(run: RunFolder) -> Part:
     """Return maps of the clients' descriptors, and their correlation with the clients' data."""
     document, manifest = run.json("descriptors.json"), run.manifest()
     names = [class_label(name) for name in manifest.spec.class_names]
-    about = {
-        client.id: (f"{client.id} ({client.owner})" if client.owner else client.id, client.class_counts["train"])
-        for client in manifest.clients
-    }
-    points = []
-    for id in document["clients"]["ids"]:
-        name, counts = about.get(id, (id, ()))
-        points.append((id, ": ".join(filter(None, (name, class_mix(counts, names))))))
+    about = {}
+    for client in manifest.clients:
+        name = f"{client.id} ({client.owner})" if client.owner else client.id
+        about[client.id] = ": ".join(filter(None, (name, class_mix(client.class_counts["train"], names))))
+    points = [(id, about.get(id, id)) for id in document["clients"]["ids"]]
     panels = [
         Panel("descriptors", draw_map(document, manifest.spec.class_names), points=tuple(points)),
         Panel("correlation", draw_correlation(document)),
@@ -67,7 +64,7 @@ def descriptors(run: RunFolder) -> Part:
 
 
 @as_svg
-def draw_map(document: Mapping[str, Any], class_names: Sequence[str]) -> Figure:
+def draw_map(document: Document, class_names: Sequence[str]) -> Figure:
     """Draw the last round's descriptors on their two principal axes; each point carries its client's number."""
     last, clients = document["maps"][-1], document["clients"]
     legend, colours = _class_colours(clients["class"], clients["seen"], class_names)
@@ -83,7 +80,7 @@ def draw_map(document: Mapping[str, Any], class_names: Sequence[str]) -> Figure:
 
 
 @as_svg
-def draw_maps(document: Mapping[str, Any]) -> Figure:
+def draw_maps(document: Document) -> Figure:
     """Draw small maps of the descriptors over training, on the axes of the last map and with the same scale."""
     maps, clients = document["maps"], document["clients"]
     _, colours = _class_colours(clients["class"], clients["seen"], ())
@@ -101,7 +98,7 @@ def draw_maps(document: Mapping[str, Any]) -> Figure:
 
 
 @as_svg
-def draw_correlation(document: Mapping[str, Any]) -> Figure:
+def draw_correlation(document: Document) -> Figure:
     """Draw the rank correlation between descriptor distances and distances of class proportions, over rounds."""
     figure, axes = panel(3.35)
     columns = (document["round"], document["spearman"], document["spearman_std"])
@@ -122,7 +119,7 @@ def draw_correlation(document: Mapping[str, Any]) -> Figure:
 
 def _points(
     axes: Axes,
-    each: Mapping[str, Any],
+    each: Document,
     seen: Sequence[bool],
     colours: Sequence[str],
     *,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+import statistics
 
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -26,10 +25,9 @@ from fedloom.reporting.drawing import (
     panel,
     sheet,
 )
-from fedloom.reporting.page import DASH, Panel, Part
-from fedloom.reporting.report_results import group_of, small_table
-from fedloom.reporting.tables import one_block, table_row
-from fedloom.reporting.words import GROUP_TITLES
+from fedloom.reporting.page import DASH, Column, Panel, Part, table_row, tabulated
+from fedloom.reporting.report_results import small_table
+from fedloom.reporting.words import GROUP_TITLES, Document
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import metric_title, significant
 
@@ -45,25 +43,26 @@ def outputs(run: RunFolder) -> Part:
     """Return a table of the metrics of each label, or of each class of pixels, worst first."""
     document = run.json("outputs.json")
     names, metrics = document["names"], document["metrics"]
-    columns = {key: document["personal"][key] for key in ("seen", "unseen")}
-    if document["global"] is not None:
-        columns["global, seen"] = document["global"]["seen"]
-    columns = {key: rows for key, rows in columns.items() if rows is not None}
-    if not columns:
+    groups = {GROUP_TITLES[key]: document["personal"][key] for key in ("seen", "unseen")}
+    groups["global model, seen clients"] = (document["global"] or {}).get("seen")
+    groups = {title: rows for title, rows in groups.items() if rows is not None}
+    if not groups:
         raise DataError(f"{run.path / 'outputs.json'}: no client answered in round {document['round']}")
-    first = next(iter(columns.values()))
+    first = next(iter(groups.values()))
     worst = sorted(range(len(names)), key=lambda k: (math.inf if (x := first[k][metrics[0]]) is None else x, k))
-    rows = []
-    for k in worst[:MANY_OUTPUTS]:
-        cells = [
-            DASH if (x := found[k][metric]) is None else significant(x)
-            for found in columns.values()
-            for metric in metrics
-        ]
-        rows.append(table_row(names[k], f"{first[k]['true']:,.0f}", *cells))
-    titles = {**GROUP_TITLES, "global, seen": "global model, seen clients"}
-    above = (("", 2), *((titles[key], len(metrics)) for key in columns))
-    headings = ("name", "true", *(metric_title(metric) for _ in columns for metric in metrics))
+
+    def column(title: str, metric: str) -> Column[int]:
+        def cell(k: int) -> str:
+            value = groups[title][k][metric]
+            return DASH if value is None else significant(value)
+
+        return Column(metric_title(metric), cell, title)
+
+    columns: list[Column[int]] = [
+        Column("name", lambda k: names[k]),
+        Column("true", lambda k: f"{first[k]['true']:,.0f}"),
+        *(column(title, metric) for title in groups for metric in metrics),
+    ]
     what = "label" if metrics[0] == "auroc" else "class"
     text = (
         f"Test split, round {document['round']}, all examples of a group together; the {what} with the lowest "
@@ -71,7 +70,7 @@ def outputs(run: RunFolder) -> Part:
         + ("examples that have the label." if what == "label" else "pixels of the class.")
         + (f" Only the {MANY_OUTPUTS} worst of {len(names)} are listed." if len(names) > MANY_OUTPUTS else "")
     )
-    return Part(tables=(one_block(headings, rows, above=above),), text=text)
+    return Part(tables=(tabulated(columns, [("", worst[:MANY_OUTPUTS])]),), text=text)
 
 
 def examples(run: RunFolder) -> Part:
@@ -82,7 +81,7 @@ def examples(run: RunFolder) -> Part:
     return _numbers(document) if document["task"] == "regression" else _masks(document)
 
 
-def _numbers(document: Mapping[str, Any]) -> Part:
+def _numbers(document: Document) -> Part:
     """Return predicted against true numbers, and residuals by client."""
     k = len(document["clients"][0]["true"][0])
     names = document["names"] or [""] * k
@@ -96,11 +95,10 @@ def _numbers(document: Mapping[str, Any]) -> Part:
         pairs = list(zip(client["true"], client["predicted"], strict=True))
         for i, name in enumerate(names):
             residuals = [predicted[i] - true[i] for true, predicted in pairs]
-            mean = math.fsum(residuals) / len(residuals)
-            off = math.sqrt(math.fsum(r * r for r in residuals) / len(residuals))
+            square = statistics.fmean(r * r for r in residuals)
             label = f"{client['id']}, {name}" if k > 1 else client["id"]
-            values = (significant(mean), significant(off), str(len(residuals)))
-            rows.append(table_row(label, *values, colour=group_of({"seen": str(client["seen"]).lower()})))
+            values = (significant(statistics.fmean(residuals)), significant(math.sqrt(square)), str(len(residuals)))
+            rows.append(table_row(label, *values, colour=_group_of(client)))
     headings = ("client", "mean residual", "root mean square", "examples")
     text = (
         f"Personalized models after round {document['round']} on test examples of the "
@@ -111,22 +109,21 @@ def _numbers(document: Mapping[str, Any]) -> Part:
     return Part(panels=tuple(panels), tables=(small_table("Residuals", headings, rows),), columns=2, text=text)
 
 
-def _masks(document: Mapping[str, Any]) -> Part:
+def _class_names(document: Document) -> list[str]:
+    return [class_label(name) for name in document["names"]] or [f"class {i}" for i in range(document["outputs"])]
+
+
+def _masks(document: Document) -> Part:
     """Return input, truth and prediction of each client's worst image, and its share of wrong pixels."""
-    classes = document["outputs"]
-    names = [class_label(name) for name in document["names"]] or [f"class {i}" for i in range(classes)]
+    classes, names = document["outputs"], _class_names(document)
     rows = []
     for client in document["clients"]:
-        pairs = [
-            (true, found)
-            for line, predicted in zip(client["true"], client["predicted"], strict=True)
-            for true, found in zip(line, predicted, strict=True)
-            if 0 <= true < classes
-        ]
-        missed = [names[true] for true, found in pairs if true != found]
+        true, predicted = np.array(client["true"]), np.array(client["predicted"])
+        labelled = (true >= 0) & (true < classes)
+        missed = [names[k] for k in true[labelled & (true != predicted)].tolist()]
         most = max(sorted(set(missed)), key=missed.count, default="none")
-        share = f"{100 * len(missed) / len(pairs):.1f}" if pairs else "–"
-        rows.append(table_row(client["id"], share, most, colour=group_of({"seen": str(client["seen"]).lower()})))
+        share = f"{100 * len(missed) / labelled.sum():.1f}" if labelled.any() else DASH
+        rows.append(table_row(client["id"], share, most, colour=_group_of(client)))
     panel = Panel("examples", draw_segmentations(document), wide=True)
     text = (
         f"Personalized models after round {document['round']}: for each of the "
@@ -138,8 +135,12 @@ def _masks(document: Mapping[str, Any]) -> Part:
     return Part(panels=(panel,), tables=(table,), columns=2, text=text)
 
 
+def _group_of(client: Document) -> str:
+    return "seen" if client["seen"] else "unseen"
+
+
 @as_svg
-def draw_predictions(document: Mapping[str, Any], k: int, name: str) -> Figure:
+def draw_predictions(document: Document, k: int, name: str) -> Figure:
     """Draw predicted against true numbers, one point per test example; the diagonal is a perfect prediction.
 
     Parameters
@@ -152,22 +153,20 @@ def draw_predictions(document: Mapping[str, Any], k: int, name: str) -> Figure:
     limits = around(everything or [0.0])
     axes.plot(limits, limits, color=INK, linewidth=0.7, alpha=0.5)
     for group, marker in (("seen", "o"), ("unseen", "D")):
-        of_group = [client for client in document["clients"] if client["seen"] == (group == "seen")]
-        x, y = ([row[k] for client in of_group for row in client[key]] for key in ("true", "predicted"))
+        clients = [client for client in document["clients"] if _group_of(client) == group]
+        x, y = ([row[k] for client in clients for row in client[key]] for key in ("true", "predicted"))
         if x:
-            axes.scatter(
-                x, y, s=9, color=COLOURS[group], marker=marker, alpha=0.5, linewidths=0, label=f"{group} clients"
-            )
-    axes.set(
-        title="Predicted against true", xlabel=f"true {name}", ylabel=f"predicted {name}", xlim=limits, ylim=limits
-    )
+            colour, label = COLOURS[group], GROUP_TITLES[group]
+            axes.scatter(x, y, s=9, color=colour, marker=marker, alpha=0.5, linewidths=0, label=label)
+    axes.set(title="Predicted against true", xlabel=f"true {name}", ylabel=f"predicted {name}")
+    axes.set(xlim=limits, ylim=limits)
     axes.grid(visible=True, axis="both")
     axes.legend(loc="best")
     return figure
 
 
 @as_svg
-def draw_residuals(document: Mapping[str, Any], k: int, name: str) -> Figure:
+def draw_residuals(document: Document, k: int, name: str) -> Figure:
     """Draw predicted minus true numbers by client: median, quartiles, and whiskers to the 5th and 95th percentile."""
     clients = document["clients"]
     residuals = [[p[k] - t[k] for t, p in zip(c["true"], c["predicted"], strict=True)] for c in clients]
@@ -177,7 +176,7 @@ def draw_residuals(document: Mapping[str, Any], k: int, name: str) -> Figure:
         tick_labels=[class_label(client["id"]) for client in clients],
     )  # fmt: skip
     for box, client in zip(boxes["boxes"], clients, strict=True):
-        box.set(facecolor=COLOURS["seen" if client["seen"] else "unseen"], alpha=0.6, linewidth=0)
+        box.set(facecolor=COLOURS[_group_of(client)], alpha=0.6, linewidth=0)
     for line in (*boxes["medians"], *boxes["whiskers"], *boxes["caps"]):
         line.set(color=INK, linewidth=0.9)
     axes.axvline(0, color=INK, linewidth=0.7, alpha=0.5)
@@ -188,7 +187,7 @@ def draw_residuals(document: Mapping[str, Any], k: int, name: str) -> Figure:
 
 
 @as_svg
-def draw_segmentations(document: Mapping[str, Any]) -> Figure:
+def draw_segmentations(document: Document) -> Figure:
     """Draw input, truth and prediction of one test image of each client, a row per client.
 
     Pixels without a class are grey.
@@ -210,7 +209,6 @@ def draw_segmentations(document: Mapping[str, Any]) -> Figure:
     for axes, title in zip(grid[0], ("input", "truth", "prediction"), strict=True):
         axes.set_title(title)
     if classes <= len(CLASS_COLOURS):
-        names = [class_label(name) for name in document["names"]] or [f"class {i}" for i in range(classes)]
-        handles = [Patch(color=CLASS_COLOURS[i], label=name) for i, name in enumerate(names)]
+        handles = [Patch(color=CLASS_COLOURS[i], label=name) for i, name in enumerate(_class_names(document))]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(classes, 6))
     return figure

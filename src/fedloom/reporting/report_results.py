@@ -27,12 +27,23 @@ from fedloom.reporting.drawing import (
     panel,
     percent,
 )
-from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part
+from fedloom.reporting.page import (
+    DASH,
+    FEWEST_POINTS,
+    Column,
+    Panel,
+    Part,
+    Table,
+    TableRow,
+    one_block,
+    table_row,
+    tabulated,
+)
 from fedloom.reporting.report_setup import summary_of
-from fedloom.reporting.tables import Table, TableRow, one_block, table_row
-from fedloom.reporting.words import GROUP_TITLES, client_column, is_masked
+from fedloom.reporting.run_results import GROUPS
+from fedloom.reporting.words import GROUP_TITLES, ClientRow, Document, client_column, is_masked
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
+from fedloom.tasks.headline import headline_of, metrics_of, values_of
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline, metric_heading, shown_metric, significant
 
 NAMED = 10
@@ -91,15 +102,14 @@ def result_table(run: RunFolder) -> Part:
     lines = run.metrics()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
-    last, best, headline = lines[-1], _best(run), headline_of(lines[-1])
-    masked = any(is_masked(last[key]) for key in GROUP_TITLES if last[key] is not None)
-    main, other = ("masked", "unmasked") if masked else ("unmasked", "masked")
+    last, best, headline, main = lines[-1], _best(run), headline_of(lines[-1]), main_reading(run)
+    other = "unmasked" if main == "masked" else "masked"
     is_best = best is not None and best["round"] == last["round"]
     which = f"Round {last['round']} ({'last and best by validation' if is_best else 'last'})"
     under = f", {main}" if headline == ACCURACY else ""
     blocks = [(f"{which}{under}", _rows(last, headline))]
     otherwise = _other_reading(last, other)
-    if any(group is not None for group in otherwise.values()):
+    if any(otherwise.values()):
         blocks.append((f"{which}, {other}", _rows(otherwise, headline)))
     if best is not None and not is_best:
         blocks.append((f"Round {best['round']} (best by validation){under}", _rows(best, headline)))
@@ -109,12 +119,12 @@ def result_table(run: RunFolder) -> Part:
     return Part(tables=tables, text=" ".join(about))
 
 
-def _spread(line: Mapping[str, Any]) -> list[str]:
+def _spread(line: Document) -> list[str]:
     """Return a sentence on the spread of the clients' models, if it was measured."""
-    found = {key: group["relative"] for key, group in line.get("spread", {}).items() if group is not None}
-    shown = [f"{GROUP_TITLES[key]} {100 * value:.2g} %" for key, value in found.items() if value is not None]
-    if not shown:
+    groups = {key: group for key, group in line.get("spread", {}).items() if group and group["relative"] is not None}
+    if not groups:
         return []
+    shown = [f"{GROUP_TITLES[key]} {100 * group['relative']:.2g} %" for key, group in groups.items()]
     return [
         f"Distance of the clients' models from their mean (root mean square, relative to the norm of the mean): "
         f"{', '.join(shown)}; 0 if all clients have the same model."
@@ -136,7 +146,7 @@ def _about_results(headline: Headline) -> str:
     )
 
 
-def _about_macro(line: Mapping[str, Any]) -> list[str]:
+def _about_macro(line: Document) -> list[str]:
     """Return a sentence on macro F1, if it is in the table."""
     if not any("macro_f1" in metrics_of(line[key]) for key in GROUP_TITLES if line[key] is not None):
         return []
@@ -147,26 +157,22 @@ def _about_macro(line: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _all_metrics(line: Mapping[str, Any], headline: Headline) -> tuple[Table, ...]:
+def _all_metrics(line: Document, headline: Headline) -> tuple[Table, ...]:
     """Return a table of every metric of the task; none if the headline metric is the only one."""
-    found = {key: metrics_of(line[key]) for key in GROUP_TITLES if line[key] is not None}
-    names = [
-        name
-        for name in dict.fromkeys(name for metrics in found.values() for name in metrics)
-        if name != MODEL_LOSS.name
-    ]
-    if not set(names) - {headline.name}:
+    groups = {key: metrics_of(line[key]) for key in GROUP_TITLES if line[key] is not None}
+    names = dict.fromkeys(name for metrics in groups.values() for name in metrics if name != MODEL_LOSS.name)
+    if not names.keys() - {headline.name}:
         return ()
-    rows = []
-    for name in names:
-        cells = []
-        for metrics in found.values():
-            values = metrics.get(name, MetricValues())
-            cells += [_shown(name, value) for value in (values.mean, values.worst_decile, values.pooled)]
-        rows.append(table_row(metric_heading(name), *cells))
-    headings = ("test metric", *(("mean", "worst decile", "pooled") * len(found)))
-    above = (("", 1), *((GROUP_TITLES[key], 3) for key in found))
-    return (Table(headings, ((f"Round {line['round']}, every metric", tuple(rows)),), above=above),)
+
+    def column(key: str, statistic: str) -> Column[str]:
+        def cell(name: str) -> str:
+            return _shown(name, getattr(groups[key].get(name), statistic, None))
+
+        return Column(statistic.replace("_", " "), cell, GROUP_TITLES[key])
+
+    columns = [column(key, statistic) for key in groups for statistic in ("mean", "worst_decile", "pooled")]
+    blocks = [(f"Round {line['round']}, every metric", names)]
+    return (tabulated([Column("test metric", metric_heading), *columns], blocks),)
 
 
 def _shown(name: str, value: float | None) -> str:
@@ -175,57 +181,53 @@ def _shown(name: str, value: float | None) -> str:
 
 def _last_evaluations(run: RunFolder, headline: Headline) -> list[str]:
     """Return a sentence on the last evaluations together, if the run is finished and has several."""
-    found = summary_of(run).get("last_evaluations")
-    if found is None or found["evaluations"] < 2:  # a run of an older version, or one in progress
+    late = summary_of(run).get("last_evaluations")
+    if late is None or late["evaluations"] < 2:  # a run in progress
         return []
     means = []
     for key, label in GROUP_TITLES.items():
-        over = (found[key] or {}).get(f"{headline.name}_mean")
+        over = (late[key] or {}).get(f"{headline.name}_mean")
         if over is not None:
             mean, *ends = (headline.shown(over[name]) for name in ("mean", "lowest", "highest"))
             means.append(f"{label} {mean} ({' to '.join(ends)})")
     if not means:
         return []
-    first, last = found["rounds"]
+    first, last = late["rounds"]
     return [
-        f"Mean of the last {found['evaluations']} evaluations, rounds {first} to {last} (lowest to highest)"
+        f"Mean of the last {late['evaluations']} evaluations, rounds {first} to {last} (lowest to highest)"
         f"{', in percent' if headline.percent else ''}: {'; '.join(means)}. Reporting the {headline.superlative} of "
         "several evaluations would amount to choosing by test data."
     ]
 
 
-def _best(run: RunFolder) -> Mapping[str, Any] | None:
+def _best(run: RunFolder) -> Document | None:
     """Return the best round; for a finished run it is in the summary, so that torch is not needed."""
     if summary := summary_of(run):
-        chosen: Mapping[str, Any] | None = summary["best"]
-        return chosen
-    from fedloom.evaluation.summary import best
+        best: Document | None = summary["best"]
+        return best
+    from fedloom.evaluation import summary as summaries
 
-    return best(run.evaluations())
-
-
-def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
-    found: dict[str, Any] = {key: None if groups[key] is None else groups[key].get(other) for key in GROUP_TITLES}
-    if found["global"] is not None:
-        inner = _other_reading({**groups["global"], "global": None}, other)
-        found["global"] = {**found["global"], "seen": inner["seen"], "unseen": inner["unseen"]}
-    return found
+    return summaries.best(run.evaluations())
 
 
-def _rows(groups: Mapping[str, Any], headline: Headline) -> tuple[TableRow, ...]:
-    rows = [
-        table_row(f"{key} clients, personalized model", *_cells(groups[key], headline), colour=key)
-        for key in ("seen", "unseen")
-    ]
-    overall = groups["global"]
-    if overall is not None:
-        rows.append(table_row("all clients, global model", *_cells(overall, headline), colour="global"))
-        inner = (key for key in ("seen", "unseen") if overall[key] is not None)
-        rows += [table_row(f"{key} clients", *_cells(overall[key], headline)) for key in inner]
-    return tuple(rows)
+def _other_reading(groups: Document, other: str) -> dict[str, Any]:
+    """Return the groups of a line in the other reading, None where there is none."""
+    otherwise = {key: (groups.get(key) or {}).get(other) for key in GROUP_TITLES}
+    if otherwise["global"] is not None:
+        otherwise["global"] = {**_other_reading(groups["global"], other), **otherwise["global"]}
+    return otherwise
 
 
-def _cells(group: Mapping[str, Any] | None, headline: Headline) -> tuple[str, ...]:
+def _rows(groups: Document, headline: Headline) -> tuple[TableRow, ...]:
+    titles = {key: f"{key} clients" for key in GROUPS}
+    rows = [(f"{title}, personalized model", groups[key], key) for key, title in titles.items()]
+    if (overall := groups["global"]) is not None:
+        rows.append(("all clients, global model", overall, "global"))
+        rows += [(title, overall[key], "") for key, title in titles.items() if overall[key] is not None]
+    return tuple(table_row(title, *_cells(group, headline), colour=colour) for title, group, colour in rows)
+
+
+def _cells(group: Document | None, headline: Headline) -> tuple[str, ...]:
     if group is None:
         return (DASH,) * 6
     mean, std, *others = (DASH if value is None else headline.shown(value) for value in values_of(group, headline))
@@ -233,7 +235,7 @@ def _cells(group: Mapping[str, Any] | None, headline: Headline) -> tuple[str, ..
     return (str(group["clients"]), mean if std == DASH else f"{mean} ± {std}", *others, loss)
 
 
-def last_line(run: RunFolder) -> Mapping[str, Any]:
+def last_line(run: RunFolder) -> Document:
     """Return the last evaluation; empty without one."""
     line, _ = run.last_evaluation() or ({}, 0)
     return line
@@ -241,8 +243,8 @@ def last_line(run: RunFolder) -> Mapping[str, Any]:
 
 def main_reading(run: RunFolder) -> str:
     """Return the primary reading, ``masked`` or ``unmasked``."""
-    groups = (last_line(run).get(key) for key in ("seen", "unseen"))
-    return "masked" if any(is_masked(group) for group in groups if group is not None) else "unmasked"
+    last = last_line(run)
+    return "masked" if any(is_masked(last[key]) for key in GROUPS if last.get(key)) else "unmasked"
 
 
 def client_results(run: RunFolder) -> Part:
@@ -273,47 +275,45 @@ def small_table(title: str, headings: tuple[str, ...], rows: Sequence[TableRow],
     return one_block(headings, rows, title, small=True, wide=wide)
 
 
-def _worst(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str, names: Mapping[str, str]) -> Table:
+def _worst(rows: Sequence[ClientRow], headline: Headline, reading: str, names: Mapping[str, str]) -> Table:
     """Return a table of every metric of the clients with the worst results, or of all clients if they are few."""
     column = client_column("personal", headline.name, reading)
-    measured = [row for row in rows if row[column]]
+    measured = _measured(rows, column)
     measured.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
     few = len(measured) <= FEW_CLIENTS
-    metrics = [headline.name] if headline == ACCURACY else _client_metrics(measured, headline, reading)
+    columns = {headline.name: column}
+    if headline != ACCURACY:  # every metric that some client has; the loss only if it is the headline
+        known = dict.fromkeys(key for row in measured for key in row if row[key])
+        by_name = {key.removeprefix("personal_").removesuffix(f"_{reading}"): key for key in known}
+        columns |= {
+            name: key
+            for name, key in by_name.items()
+            if key == client_column("personal", name, reading) and name != MODEL_LOSS.name
+        }
     shown = []
     for row in measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))]:
-        values = (row[client_column("personal", name, reading)] for name in metrics)
-        cells = [_shown(name, float(text) if text else None) for name, text in zip(metrics, values, strict=True)]
+        cells = [_shown(name, float(row[key]) if row[key] else None) for name, key in columns.items()]
         classes = [_classes(row["labels"].split(), names)] if names else []
         shown.append(client_row(row, *cells, row["train"], *classes))
     which = f"{headline.inferior} {headline.title}"
     title = f"Clients, {which} first" if few else f"Clients of {which}"
-    headings = ("client", *map(metric_heading, metrics), "training examples", *(["classes"] if names else []))
-    return small_table(title, headings, shown, wide=len(metrics) > MANY_METRICS)
+    headings = ("client", *map(metric_heading, columns), "training examples", *(["classes"] if names else []))
+    return small_table(title, headings, shown, wide=len(columns) > MANY_METRICS)
 
 
-def _client_metrics(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> list[str]:
-    """Return the metrics that some client has, the headline metric first; the loss only if it is that metric."""
-    before, after = client_column("personal", "|", reading).split("|")
-    known = dict.fromkeys(key for row in rows for key, text in row.items() if text)
-    found = [
-        key.removeprefix(before).removesuffix(after) for key in known if key.startswith(before) and key.endswith(after)
-    ]
-    return list(dict.fromkeys([headline.name, *(name for name in found if name != MODEL_LOSS.name)]))
-
-
-def _changed(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Table:
+def _changed(rows: Sequence[ClientRow], headline: Headline, reading: str) -> Table:
     """Return a table of the clients with the largest losses and gains from personalization."""
-    columns = [client_column(predictor, headline.name, reading) for predictor in ("global", "personal")]
-    measured = [row for row in rows if all(row[column] for column in columns)]
-    both = [(row, float(row[columns[0]]), float(row[columns[1]])) for row in measured]
-    both.sort(key=lambda each: (headline.sign * (each[2] - each[1]), each[0]["id"]))
-    half = min(NAMED // 2, len(both) // 2)
+    before, after = (client_column(predictor, headline.name, reading) for predictor in ("global", "personal"))
+    gains = [
+        (headline.sign * (float(row[after]) - float(row[before])), row["id"], row)
+        for row in _measured(_measured(rows, before), after)
+    ]
+    gains.sort(key=lambda each: each[:2])
+    half = min(NAMED // 2, len(gains) // 2)
     shown = []
-    for row, before, after in both[:half] + both[len(both) - half :]:
-        gain = headline.sign * (after - before)
+    for gain, _, row in gains[:half] + gains[len(gains) - half :]:
         points = f"{100 * gain:+.1f}" if headline.percent else f"{gain:+.3g}"
-        shown.append(client_row(row, headline.shown(before), headline.shown(after), points))
+        shown.append(client_row(row, *(headline.shown(float(row[column])) for column in (before, after)), points))
     headings = ("client", "global, %", "personalized, %", "gain, points")
     if not headline.percent:
         gain_of = "gain" if headline.higher_is_better else f"{headline.title} saved"
@@ -321,17 +321,17 @@ def _changed(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str
     return small_table("Smallest and largest gains by personalization", headings, shown)
 
 
-def client_row(row: Mapping[str, str], *cells: str) -> TableRow:
+def client_row(row: ClientRow, *cells: str) -> TableRow:
     """Return a client's row: its id, cells, the colour of its group and its owner."""
     return table_row(row["id"], *cells, colour=group_of(row), note=owner_of(row))
 
 
-def group_of(row: Mapping[str, str]) -> str:
+def group_of(row: ClientRow) -> str:
     """Return the group of a client, by its line of ``clients.csv``."""
     return "seen" if row["seen"] == "true" else "unseen"
 
 
-def owner_of(row: Mapping[str, str]) -> str:
+def owner_of(row: ClientRow) -> str:
     """Return the name of a client's owner; empty if it is the client's id."""
     owner = row.get("owner", "")
     return owner if owner != row["id"] else ""
@@ -345,14 +345,14 @@ def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
 def _class_names(run: RunFolder) -> dict[str, str]:
     """Return class names by number; empty if the partition cannot be read."""
     try:
-        manifest = run.manifest()
-        return {str(k): name for k, name in enumerate(manifest.spec.class_names[: manifest.spec.classes])}
+        spec = run.manifest().spec
     except DataError:
         return {}
+    return {str(k): name for k, name in enumerate(spec.class_names[: spec.classes])}
 
 
 @as_svg
-def draw_learning_curve(lines: Sequence[Mapping[str, Any]], headline: Headline) -> Figure:
+def draw_learning_curve(lines: Sequence[Document], headline: Headline) -> Figure:
     """Draw the mean of the headline metric on test data over rounds, with a band of ± one standard deviation.
 
     Axes of fractions begin at zero; others show the trained rounds, and an untrained model may lie outside.
@@ -371,20 +371,18 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], headline: Headline) 
     return figure
 
 
-def _draw_group(
-    axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, headline: Headline
-) -> tuple[list[float], float]:
+def _draw_group(axes: Axes, lines: Sequence[Document], name: str, headline: Headline) -> tuple[list[float], float]:
     """Draw a group's learning curve; return its means of trained rounds, and the upper end of its band."""
-    groups = [(line["round"], values_of(line[name], headline)) for line in lines if line[name] is not None]
-    measured = [(number, values) for number, values in groups if values.mean is not None]
+    groups = {line["round"]: values_of(line[name], headline) for line in lines if line[name] is not None}
+    measured = {number: values for number, values in groups.items() if values.mean is not None}
     if not measured:
         return [], 0.0
-    x, mean = [number for number, _ in measured], np.array([values.mean for _, values in measured])
+    x, std = list(measured), [values.std for values in measured.values()]
+    mean = np.array([values.mean for values in measured.values()], dtype=np.float64)
     top, colour = 0.0, COLOURS[name]
-    if all(values.std is not None for _, values in measured):
-        std = np.array([values.std for _, values in measured])
+    if None not in std:
         limits = (0.0, 1.0) if headline.percent else (-math.inf, math.inf)
-        _, high = band(axes, x, mean, std, colour, limits)
+        _, high = band(axes, x, mean, np.array(std, dtype=np.float64), colour, limits)
         top = float(high.max())
     dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
     clipped = not headline.percent
@@ -408,20 +406,17 @@ def draw_training_loss(losses: Mapping[int, float]) -> Figure:
     return figure
 
 
-_EVERYONE = ("true", "false")
-
-
 @as_svg
-def draw_distribution(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
+def draw_distribution(rows: Sequence[ClientRow], headline: Headline, reading: str) -> Figure:
     """Draw the empirical distribution of the clients' test results: the share of clients at or below each value."""
-    groups = (("seen", "personal", ("true",)), ("unseen", "personal", ("false",)), ("global", "global", _EVERYONE))
-    columns = {name: (client_column(predictor, headline.name, reading), of) for name, predictor, of in groups}
-    curves = {name: np.sort(_values(_measured(rows, column, of), column)) for name, (column, of) in columns.items()}
+    personal, shared = (client_column(predictor, headline.name, reading) for predictor in ("personal", "global"))
+    curves = {name: _values([row for row in rows if group_of(row) == name], personal) for name in GROUPS}
+    curves = {name: np.sort(curve) for name, curve in (curves | {"global": _values(rows, shared)}).items()}
     figure, axes = panel(3.3)
-    found = [float(value) for curve in curves.values() for value in curve]
-    left, right = around(found or [0.0])
+    everything = np.concatenate(list(curves.values())).tolist()
+    left, right = around(everything or [0.0])
     if headline.percent:
-        left, right = min(found, default=0.0) - 0.02, 1.0
+        left, right = min(everything, default=0.0) - 0.02, 1.0
     for name, curve in curves.items():
         n = len(curve)
         if n == 0:
@@ -443,22 +438,21 @@ def draw_distribution(rows: Sequence[Mapping[str, str]], headline: Headline, rea
 
 
 @as_svg
-def draw_gains(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
+def draw_gains(rows: Sequence[ClientRow], headline: Headline, reading: str) -> Figure:
     """Draw each client's test result with the personalized model against that with the global one, as a point."""
     columns = [client_column(predictor, headline.name, reading) for predictor in ("global", "personal")]
     both = _measured(_measured(rows, columns[1]), columns[0])
     figure, axes = panel(3.3)
     x, y = (_values(both, column) for column in columns)
-    sign = headline.sign
     low, high = around([*x, *y] or [0.0])
     if headline.percent:
-        low, high = max(0.0, min((float(v.min()) for v in (x, y) if len(v)), default=0.0) - 0.03), 1.015
+        low, high = max(0.0, min([*x, *y], default=0.0) - 0.03), 1.015
     seen = np.array([row["seen"] == "true" for row in both], dtype=bool)
     diagonal = [0.0, 1.0] if headline.percent else [low, high]
     axes.plot(diagonal, diagonal, color=INK, linewidth=0.7, alpha=0.5)
     dots(axes, x, y, seen)
     for kind, marker in ((seen, "o"), (~seen, "D")):
-        worst = np.flatnonzero(kind)[np.argsort(sign * y[kind], kind="stable")[: math.ceil(kind.sum() / 10)]]
+        worst = np.flatnonzero(kind)[np.argsort(headline.sign * y[kind], kind="stable")[: math.ceil(kind.sum() / 10)]]
         axes.scatter(
             x[worst], y[worst], s=26, marker=marker, facecolors="none", edgecolors=INK, linewidths=0.8,
             rasterized=len(both) > MANY_POINTS,
@@ -480,10 +474,10 @@ def draw_gains(rows: Sequence[Mapping[str, str]], headline: Headline, reading: s
     return figure
 
 
-def _measured(rows: Sequence[Mapping[str, str]], column: str, of: Sequence[str] = _EVERYONE) -> list[Mapping[str, str]]:
-    """Return the clients that have a value in a column and whose ``seen`` is in ``of``."""
-    return [row for row in rows if row.get(column) and row["seen"] in of]
+def _measured(rows: Sequence[ClientRow], column: str) -> list[ClientRow]:
+    """Return the clients that have a value in a column."""
+    return [row for row in rows if row.get(column)]
 
 
-def _values(rows: Sequence[Mapping[str, str]], column: str) -> Array:
-    return np.array([float(row[column]) for row in rows], dtype=np.float64)
+def _values(rows: Sequence[ClientRow], column: str) -> Array:
+    return np.array([float(row[column]) for row in _measured(rows, column)], dtype=np.float64)

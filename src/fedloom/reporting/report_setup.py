@@ -29,9 +29,9 @@ from fedloom.reporting.drawing import (
     shares,
     sheet,
 )
-from fedloom.reporting.page import Panel, Part
-from fedloom.reporting.tables import TableRow, one_block, table_row
-from fedloom.reporting.words import human_time, number_range, shown_epsilon
+from fedloom.reporting.page import Panel, Part, one_block, table_row
+from fedloom.reporting.run_results import GROUPS
+from fedloom.reporting.words import Document, human_time, number_range, shown_epsilon
 from fedloom.runs.files import JOURNAL, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE, EVALUATED, SPENT
@@ -40,7 +40,7 @@ MANY_CLIENTS = 300
 """Maximum number of columns in the partition figure; above it, neighbouring clients share a column."""
 
 
-def summary_of(run: RunFolder) -> Mapping[str, Any]:
+def summary_of(run: RunFolder) -> Document:
     """Return the summary of a finished run; empty otherwise, which the top of the page explains."""
     try:
         return run.json_or_none(SUMMARY) or {}
@@ -53,26 +53,24 @@ def time(run: RunFolder) -> Part:
     summary = summary_of(run)
     if summary.get("rounds") == 0:
         return Part(text="No round was trained.")
-    rounds: dict[int, Mapping[str, float] | None] = {}  # a repeated round counts once
-    outside = {"failed attempts": 0.0, "paused": 0.0}
+    rounds: dict[int, Mapping[str, float]] = {}  # a repeated round counts once
+    failed = paused = 0.0
     for line in run.objects(JOURNAL):
-        outside["paused"] += line.get("paused", {}).get("seconds", 0.0)
-        outcome = line.get("outcome", DONE)
-        if outcome in (BURNT, EVALUATED, SPENT):  # follows a round, whose phases stay
-            continue
-        outside["failed attempts"] += 0.0 if outcome == DONE else line["seconds"]
-        if "phases" in line:
-            rounds[line["round"]] = line["phases"] if outcome == DONE else None
-    done = [phases for _, phases in sorted(rounds.items()) if phases is not None]
-    if not any(done):
+        paused += line.get("paused", {}).get("seconds", 0.0)
+        if (outcome := line.get("outcome", DONE)) == DONE:
+            rounds[line["round"]] = line.get("phases", {})
+        elif outcome not in (BURNT, EVALUATED, SPENT):  # these follow a round, whose phases stay
+            failed += line["seconds"]
+            rounds.pop(line["round"], None)
+    if not any(rounds.values()):
         raise DataError(f"{run.path / JOURNAL}: has no round with phase times")
     inside: dict[str, float] = {}
-    for phases in done:
+    for _, phases in sorted(rounds.items()):
         inside |= {name: inside.get(name, 0.0) + seconds for name, seconds in phases.items()}
-    rest = summary.get("duration_s", 0.0) - sum(outside.values()) - sum(inside.values())
-    others = {**outside, "evaluation and rest": rest}
+    rest = summary.get("duration_s", 0.0) - failed - paused - sum(inside.values())
+    others = {"failed attempts": failed, "paused": paused, "evaluation and rest": rest}
     text = (
-        f"Time of the aggregator in {pluralize(len(done), 'round')}. A phase that is named after a message lasts "
+        f"Time of the aggregator in {pluralize(len(rounds), 'round')}. A phase that is named after a message lasts "
         "from sending it to the last reply."
     )
     total = Panel("time", draw_time(inside, {name: s for name, s in others.items() if s > 0}))
@@ -90,8 +88,9 @@ def privacy(run: RunFolder) -> Part:
     """Return the claim of the training's differential privacy in sentences, its numbers, and ε by round."""
     claim = summary_of(run)["training_privacy"]
     spent = [(line["round"], line["privacy"]) for line in run.metrics() if line.get("privacy") is not None]
-    rows = tuple(table_row(str(round), shown_epsilon(now["epsilon"]), f"{now['sums']:,}") for round, now in spent)
-    table = one_block(("round", "ε", "noisy sums"), _thinned(rows), "ε by round", small=True)
+    thinned = spent[:: -max(1, math.ceil(len(spent) / 12))][::-1]  # at most a dozen, the last included
+    rows = [table_row(str(round), shown_epsilon(now["epsilon"]), f"{now['sums']:,}") for round, now in thinned]
+    table = one_block(("round", "ε", "noisy sums"), rows, "ε by round", small=True)
     return Part(
         tables=(table,) if rows else (),
         text=" ".join(claim["statement"]),
@@ -108,12 +107,6 @@ def privacy(run: RunFolder) -> Part:
             ("covers", ", ".join(claim["covers"])),
         ),
     )
-
-
-def _thinned(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:
-    """Return at most a dozen rows, evenly spaced, the last included."""
-    step = math.ceil(len(rows) / 12)
-    return tuple(rows[::-1][:: step or 1][::-1])
 
 
 def settings(run: RunFolder) -> Part:
@@ -138,9 +131,10 @@ def data(run: RunFolder) -> Part:
     train = [client.class_counts["train"] for client in manifest.clients]
     if not any(map(sum, train)):
         return Part(text="The training examples have no labels.", pairs=pairs)
-    mixes: dict[str, list[Sequence[int]]] = {"seen": [], "unseen": []}
-    for client, counts in zip(manifest.clients, train, strict=True):
-        mixes["seen" if client.seen else "unseen"].append(counts)
+    mixes = {
+        name: [client.class_counts["train"] for client in manifest.clients if client.seen == (name == "seen")]
+        for name in GROUPS
+    }
     text = (
         "Training data: a column per client, ordered by most frequent class. The colour is the square root of the "
         "class's share."
@@ -160,8 +154,11 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
     sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
     inputs_of = "×".join(map(str, manifest.spec.input_shape))
+    predicted = f", {pluralize(manifest.spec.classes, 'class', 'classes')}" if manifest.spec.classes else ""
+    if (targets := manifest.spec.targets) is not None:
+        predicted = f", {targets.task}, {pluralize(targets.outputs, 'output')}"
     return (
-        ("data set", f"{manifest.dataset}{_predicted(manifest)}, inputs {inputs_of}"),
+        ("data set", f"{manifest.dataset}{predicted}, inputs {inputs_of}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
         ("training examples per client", number_range([client.train for client in manifest.clients])),
@@ -171,13 +168,7 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _predicted(manifest: Manifest) -> str:
-    if manifest.spec.targets is not None:
-        return f", {manifest.spec.targets.task}, {pluralize(manifest.spec.targets.outputs, 'output')}"
-    return f", {pluralize(manifest.spec.classes, 'class', 'classes')}" if manifest.spec.classes else ""
-
-
-def _pairs(value: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _pairs(value: Document) -> tuple[tuple[str, str], ...]:
     return tuple((key, _value(item)) for key, item in dotted_keys(value).items())
 
 
@@ -250,10 +241,9 @@ def draw_time(phases: Mapping[str, float], others: Mapping[str, float]) -> Figur
     bars = axes.barh([*seconds], [*seconds.values()], height=0.66, color=colours)
     shares = (f"{human_time(s)} ({s / total:.0%})" if total else human_time(s) for s in seconds.values())
     axes.bar_label(bars, [*shares], padding=3)
-    limits = {"xlim": (0, 1.6 * max([*seconds.values(), 1e-9])), "ylim": (max(len(seconds), 5) - 0.5, -0.5)}
-    axes.set(title="Total time", **limits)
+    axes.set(title="Total time", xlim=(0, 1.6 * max([*seconds.values(), 1e-9])), xticks=[])
+    axes.set_ylim(max(len(seconds), 5) - 0.5, -0.5)
     axes.grid(visible=False)
     axes.tick_params(axis="both", length=0)
-    axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)
     return figure

@@ -1,23 +1,25 @@
-"""Results of finished runs, read and validated as a whole, for ``compare``."""
+"""Results of finished runs, and rows of a comparison: the runs of one method under one setting."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.core.words import dotted_keys
+from fedloom.core.words import dotted_keys, shortest_suffixes
 from fedloom.errors import DataError
 from fedloom.reporting.page import reading
-from fedloom.reporting.words import client_column, is_masked
+from fedloom.reporting.words import ClientRow, Document, client_column, is_masked
 from fedloom.runs.files import METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, validation_value, values_of
-from fedloom.tasks.names import ACCURACY, Headline
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -62,22 +64,11 @@ class NewClient(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one predictor in one run.
+    """Result of one predictor in one run: statistics of the last round by group, and evaluated rounds, ascending.
 
-    Attributes
-    ----------
-    groups
-        Statistics of the last round for ``seen``, ``unseen`` and, if the method has it, ``users``; None without
-        results.
-    clients
-        Headline metric of each client in the last round, by id, for ``seen`` and ``unseen``, as a quotient of whole
-        numbers: right predictions and examples, or the digits of another metric and a power of ten.
-    curve
-        Evaluated rounds, in ascending order.
-    best
-        Point that is best on validation (``summary.best``); None without validation.
-    new_client
-        Cost of the predictor for a new client.
+    ``clients`` has each client's headline metric in the last round for ``seen`` and ``unseen``, as a quotient of whole
+    numbers: right predictions and examples, or the digits of another metric and a power of ten. ``best`` is best on
+    validation (``summary.best``); None without validation.
     """
 
     groups: Mapping[str, GroupStatistics | None]
@@ -91,13 +82,8 @@ class Result:
 class RunResults:
     """Results of a finished run, with ``settings`` by dotted key and the fingerprint of its ``partition``.
 
-    ``titles``: names of its predictors in tables.
-
-    ``headline``: metric of its results.
-
-    ``own_steps``: statistics of unseen clients' models by number of extra local steps, if evaluated.
-
-    ``privacy``: claim of the training's differential privacy (of ``training_privacy``); None without.
+    ``titles`` are names of its predictors in tables; ``own_steps`` statistics of unseen clients' models by number of
+    extra local steps, if evaluated; ``privacy`` the summary's ``training_privacy``, None without.
     """
 
     path: Path
@@ -108,9 +94,9 @@ class RunResults:
     model: str
     masked: bool
     headline: Headline
-    settings: Mapping[str, Any]
+    settings: Document
     partition: str
-    environment: Mapping[str, Any]
+    environment: Document
     payload_up: int
     payload_down: int
     wire_up: int | None
@@ -118,7 +104,7 @@ class RunResults:
     duration_s: float
     own_steps: Mapping[int, GroupStatistics]
     results: Mapping[str, Result]
-    privacy: Mapping[str, Any] | None = None
+    privacy: Document | None = None
 
     @property
     def name(self) -> str:
@@ -143,7 +129,7 @@ def read_results(run: RunFolder) -> RunResults:
     if not history:
         raise DataError(f"{run.path / METRICS}: has no evaluated round")
     with reading(run, SUMMARY, METRICS, "clients.csv"):
-        best = _best(run, summary)
+        best = None if summary["best"] is None else run.evaluation_of(summary["best"]["round"])
         groups = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
         headline = headline_of(summary)
         masked = headline == ACCURACY and any(map(is_masked, groups))
@@ -161,46 +147,30 @@ def read_results(run: RunFolder) -> RunResults:
             environment=environment,
             **summary["communication"],
             duration_s=summary["duration_s"],
-            own_steps=_own_steps(summary["own_steps"], headline, masked=masked),
+            own_steps={
+                line["steps"]: measured
+                for line in summary["own_steps"] or ()
+                if (measured := _measured(line["unseen"], headline, {}, masked=masked)) is not None
+            },
             results={
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
                 for predictor in (PREDICTORS if summary["global"] is not None else ("personal",))
             },
-            privacy=_claim(summary.get("training_privacy")),
+            privacy=summary.get("training_privacy"),
         )
 
 
-def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return the part of a claim that a comparison shows; raise KeyError or TypeError if it is damaged."""
-    if claim is None:
-        return None
-    shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
-    return shown | {"toward": {whom: claim[f"to_{whom}"]["epsilon"] for whom in ("readers", "members", "aggregator")}}
-
-
-def _best(run: RunFolder, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the metrics of the round that is best on validation; None without validation."""
-    if summary["best"] is None:
-        return None
-    best = run.evaluation_of(summary["best"]["round"])
-    if best is None:
-        raise DataError(f"{run.path / METRICS}: lacks round {summary['best']['round']}, the best of {SUMMARY}")
-    return best
-
-
 def _result(
-    summary: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]],
-    best: Mapping[str, Any] | None,
-    clients: Sequence[Mapping[str, str]],
+    summary: Document,
+    history: Sequence[Document],
+    best: Document | None,
+    clients: Sequence[ClientRow],
     predictor: str,
     headline: Headline,
     *,
     masked: bool,
 ) -> Result:
     method = summary["algorithm"]
-    curve = tuple(_point(line, predictor, method, headline) for line in history)
-    of_best = None if best is None else _point(best, predictor, method, headline)
     costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
     column = client_column(predictor, headline.name, "masked" if masked else "unmasked")
     tested = {
@@ -215,13 +185,13 @@ def _result(
             for name, group in _groups_of(summary, predictor, method).items()
         },
         clients=tested,
-        curve=curve,
-        best=of_best,
+        curve=tuple(_point(line, predictor, method, headline) for line in history),
+        best=None if best is None else _point(best, predictor, method, headline),
         new_client=NewClient(*(costs.get(key) for key in NewClient._fields)),
     )
 
 
-def _quotient(row: Mapping[str, str], column: str, headline: Headline) -> tuple[int, int]:
+def _quotient(row: ClientRow, column: str, headline: Headline) -> tuple[int, int]:
     """Return a client's right predictions and examples, which six digits of an accuracy are enough to recover.
 
     Another metric is returned as its digits and a power of ten.
@@ -229,12 +199,10 @@ def _quotient(row: Mapping[str, str], column: str, headline: Headline) -> tuple[
     if headline == ACCURACY:
         of = int(row["test"])
         return round(float(row[column]) * of), of
-    value = Decimal(row[column])
-    digits = max(0, -int(value.as_tuple().exponent))
-    return int(value.scaleb(digits)), 10**digits
+    return Decimal(row[column]).as_integer_ratio()
 
 
-def _groups_of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
+def _groups_of(line: Document, predictor: str, method: str) -> dict[str, Document | None]:
     """Return a predictor's groups from a summary or a line of metrics; ``users`` if they are not all the seen ones."""
     groups = line if predictor == "personal" else line["global"]
     found = {group: groups[group] for group in GROUPS}
@@ -243,7 +211,7 @@ def _groups_of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str
 
 
 def _measured(
-    group: Mapping[str, Any] | None, headline: Headline, clients: Mapping[str, tuple[int, int]], *, masked: bool
+    group: Document | None, headline: Headline, clients: Mapping[str, tuple[int, int]], *, masked: bool
 ) -> GroupStatistics | None:
     """Return a group's statistics; those of a loss that the summary lacks are computed from the clients."""
     if group is None:
@@ -259,15 +227,7 @@ def _measured(
     return GroupStatistics(group["clients"], mean, std, decile, pooled, accuracy)
 
 
-def _own_steps(
-    lines: Sequence[Mapping[str, Any]] | None, headline: Headline, *, masked: bool
-) -> dict[int, GroupStatistics]:
-    """Return a summary's ``own_steps`` by number of steps."""
-    measured = {line["steps"]: _measured(line["unseen"], headline, {}, masked=masked) for line in lines or ()}
-    return {k: group for k, group in measured.items() if group is not None}
-
-
-def _point(line: Mapping[str, Any], predictor: str, method: str, headline: Headline) -> CurvePoint:
+def _point(line: Document, predictor: str, method: str, headline: Headline) -> CurvePoint:
     traffic, groups = line["communication"], _groups_of(line, predictor, method).items()
     return CurvePoint(
         line["round"],
@@ -276,3 +236,252 @@ def _point(line: Mapping[str, Any], predictor: str, method: str, headline: Headl
         validation_value(line),
         {name: None if group is None else values_of(group, headline).mean for name, group in groups},
     )
+
+
+class MeanStd(NamedTuple):
+    """Mean over seeds, and sample standard deviation (ddof = 1); None for a single seed."""
+
+    mean: float
+    std: float | None
+
+    @classmethod
+    def over(cls, values: Iterable[float]) -> MeanStd:
+        """Return the statistics of one or more values."""
+        known = list(values)
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+
+    def shown(self, headline: Headline) -> str:
+        """Return percent with one decimal, or five digits; with ± if there is a standard deviation."""
+        if headline.percent:
+            return f"{100 * self.mean:.1f}" + (f" ± {100 * self.std:.1f}" if self.std is not None else "")
+        mean = f"{self.mean:#.5g}".rstrip(".")
+        if self.std is None:
+            return mean
+        return f"{mean} ± " + (f"{self.std:#.2g}".rstrip(".") if self.std < 100 else f"{self.std:.5g}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One predictor under one setting; its runs differ only in the seed.
+
+    Attributes
+    ----------
+    method
+        Name of the method in tables.
+    details
+        Settings that distinguish the row from others of the same method, each as ``key value``.
+    block
+        Key of the rows measured on the same kind of data in the same way; "best" means best within a block.
+    """
+
+    method: str
+    details: tuple[str, ...]
+    block: str
+    predictor: str
+    runs: tuple[RunResults, ...]
+
+    @property
+    def label(self) -> str:
+        """Method and details on one line."""
+        return ", ".join((self.method, *self.details))
+
+    @property
+    def method_in_block(self) -> tuple[str, str]:
+        """Block and method, the key of a method's settings."""
+        return self.block, self.runs[0].method
+
+    @property
+    def is_own(self) -> bool:
+        """True if the row has the clients' final models; one row of each run has them."""
+        return self.predictor == "personal" or "personal" not in _shown_predictors(self.runs)
+
+    def matches(self, name: str | None) -> bool:
+        """Return whether a name is the row's label, method or algorithm; True for None."""
+        return name is None or name in (self.label, self.method, self.runs[0].method, self.runs[0].algorithm)
+
+    @property
+    def settings(self) -> Document:
+        """Settings by dotted key, the same in all runs of the row."""
+        return self.runs[0].settings
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Results, one per run."""
+        return tuple(run.results[self.predictor] for run in self.runs)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds, one per run."""
+        return tuple(run.seed for run in self.runs)
+
+    def epsilon(self, toward: str = "readers") -> float | None:
+        """Return the largest ε toward ``readers``, ``members`` or ``aggregator``; None if a run has no guarantee."""
+        claims = [run.privacy[f"to_{toward}"]["epsilon"] for run in self.runs if run.privacy is not None]
+        known = [float(epsilon) for epsilon in claims if epsilon is not None]
+        return max(known) if len(known) == len(self.runs) else None
+
+    @property
+    def new_client(self) -> NewClient:
+        """Costs of a new client, means over seeds."""
+        columns = zip(*(result.new_client for result in self.results), strict=True)
+        return NewClient(*(mean_of(column) for column in columns))
+
+    @property
+    def headline(self) -> Headline:
+        """Metric of the results."""
+        return self.runs[0].headline
+
+    def over_seeds(self, group: str, statistic: str = "mean") -> MeanStd | None:
+        """Return a statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
+        return mean_std(getattr(result.groups.get(group), statistic, None) for result in self.results)
+
+    def mean(self, group: str) -> float:
+        """Return the mean over seeds of a group for which the row has a result."""
+        found = self.over_seeds(group)
+        if found is None:
+            raise ValueError(f"{self.label} has no result for {group}")
+        return found.mean
+
+    def client_values(self, group: str) -> list[float]:
+        """Return the clients' values of the headline metric in the last round, over all seeds."""
+        return [value / of for result in self.results for value, of in result.clients[group].values()]
+
+    def of_runs(self, quantity: str) -> MeanStd | None:
+        """Return an attribute of :class:`RunResults`, such as ``duration_s``, over seeds."""
+        return mean_std(getattr(run, quantity) for run in self.runs)
+
+    def training(self, quantity: str) -> MeanStd | None:
+        """Return an attribute of the last :class:`CurvePoint`, such as ``client_steps``, over seeds."""
+        return mean_std(getattr(result.curve[-1], quantity) for result in self.results)
+
+    @property
+    def own_steps(self) -> dict[int, MeanStd]:
+        """Mean over unseen clients by number of extra local steps, over seeds; only where every run has it."""
+        steps = set.intersection(*(set(run.own_steps) for run in self.runs))
+        return {k: MeanStd.over(run.own_steps[k].mean for run in self.runs) for k in sorted(steps)}
+
+    def validation(self, *, best: bool) -> MeanStd | None:
+        """Return the headline metric on validation data in the last round, or in the best."""
+        points = (result.best if best else result.curve[-1] for result in self.results)
+        return mean_std(None if point is None else point.validation for point in points)
+
+    def at_best(self, group: str) -> MeanStd | None:
+        """Return the mean of the headline metric on test data in the round that is best on validation."""
+        return mean_std(None if result.best is None else result.best.mean.get(group) for result in self.results)
+
+
+def comparison_rows(runs: Sequence[RunResults]) -> list[Row]:
+    """Return a row for each setting and predictor, in blocks.
+
+    Runs that differ only in name and seed form one row per predictor. If two of them also share the seed, as a run and
+    its replay do, they are listed separately: merging would count one result twice.
+    """
+    merged: dict[str, list[RunResults]] = {}
+    for run in runs:
+        merged.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
+    blocks: dict[str, list[Row]] = {}
+    for same in merged.values():
+        distinct = len({run.seed for run in same}) == len(same)
+        for group in [same] if distinct else [[run] for run in same]:
+            first = group[0]
+            block = json.dumps([first.dataset, _of_block(first), first.masked], sort_keys=True)
+            for predictor in _shown_predictors(group):
+                method = first.titles.get(predictor, f"{first.method} ({predictor})")
+                blocks.setdefault(block, []).append(Row(method, (), block, predictor, tuple(group)))
+    return [row for rows in blocks.values() for row in _with_details(rows)]
+
+
+def _shown_predictors(runs: Sequence[RunResults]) -> list[str]:
+    """Return the global predictor, if any, and the personal one if it differs or is made for some users only."""
+    if not all("global" in run.results for run in runs):
+        return [p for p in PREDICTORS if all(p in run.results for run in runs)]
+    pairs = [(run.results["global"].groups, run.results["personal"].groups) for run in runs]
+    if any(shared[group] != personal[group] for shared, personal in pairs for group in GROUPS):
+        return list(PREDICTORS)
+    return ["personal" if any(USERS in personal for _, personal in pairs) else "global"]
+
+
+def _with_details(rows: Sequence[Row]) -> list[Row]:
+    """Add to the rows of a block the settings that distinguish rows of one method, or else the names of their runs.
+
+    If the models differ, every row states its model.
+    """
+    models = [key for key in differing([row.settings for row in rows]) if key.startswith("model.")]
+    found = []
+    for row in rows:
+        keys = [*models, *differing([other.settings for other in rows if other.method == row.method])]
+        found.append(replace(row, details=tuple(setting_labels(dict.fromkeys(keys), row.settings))))
+    labels = [row.label for row in found]
+    return [
+        replace(row, details=(*row.details, *(run.name for run in row.runs))) if labels.count(row.label) > 1 else row
+        for row in found
+    ]
+
+
+def _of_block(run: RunResults) -> dict[str, Any]:
+    """Return the settings that define a block: those of the data and, if models have their own losses, of the model."""
+    wanted = ("data.", "model.") if run.headline == MODEL_LOSS else ("data.",)
+    return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
+
+
+def block_labels(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the data set of each block, with the settings that distinguish the block from others."""
+    first = {row.block: row for row in reversed(rows)}
+    keys = [key for key in differing([_of_block(row.runs[0]) for row in first.values()]) if key != "data.dataset"]
+    found = {}
+    for block, row in first.items():
+        labels = [row.runs[0].dataset, *setting_labels(keys, row.settings)]
+        found[block] = ", ".join([*labels, *(["masked"] if row.runs[0].masked else [])])
+    return found
+
+
+def differing(settings: Sequence[Document]) -> tuple[str, ...]:
+    """Return the dotted keys whose value or presence differs."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return tuple(key for key in keys if len({json.dumps(one[key]) if key in one else "" for one in settings}) > 1)
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting's value as a user would write it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def setting_labels(keys: Iterable[str], settings: Document) -> list[str]:
+    """Return ``key value`` for each existing setting; keys are shortened, without a final ``name`` or ``scheme``."""
+    known = list(keys)
+    names = shortest_suffixes([re.sub(r"\.(name|scheme)$", "", key) for key in known])
+    return [f"{name} {shown_value(settings[key])}" for key, name in zip(known, names, strict=True) if key in settings]
+
+
+def own_steps_of(rows: Iterable[Row]) -> list[int]:
+    """Return the numbers of extra local steps after which some row was evaluated."""
+    return sorted({k for row in rows for k in row.own_steps})
+
+
+def mean_std(values: Iterable[float | None]) -> MeanStd | None:
+    """Return mean and sample standard deviation; None if there are no values or one is missing."""
+    known = list(values)
+    return None if mean_of(known) is None else MeanStd.over(value for value in known if value is not None)
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Return the mean; None if there are no values or one is missing."""
+    known = list(values)
+    return None if not known or None in known else statistics.fmean(v for v in known if v is not None)
+
+
+def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
+    """Return each client's difference, first minus second, by seed, for seeds with the same partition in both rows."""
+    others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
+    found: dict[int, list[float]] = {}
+    for run, result in zip(first.runs, first.results, strict=True):
+        if (run.seed, run.partition) not in others:
+            continue
+        theirs = others[run.seed, run.partition].clients[group]
+        for client, (right, examples) in result.clients[group].items():
+            if client in theirs:
+                right_2, examples_2 = theirs[client]
+                # A single division of integers: equal differences are then equal floats.
+                difference = (right * examples_2 - right_2 * examples) / (examples * examples_2)
+                found.setdefault(run.seed, []).append(difference)
+    return found

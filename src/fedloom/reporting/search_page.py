@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedloom.core.words import pluralize, rounded_up
 from fedloom.experiment.yaml_reader import as_yaml
-from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, check_installed
-from fedloom.reporting.tables import one_block, table_row
+from fedloom.reporting.page import (
+    DASH,
+    Fact,
+    PageSection,
+    Panel,
+    Part,
+    ReportPage,
+    check_installed,
+    one_block,
+    table_row,
+)
+from fedloom.reporting.words import Document
 from fedloom.runs.files import RunFiles
 from fedloom.tasks.names import Headline
 
@@ -19,7 +29,7 @@ MANY_PARAMETERS = 12
 """Maximum number of parameters that are drawn."""
 
 
-def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
+def write_search_page(folder: Path, search: Document) -> Path:
     """Write ``search.html`` to the folder of a finished search; return its path.
 
     Raises
@@ -32,7 +42,7 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
     return folder / PAGE
 
 
-def trial_rows(search: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def trial_rows(search: Document) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the headings of a table of trials, and its rows in the order of the trials, without test results."""
     headline = _headline(search)
     keys = list(search["trials"][0]["parameters"])
@@ -54,17 +64,17 @@ def parameter_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)
 
 
-def search_page(search: Mapping[str, Any]) -> ReportPage:
+def search_page(search: Document) -> ReportPage:
     """Return the page: the chosen trial, figures of all trials, and their table."""
+    from fedloom.reporting.compare_figures import draw_parameter, draw_trials
     from fedloom.reporting.drawing import COLOURS
-    from fedloom.reporting.search_figures import draw_parameter, draw_trials
 
     headline, chosen, trials = _headline(search), search["chosen"], search["trials"]
-    test = {group: values["mean"] for group, values in chosen["test"].items() if values["mean"] is not None}
     facts = [Fact(f"validation {headline.title}", _with_unit(headline, chosen["validation"]), "chosen by this")]
     facts += [
-        Fact(f"test {headline.title}, {group}", _with_unit(headline, value), "mean over clients", group)
-        for group, value in test.items()
+        Fact(f"test {headline.title}, {group}", _with_unit(headline, values["mean"]), "mean over clients", group)
+        for group, values in chosen["test"].items()
+        if values["mean"] is not None
     ]
     drawn = [key for key in chosen["parameters"] if _spread(trials, key)][:MANY_PARAMETERS]
     panels = [Panel("trials", draw_trials(trials, chosen["trial"], headline), wide=True)]
@@ -74,13 +84,8 @@ def search_page(search: Mapping[str, Any]) -> ReportPage:
     headings, rows = trial_rows(search)
     table = one_block(headings, (table_row(*cells) for cells in rows))
     states = [trial["state"] for trial in trials]
-    about = " · ".join(
-        [
-            f"sampler {search['sampler']}, seed {search['seed']}",
-            pluralize(len(trials), "trial"),
-            *(f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states),
-        ]
-    )
+    about = [f"sampler {search['sampler']}, seed {search['seed']}", pluralize(len(trials), "trial")]
+    about += [f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states]
     values = tuple((key, as_yaml(value)) for key, value in chosen["parameters"].items())
     why = (
         f"{chosen['folder']} has the {headline.superlative} {headline.title} on the validation examples of the seen "
@@ -88,7 +93,7 @@ def search_page(search: Mapping[str, Any]) -> ReportPage:
     )
     return ReportPage(
         f"Search: {search['experiment']}",
-        (about,),
+        (" · ".join(about),),
         (
             PageSection("Chosen values", (Part(pairs=values, text=why),)),
             PageSection("Trials", (Part(panels=tuple(panels), columns=2), Part(tables=(table,)))),
@@ -99,7 +104,7 @@ def search_page(search: Mapping[str, Any]) -> ReportPage:
     )
 
 
-def _headline(search: Mapping[str, Any]) -> Headline:
+def _headline(search: Document) -> Headline:
     objective = search["objective"]
     return Headline(objective["name"], objective["higher_is_better"], objective["percent"])
 
@@ -108,13 +113,12 @@ def _with_unit(headline: Headline, value: float) -> str:
     return f"{headline.shown(value)}{headline.unit}"
 
 
-def _ended(trial: Mapping[str, Any]) -> str:
+def _ended(trial: Document) -> str:
     last = max(map(int, trial["validation_by_round"]), default=0)
     return f"stopped after round {last}" if trial["state"] == "stopped" else str(trial["state"])
 
 
-def _spread(trials: Sequence[Mapping[str, Any]], key: str) -> bool:
+def _spread(trials: Sequence[Document], key: str) -> bool:
     """Return whether a parameter has different values, all numbers, in the trials that are done."""
     values = [trial["parameters"][key] for trial in trials if trial["state"] == "done"]
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    return len(numbers) == len(values) and len(set(numbers)) > 1
+    return all(type(value) in (int, float) for value in values) and len(set(values)) > 1

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from fedloom.core.words import rounded_down, rounded_up
+
+Document: TypeAlias = Mapping[str, Any]
+"""JSON object, such as a file of a run."""
+
+ClientRow: TypeAlias = Mapping[str, str]
+"""Line of ``clients.csv``."""
 
 GROUP_TITLES = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 """Groups of clients, and how pages call them."""
 
 
-def method_title(summary: Mapping[str, Any]) -> str:
+def method_title(summary: Document) -> str:
     """Return the name of a finished run's method on pages: the shortest title of its predictors."""
     titles: Mapping[str, str] = summary.get("titles") or {}
     return min(titles.values(), key=len, default=str(summary["algorithm"]))
@@ -28,7 +34,7 @@ def shown_bound(epsilon: float | None) -> str:
     return "∞" if epsilon is None else rounded_down(epsilon)
 
 
-def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) -> str:
+def audit_verdict(canaries: Document, claim: Document | None) -> str:
     """Return sentences with the verdict of an audit by canaries on the run's claim, and its reasons."""
     if claim is None:
         return "The run claims no ε for its training, so there is nothing to refute."
@@ -47,7 +53,7 @@ def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) 
     )
 
 
-def estimate_note(estimate: Mapping[str, Any]) -> str:
+def estimate_note(estimate: Document) -> str:
     """Return a normal estimate of ε with its interval, and of the noise."""
     low, high = estimate["interval"]
     text = f"ε about {shown_bound(estimate['epsilon'])}"
@@ -60,7 +66,7 @@ def estimate_note(estimate: Mapping[str, Any]) -> str:
     return f"{text}, noise about {noise[0]} of the claimed (from {noise[1]} to {noise[2]})"
 
 
-def sampling_note(sampling: Mapping[str, Any]) -> str:
+def sampling_note(sampling: Document) -> str:
     """Return how often canaries were drawn, and how often that is expected."""
     return (
         f"drawn {sampling['drawn']:,} times of {sampling['draws']:,} (expected: {sampling['drawn_expected']:,.0f}), "
@@ -77,14 +83,14 @@ _FAILURES = {
 """Reasons for which an audit fails, by test."""
 
 
-def _figures(canaries: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(canaries: Document) -> dict[str, Any]:
     estimate = canaries.get("normal_estimate") or {}
     most = (estimate.get("noise_interval") or [None, None])[1]
     figures = {"bound": shown_bound(canaries["epsilon"]), "noise": "" if most is None else in_percent(most)}
     return figures | {"sampling": sampling_note(canaries["sampling"])}
 
 
-def _lack_of_power(power: Mapping[str, Any]) -> str:
+def _lack_of_power(power: Document) -> str:
     """Return the end of a sentence that says what an audit without power finds, and a sentence with what it takes."""
     noise = power["noise"]
     found = "not even the absence of all noise" if noise is None else f"only noise of at most {in_percent(noise)} %"
@@ -92,7 +98,7 @@ def _lack_of_power(power: Mapping[str, Any]) -> str:
     return f"with probability {power['probability']:g} this audit finds {found} of the claimed. {more}"
 
 
-def power_note(power: Mapping[str, Any], claim: float, *, enough: bool) -> str:
+def power_note(power: Document, claim: float, *, enough: bool) -> str:
     """Return sentences that say before a training what an audit by canaries can find; ``enough``: it has power."""
     if enough:
         noise = in_percent(power["noise"])
@@ -115,7 +121,7 @@ def human_bytes(count: int | None) -> str:
     return f"{size:.3g} TB"
 
 
-def is_masked(group: Mapping[str, Any]) -> bool:
+def is_masked(group: Document) -> bool:
     """Return whether a group's statistics are those under the label mask, with the unmasked ones nested."""
     return "unmasked" in group
 

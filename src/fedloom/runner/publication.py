@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from fedloom.errors import ExperimentError, FedloomError, QuorumError, argument
@@ -57,7 +56,7 @@ class Publication:
         if self._store is None:
             return False
         self._published = Publisher(self._folder, self._store, incarnation)
-        return self._resume and self._published.restore(partial(check, where=self.url))
+        return self._resume and self._published.restore(lambda path: check(RunFolder(path), where=self.url))
 
     @property
     def publish(self) -> Callable[[int], None] | None:

@@ -201,13 +201,12 @@ class Checkpoints:
         if which == "best":
             best = self._read(rounds[-1]).best
             if best is None:
-                raise DataError(
-                    f"{self._folder} has no best checkpoint, because no round was validated", hint="use last"
-                )
+                message = f"{self._folder} has no best checkpoint, because no round was validated"
+                raise DataError(message, hint="use last")
             which = best.round
         if which not in rounds:
-            kept = ", ".join(str(round) for round in rounds)
-            raise DataError(f"{self._folder} has no checkpoint of round {which}; it has those of rounds {kept}")
+            listed = ", ".join(map(str, rounds))
+            raise DataError(f"{self._folder} has no checkpoint of round {which}; it has those of rounds {listed}")
         return self._read(int(which))
 
     def _path(self, round: int) -> Path:
@@ -232,18 +231,23 @@ class Checkpoints:
         try:
             content = read_file(path)
             state, about = decode_tensors(content)
-            if (found := about["version"]) != VERSION:
+            if (version := about["version"]) != VERSION:
                 raise DataError(
-                    f"{path} has format {found}, and this FedLoom reads format {VERSION}.",
+                    f"{path} has format {version}, and this FedLoom reads format {VERSION}.",
                     hint="use the version of FedLoom that wrote it; nothing has been changed",
                 )
             if about["round"] != round:
                 raise ValueError(f"it holds the checkpoint of round {about['round']}")
-            best = None if about["best"] is None else Best(*about["best"])
-            digest = stored_digest(content)
-            beside = {name: state.pop(name) for name in list(state) if name.startswith(FEDERATION)}
-            federation = {name.removeprefix(FEDERATION): tensor for name, tensor in beside.items()}
-            return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest, federation)
+            names = [name for name in state if name.startswith(FEDERATION)]
+            return Checkpoint(
+                about["algorithm"],
+                about["algorithm_version"],
+                round,
+                None if about["best"] is None else Best(*about["best"]),
+                federation={name.removeprefix(FEDERATION): state.pop(name) for name in names},
+                state=state,
+                digest=stored_digest(content),
+            )
         except OSError as error:
             raise as_storage_error(error) from error
         except (KeyError, TypeError, ValueError) as error:
@@ -252,14 +256,12 @@ class Checkpoints:
     def _instead(self, round: int) -> str:
         """Return a hint on how to replace the checkpoint of a round; no other is used automatically."""
         others = [other for other in self.rounds() if other != round]
-        older = [other for other in others if other < round]
         if not others:
             return f"it is the only one: restore it from a copy, or {NEW_RUN}"
-        kept = ", ".join(str(other) for other in others)
-        use = f"restore it from a copy, or use another with {argument('checkpoint')}: {kept}"
-        return use + (
-            f"; remove the file to continue from round {older[-1]} with {argument('resume')}" if older else ""
-        )
+        hint = f"restore it from a copy, or use another with {argument('checkpoint')}: {', '.join(map(str, others))}"
+        if older := [other for other in others if other < round]:
+            hint += f"; remove the file to continue from round {older[-1]} with {argument('resume')}"
+        return hint
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:
@@ -273,7 +275,7 @@ def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: s
     def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
-    found, needed = described(checkpoint.state), described(state)
-    if found != needed:
-        name = next(iter(sorted(set(found.items()) ^ set(needed.items()), key=str)))[0]
-        raise DataError(f"the checkpoint does not fit: {name} is {found.get(name)}, and must be {needed.get(name)}")
+    stored, needed = described(checkpoint.state), described(state)
+    if stored != needed:
+        name = next(iter(sorted(set(stored.items()) ^ set(needed.items()), key=str)))[0]
+        raise DataError(f"the checkpoint does not fit: {name} is {stored.get(name)}, and must be {needed.get(name)}")

@@ -71,10 +71,9 @@ class RunFolder(RunFiles):
         if not is_url(where):
             folder = expanded(where)
             if not (folder / EXPERIMENT).is_file():
-                what = (
-                    f"has no {EXPERIMENT}" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
-                )
-                raise DataError(f"{folder} is not a run's folder: it {what}.", hint="fedloom run EXPERIMENT")
+                fault = "is a file" if folder.exists() else "does not exist"
+                fault = f"has no {EXPERIMENT}" if folder.is_dir() else fault
+                raise DataError(f"{folder} is not a run's folder: it {fault}.", hint="fedloom run EXPERIMENT")
             return cls(folder)
         from fedloom.runs.published import PublishedRun
 
@@ -145,11 +144,11 @@ class RunFolder(RunFiles):
 
     def confusions(self) -> dict[str, list[tuple[int, int, int]]]:
         """Return the lines of ``confusion.csv`` by client: class, predicted class, examples."""
-        found: dict[str, list[tuple[int, int, int]]] = {}
+        confusions: dict[str, list[tuple[int, int, int]]] = {}
         for client, *numbers in itertools.islice(csv.reader(io.StringIO(self.text("confusion.csv"))), 1, None):
             true, predicted, examples = map(int, numbers)
-            found.setdefault(client, []).append((true, predicted, examples))
-        return found
+            confusions.setdefault(client, []).append((true, predicted, examples))
+        return confusions
 
     # --- metrics and journal ------------------------------------------------------------------------------------------
 
@@ -162,20 +161,20 @@ class RunFolder(RunFiles):
 
         The file is read from its end.
         """
-        return next((found for found in self._latest_first() if found[0]["round"] <= upto), None)
+        return next((pair for pair in self._latest_first() if pair[0]["round"] <= upto), None)
 
     def last_evaluations(self, most: int, upto: int) -> list[dict[str, Any]]:
         """Return the objects of the last ``most`` rounds in ``metrics.jsonl`` up to ``upto``, ascending.
 
         Of several lines of a round, the last counts.
         """
-        found: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         for line, _ in self._latest_first():
-            if line["round"] <= upto and (not found or line["round"] < found[-1]["round"]):
-                found.append(line)
-            if len(found) == most:
+            if line["round"] <= upto and (not lines or line["round"] < lines[-1]["round"]):
+                lines.append(line)
+            if len(lines) == most:
                 break
-        return found[::-1]
+        return lines[::-1]
 
     def evaluation_of(self, round: int) -> dict[str, Any] | None:
         """Return the object in ``metrics.jsonl`` of one round; None if there is none."""
@@ -200,10 +199,10 @@ class RunFolder(RunFiles):
             of_round = _ROUND.match(line)
             return of_round is not None and int(of_round[1]) % spacing > 0
 
-        found = [line.object for line in self.placed(METRICS, skipped)]
-        whole = [line for line in found if line is not None]
-        by_round = {line["round"]: line for line in ([] if last is None else [last[0]]) + whole}
-        return Lines((by_round[number] for number in sorted(by_round)), len(found) - len(whole))
+        lines = [line.object for line in self.placed(METRICS, skipped)]
+        whole = [line for line in (last and last[0], *lines) if line is not None]
+        by_round = {line["round"]: line for line in whole}
+        return Lines((by_round[number] for number in sorted(by_round)), lines.count(None))
 
     def training_loss(self) -> dict[int, float]:
         """Return the training loss of each round in the journal, ascending; empty for methods without one."""

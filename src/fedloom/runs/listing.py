@@ -25,28 +25,20 @@ RESUME = f"continue it: run it again with {argument('resume')}"
 
 @dataclass(frozen=True)
 class RunEntry:
-    """Entry of a list of runs.
+    """Entry of a list of runs; a damaged run has only ``path``, ``changed`` and ``fault``.
 
     Attributes
     ----------
-    path
-        Folder of the run.
     state
         ``finished``, ``interrupted``, ``running``, or ``damaged``.
-    name, method, dataset, seed
-        From the experiment; None if that is damaged.
     done, rounds
-        Rounds done, and rounds planned; None also for a run without an end.
+        Rounds done, and rounds planned; None for a run without an end.
     metric, percent
         Name of the headline metric, and True if it is a fraction; None and False before the first evaluation.
-    seen, unseen
-        Mean of that metric over clients in the last evaluated round, on test data; None if no client was evaluated.
-    seen_loss, unseen_loss
-        Mean test loss over clients in that round.
+    seen, unseen, seen_loss, unseen_loss
+        Mean of that metric, and mean loss, over clients in the last evaluated round, on test data.
     changed
         Time of the last change, in seconds since 1970.
-    fault
-        Description of the damage.
     """
 
     path: str
@@ -99,7 +91,7 @@ def finished_runs(paths: Sequence[str | Path]) -> tuple[list[RunFolder], list[st
 
     Raise DataError if a path is neither a finished run nor holds one.
     """
-    found: dict[Path, RunFolder] = {}
+    runs: dict[Path, RunFolder] = {}
     notices: list[str] = []
     for path in map(expanded, paths):
         inside = [RunFolder(path)] if (path / EXPERIMENT).is_file() else _runs_directly_in(path)
@@ -112,8 +104,8 @@ def finished_runs(paths: Sequence[str | Path]) -> tuple[list[RunFolder], list[st
             many = pluralize(len(unfinished), "unfinished run")
             notices.append(f"{path.resolve().name}: left out {many}: {', '.join(unfinished)}.")
         for run in finished:
-            found.setdefault(run.path.resolve(), run)
-    return list(found.values()), notices
+            runs.setdefault(run.path.resolve(), run)
+    return list(runs.values()), notices
 
 
 def _runs_directly_in(path: Path) -> list[RunFolder]:
@@ -200,16 +192,8 @@ def _naturally(path: Path) -> list[tuple[float, str]]:
 class StoredFolder:
     """Run below ``runs/`` of a store, or partition below ``partitions/``.
 
-    Attributes
-    ----------
-    path
-        Path of its folder, such as ``runs/NAME``.
-    size
-        Size of all its files in bytes.
-    modified
-        Time of its last write, in seconds since the epoch.
-    files
-        File names below the folder.
+    ``path`` is that of its folder, such as ``runs/NAME``, and ``files`` are names below it; ``size`` is in bytes, and
+    ``modified`` is the time of the last write, in seconds since 1970.
     """
 
     path: str
@@ -240,38 +224,22 @@ def stored_partitions(store: Store) -> list[StoredFolder]:
 
 def _folders(store: Store, above: str) -> list[StoredFolder]:
     """Return the subfolders of ``above``."""
-    found: dict[str, list[tuple[str, int, float]]] = {}
+    folders: dict[str, list[tuple[str, int, float]]] = {}
     for entry in store.entries(above):
         folder, _, file = entry.name.removeprefix(above).partition("/")
         if file:
-            found.setdefault(folder, []).append((file, entry.size, entry.modified))
-    return [
-        StoredFolder(
-            path=f"{above}{folder}",
-            size=sum(size for _, size, _ in files),
-            modified=max(modified for *_, modified in files),
-            files=tuple(file for file, *_ in files),
-        )
-        for folder, files in found.items()
-    ]
+            folders.setdefault(f"{above}{folder}", []).append((file, entry.size, entry.modified))
+    columns = {path: tuple(zip(*files, strict=True)) for path, files in folders.items()}
+    return [StoredFolder(path, sum(sizes), max(times), names) for path, (names, sizes, times) in columns.items()]
 
 
 def expired(
     runs: Sequence[StoredFolder], now: float, *, keep: int | None = None, older_than_s: float | None = None
 ) -> list[StoredFolder]:
-    """Return the runs to remove.
+    """Return the runs to remove, given the most recently written first, and the time in seconds since 1970.
 
-    Parameters
-    ----------
-    runs
-        Most recently written first.
-    now
-        Seconds since the epoch.
-    keep
-        Number of most recent finished runs that are always kept. Without ``older_than_s``, only finished runs are
-        removed.
-    older_than_s
-        Minimum age of a run to remove, in seconds since its last write; None: any age.
+    The ``keep`` most recent finished runs stay, as do runs younger than ``older_than_s``, by their last write; without
+    that, also unfinished runs.
     """
     finished = [run for run in runs if run.finished]
     old = finished if older_than_s is None else [run for run in runs if now - run.modified >= older_than_s]
@@ -282,20 +250,17 @@ def expired(
 def unused(
     store: Store, partitions: Sequence[StoredFolder], runs: Iterable[StoredFolder], now: float, *, older_than_s: float
 ) -> tuple[list[StoredFolder], list[StoredFolder]]:
-    """Return the partitions that none of the kept ``runs`` refers to, if they are old enough (:func:`expired`).
+    """Return the partitions that none of the remaining ``runs`` refers to, if they are old enough (:func:`expired`).
 
-    Partitions that were just published, or published again for a run about to start, are too young.
-
-    The second list has the unfinished runs that do not name their partition yet. As long as there are such runs, no
-    partition is returned, since they may need any.
+    Partitions published just now for a run about to start are too young. The second list has the unfinished runs that
+    do not name their partition yet: as long as there are any, no partition is returned, since they may need it.
     """
     old = [partition for partition in partitions if now - partition.modified >= older_than_s]
     if not old:
         return [], []
     names = {_manifest_digest(store, each): each.name for each in partitions if PARTITION in each.files}
     used = {run: {names[digest] for digest in _digests(store, run) & names.keys()} for run in runs}
-    silent = [run for run, found in used.items() if not found and not run.finished]
-    if silent:
+    if silent := [run for run, partitions_of in used.items() if not partitions_of and not run.finished]:
         return [], silent
     return [partition for partition in old if partition.name not in set().union(*used.values())], []
 

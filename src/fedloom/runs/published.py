@@ -37,7 +37,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -47,8 +47,7 @@ from pydantic import TypeAdapter
 
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, StorageError, argument
-from fedloom.runs.files import AGGREGATOR_LOG, CHECKPOINTS, EXPERIMENT, RELEASES, SUMMARY
-from fedloom.runs.folder import RunFolder
+from fedloom.runs.files import AGGREGATOR_LOG, CHECKPOINTS, EXPERIMENT, RELEASES, SUMMARY, RunFiles
 from fedloom.storage import Absent, Store, Taken
 from fedloom.storage.base import parts_of
 from fedloom.storage.folder import PARTIAL, copy_atomically, opened, storing
@@ -132,11 +131,11 @@ class PublishedRun:
         name = "" if self.record is None else record_name(self.record.number)
         return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
 
-    def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
+    def restore(self, check: Callable[[Path], None] = lambda folder: None) -> bool:
         """Update the folder to the last publication, copying only new content; return False if nothing is published.
 
-        Published files replace those with the same names, and other checkpoints are removed. First, ``check`` gets the
-        new files in a folder of their own; if it raises an error, the run's folder stays unchanged.
+        Published files replace those with the same names, and other checkpoints are removed. First, ``check`` gets a
+        folder with the new files; if it raises an error, the run's folder stays unchanged.
 
         Raise DataError if published files are missing or damaged; StorageError or RefusedError if the store fails or
         denies access, or the folder cannot be written.
@@ -175,7 +174,7 @@ class PublishedRun:
             raise DataError(f"{where} is not a record of a published run ({error})") from error
         return record
 
-    def _copy(self, record: Record, check: Callable[[RunFolder], None]) -> None:
+    def _copy(self, record: Record, check: Callable[[Path], None]) -> None:
         """Update the folder to a record, once all new files are downloaded and checked."""
         before = {} if self.record is None else self.record.files
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
@@ -190,7 +189,7 @@ class PublishedRun:
                 if wanted and known != list(map(blob_digest, blobs)):
                     self._stage(name, known, blobs, staging / name, part)
                     changed.append(name)
-            check(RunFolder(staging))
+            check(staging)
             self.record = None  # if copying fails, the folder holds files of two records
             stale = {f"{CHECKPOINTS}/{path.name}" for path in self._path.glob(f"{CHECKPOINTS}/*.safetensors")}
             for name in (stale | set(before)) - set(record.files):
@@ -258,12 +257,12 @@ class Publisher(PublishedRun):
     ``incarnation`` is the id of that process.
     """
 
-    def __init__(self, folder: RunFolder, store: Store, incarnation: str) -> None:
+    def __init__(self, folder: RunFiles, store: Store, incarnation: str) -> None:
         super().__init__(store, folder.path)
         self._folder = folder
         self._incarnation = incarnation
         self._blobs: dict[str, str] = {}  # existing blobs, by sha256
-        self._segments: dict[str, _PublishedLines] = {}
+        self._segments: dict[str, tuple[int, dict[tuple[int, int], str]]] = {}  # inode, digest by start and length
         self._unpublished: list[str] = []  # objects below releases/ whose lines this folder has
 
     @property
@@ -271,7 +270,7 @@ class Publisher(PublishedRun):
         """True if the last publication is the complete one of a finished run."""
         return self.record is not None and self.record.is_finished
 
-    def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
+    def restore(self, check: Callable[[Path], None] = lambda folder: None) -> bool:
         """Copy the files of the last publication into the run's folder, to resume it; see :class:`PublishedRun`."""
         if not super().restore(check):
             return False
@@ -399,37 +398,21 @@ class Publisher(PublishedRun):
         return sorted(path.as_posix() for path in found if path.parts[0] not in STORE_FOLDERS)
 
     def _contents(self, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
+        """Yield the digest and the content of each blob of a file; known segments of a line file are not read again."""
         with opened(self._path / name) as file:
             if not name.endswith(LINES):
                 content = file.read()
                 yield hashlib.sha256(content).hexdigest(), lambda: content
                 return
             about = os.fstat(file.fileno())
-            known = self._segments.get(name)
-            if known is None or not known.is_continued_by(file, about):
-                known = _PublishedLines(about.st_ino)
-            cuts = segments(about.st_size)
-            known.digests = {cut: known.digests.get(cut) or _digest_of(file, *cut) for cut in cuts}
-            self._segments[name] = known
-            for cut, digest in known.digests.items():
+            inode, known = self._segments.get(name, (0, {}))
+            last = next(reversed(known), (0, 0))
+            if inode != about.st_ino or sum(last) > about.st_size or known.get(last) != _digest_of(file, *last):
+                known = {}  # the file has not only grown
+            digests = {cut: known.get(cut) or _digest_of(file, *cut) for cut in segments(about.st_size)}
+            self._segments[name] = about.st_ino, digests
+            for cut, digest in digests.items():
                 yield digest, partial(_part, file, *cut)
-
-
-@dataclass
-class _PublishedLines:
-    """A line file as last published: its inode, and the digests of its segments by start and length."""
-
-    inode: int
-    digests: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def is_continued_by(self, file: BinaryIO, about: os.stat_result) -> bool:
-        """Return whether the file has only grown since, i.e. its last segment is unchanged."""
-        last = next(reversed(self.digests), (0, 0))
-        return (
-            self.inode == about.st_ino
-            and sum(last) <= about.st_size
-            and self.digests.get(last) == _digest_of(file, *last)
-        )
 
 
 def _part(file: BinaryIO, begin: int, length: int) -> bytes:
