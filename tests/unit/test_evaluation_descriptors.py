@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from facts import refusing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -108,11 +107,6 @@ def test_absent_clients_are_in_no_vector() -> None:
     assert found.rows.tolist() == [8, 10, 11]
     without = descriptor_correlation(v[present], pi[present], unseen[present])
     assert found.per_client.tolist() == without.per_client.tolist()
-
-
-def test_unequal_rows_are_rejected() -> None:
-    with refusing(ValueError, "descriptors, class mixes", "3, 2, 3"):
-        descriptor_correlation(torch.zeros(3, 2), torch.zeros(2, 2), torch.ones(3, dtype=torch.bool))
 
 
 @settings(max_examples=30)

@@ -67,17 +67,9 @@ def average_ranks(x: Tensor) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Return Spearman's rank correlation along the last axis: Pearson's of the average ranks.
+    """Return Spearman's rank correlation along the last axis, Pearson's of the average ranks: ``[..., n] -> [...]``.
 
-    Parameters
-    ----------
-    x, y
-        ``[..., n]``.
-
-    Returns
-    -------
-    Tensor
-        ``[...]`` float64 in [-1, 1]; NaN where ``x`` or ``y`` is constant (always for n < 2).
+    It is float64 in [-1, 1]; NaN where ``x`` or ``y`` is constant (always for n < 2).
     """
     a, b = average_ranks(x), average_ranks(y)
     a, b = a - a.mean(-1, keepdim=True), b - b.mean(-1, keepdim=True)
@@ -104,18 +96,8 @@ def descriptor_correlation(
     present
         ``[n]`` bool: clients with a descriptor; the others are left out of all vectors. All by default.
 
-    Raises
-    ------
-    ValueError
-        If the numbers of rows differ.
     """
-    n = len(v)
-    present = torch.ones(n, dtype=torch.bool) if present is None else present
-    if not len(pi) == len(unseen) == len(present) == n:
-        raise ValueError(
-            "descriptors, class mixes, and marks of unseen and of present clients must have equal lengths "
-            f"(got {n}, {len(pi)}, {len(unseen)} and {len(present)})"
-        )
+    present = torch.ones(len(v), dtype=torch.bool) if present is None else present
     those = present.nonzero().squeeze(1)
     targets = (present & unseen).nonzero().squeeze(1)
     # Rounding restores ties among π's distances; those of the descriptors are used as they are.
@@ -127,19 +109,10 @@ def descriptor_correlation(
 
 
 def principal_axes(v: Tensor) -> Tensor:
-    """Return the first two principal components of descriptors.
+    """Return the first two principal components of descriptors, ``[n, l] -> [2, l]`` float64, orthonormal rows.
 
-    The sign of a component is fixed by making its entry of largest magnitude (the first, on ties) positive.
-
-    Parameters
-    ----------
-    v
-        ``[n, l]``.
-
-    Returns
-    -------
-    Tensor
-        ``[2, l]`` float64, orthonormal rows; zeros for a missing component (l = 1, n < 3, equal descriptors).
+    The sign of a component is fixed by making its entry of largest magnitude (the first, on ties) positive. A missing
+    component (l = 1, n < 3, equal descriptors) is zero.
     """
     axes = torch.zeros(2, v.shape[1], dtype=torch.float64)
     if len(v) == 0:
@@ -153,19 +126,10 @@ def principal_axes(v: Tensor) -> Tensor:
 
 
 def project_descriptors(v: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return coordinates of descriptors on two axes, and the share of their variance along these.
+    """Return coordinates of descriptors ``[n, l]`` on two axes, and the share of their variance along these.
 
-    Parameters
-    ----------
-    v
-        ``[n, l]``.
-    axes
-        ``[2, l]`` from :func:`principal_axes`, of these or other descriptors.
-
-    Returns
-    -------
-    tuple
-        ``[n, 2]`` float64 coordinates, centred, and ``[2]`` fractions of the variance; zero for equal descriptors.
+    ``axes`` are ``[2, l]`` from :func:`principal_axes`, of these or other descriptors. Coordinates are ``[n, 2]``
+    float64, centred; the ``[2]`` fractions of the variance are zero for equal descriptors.
     """
     if len(v) == 0:
         return torch.zeros(0, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)

@@ -80,23 +80,13 @@ def _mean_and_std(moment: Tensor) -> tuple[float, float]:
 
 
 def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | None:
-    """Summarize the clients of a group under one reading.
+    """Summarize the clients of a group under one reading, given ``[m, 3]`` (correct, total, summed loss) per client.
 
-    Parameters
-    ----------
-    counts
-        ``[m, 3]`` (correct, total, summed loss) per client. Clients with total 0 (absent or untested) are left out;
-        ``clients`` is the number of the others.
-    classes
-        False for data without classes: every accuracy is None.
-
-    Returns
-    -------
-    dict or None
-        ``clients``; ``accuracy_mean`` and ``accuracy_std`` over clients, each counting once (population standard
-        deviation, ddof = 0: these are all the clients); ``accuracy_worst``; ``accuracy_worst_decile``, the mean of the
-        worst ⌈n/10⌉ clients; ``accuracy_pooled``, correct/total over all examples; ``loss_mean``, the mean over clients
-        of their mean loss in nats. Fractions, not percent. None for a group without tested clients.
+    Clients with total 0 (absent or untested) are left out; ``clients`` is the number of the others, and the result None
+    without any. ``accuracy_mean`` and ``accuracy_std`` are over clients, each counting once (population standard
+    deviation, ddof = 0: these are all the clients); ``accuracy_worst_decile`` is the mean of the worst ⌈n/10⌉ clients,
+    after ``accuracy_worst``; ``accuracy_pooled``, correct/total over all examples; ``loss_mean``, the mean over clients
+    of their mean loss in nats. Fractions, not percent. Without ``classes``, every accuracy is None.
     """
     counts = counts[counts[:, TOTAL] > 0].double()
     n = len(counts)

@@ -94,14 +94,8 @@ def metrics(
 def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, test: int) -> str | None:
     """Return one line on why a client with this many examples cannot have measured this; None if it can.
 
-    Parameters
-    ----------
-    measured
-        Answer of one client, of the right shapes, with finite values.
-    plan
-        Measurements that were requested.
-    validation, test
-        Number of examples in its splits, from the manifest.
+    ``measured`` is the answer of one client, of the right shapes, with finite values. ``validation`` and ``test`` are
+    the numbers of examples in its splits, from the manifest.
     """
     counts, confusion, calibration, uncertainty, sums, models = (tensor[0] for tensor in measured.tensors().values())
     sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
@@ -171,7 +165,8 @@ def measure(
     training: leaving it out would flatter the mean.
 
     A client without examples to train on, or without labels where there are classes, may lack a predictor. All its
-    measurements are then 0, which leaves the client out of that predictor's statistics.
+    measurements are then 0, which leaves the client out of that predictor's statistics. For other clients, raise
+    ValueError if one of the names has no predictor.
 
     Parameters
     ----------
@@ -185,46 +180,25 @@ def measure(
         Examples per forward pass.
     plan
         Task, and what to measure; None: the client's classes, with default settings.
-
-    Raises
-    ------
-    ValueError
-        If a name has no predictor, or ``batch_size`` is not positive.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be 1 or more (got {batch_size})")
     plan = EvaluationPlan.of_classes(client.classes) if plan is None else plan
-    _check_missing([name for name in names if name not in predictors], predictors, client, names, plan)
-    mask = _mask(plan, client)
-    found = {id(predictor): predictor for name, predictor in predictors.items() if name in names}  # two names may share
-    with torch.no_grad():
-        rows = {key: _measure(predictor, client, plan, mask, batch_size) for key, predictor in found.items()}
-    broken = [key for key, row in rows.items() if not torch.cat([t.flatten() for t in row]).isfinite().all()]
-    if broken:  # the predictor broke its contract
-        name = next(name for name, predictor in predictors.items() if id(predictor) in broken)
-        raise ArithmeticError(f"client {client.id}: the measurements of {name!r} are not finite")
+    unlabelled = client.train.y is None or len(client.train) == 0
+    if missing := [name for name in names if name not in predictors]:
+        nothing_to_train_on = len(client.train) == 0 or (client.train.y is None and plan.targets.outputs > 0)
+        if not nothing_to_train_on or len(missing) == len(names):
+            raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
+        _log.info("client %s has nothing to train on: %s is not evaluated", client.id, ", ".join(missing))
+    mask = client.present if plan.classes and not unlabelled else None
+    rows: dict[int, Measurements] = {}  # two names may share a predictor
+    for name in names:
+        predictor = predictors.get(name)
+        if predictor is not None and id(predictor) not in rows:
+            with torch.no_grad():
+                rows[id(predictor)] = row = _measure(predictor, client, plan, mask, batch_size)
+            if not torch.cat([tensor.flatten() for tensor in row]).isfinite().all():  # it broke its contract
+                raise ArithmeticError(f"client {client.id}: the measurements of {name!r} are not finite")
     measured = [rows[id(predictors[name])] if name in predictors else _nothing(plan) for name in names]
     return Measurements(*(torch.stack(tensors) for tensors in zip(*measured, strict=True)))
-
-
-def _check_missing(
-    missing: Sequence[str],
-    predictors: Mapping[str, Predictor],
-    client: ClientData,
-    names: Sequence[str],
-    plan: EvaluationPlan,
-) -> None:
-    """Raise if predictors are missing, unless the client has nothing to train on and has one."""
-    nothing_to_train_on = len(client.train) == 0 or (client.train.y is None and plan.targets.outputs > 0)
-    if missing and not (nothing_to_train_on and len(missing) < len(names)):
-        raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
-    if missing:
-        _log.info("client %s has nothing to train on: %s is not evaluated", client.id, ", ".join(missing))
-
-
-def _mask(plan: EvaluationPlan, client: ClientData) -> Tensor | None:
-    """Return the classes of a client's train split, ``[C]`` bool; None without labels there, or classes."""
-    return None if not plan.classes or client.train.y is None or len(client.train) == 0 else client.present
 
 
 def _nothing(plan: EvaluationPlan) -> Measurements:
@@ -236,7 +210,10 @@ def _nothing(plan: EvaluationPlan) -> Measurements:
 def _measure(
     predictor: Predictor, client: ClientData, plan: EvaluationPlan, mask: Tensor | None, batch_size: int
 ) -> Measurements:
-    """Run :func:`measure` for one predictor, and return its rows of the result."""
+    """Run :func:`measure` for one predictor, and return its rows of the result.
+
+    ``mask`` has the classes of the client's train split, ``[C]`` bool; None without labels there, or classes.
+    """
     found = _nothing(plan)
     for s, split in enumerate((client.validation, client.test)):
         if plan.targets.outputs == 0:
@@ -360,19 +337,13 @@ def measured_together(
     batch_size: int,
     plan: EvaluationPlan,
 ) -> Metrics | None:
-    """Measure the predictors of g clients; None if clients must be measured one by one.
+    """Measure the predictors of g clients, by name; None if clients must be measured one by one.
 
     None is returned for tasks other than classification, splits without labels or larger than a batch, clients without
     a predictor or training examples, ensembles, predictions or measurements that are not finite, and large groups.
-
-    Parameters
-    ----------
-    predictors
-        Predictors of each client by name.
     """
-    if not (
-        plan.classes and _are_small(clients, batch_size, plan) and all(_has_all(named, names) for named in predictors)
-    ):
+    single = (name in named and not is_ensemble(type(named[name])) for named in predictors for name in names)
+    if not (plan.classes and _are_small(clients, batch_size, plan) and all(single)):
         return None
     present = torch.stack([client.present for client in clients]).cpu()
     found = plan.nothing(len(clients), len(names))
@@ -397,11 +368,6 @@ def _are_small(clients: Sequence[ClientData], batch_size: int, plan: EvaluationP
         and all(split.y is not None and len(split) <= batch_size for split in splits)
         and sum(map(len, splits)) * plan.classes <= _MOST
     )
-
-
-def _has_all(named: Mapping[str, Predictor], names: Sequence[str]) -> bool:
-    """Return whether a client has all predictors, and none is an ensemble."""
-    return all(name in named and not is_ensemble(type(named[name])) for name in names)
 
 
 @torch.no_grad()

@@ -33,16 +33,8 @@ KEY = "evaluation.metrics"
 class EvaluationPlan:
     """Task of a run, its targets, and what clients measure of it.
 
-    Attributes
-    ----------
-    task
-        The task, with its settings.
-    targets
-        Description of the targets.
-    sums
-        Sums that clients compute, in the order in which they lie in ``Metrics.sums``.
-    sketches
-        True if clients also answer with sketches of their models (:mod:`fedloom.evaluation.spread`).
+    ``sums`` are in the order in which they lie in ``Metrics.sums``. With ``sketches``, clients also answer with
+    sketches of their models (:mod:`fedloom.evaluation.spread`).
     """
 
     task: PredictionTask
@@ -60,41 +52,22 @@ class EvaluationPlan:
         *,
         sketches: bool = False,
     ) -> EvaluationPlan:
-        """Make the plan of a task.
+        """Make the plan of a task (None: of the targets, with defaults).
 
-        Parameters
-        ----------
-        task
-            Settings of the task; None: the defaults.
-        asked
-            Names of FedLoom's metrics that an experiment requests.
-        own
-            The user's own metrics.
-        sketches
-            True to measure the spread of the clients' models.
-
-        Raises
-        ------
-        ExperimentError
-            If the task has no metric of a name, or two metrics have one name.
+        ``asked`` are names of FedLoom's metrics that an experiment requests, ``own`` the user's metrics. Raise
+        ExperimentError if the task has no metric of a name, or two metrics have one name.
         """
-        found = task_of(targets.task, targets.outputs) if task is None else task
-        wanted = {ALIASES.get(name, name) for name in asked}
+        task = task_of(targets.task, targets.outputs) if task is None else task
+        requested = {name: ALIASES.get(name, name) for name in asked}
         shape = TargetShape(targets.outputs, targets.shape, targets.std)
-        plan = cls(found, targets, (*found.metric_sums(shape, wanted), *own), sketches)
+        plan = cls(task, targets, (*task.metric_sums(shape, set(requested.values())), *own), sketches)
         names = [metric.name for metric in plan.metrics]
-        allowed = [*dict.fromkeys([*names, *found.optional])]
-        for name in asked:
-            if ALIASES.get(name, name) not in allowed:
-                raise ExperimentError(
-                    f"{KEY}: {found.name} has no metric {name}; choose from {', '.join(allowed)}",
-                    key=KEY,
-                    found=name,
-                    allowed=allowed,
-                )
-        for name in names:
-            if names.count(name) > 1:
-                raise ExperimentError(f"{KEY}: two metrics are called {name}; rename one", key=KEY, found=name)
+        allowed = [*dict.fromkeys([*names, *task.optional])]
+        if unknown := next((name for name, metric in requested.items() if metric not in allowed), None):
+            message = f"{KEY}: {task.name} has no metric {unknown}; choose from {', '.join(allowed)}"
+            raise ExperimentError(message, key=KEY, found=unknown, allowed=allowed)
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ExperimentError(f"{KEY}: two metrics are called {twice}; rename one", key=KEY, found=twice)
         return plan
 
     @classmethod
@@ -211,13 +184,7 @@ class EvaluationResult:
     models: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Check the shapes against each other.
-
-        Raises
-        ------
-        ValueError
-            If they do not agree, or there is no ``personal`` predictor.
-        """
+        """Raise ValueError if shapes do not agree, or there is no ``personal`` predictor."""
         if "personal" not in self.predictors:
             raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
         n = len(self.clients)
@@ -258,15 +225,9 @@ class EvaluationResult:
     ) -> dict[str, Tensor]:
         """Return the metrics of one predictor on a split, ``[m]`` each, NaN where undefined.
 
-        Accuracy and log loss of classes are of the ``reading``, all else is unmasked. Validation data have only the
-        metrics that follow from counts and sums.
-
-        Parameters
-        ----------
-        group
-            ``[n]`` bool: the m clients. Absent ones have no metrics.
-        pooled
-            True for the metrics of all their examples together, m = 1.
+        ``group`` is ``[n]`` bool: the m clients, of which absent ones have no metrics; ``pooled``: of all their
+        examples together, m = 1. Accuracy and log loss of classes are of the ``reading``, all else is unmasked.
+        Validation data have only the metrics that follow from counts and sums.
         """
         members, p, s = group & self.present, self.predictors.index(predictor), SPLITS.index(split)
         confusion, calibration = self.confusion[members, p], self.calibration[members, p]
@@ -284,8 +245,7 @@ class EvaluationResult:
         ``found`` is called with the position of a predictor, and the present clients of a group, ``[n]`` bool.
         """
         groups = {"seen": self.seen & self.present, "unseen": ~self.seen & self.present}
-        results = {
-            predictor: {name: found(p, members) for name, members in groups.items()}
-            for p, predictor in enumerate(self.predictors)
-        }
-        return {"personal": None, "global": None} | results
+        results: dict[str, Any] = {"personal": None, "global": None}
+        for p, predictor in enumerate(self.predictors):
+            results[predictor] = {name: found(p, members) for name, members in groups.items()}
+        return results

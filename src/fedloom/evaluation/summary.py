@@ -89,19 +89,9 @@ def metrics_line(
 ) -> dict[str, Any]:
     """Return the object of one evaluated round in ``metrics.jsonl``.
 
-    Parameters
-    ----------
-    train_loss
-        Mean training loss since the previous line; None at round 0.
-    communication, client_steps
-        Cumulative over training.
-    extra
-        Sub-objects of methods, by the method's name.
-
-    Raises
-    ------
-    ValueError
-        If ``extra`` uses a key of the line itself.
+    ``train_loss`` is the mean training loss since the previous line, None at round 0; ``communication`` and
+    ``client_steps`` are cumulative over training. ``extra`` has sub-objects of methods by name; raise ValueError if it
+    uses a key of the line itself.
     """
     line = {
         "round": evaluation.round,
@@ -123,23 +113,12 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return ``best`` of ``summary.json``: the line with the best validation score, the earliest on ties.
 
     The score is the headline over all validation examples (of classes, accuracy), or, for data without targets, the
-    lowest validation loss.
-
-    Parameters
-    ----------
-    history
-        Lines of ``metrics.jsonl``, in any order.
-
-    Returns
-    -------
-    dict or None
-        ``round``, ``seen``, ``unseen``, ``global``; None if no round was validated.
+    lowest validation loss. Lines of ``metrics.jsonl`` may be in any order. The result has ``round``, ``seen``,
+    ``unseen`` and ``global``, and is None if no round was validated.
     """
-    scored = ((score, line) for line in history if (score := line_score(line)) is not None)
-    _, chosen = min(scored, key=lambda pair: (-pair[0], pair[1]["round"]), default=(None, None))
-    if chosen is None:
-        return None
-    return {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
+    scored = ((-score, line["round"], line) for line in history if (score := line_score(line)) is not None)
+    *_, chosen = min(scored, key=lambda each: each[:2], default=(None,))
+    return None if chosen is None else {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
 
 
 def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> list[dict[str, Any]] | None:
@@ -147,11 +126,11 @@ def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> lis
 
     ``unseen`` is as in the summary itself. The list is None if no steps were requested.
     """
-    found = [
+    statistics = [
         {"steps": k, "unseen": predictor_statistics(e, "personal", ~e.seen, label_mask=label_mask)}
         for k, e in after.items()
     ]
-    return found or None
+    return statistics or None
 
 
 def line_score(line: Mapping[str, Any]) -> float | None:
@@ -177,17 +156,10 @@ class RunDescription:
 
 @dataclass(frozen=True)
 class RunCost:
-    """Cost of a run.
+    """Cost of a run with this number of ``rounds``; ``clients_per_round`` is None for a method without rounds.
 
-    Attributes
-    ----------
-    rounds
-        Number of rounds trained.
-    clients_per_round
-        None for a method without rounds.
-    client_steps, training_s
-        Local SGD steps, and wall time of the training rounds that made them, including aggregation and wire, excluding
-        evaluation and start-up.
+    ``client_steps`` are local SGD steps, ``training_s`` the wall time of the training rounds that made them, including
+    aggregation and wire, excluding evaluation and start-up.
     """
 
     rounds: int
@@ -209,26 +181,19 @@ def summary(
     after_steps: Mapping[int, EvaluationResult] | None = None,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the object of ``summary.json``.
+    """Return the object of ``summary.json``; raise ValueError if ``extra`` uses a key of the summary itself.
 
     Parameters
     ----------
     final
         Evaluation of the last round.
-    history
-        Lines of ``metrics.jsonl``, including that of the best round.
-    last
-        Last ``last_evaluations.LATE`` lines of it.
+    history, last
+        Lines of ``metrics.jsonl``, including that of the best round; and the last :data:`LATE` lines.
     after_steps
-        Number of own steps -> evaluation of the unseen clients after them.
+        Evaluation of the unseen clients by number of own steps.
     extra
         Sub-objects of methods, by the method's name. ``extra[algorithm]["new_client"]`` gives, by predictor, a new
         client's cost for ``fedloom compare``: ``client_steps``, ``payload_up``, ``payload_down``.
-
-    Raises
-    ------
-    ValueError
-        If ``extra`` uses a key of the summary itself.
     """
     steps, seconds = cost.client_steps, cost.training_s
     result = {
@@ -260,11 +225,10 @@ def summary(
 
 def _extended(line: dict[str, Any], extra: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
     """Add the methods' sub-objects."""
-    extra = extra or {}
-    taken = sorted(set(extra) & set(line))
-    if taken:
+    methods = {method: dict(values) for method, values in (extra or {}).items()}
+    if taken := sorted(methods.keys() & line.keys()):
         raise ValueError(f"a method may not be called {taken[0]!r}: that key is taken")
-    return line | {method: dict(values) for method, values in extra.items()}
+    return line | methods
 
 
 LATE = 8
@@ -275,29 +239,21 @@ def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return ``last_evaluations`` of ``summary.json``: statistics of the evaluations at the end of training.
 
     A single evaluation, and even more the highest of several, is unreliable if accuracy fluctuates between evaluations.
+    Lines of ``metrics.jsonl``, ascending, before training are left out unless there are no others. None without lines.
 
-    Parameters
-    ----------
-    lines
-        Up to :data:`LATE` last lines of ``metrics.jsonl``, ascending. Lines before training are left out unless there
-        are no others.
-
-    Returns
-    -------
-    dict or None
-        ``evaluations``, their number; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``,
-        by ``accuracy_mean`` and ``accuracy_pooled`` (of another task its headline, as ``rmse_mean`` and
-        ``rmse_pooled``; without targets ``loss_mean``), {``mean``, ``lowest``, ``highest``}; None for a group that some
-        line lacks. None without lines.
+    The result has ``evaluations``, their number; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and
+    ``global``, by ``accuracy_mean`` and ``accuracy_pooled`` (of another task its headline, as ``rmse_mean`` and
+    ``rmse_pooled``; without targets ``loss_mean``), {``mean``, ``lowest``, ``highest``}; None for a group that some
+    line lacks.
     """
     lines = [line for line in lines if line["round"]] or list(lines)
     if not lines:
         return None
-    found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
+    result: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
     for name in GROUPS:
-        groups = [line[name] for line in lines if line[name] is not None]
-        found[name] = _over_evaluations(groups, headline_of(lines[-1])) if len(groups) == len(lines) else None
-    return found
+        groups = [line[name] for line in lines]
+        result[name] = None if None in groups else _over_evaluations(groups, headline_of(lines[-1]))
+    return result
 
 
 def _over_evaluations(groups: Sequence[Mapping[str, Any]], headline: Headline) -> dict[str, dict[str, float]]:

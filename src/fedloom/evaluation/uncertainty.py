@@ -49,19 +49,14 @@ def averaged(draws: Tensor) -> Tensor:
 def calibration_counts(log_p: Tensor, y: Tensor, client: Tensor | None = None, clients: int = 1) -> Tensor:
     """Count predictions by confidence bin (C. Guo et al., On calibration of modern neural networks, ICML 2017).
 
+    The result is ``[clients * BINS, 3]`` float64 on the CPU: examples, summed confidence, correct predictions.
+
     Parameters
     ----------
-    log_p
-        ``[b, C]`` log-probabilities, none NaN; ties go to the lowest class.
-    y
-        ``[b]`` labels.
+    log_p, y
+        ``[b, C]`` log-probabilities, none NaN, and ``[b]`` labels; ties go to the lowest class.
     client
         ``[b]`` number of each example's client on the CPU, below ``clients``; None for one client.
-
-    Returns
-    -------
-    Tensor
-        ``[clients * BINS, 3]`` float64 on the CPU: examples, summed confidence, correct predictions.
     """
     confidence, predicted = log_p.double().exp().max(1)
     bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
@@ -77,7 +72,7 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
-    """Sum entropy and mutual information over examples.
+    """Sum entropy and mutual information over examples: ``[3]`` float64 on the CPU, after the number of examples.
 
     The mutual information between the prediction and the network is H(mean_s p_s) - mean_s H(p_s): the part of the
     entropy due to disagreement between networks.
@@ -88,11 +83,6 @@ def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
         ``[b, C]`` log-probabilities, none NaN.
     draws
         ``[S, b, C]`` log-probabilities of the averaged networks; None for a single network.
-
-    Returns
-    -------
-    Tensor
-        ``[3]`` float64 on the CPU: examples, entropy, mutual information.
     """
     total = entropy(log_p.double())
     information = torch.zeros_like(total) if draws is None else total - entropy(draws.double()).mean(0)
@@ -100,18 +90,11 @@ def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
 
 
 def group_uncertainty(calibration: Tensor, uncertainty: Tensor) -> dict[str, float] | None:
-    """Return statistics of a group of clients, over all their test examples together.
+    """Return statistics of a group of clients, over all their test examples together; None without examples.
 
-    Parameters
-    ----------
-    calibration, uncertainty
-        ``[m, BINS, 3]`` and ``[m, 3]``, see :func:`calibration_counts` and :func:`uncertainty_counts`.
-
-    Returns
-    -------
-    dict or None
-        ``ece``, the expected calibration error Σ_m (n_m/n) |right_m/n_m - confidence_m/n_m|; ``entropy`` and
-        ``mutual_information``, means in nats. None without examples.
+    Given :func:`calibration_counts` ``[m, BINS, 3]`` and :func:`uncertainty_counts` ``[m, 3]``, these are ``ece``, the
+    expected calibration error Σ_m (n_m/n) |right_m/n_m - confidence_m/n_m|; and ``entropy`` and ``mutual_information``,
+    means in nats.
     """
     bins, sums = calibration.sum(0), uncertainty.sum(0)
     examples = float(sums[EXAMPLES])
@@ -149,21 +132,16 @@ def client_document(
 ) -> dict[str, Any]:
     """Add a round to the content of ``uncertainty.json``: numbers per client, as in papers/003, Figure 3.
 
-    It keeps the first two evaluated rounds and the last: before training, early in it, and at its end.
+    It has ``edges``, ``clients`` and ``rounds``: the first two evaluated rounds and the last, before training, early in
+    it, and at its end. Values are null for a client without predictions. Of the content ``before`` (None at first),
+    rounds from this one on are dropped, so that a resumed run may rewrite them.
 
     Parameters
     ----------
-    before
-        Content so far, None at first. Rounds from this one on are dropped, so that a resumed run may rewrite them.
     clients, seen
         n ids, ``[n]`` bool.
     calibration, uncertainty
         ``[n, BINS, 3]`` and ``[n, 3]`` of the personal predictors; zero for a client that did not answer.
-
-    Returns
-    -------
-    dict
-        ``edges``, ``clients`` and ``rounds``; null for a client without predictions.
     """
     n = uncertainty[:, EXAMPLES]
     means = (uncertainty / n.clamp(min=1)[:, None]).tolist()

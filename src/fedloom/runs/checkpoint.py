@@ -94,16 +94,10 @@ class Best:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable round.
+    """A durable round, with the ``state`` of the server algorithm.
 
-    Attributes
-    ----------
-    state
-        State of the server algorithm.
-    digest
-        SHA-256 (hex) of the file that it was read from, empty if from none.
-    federation
-        State of the federation other than the method's: with adaptive clipping, the clipping norm.
+    ``digest`` is the SHA-256 (hex) of the file that it was read from, empty if from none; ``federation`` state other
+    than the method's: with adaptive clipping, the clipping norm.
     """
 
     algorithm: str
@@ -130,14 +124,8 @@ class Checkpoint:
 class Checkpoints:
     """Checkpoints of a run: the last two and the best are kept, and writing overlaps with training.
 
-    Parameters
-    ----------
-    before
-        Called in the background before each checkpoint is written.
-    done
-        Called in the background with each round that has become durable.
-    after
-        Called after that with the round; the next checkpoint waits for it, and raises its error.
+    In the background, ``before`` is called before each checkpoint is written, ``done`` with each round that has become
+    durable, and then ``after`` with the round; the next checkpoint waits for that, and raises its error.
     """
 
     def __init__(

@@ -118,10 +118,9 @@ class LineFile:
         self._check_end(before, expected)
 
     def backwards(self, beginning: str = "") -> Iterator[Placed]:
-        """Yield the lines like :meth:`forwards`, from the last to the first.
+        """Yield the lines like :meth:`forwards`, from the last to the first, without reading the lines before them.
 
-        The time to the first line does not depend on the length of the file. Lines without the ``beginning`` are
-        skipped, and their digests are not checked.
+        Lines without the ``beginning`` are skipped, and their digests are not checked.
         """
         expected, start = self._ending(), beginning.encode()
         try:
@@ -150,10 +149,10 @@ class LineFile:
         if at == 0:
             return digests.beginning(self.path.name)
         begin = max(0, at - digests.TAIL)
-        found = digests.stated_digest(os.pread(file.fileno(), at - begin, begin))
-        if found is None and not torn:
+        digest = digests.stated_digest(os.pread(file.fileno(), at - begin, begin))
+        if digest is None and not torn:
             raise self._damaged(at - 1, "it does not end with a digest")
-        return found or ""
+        return digest or ""
 
     def _checked(self, line: bytes, before: str, start: int) -> str:
         try:
@@ -162,15 +161,15 @@ class LineFile:
             raise self._damaged(start, str(error)) from None
 
     def _object(self, line: bytes, start: int) -> dict[str, Any]:
-        found = as_object(line)
-        if found is None:
+        value = as_object(line)
+        if value is None:
             raise self._damaged(start, "it is not a JSON object")
-        del found["digest"]
-        return found
+        del value["digest"]
+        return value
 
-    def _check_end(self, found: str, expected: str | None) -> None:
+    def _check_end(self, last: str, expected: str | None) -> None:
         """Compare the last digest with that of a finished run, unless the run has been resumed meanwhile."""
-        if expected is not None and found != expected and self._ending() == expected:
+        if expected is not None and last != expected and self._ending() == expected:
             raise DataError(
                 f"{self.path} is damaged: it does not end with its last line as of the end of the run",
                 hint=digests.RESTORE,
@@ -370,10 +369,10 @@ class RunFiles:
 
     def text(self, name: str) -> str:
         """Return the content of a file that must exist."""
-        found = self.read(name)
-        if found is None:
+        text = self.read(name)
+        if text is None:
             raise DataError(f"{self.path / name} {ABSENT}")
-        return found
+        return text
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the object of a JSON file that must exist."""
@@ -399,8 +398,7 @@ class RunFiles:
         """Return a line file, which need not exist."""
 
         def ending() -> str | None:
-            found = self._digests().get(name)
-            return found[0] if found else None
+            return next(iter(self._digests().get(name, ())), None)
 
         return LineFile(self.path / name, ending if name in LINE_FILES else lambda: None)
 
@@ -410,9 +408,8 @@ class RunFiles:
 
     def lines(self, name: str) -> Lines:
         """Return the objects of a JSON-lines file; none if it does not exist. A line cut short is counted."""
-        found = [line.object for line in self.placed(name)]
-        objects = [value for value in found if value is not None]
-        return Lines(objects, len(found) - len(objects))
+        values = [line.object for line in self.placed(name)]
+        return Lines((value for value in values if value is not None), values.count(None))
 
     def objects(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the objects of a JSON-lines file in constant memory; none if it does not exist."""
@@ -438,7 +435,7 @@ class RunFiles:
         """Allow appending to the line files of a resumed run."""
         known = self._digests()
         if any(name in known for name in LINE_FILES):
-            self._write_digests({name: found for name, found in known.items() if name not in LINE_FILES})
+            self._write_digests({name: accepted for name, accepted in known.items() if name not in LINE_FILES})
 
     def last_digests(self, *names: str) -> dict[str, str]:
         """Return the digest of the last line of each of these line files that exists."""

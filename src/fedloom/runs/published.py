@@ -74,19 +74,10 @@ _RECORD = re.compile(r"published/(\d{8})\.json")
 
 @dataclass(frozen=True)
 class Record:
-    """One publication.
+    """One publication of a ``round`` by an aggregator process, the ``incarnation``; numbers count from 1.
 
-    Attributes
-    ----------
-    number
-        Number of the record, counting from 1.
-    round
-        Last round that it holds.
-    incarnation
-        Id of the aggregator process that wrote it.
-    files
-        Blobs of each file, in order, ``<number>-<sha256 in hex>``, by the file's path in the run's folder;
-        ``folder-<sha256 in hex>`` for a file in the finished run's folder.
+    ``files`` are the blobs of each file, in order, ``<number>-<sha256 in hex>``, by its path in the run's folder;
+    ``folder-<sha256 in hex>`` for a file in the finished run's folder.
     """
 
     number: int
@@ -153,25 +144,25 @@ class PublishedRun:
 
     def _newest(self) -> int:
         """Return the number of the last record; 0 if there is none."""
-        names = (_RECORD.fullmatch(entry.name) for entry in self._store.entries("published/"))
-        return max((int(found[1]) for found in names if found), default=0)
+        records = (_RECORD.fullmatch(entry.name) for entry in self._store.entries("published/"))
+        return max((int(record[1]) for record in records if record), default=0)
 
     def read(self, number: int) -> Record:
         """Return a record; raise DataError if it is damaged, or of another version."""
-        where = f"{self.url}/{record_name(number)}"
+        url = f"{self.url}/{record_name(number)}"
         try:
             about: dict[str, Any] = parsed_json(self._store.read(record_name(number)))
             if about.pop("version") != VERSION:
-                raise DataError(f"{where} was published by another version of FedLoom", hint="resume with that version")
+                raise DataError(f"{url} was published by another version of FedLoom", hint="resume with that version")
             record = _ADAPTER.validate_python(about)
             if record.number != number:
                 raise ValueError(f"it has the number {record.number}")
             for name, blobs in record.files.items():
                 parts_of(name)  # it is used as a path to write to, so it must lie in the run's folder
-                if not blobs or not all(_BLOB.fullmatch(blob) for blob in blobs):
+                if not blobs or not all(map(_BLOB.fullmatch, blobs)):
                     raise ValueError(f"invalid blobs of {name}: {blobs}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where} is not a record of a published run ({error})") from error
+            raise DataError(f"{url} is not a record of a published run ({error})") from error
         return record
 
     def _copy(self, record: Record, check: Callable[[Path], None]) -> None:
@@ -211,12 +202,12 @@ class PublishedRun:
                 shutil.copyfile(self._path / name, path)
                 os.truncate(path, sum(length for _, length in segments(path.stat().st_size)[:have]))
         for blob in blobs[have:]:
-            there = name if blob.startswith(FOLDER) else f"blobs/{blob}"
-            self._store.download(there, part)
+            source = name if blob.startswith(FOLDER) else f"blobs/{blob}"
+            self._store.download(source, part)
             content = part.read_bytes()
-            found = hashlib.sha256(content).hexdigest()
-            if found != blob_digest(blob):
-                raise DataError(f"{self.url}/{there} is damaged: its SHA-256 is {found}.")
+            digest = hashlib.sha256(content).hexdigest()
+            if digest != blob_digest(blob):
+                raise DataError(f"{self.url}/{source} is damaged: its SHA-256 is {digest}.")
             with storing(path), path.open("ab") as whole:
                 whole.write(content)
 
@@ -227,12 +218,12 @@ def segments(size: int) -> list[tuple[int, int]]:
     A file of 1 GB has 64 to 79 segments. As the file grows, a byte is in a segment of each length once, so it is copied
     at most four times, except for the last bytes, fewer than 256 KiB.
     """
-    found, begin = [], 0
+    cuts, begin = [], 0
     for length in SEGMENTS:
         while size - begin >= length:
-            found.append((begin, length))
+            cuts.append((begin, length))
             begin += length
-    return [*found, (begin, size - begin)] if size > begin or not found else found
+    return [*cuts, (begin, size - begin)] if size > begin or not cuts else cuts
 
 
 def record_name(number: int) -> str:
