@@ -36,8 +36,8 @@ from fedloom.privacy.noise import NoiseSource
 from fedloom.privacy.settings import AdaptiveClip, SecureAggregation, TrainingPrivacy
 from fedloom.security.signing import NO_SIGNING
 from fedloom.sums.held_answers import HeldAnswers
-from fedloom.sums.private_vector import PrivateVector
 from fedloom.sums.summation import Summation
+from fedloom.sums.vector import PrivateVector
 
 METHODS = (
     "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",
