@@ -11,8 +11,8 @@ import yaml
 from transport_support import Proxy
 
 from fedloom import experiment as experiments
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.loop_config import LoopHooks
 from fedloom.runner import assemble, distributed, loops, run_data
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import WorkerOptions

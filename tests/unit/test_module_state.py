@@ -42,7 +42,7 @@ from fedloom.runner.personal import DescribedRun
 from fedloom.runner.serve import about
 from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
-from fedloom.transport.introduction import Joined
+from fedloom.transport.stream import Joined
 
 SHAPE = (3, 8, 8)
 

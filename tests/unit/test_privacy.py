@@ -41,7 +41,7 @@ from fedloom.runner.options import WorkerOptions
 from fedloom.runner.results import conclude
 from fedloom.runner.run_data import make_partition
 from fedloom.runner.worker import Worker
-from fedloom.transport.introduction import Joined
+from fedloom.transport.stream import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
 

@@ -24,8 +24,7 @@ from fedloom.algorithms.pfedbayes import GlobalGaussian, LocalizedGaussian
 from fedloom.algorithms.scaffold import ControlledUpdate
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.experiment import load_experiment
-from fedloom.federation.clipping import BIT, clipped_answer, clipped_values
-from fedloom.federation.private_sums import PrivateSums
+from fedloom.federation.private_sums import BIT, PrivateSums, clipped_answer, clipped_values
 from fedloom.federation.releases import count_training_releases
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.mlp import MLP

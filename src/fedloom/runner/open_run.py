@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 
+from fedloom.core.address import dialable
 from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.errors import QuorumError
@@ -19,7 +20,6 @@ from fedloom.runner.distributed import welcome, with_workers
 from fedloom.runner.engine import Engine, RunResult
 from fedloom.runner.run_data import has_normalization, open_manifest
 from fedloom.sums.measuring import securely_measured_normalization
-from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
 
 log = logging.getLogger(__name__)

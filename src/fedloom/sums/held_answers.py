@@ -13,8 +13,14 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, RefusedError
-from fedloom.federation.clipping import Values, changes_of, clipped_answer, clipped_values
-from fedloom.federation.private_sums import clipping_rule, noise_source
+from fedloom.federation.private_sums import (
+    Values,
+    changes_of,
+    clipped_answer,
+    clipped_values,
+    clipping_rule,
+    noise_source,
+)
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Message
 from fedloom.privacy.clipped_sum import ClippedSum

@@ -18,9 +18,18 @@ from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
-from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.cohort import RemoteCohort
-from fedloom.federation.private_sums import Draw, PrivateSums
+from fedloom.federation.private_sums import (
+    BIT,
+    Draw,
+    PrivateSums,
+    Values,
+    bit_of,
+    changes_of,
+    noisy_names,
+    norm_of,
+    slack_of,
+)
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import FieldSum, Message, Metrics, Replies, SummedMetrics, Sums
 from fedloom.privacy.clipped_sum import ClippedSum, clip_factor

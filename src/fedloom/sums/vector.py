@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, learned_fields, reported_fields
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.clipping import BIT, Values, noisy_names
+from fedloom.federation.private_sums import BIT, Values, noisy_names
 from fedloom.messages import Message, Quantity
 from fedloom.privacy.clipped_sum import ClippedSum
 from fedloom.privacy.distributed import distributed_multiplier
