@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import grpc
 import torch
 
 from fedloom.federation.served import TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
@@ -37,12 +38,12 @@ WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
 
 
-class ClientDataError(Exception):
-    """No model can be computed from a client's answers; the text gives the reason."""
+class CallError(Exception):
+    """Call that is refused, with gRPC's status; ``retry_ms`` is the time after which it may be repeated, if known."""
 
-
-class ServerAlgorithmError(Exception):
-    """The server algorithm of the method failed."""
+    def __init__(self, code: grpc.StatusCode, reason: str, retry_ms: int | None = None) -> None:
+        super().__init__(reason)
+        self.code, self.retry_ms = code, retry_ms
 
 
 @dataclass(eq=False)
@@ -231,7 +232,8 @@ class _TileRun:
         except Exception as error:
             log.exception("the server algorithm of %s failed", prepared.served.about.algorithm)
             about = f"{type(error).__name__} ({place(error)})"
-            failed = ServerAlgorithmError(f"the server algorithm of {prepared.served.about.algorithm} failed: {about}")
+            reason = f"the server algorithm of {prepared.served.about.algorithm} failed: {about}"
+            failed = CallError(grpc.StatusCode.INTERNAL, reason)
             self._deliver(dict.fromkeys(self._here, failed))
         finally:
             self._release()
@@ -257,7 +259,8 @@ class _TileRun:
         rows = split_rows(encode(message), len(self._clients))
         for i in sorted(self._here):
             if suspect and non_finite(message.select([i])) is not None:
-                messages[i] = ClientDataError("the model computed from the client's answers is not finite")
+                reason = "the model computed from the client's answers is not finite"
+                messages[i] = CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
                 self._here.discard(i)
             else:
                 messages[i] = NextMessage(rows[i], awaited)
@@ -310,8 +313,9 @@ class _TileRun:
         messages = list(found.values())  # all of one class, the awaited one
         together = stack(type(messages[0]), messages) if messages else None
         if together is not None and useless_values(together) is not None:  # at least one is useless
-            reasons = {i: useless_values(message) for i, message in found.items()}
-            wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
+            for i, message in found.items():
+                if (reason := useless_values(message)) is not None:
+                    wrong[i] = CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
         if wrong:
             self._here -= wrong.keys()
             self._deliver(wrong)
