@@ -40,6 +40,9 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import single
+from fedloom.engine.assemble import use_device
+from fedloom.engine.device import CLASSES, IMAGE, TOKENS
+from fedloom.engine.device import random_clients as clients
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundConfig
@@ -55,9 +58,6 @@ from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.resnet import ResNet20
-from fedloom.runner.assemble import use_device
-from fedloom.runner.device import CLASSES, IMAGE, TOKENS
-from fedloom.runner.device import random_clients as clients
 from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 

@@ -40,7 +40,7 @@ import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLServer, PersonalizedModel
 from fedloom.data.folders import data_root
-from fedloom.runner import assemble, run_data
+from fedloom.engine import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.transport.codec import Cutter, encode
@@ -260,8 +260,8 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
 def conversation_bytes(address: str) -> dict[str, float]:
     """Return the bytes and the seconds of a client's conversation."""
     from fedloom.federation.loop import vocabulary
-    from fedloom.runner.personal import RequestingClient
-    from fedloom.runner.personalization import PersonalizationRequest
+    from fedloom.serving.personal import RequestingClient
+    from fedloom.serving.personalization import PersonalizationRequest
 
     async def ask() -> dict[str, float]:
         models = Models(address)
