@@ -37,7 +37,7 @@ from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
-from fedloom.federation.roster import FixedRoster
+from fedloom.federation.roster import Roster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
@@ -363,7 +363,7 @@ def federation(
             summation,
             private=private_sums,
         ),
-        FixedRoster(known),
+        Roster(known),
         transport,
         made,
         LoopHooks(
