@@ -13,23 +13,14 @@ from typing import Any
 import grpc
 
 import fedloom
-from fedloom.core.address import split_address
 from fedloom.core.words import DEEPEST, parsed_json, printable
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.served import About
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
-from fedloom.transport import dial
 from fedloom.transport.codec import Cutter, encode
-from fedloom.transport.dial import (
-    CHANNEL_OPTIONS,
-    closed_after_handshake,
-    connection_failure,
-    distrust,
-    hint,
-    perhaps_tls,
-)
+from fedloom.transport.dial import Connection, connection_failure, hint
 from fedloom.transport.frames import Refusal, WireError, pack_parts, serialize
 from fedloom.transport.stream import (
     DESCRIBE,
@@ -85,25 +76,13 @@ class Answered:
 class Models:
     """Connection to a model server at ``host:port``, for one event loop.
 
-    Parameters
-    ----------
-    credentials
-        Credentials to connect with; without them, the connection is plaintext and anonymous.
-
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid, or a token would be sent in plaintext to another machine.
-    RefusedError
-        If our certificate is not valid now.
+    Parameters and errors are those of :class:`Connection`.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        host, _ = split_address(address, what="the server of models", lowest=1)
-        self._shown = (credentials or Credentials()).show(host)
-        self._channel = dial.channel(address, self._shown, CHANNEL_OPTIONS)
-        self._metadata = dial.metadata(self._shown)
+        self._connection = Connection(address, credentials, what="the server of models")
+        self._channel, self._metadata = self._connection.channel, self._connection.metadata
         self._describe = self._channel.unary_unary(
             f"/{MODELS}/{DESCRIBE}",
             request_serializer=wire.DescribeRequest.SerializeToString,
@@ -206,13 +185,12 @@ class Models:
 
     def _failure(self, error: grpc.aio.AioRpcError, *, says_when: bool) -> FedloomError:
         """Return the error of a failed call; ``says_when`` if the server has stated the time of the next attempt."""
-        code, details = error.code(), error.details()
-        found = self._shown, code, details
+        code, details, connection = error.code(), error.details(), self._connection
         text = printable(details or "", 500) or code.name
-        if why := distrust(self._address, *found):
+        if why := connection.distrust(code, details):
             return RefusedError(f"{self._address}: {why}", hint="see docs/security.md")
         if _is_temporary(error):
-            why = closed_after_handshake(*found) or perhaps_tls(*found)
+            why = connection.closed_after_handshake(code, details) or connection.perhaps_tls(code, details)
             why = why or (text if says_when else connection_failure(code, details))
             return QuorumError(f"no model from {self._address} in time: {why}", hint="retry later")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):

@@ -32,6 +32,7 @@ from fedloom.transport.frames import (
     serialize,
 )
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.wire import personalization_pb2 as personalization
 
 PROTOCOL = 8
 LAST_BACKOFF_S = 5.0  # the longest that a worker waits before it reconnects
@@ -252,7 +253,11 @@ class PartReader:
         Class of the frames.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Any]], frame: type[wire.NewcomerFrame | wire.ModelFrame]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[Any]],
+        frame: type[personalization.NewcomerFrame | personalization.ModelFrame],
+    ) -> None:
         self._read = read
         self._frame = frame
         self._parts: Iterator[tuple[str, Any]] = iter(())  # parsed one by one: a frame may have very many
