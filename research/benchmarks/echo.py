@@ -264,7 +264,7 @@ def main() -> None:
         ),
         stop=threading.Event(),
         reconnect_s=5.0,
-        credentials=Credentials(ClientOptions.of()),
+        credentials=Credentials(ClientOptions.from_folder()),
     )
 
 

@@ -109,10 +109,10 @@ class Monitor:
         """Resume after a round, given the last line of its metrics and the time of its checkpoint."""
         self._update(
             round=round,
-            measured=None if line is None else LastEvaluation.of(line),
+            measured=None if line is None else LastEvaluation.from_line(line),
             durable_round=None if durable_at is None else round,
             durable_at=durable_at,
-            privacy=None if line is None else PrivacySpent.of(line),
+            privacy=None if line is None else PrivacySpent.from_line(line),
         )
 
     def attempted(self, attempt: Attempt, *, counts: bool) -> None:
@@ -147,7 +147,7 @@ class Monitor:
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Record the evaluation in a line of ``metrics.jsonl``."""
-        self._update(measured=LastEvaluation.of(line))
+        self._update(measured=LastEvaluation.from_line(line))
 
     def spent(self, privacy: PrivacySpent) -> None:
         """Record the privacy that training has spent so far."""

@@ -391,7 +391,7 @@ class Access:
         return found
 
     def _kept(self, id: str) -> Token | None:
-        return self._shared.of(id) or (None if self._tokens is None else self._tokens.value.of(id))
+        return self._shared.by_id(id) or (None if self._tokens is None else self._tokens.value.by_id(id))
 
     def _known(self, certificate: Certificate | None, token: Token | None) -> Admitted:
         now = self._now()
@@ -400,7 +400,7 @@ class Access:
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
             raise Denied(reason, again=True)  # a newer certificate may be in place already
-        if token is not None and self._shared.of(token.id) is not None:
+        if token is not None and self._shared.by_id(token.id) is not None:
             return Admitted(SHARED, certificate, token)
         if certificate is None and token is None:
             raise Denied("a certificate of our CA, or a token, is required")

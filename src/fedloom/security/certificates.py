@@ -36,7 +36,7 @@ URI = "urn:fedloom:"
 
 
 @dataclass(frozen=True)
-class Made:
+class CertificateFiles:
     """Created files, the expiry of the certificate, and the names in it."""
 
     certificate: Path
@@ -45,7 +45,7 @@ class Made:
     names: tuple[str, ...]
 
 
-def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
+def make_ca(folder: Path, *, days: int = CA_DAYS) -> CertificateFiles:
     """Create an authority: ``ca.crt`` to distribute, and ``ca.key`` (0600), which never leaves the folder.
 
     Raise ExperimentError if there is one already: a new one would invalidate the certificates that it has signed. Raise
@@ -63,7 +63,7 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
 
 def make_certificate(
     name: str, folder: Path, ca: Path, *, hosts: Sequence[str] = (), days: int = LEAF_DAYS, replace: bool = False
-) -> Made:
+) -> CertificateFiles:
     """Create the credentials of a member, or of a server if hosts are given, in the folder ``NAME``.
 
     The folder has the files that ``credentials`` expects: ``tls.crt``, ``tls.key`` (0600), the authority's ``ca.crt``.
@@ -190,7 +190,7 @@ def _write(
     names: tuple[str, ...],
     *,
     replace: bool,
-) -> Made:
+) -> CertificateFiles:
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = certificate.public_bytes(Encoding.PEM).decode()
     if replace and at.exists():
@@ -200,7 +200,7 @@ def _write(
     else:
         create(key_at, secret, private=True)
         create(at, public)
-    return Made(at, key_at, certificate.not_valid_after_utc, names)
+    return CertificateFiles(at, key_at, certificate.not_valid_after_utc, names)
 
 
 @dataclass(frozen=True)

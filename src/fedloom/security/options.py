@@ -95,7 +95,7 @@ class ClientOptions:
     """Identity file with the clients that each certificate may sign for."""
 
     @classmethod
-    def of(
+    def from_folder(
         cls, folder: Path | None = None, *, insecure: bool = False, environment: Mapping[str, str] = os.environ
     ) -> ClientOptions:
         """Return the options given by a folder of credentials and by the environment (:data:`FILES`, :data:`TOKEN`).
@@ -199,7 +199,7 @@ class ServerOptions:
     """True to serve other machines even without TLS or without identifying peers."""
 
     @classmethod
-    def of(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:
+    def from_folder(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:
         """Return the options given by a folder of credentials and by the environment.
 
         Raise ExperimentError if the folder has no credentials. Raise RefusedError if the token of the environment is

@@ -72,11 +72,11 @@ class Tokens:
         """
         given = _TOKEN.fullmatch(token.get_secret_value())
         id, secret = given.groups() if given else ("", "")
-        kept = self.of(id)
+        kept = self.by_id(id)
         same = hmac.compare_digest(_hash(secret), _NOBODY if kept is None else kept.sha256)
         return kept if same else None
 
-    def of(self, id: str) -> Token | None:
+    def by_id(self, id: str) -> Token | None:
         """Return the token with this id, if any."""
         return self._by_id.get(id)
 

@@ -161,7 +161,7 @@ class Summation:
         else:
             assert self.privacy is not None
             shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
-            vector = PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
+            vector = PrivateVector.create(answer, fields, shapes, secure, rule, members, shares)
         if vector.bits == 32 and vector.statistics and members > MOST_MEMBERS:
             raise ExperimentError(
                 f"federation.secure_aggregation.bits is 32, enough for sums over {MOST_MEMBERS:,} clients (got "

@@ -180,7 +180,7 @@ class PrivateVector(SumVector):
     """Least number of clients that add their share of the noise; 0 if the aggregator adds it."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         answer: type[Message],
         fields: Mapping[str, Summed],

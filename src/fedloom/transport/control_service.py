@@ -89,7 +89,7 @@ class ProgressPublisher:
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Report a line written to metrics.jsonl."""
         self._message = ""
-        self._evaluations.append(LastEvaluation.of(line))
+        self._evaluations.append(LastEvaluation.from_line(line))
 
     # ---- watchers
 

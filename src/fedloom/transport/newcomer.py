@@ -50,7 +50,7 @@ Speak = Callable[[int, int, Message], Message | None]
 
 
 @dataclass(frozen=True)
-class Found:
+class ServedModels:
     """Description of what a server serves, and of its load."""
 
     about: About
@@ -94,7 +94,7 @@ class Models:
         """Close the connection."""
         await self._channel.close()
 
-    async def describe(self, timeout_s: float) -> Found:
+    async def describe(self, timeout_s: float) -> ServedModels:
         """Return what the server serves.
 
         Raise RefusedError if the server does not admit us, or has another version. Raise QuorumError if there is no
@@ -113,7 +113,7 @@ class Models:
                         hint=_SAME_VERSION,
                     )
                 if described.HasField("served"):
-                    return _found(described)
+                    return _parse_description(described)
                 wait_s[:] = [1.0]
                 if time.monotonic() + 1.0 > ends:
                     raise QuorumError(f"{self._address}: no round of the run is durable yet", hint="retry later")
@@ -256,7 +256,7 @@ class _Conversation:
         return data  # type: ignore[no-any-return]
 
 
-def _found(described: wire.Described) -> Found:
+def _parse_description(described: wire.Described) -> ServedModels:
     served, load, experiment, problem = described.served, described.load, described.experiment, described.problem
     about = About(printable(served.run), described.algorithm, described.algorithm_version, experiment, problem)
     try:
@@ -264,4 +264,4 @@ def _found(described: wire.Described) -> Found:
         parsed_json(experiment, DEEPEST)
     except (DataError, ValueError) as error:
         raise RefusedError(f"cannot read the server's description of its run: {printable(str(error), 300)}") from error
-    return Found(about, served.round, printable(served.digest), load.handed_out, load.waiting)
+    return ServedModels(about, served.round, printable(served.digest), load.handed_out, load.waiting)

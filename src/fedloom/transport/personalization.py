@@ -213,7 +213,7 @@ class Personalization:
 
     def _newer(self, digest: str | None) -> PreparedRound | None:
         served = self._load(digest)
-        return None if served is None else PreparedRound.of(served)
+        return None if served is None else PreparedRound.from_served(served)
 
     async def _served(self) -> PreparedRound | None:
         """Return the served round, which a lazy service loads on the first request; None if none is durable yet.

@@ -56,7 +56,7 @@ class PreparedRound:
     """Maximum number of clients in a tile; lowered once clients of a tile have had to wait for each other's answers."""
 
     @classmethod
-    def of(cls, served: ServedRound) -> PreparedRound:
+    def from_served(cls, served: ServedRound) -> PreparedRound:
         """Encode a round's opening."""
         return cls(served, encode(served.opening))
 
