@@ -347,8 +347,8 @@ class ClientSide:
 
     def _store(self, opened: _Open) -> None:
         """Store the states that the group's clients keep, before the answer that they belong to is sent."""
-        kept, opened.group.kept = opened.group.kept, {}
-        for i, tensors in kept.items():
+        states, opened.group.kept = opened.group.kept, {}
+        for i, tensors in states.items():
             assert self._states is not None
             row, key = opened.rows[i], opened.key
             version = Version(key.round, key.attempt, key.conversation, row, opened.life)

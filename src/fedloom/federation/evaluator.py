@@ -267,13 +267,13 @@ class Evaluator:
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Return the versions that each client starts from now, and would start from at kept checkpoints."""
-        kept = set(self.checkpoints.rounds())
+        rounds = set(self.checkpoints.rounds())
         if self._durable is not None:  # it may not be on the disk yet
-            kept.add(self._durable[0])
-        self.journal.needed = kept
+            rounds.add(self._durable[0])
+        self.journal.needed = rounds
 
         def versions(client: str) -> Versions:
-            needed = (self.journal.version(client, round) for round in kept)
+            needed = (self.journal.version(client, round) for round in rounds)
             start = self.journal.version(client, self.round)
             return Versions(start, frozenset(v for v in needed if v is not None), self.journal.life)
 
@@ -325,8 +325,8 @@ class _SummedMeasurements:
         if replies is None:
             return
         for name, total in self._sums.items():
-            found: Tensor = replies.sum(getattr(replies, name))
-            total[group] += found if total.is_floating_point() else found.round().to(total.dtype)
+            summed: Tensor = replies.sum(getattr(replies, name))
+            total[group] += summed if total.is_floating_point() else summed.round().to(total.dtype)
         self._members[group, 1] += int(replies.present.sum())
 
     def result(self, round: int, predictors: tuple[str, ...]) -> EvaluationResult:

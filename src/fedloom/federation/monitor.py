@@ -225,12 +225,12 @@ def _rates(rounds: Collection[tuple[float, float]]) -> tuple[float | None, float
 
 def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) -> tuple[int, int]:
     """Return the numbers of sampled and of remaining clients of a round, given its conversations and lost rows."""
-    asked: set[str] = set()
+    sampled: set[str] = set()
     lost: set[str] = set()
     for clients, rows in conversations:
-        asked.update(clients)
+        sampled.update(clients)
         lost.update(client for row, client in enumerate(clients) if row in rows)
-    return len(asked), len(asked - lost)
+    return len(sampled), len(sampled - lost)
 
 
 NAME = "control.json"
@@ -286,11 +286,11 @@ class Control:
 
         Raise DataError if the record is damaged. Raise StorageError if a pause requested earlier cannot be written.
         """
-        found = read_pause(folder)
+        recorded = read_pause(folder)
         with self._changed:
             self._folder = folder
             if self._asked is None:
-                self._become(found)
+                self._become(recorded)
             else:
                 self._write(self._asked)
 

@@ -103,14 +103,14 @@ def non_finite(message: Message) -> str | None:
 
 def learning_rates(settings: BaseModel, *, also: Collection[str] = (), where: str = "algorithm") -> dict[str, float]:
     """Return the learning rates of a method by their keys, and the numbers named in ``also``."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name in type(settings).model_fields:
         value, key = getattr(settings, name), f"{where}.{name}"
         if isinstance(value, BaseModel):
-            found |= learning_rates(value, also=also, where=key)
+            rates |= learning_rates(value, also=also, where=key)
         elif (name == "lr" or name.endswith("_lr") or name in also) and isinstance(value, float):
-            found[key] = value
-    return found
+            rates[key] = value
+    return rates
 
 
 def to_lower(rates: Mapping[str, float]) -> str:

@@ -57,10 +57,10 @@ def credential_files(
 
     Raise ExperimentError if the folder has none of the files.
     """
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     if folder is not None:
-        found = {name: folder / IN_FOLDER[name] for name in fields if (folder / IN_FOLDER[name]).exists()}
-        if not found:
+        files = {name: folder / IN_FOLDER[name] for name in fields if (folder / IN_FOLDER[name]).exists()}
+        if not files:
             names = ", ".join(IN_FOLDER[name] for name in fields)
             problem = f"has none of {names}" if folder.is_dir() else "is not a folder"
             raise ExperimentError(
@@ -70,7 +70,7 @@ def credential_files(
                 found=folder,
             )
     named = {name: expanded(environment[FILES[name]], FILES[name]) for name in fields if environment.get(FILES[name])}
-    return {**named, **found}
+    return {**named, **files}
 
 
 @dataclass(frozen=True)
@@ -291,5 +291,5 @@ def _tls_files(options: ServerOptions) -> ReloadingFile[ServerFiles] | None:
 
 def _together(certificate: Path | None, key: Path | None) -> None:
     if (certificate is None) is not (key is None):
-        found = "tls.key" if certificate is None else "tls.crt"
-        raise ExperimentError("tls.crt and tls.key must be given together.", key=found)
+        missing = "tls.key" if certificate is None else "tls.crt"
+        raise ExperimentError("tls.crt and tls.key must be given together.", key=missing)

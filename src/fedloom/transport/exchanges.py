@@ -177,15 +177,15 @@ class Exchange:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.begun = time.monotonic()
-        self.deadline = None if call.deadline_s is None else self.begun + call.deadline_s
+        self.started = time.monotonic()
+        self.deadline = None if call.deadline_s is None else self.started + call.deadline_s
         self.inbox: SimpleQueue[tuple[int, Arrived | Lost] | Exception] = SimpleQueue()
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)
         self.sent: dict[int, Link] = {}  # link that each outstanding row was sent to and is awaited from
         self.second: dict[int, Link] = {}  # second link asked for a row, after the first showed no sign of progress
         self.arriving: dict[tuple[int, Link], Arrival] = {}
-        self.asked: dict[Link, float] = {}  # when each link was asked or last answered a row
+        self.asked_at: dict[Link, float] = {}  # when each link was asked or last answered a row
         self.answered: set[Link] = set()
         self.longest_s = 0.0  # longest time that a link took to answer
         self.usual_s = 0.0  # longest time in the previous exchange of this kind
@@ -282,9 +282,9 @@ class OpenConversation:
 
     def ask(self, rows: Iterable[int]) -> list[int]:
         """Record that these rows are asked to answer the current exchange; return those that were asked before."""
-        asked = {(len(self.calls) - 1, row) for row in rows}
-        again = sorted(row for _, row in asked & self._asked)
-        self._asked |= asked
+        requests = {(len(self.calls) - 1, row) for row in rows}
+        again = sorted(row for _, row in requests & self._requests)
+        self._requests |= requests
         return again
 
     def moves_to(self, link: Link, rows: list[int]) -> dict[int, list[int]]:

@@ -95,8 +95,8 @@ def parse_bandwidth(text: str) -> Bandwidth:
     """
     rates = []
     for part in text.split(","):
-        found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", part)
-        rates.append(float(found[1]) * UNITS[found[2]] if found else 0.0)
+        rate = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", part)
+        rates.append(float(rate[1]) * UNITS[rate[2]] if rate else 0.0)
     if len(rates) > 2 or min(rates) < LEAST:
         raise ExperimentError(
             f"{argument('bandwidth')} must be a rate of at least 256kbit/s, or two, up and down, separated by a comma "

@@ -175,10 +175,10 @@ class Models:
         try:
             yield wait_s
         except grpc.aio.AioRpcError as error:
-            asked = str(dict(error.trailing_metadata() or ()).get(RETRY, ""))
-            if asked.isdecimal():
-                wait_s[:] = [int(asked) / 1e3]
-            failure = self._failure(error, says_when=bool(asked))
+            delay_ms = str(dict(error.trailing_metadata() or ()).get(RETRY, ""))
+            if delay_ms.isdecimal():
+                wait_s[:] = [int(delay_ms) / 1e3]
+            failure = self._failure(error, says_when=bool(delay_ms))
             if _is_temporary(error) and isinstance(failure, QuorumError) and time.monotonic() + wait_s[0] < ends:
                 return
             raise failure from error

@@ -203,12 +203,12 @@ class Personalization:
 
     async def _refresh(self) -> None:
         try:
-            found = await asyncio.to_thread(self._newer, None if self._now is None else self._now.served.digest)
+            prepared = await asyncio.to_thread(self._newer, None if self._now is None else self._now.served.digest)
         except ExperimentError as error:
             self._never = str(error)
             raise
-        if found is not None:
-            self._now, served = found, found.served
+        if prepared is not None:
+            self._now, served = prepared, prepared.served
             log.info("serving round %d of %s (%s)", served.round, served.about.run, served.digest[:12])
 
     def _newer(self, digest: str | None) -> PreparedRound | None:

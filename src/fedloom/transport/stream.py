@@ -275,9 +275,9 @@ class PartReader:
                 raise WireError(Refusal.TRUNCATED, f"the stream ended before a part {kind!r}")
             self.size += len(data)
             self._parts = read_parts(self._frame, data)
-        found, part = next_part
-        if found != kind:
-            raise WireError(Refusal.GARBAGE, f"got a part {found!r}, expected {kind!r}")
+        part_kind, part = next_part
+        if part_kind != kind:
+            raise WireError(Refusal.GARBAGE, f"got a part {part_kind!r}, expected {kind!r}")
         if transfer is not None and part.transfer != transfer:
             raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {part.transfer}, expected {transfer}")
         return part
@@ -317,8 +317,8 @@ def _check_fields(cls: type[Message], tensors: Sequence[wire.TensorSpec]) -> Non
     """Raise WireError if the fields are not those of the class, before anything is computed from their shapes."""
     names = [field.name for field in cls.fields()]
     if len(tensors) != len(names) or [spec.name for spec in tensors] != names:
-        found = [spec.name[:80] for spec in tensors[:20]]
-        raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {found}, expected {names}")
+        fields = [spec.name[:80] for spec in tensors[:20]]
+        raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {fields}, expected {names}")
     for spec in tensors:
         if len(spec.shape) > _AXES:
             raise WireError(

@@ -285,7 +285,7 @@ class _TileRun:
 
     def _receive(self) -> Sequence[Message | None]:
         self._release()
-        found: dict[int, Received] = {}
+        received: dict[int, Received] = {}
         waiting, ends = set(self._here), time.monotonic() + self._answer_s
         while waiting:
             try:
@@ -295,28 +295,28 @@ class _TileRun:
             if i in waiting:
                 waiting.discard(i)
                 if answer is not None:
-                    found[i] = answer
+                    received[i] = answer
         self._deliver(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
-        self._here = set(found)
+        self._here = set(received)
         self._computing.acquire()
-        return self._usable(found)
+        return self._usable(received)
 
     def _usable(self, received: Mapping[int, Received]) -> Sequence[Message | None]:
         """Return the usable answers in the order of the tile, else None; send the other clients the reason."""
-        found: dict[int, Message] = {}
+        by_position: dict[int, Message] = {}
         wrong: dict[int, Exception] = {}
         for i, answer in received.items():
             try:
-                found[i] = answer.message()
+                by_position[i] = answer.message()
             except WireError as error:
                 wrong[i] = error
-        messages = list(found.values())  # all of one class, the awaited one
+        messages = list(by_position.values())  # all of one class, the awaited one
         together = stack(type(messages[0]), messages) if messages else None
         if together is not None and useless_values(together) is not None:  # at least one is useless
-            for i, message in found.items():
+            for i, message in by_position.items():
                 if (reason := useless_values(message)) is not None:
                     wrong[i] = CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
         if wrong:
             self._here -= wrong.keys()
             self._deliver(wrong)
-        return [found.get(i) if i in self._here else None for i in range(len(self._clients))]
+        return [by_position.get(i) if i in self._here else None for i in range(len(self._clients))]

@@ -157,15 +157,15 @@ class AnswerBook:
 
     def send_ready(self) -> None:
         """Send the answers that are ready, and keep them."""
-        found: dict[tuple[ConversationKey, int], list[int]] = {}
+        by_exchange: dict[tuple[ConversationKey, int], list[int]] = {}
         while self.ready:
             request, row, client, answer = self.ready.popleft()
             page, exchange = self._pages.get(request.key), request.envelope.exchange
             if self.incarnation != request.incarnation or page is None or page.exchanges.get(row) != exchange:
                 continue  # the answer is obsolete
             page.answers[row] = (client, answer)
-            found.setdefault((request.key, exchange), []).append(row)
-        for (key, exchange), rows in found.items():
+            by_exchange.setdefault((request.key, exchange), []).append(row)
+        for (key, exchange), rows in by_exchange.items():
             self._send(key, exchange, rows)
 
     def send_again(self, again: wire.Again) -> None:
@@ -196,15 +196,15 @@ class AnswerBook:
 
     def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
         """Send the answers of rows; small ones together, one transfer for as many as fit into a chunk."""
-        found: list[tuple[int, str, Encoded]] = []
+        encoded: list[tuple[int, str, Encoded]] = []
         for row in sorted(set(rows)):
             client, answer = self._pages[key].answers[row]
             if isinstance(answer, Encoded):
-                found.append((row, client, answer))
+                encoded.append((row, client, answer))
             else:
                 self._send_lost(key, key, exchange, row, answer)
-        for part in group_answers([answer for _, _, answer in found]):
-            numbers, clients, answers = zip(*found[part.start : part.stop], strict=True)
+        for part in group_answers([answer for _, _, answer in encoded]):
+            numbers, clients, answers = zip(*encoded[part.start : part.stop], strict=True)
             envelope = wire.Envelope(
                 run=self.run,
                 incarnation=self.incarnation,

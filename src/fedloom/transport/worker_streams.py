@@ -307,8 +307,8 @@ class WorkerStreams:
         try:
             await asyncio.wait((reader, writer, ended), return_when=asyncio.FIRST_COMPLETED)
             error = link.fault
-            if reader.done() and isinstance(found := reader.exception(), WireError):
-                error = found
+            if reader.done() and isinstance(fault := reader.exception(), WireError):
+                error = fault
             if error is not None:
                 self._dispatcher.refusals.count(error.refusal)
                 log.warning("ended the stream of worker %s: %s", link.name, error, extra={"worker": link.name})
