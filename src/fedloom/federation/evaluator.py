@@ -281,8 +281,8 @@ class Evaluator:
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
-            of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
-            raise InterruptedRun(f"stopped after round {self.round}{of}; continue with {argument('resume')}")
+            total = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
+            raise InterruptedRun(f"stopped after round {self.round}{total}; continue with {argument('resume')}")
 
 
 class _Measurements:

@@ -101,13 +101,13 @@ def non_finite(message: Message) -> str | None:
     return None
 
 
-def learning_rates(settings: BaseModel, *, also: Collection[str] = (), where: str = "algorithm") -> dict[str, float]:
+def learning_rates(settings: BaseModel, *, also: Collection[str] = (), prefix: str = "algorithm") -> dict[str, float]:
     """Return the learning rates of a method by their keys, and the numbers named in ``also``."""
     rates: dict[str, float] = {}
     for name in type(settings).model_fields:
-        value, key = getattr(settings, name), f"{where}.{name}"
+        value, key = getattr(settings, name), f"{prefix}.{name}"
         if isinstance(value, BaseModel):
-            rates |= learning_rates(value, also=also, where=key)
+            rates |= learning_rates(value, also=also, prefix=key)
         elif (name == "lr" or name.endswith("_lr") or name in also) and isinstance(value, float):
             rates[key] = value
     return rates
@@ -138,17 +138,17 @@ def out_of_range(
         tensor: torch.Tensor = getattr(message, field.name)
         if field.quantity is Quantity.METRICS or not tensor.is_floating_point() or not tensor.numel():
             continue
-        where, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
+        label, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
         if field.quantity is Quantity.COUNT:
             wrong = _wrong_count(tensor, COUNT_LIMIT if bound is None else bound, whole=field.name not in scaled)
         else:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
             if (wrong := _beyond(tensor, limit)) is not None and rates is not None:
-                return f"{_diverged(message)}: {where} {wrong}{to_lower(rates)}"
+                return f"{_diverged(message)}: {label} {wrong}{to_lower(rates)}"
             if wrong is None and bound is not None and not (norm := float(tensor.norm())) <= bound:
                 wrong = f"has norm {norm:g}, more than {bound:g}"
         if wrong is not None:
-            return f"{where} {wrong}"
+            return f"{label} {wrong}"
     return None
 
 

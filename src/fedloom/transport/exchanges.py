@@ -358,10 +358,10 @@ def check_awaited(link: Link, exchange: Exchange, row: int) -> None:
     arriving = (row, link) in exchange.arriving
     if row in exchange.outstanding and exchange.awaits(row, link) and not arriving:
         return
-    where = f"exchange {exchange.call.exchange} of {key_text(exchange.call.key)}"
+    request = f"exchange {exchange.call.exchange} of {key_text(exchange.call.key)}"
     if row not in exchange.client:
-        raise WireError(Refusal.CLIENT, f"row {row} is not in {where}")
-    raise WireError(Refusal.LATE, f"row {row}, {where}{' is arriving already' if arriving else ''}")
+        raise WireError(Refusal.CLIENT, f"row {row} is not in {request}")
+    raise WireError(Refusal.LATE, f"row {row}, {request}{' is arriving already' if arriving else ''}")
 
 
 def key_text(key: ConversationKey) -> str:

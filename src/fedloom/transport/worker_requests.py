@@ -173,8 +173,8 @@ class AnswerBook:
         key = key_from_wire(again.conversation)
         page = self._pages.get(key, _Page())
         lacking = [row for row in again.rows if page.exchanges.get(row) != again.exchange]
-        there = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
-        self._send(key, again.exchange, there)
+        ready = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
+        self._send(key, again.exchange, ready)
         if lacking:
             self._send_missing(key, again.exchange, lacking)
 
