@@ -18,7 +18,7 @@ from transport_support import Worker, key, make_aggregator, start_call, until
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, StorageError
 from fedloom.federation.activity import Group, LastEvaluation, RosterClient
-from fedloom.federation.monitor import NAME, Control, Monitor, read_pause
+from fedloom.federation.monitor import CONTROL, Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
@@ -175,7 +175,7 @@ def test_a_finished_federation_has_a_status_and_rejects_control(controlled: Cont
 
 def test_a_pause_that_cannot_be_recorded_is_rejected(tmp_path: Path) -> None:
     made = Controlled(tmp_path / "gone")
-    with dialled(made.address) as asked, pytest.raises(StorageError, match=NAME):
+    with dialled(made.address) as asked, pytest.raises(StorageError, match=CONTROL):
         asked.pause()
     assert made.control.paused is None
     made.aggregator.stop()

@@ -43,6 +43,10 @@ _log = logging.getLogger(__name__)
 _GROUPS = ("seen", "unseen")  # rows of an evaluation in sums
 
 
+Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from its server algorithm's records."""
+
+
 class Evaluator:
     """Measures the clients of a federation at one round, without changing any state.
 
@@ -349,10 +353,6 @@ def _in_sums(clients: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     parts = max(1, min(-(-len(clients) // size), len(clients) // SMALLEST_SUM)) if clients else 0
     for i in range(parts):
         yield clients[i * len(clients) // parts : (i + 1) * len(clients) // parts]
-
-
-Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
-"""Sub-objects that a method adds to metrics.jsonl and summary.json, from its server algorithm's records."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from fedloom.runs.journal import Attempt
 
 
+CONTROL = "control.json"
+"""File in a run's folder that records a pause and who requested it."""
+
+CONTROL_VERSION = 1
+
+POLL_S = 0.2
+
+
 class Monitor:
     """State of a federation; see :class:`Activity` for the arguments."""
 
@@ -233,13 +241,6 @@ def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) 
     return len(sampled), len(sampled - lost)
 
 
-NAME = "control.json"
-"""File in a run's folder that records a pause and who requested it."""
-
-VERSION = 1
-POLL_S = 0.2
-
-
 @dataclass(frozen=True)
 class Pause:
     """A requested pause: by whom, and when, in seconds since 1970."""
@@ -253,12 +254,12 @@ def read_pause(folder: RunFolder) -> Pause | None:
 
     Raise DataError if the file is damaged.
     """
-    match folder.json_or_none(NAME):
+    match folder.json_or_none(CONTROL):
         case None | {"version": 1, "paused": None}:
             return None
         case {"version": 1, "paused": {"by": str(by), "since": int() | float() as since}}:
             return Pause(by, since)
-    raise DataError(f"{folder.path / NAME}: not a record of a pause", hint="remove the file to let the run continue")
+    raise DataError(f"{folder.path / CONTROL}: not a record of a pause", hint="remove the file to let the run continue")
 
 
 class Control:
@@ -322,7 +323,8 @@ class Control:
 
     def _write(self, pause: Pause | None) -> None:
         if self._folder is not None:
-            self._folder.write_json(NAME, {"version": VERSION, "paused": None if pause is None else asdict(pause)})
+            paused = None if pause is None else asdict(pause)
+            self._folder.write_json(CONTROL, {"version": CONTROL_VERSION, "paused": paused})
 
     def _become(self, pause: Pause | None) -> None:
         self._asked = pause

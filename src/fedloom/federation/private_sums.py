@@ -28,6 +28,12 @@ from fedloom.privacy.gaussian_mechanism import on_grid
 from fedloom.privacy.noise import NoiseSource
 from fedloom.privacy.settings import TrainingPrivacy
 
+Values: TypeAlias = Mapping[str, NDArray[np.float64]]
+"""Values of summed fields by name, in the shapes of one row."""
+
+BIT = "unclipped"
+"""Name of the coordinate that adaptive clipping adds to an update."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -160,13 +166,6 @@ class PrivateSums:
         if (adaptive := self.settings.adaptive_clip) is not None:
             bits = float(values[BIT][0]) / self.rule.bit_weight
             self._clip = next_clip(self._clip, bits, expected, adaptive.quantile, adaptive.lr)
-
-
-Values: TypeAlias = Mapping[str, NDArray[np.float64]]
-"""Values of summed fields by name, in the shapes of one row."""
-
-BIT = "unclipped"
-"""Name of the coordinate that adaptive clipping adds to an update."""
 
 
 def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) -> Values:

@@ -28,6 +28,11 @@ _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
 }
 
 
+_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
+
+_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One field of a message without its values."""
@@ -182,10 +187,6 @@ def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
     of the run's floating-point numbers; counts and metrics may always be float64.
     """
     return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
-
-
-_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
-_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
 
 
 def is_bug(error: Exception) -> bool:

@@ -35,6 +35,10 @@ URI = "urn:fedloom:"
 """Prefix of a member's name in its certificate."""
 
 
+TLS_FILES = ("tls.crt", "tls.key")
+"""Names, in errors, of the files of a key pair that the user has given."""
+
+
 @dataclass(frozen=True)
 class CertificateFiles:
     """Created files, the expiry of the certificate, and the names in it."""
@@ -237,10 +241,6 @@ def parse_certificate(pem: bytes) -> Certificate:
     Raise ValueError if there is none.
     """
     return _content(x509.load_pem_x509_certificate(pem))
-
-
-TLS_FILES = ("tls.crt", "tls.key")
-"""Names, in errors, of the files of a key pair that the user has given."""
 
 
 def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_FILES) -> KeyPair:

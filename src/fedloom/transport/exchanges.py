@@ -29,6 +29,10 @@ from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import Outbox, key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
+LEAST_PATIENCE_S = 2.0
+
+HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRun:
@@ -94,10 +98,6 @@ class Clients(Collection[str]):
 
     def __len__(self) -> int:
         return self._count
-
-
-LEAST_PATIENCE_S = 2.0
-HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,13 @@ RESERVED_FILES = 256
 """File descriptors reserved for everything but connections: the journal, checkpoints, a store, worker processes."""
 
 
+UNITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+"""Bytes per second, by unit."""
+
+LEAST = 256 * UNITS["kbit/s"]
+"""Lowest rate: a frame of 1 MiB takes 33 s at this rate, and a stream without data for 90 s is abandoned."""
+
+
 def connections() -> int:
     """Raise the process's file limit as far as needed and allowed; return the maximum number of open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -72,13 +79,6 @@ class RateLimitFilter(logging.Filter):
         if passes and left_out:
             record.msg = f"{kind} (and {left_out} more of this kind)"
         return passes
-
-
-UNITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-"""Bytes per second, by unit."""
-
-LEAST = 256 * UNITS["kbit/s"]
-"""Lowest rate: a frame of 1 MiB takes 33 s at this rate, and a stream without data for 90 s is abandoned."""
 
 
 class Bandwidth(NamedTuple):

@@ -18,6 +18,9 @@ from fedloom.transport.wire import federation_pb2 as wire
 REQUEST_BYTES = 4 << 30  # maximum memory of one request
 
 
+HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
+
+
 @dataclass(frozen=True, eq=False)
 class WorkerRequest:
     """Request from the aggregator."""
@@ -97,9 +100,6 @@ class RequestReader:
         if number not in self._arriving:
             raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}")
         return self._arriving[number]
-
-
-HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
 
 
 @dataclass(eq=False)

@@ -29,6 +29,21 @@ from fedloom.transport.wire import federation_pb2 as wire
 NAME_CHARACTERS = 200
 MOST_EXAMPLES = 10**9  # per client and split
 
+log = logging.getLogger("fedloom.transport.aggregator")
+
+HELLO_TIMEOUT_S = 10.0
+HELLO_BYTES = 10_000  # a Hello of this size costs as much as one more Hello
+JOINS = 1_000, 200  # Hellos at once, and further ones per second
+STATUS = {
+    Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS,
+    Refusal.FLOOD: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.UNREAD: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
+    Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
+}
+"""gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
+
 
 class NotAdmitted(Exception):
     """The worker cannot join, for a reason that it is told."""
@@ -168,22 +183,6 @@ def _members(hello: wire.Hello) -> tuple[Member, ...]:
 
 def _some(clients: Collection[str]) -> str:
     return first_of([printable(client, NAME_CHARACTERS) for client in clients], 3)
-
-
-log = logging.getLogger("fedloom.transport.aggregator")
-
-HELLO_TIMEOUT_S = 10.0
-HELLO_BYTES = 10_000  # a Hello of this size costs as much as one more Hello
-JOINS = 1_000, 200  # Hellos at once, and further ones per second
-STATUS = {
-    Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS,
-    Refusal.FLOOD: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.UNREAD: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
-    Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
-}
-"""gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
 
 
 @dataclass
