@@ -22,7 +22,7 @@ from fedloom.federation.monitor import CONTROL, Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
-from fedloom.security.options import ClientCredentials, ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import add_token
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
@@ -121,7 +121,7 @@ def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) ->
 
 @pytest.mark.parametrize("sent", ["", "{", "[]", "3", "{}", '{"id": 3, "observes": false}', '{"id": "a"}', "[" * 9999])
 def test_clients_that_no_aggregator_lists_are_rejected(sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = ControlClient("there:1", SimpleNamespace(unary_stream=None), ClientCredentials(None, None, None))
+    client = ControlClient(SimpleNamespace(address="there:1", channel=SimpleNamespace(unary_stream=None)))
     monkeypatch.setattr(client, "_start", lambda *_: [control_pb2.ClientsResponse(clients=[sent])])
     with pytest.raises(RefusedError, match="same version"):
         list(client.clients())
