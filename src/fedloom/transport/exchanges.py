@@ -264,7 +264,7 @@ class OpenConversation:
         self.current: Exchange | None = None
         self.rows: frozenset[int] = frozenset()  # all rows of the cohort
         self.holders: dict[int, str] = {}  # worker that each row stays with
-        self._asked: set[tuple[int, int]] = set()  # exchange, row
+        self._requests: set[tuple[int, int]] = set()  # exchange, row
 
     def post(self, exchange: Exchange) -> None:
         """Start the next exchange.
