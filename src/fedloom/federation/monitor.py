@@ -26,10 +26,10 @@ from fedloom.federation.activity import (
     Phase,
     PrivacySpent,
 )
-from fedloom.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from fedloom.data.manifest import ClientEntry
+    from fedloom.runs.folder import RunFolder
     from fedloom.runs.journal import Attempt
 
 
