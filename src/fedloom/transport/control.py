@@ -16,7 +16,7 @@ from fedloom.core.words import printable, shortened
 from fedloom.errors import AbandonedError, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.federation.activity import Activity, Phase, RosterClient
 from fedloom.security.options import Credentials
-from fedloom.transport.dial import CHANNEL_OPTIONS, REFUSALS, Connection, connection_failure, hint
+from fedloom.transport.dial import CHANNEL_OPTIONS, REFUSALS, ServerConnection, connection_failure, hint
 from fedloom.transport.wire import control_pb2 as wire
 
 CONTROL = "fedloom.v1.Control"
@@ -87,7 +87,7 @@ class ControlClient:
         If the aggregator could not record the request.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         self._connection, self._address, self._channel = connection, connection.address, connection.channel
 
     def status(self) -> Activity:
@@ -175,9 +175,9 @@ class ControlClient:
 def dialled(address: str, credentials: Credentials | None = None) -> Iterator[ControlClient]:
     """Yield a client for the aggregator at ``host:port``; nothing is sent to it yet.
 
-    Parameters and errors are those of :class:`Connection`.
+    Parameters and errors are those of :class:`ServerConnection`.
     """
-    connection = Connection(address, credentials, _OPTIONS, sync=True)
+    connection = ServerConnection(address, credentials, _OPTIONS, sync=True)
     with connection.channel:
         yield ControlClient(connection)
 

@@ -97,7 +97,7 @@ LIMITED = (
 """Options of a bandwidth-limited channel: unread data stay with the sender."""
 
 
-class Connection:
+class ServerConnection:
     """Channel to a server with our credentials, of ``grpc.aio`` or synchronous, and readable reasons for its failures.
 
     Parameters

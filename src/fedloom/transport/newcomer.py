@@ -20,7 +20,7 @@ from fedloom.federation.served import About
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport.codec import Cutter, encode
-from fedloom.transport.dial import Connection, connection_failure, hint
+from fedloom.transport.dial import ServerConnection, connection_failure, hint
 from fedloom.transport.frames import Refusal, WireError, pack_parts, serialize
 from fedloom.transport.stream import (
     DESCRIBE,
@@ -76,12 +76,12 @@ class Answered:
 class Models:
     """Connection to a model server at ``host:port``, for one event loop.
 
-    Parameters and errors are those of :class:`Connection`.
+    Parameters and errors are those of :class:`ServerConnection`.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._connection = Connection(address, credentials, what="the server of models")
+        self._connection = ServerConnection(address, credentials, what="the server of models")
         self._channel, self._metadata = self._connection.channel, self._connection.metadata
         self._describe = self._channel.unary_unary(
             f"/{MODELS}/{DESCRIBE}",

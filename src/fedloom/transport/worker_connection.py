@@ -89,7 +89,7 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self._connection: dial.Connection | None = None  # the last one that we have tried
+        self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
@@ -251,7 +251,7 @@ class WorkerConnection:
         """
         await self._up.free()  # the bandwidth limit must not delay a Hello
         try:
-            connection = self._connection = dial.Connection(self._address, self._credentials, self._options)
+            connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
         except RefusedError as error:  # our certificate has expired
             raise _VerificationError(str(error), error, certain=True) from None
         async with connection.channel as channel:
@@ -284,7 +284,7 @@ class WorkerConnection:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    async def _changed(self, connection: dial.Connection) -> None:
+    async def _changed(self, connection: dial.ServerConnection) -> None:
         """Return once our credentials have changed; conversations continue on a new channel."""
         while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
             await asyncio.sleep(CHANGED_S)
