@@ -21,8 +21,7 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
 from fedloom.errors import QuorumError
-from fedloom.federation.client_side import ClientSide
-from fedloom.federation.inprocess import InProcess
+from fedloom.federation.client_side import ClientSide, InProcess
 from fedloom.federation.measuring import (
     VOCABULARY,
     MeasuredClients,
@@ -45,7 +44,7 @@ from fedloom.sums.messages import (
     Survivors,
 )
 from fedloom.sums.revealed_sums import RevealedSums
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 SECURE = SecureAggregation(signatures="none")

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 
+from fedloom.errors import FedloomError, raised_at
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, MessageField, Quantity, Shapes
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
@@ -23,6 +26,11 @@ _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
     Quantity.LOSS: frozenset({torch.float64}),
     Quantity.OTHER: frozenset({torch.float64, torch.int64, torch.uint8, torch.bool}),
 }
+
+
+_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
+
+_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
 
 
 @dataclass(frozen=True)
@@ -98,16 +106,16 @@ def non_finite(message: Message) -> str | None:
     return None
 
 
-def learning_rates(settings: BaseModel, *, also: Collection[str] = (), where: str = "algorithm") -> dict[str, float]:
+def learning_rates(settings: BaseModel, *, also: Collection[str] = (), prefix: str = "algorithm") -> dict[str, float]:
     """Return the learning rates of a method by their keys, and the numbers named in ``also``."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name in type(settings).model_fields:
-        value, key = getattr(settings, name), f"{where}.{name}"
+        value, key = getattr(settings, name), f"{prefix}.{name}"
         if isinstance(value, BaseModel):
-            found |= learning_rates(value, also=also, where=key)
+            rates |= learning_rates(value, also=also, prefix=key)
         elif (name == "lr" or name.endswith("_lr") or name in also) and isinstance(value, float):
-            found[key] = value
-    return found
+            rates[key] = value
+    return rates
 
 
 def to_lower(rates: Mapping[str, float]) -> str:
@@ -135,17 +143,17 @@ def out_of_range(
         tensor: torch.Tensor = getattr(message, field.name)
         if field.quantity is Quantity.METRICS or not tensor.is_floating_point() or not tensor.numel():
             continue
-        where, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
+        label, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
         if field.quantity is Quantity.COUNT:
             wrong = _wrong_count(tensor, COUNT_LIMIT if bound is None else bound, whole=field.name not in scaled)
         else:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
             if (wrong := _beyond(tensor, limit)) is not None and rates is not None:
-                return f"{_diverged(message)}: {where} {wrong}{to_lower(rates)}"
+                return f"{_diverged(message)}: {label} {wrong}{to_lower(rates)}"
             if wrong is None and bound is not None and not (norm := float(tensor.norm())) <= bound:
                 wrong = f"has norm {norm:g}, more than {bound:g}"
         if wrong is not None:
-            return f"{where} {wrong}"
+            return f"{label} {wrong}"
     return None
 
 
@@ -179,3 +187,25 @@ def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
     of the run's floating-point numbers; counts and metrics may always be float64.
     """
     return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
+
+
+def is_bug(error: Exception) -> bool:
+    """Return True if an exception is not caused by the client for which it was raised."""
+    return not isinstance(error, _OF_A_CLIENT)
+
+
+def place(error: Exception) -> str:
+    """Return the line of a bug, ``my_method.py, line 12``, without the folder."""
+    at = raised_at(error)
+    return "unknown line" if at is None else f"{Path(at.filename).name}, line {at.lineno}"
+
+
+def safe_reason(error: Exception) -> str:
+    """Return the error text that is sent to the aggregator: FedLoom's own sentence, or the class and the line of code.
+
+    Other exceptions may quote what they read; their class and line reveal nothing about the data.
+    """
+    text = str(error).splitlines()
+    if isinstance(error, FloatingPointError | FedloomError) and text:
+        return text[0][:300]
+    return f"{type(error).__name__} ({place(error)})"

@@ -1,4 +1,7 @@
-"""Certificate authority and certificates for trials; a production installation uses its existing authority."""
+"""Certificates and keys: reading and checking PEM files, and an authority for trials.
+
+A production installation uses its existing authority.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -18,8 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.experiment.validation_errors import abbreviated
-from fedloom.security.credentials import read_key_pair, validity
-from fedloom.security.files import create, write_private
+from fedloom.security.files import create, read_text, write_private
 from fedloom.security.tokens import check_member_name
 
 CA_DAYS = 365
@@ -32,8 +35,12 @@ URI = "urn:fedloom:"
 """Prefix of a member's name in its certificate."""
 
 
+TLS_FILES = ("tls.crt", "tls.key")
+"""Names, in errors, of the files of a key pair that the user has given."""
+
+
 @dataclass(frozen=True)
-class Made:
+class CertificateFiles:
     """Created files, the expiry of the certificate, and the names in it."""
 
     certificate: Path
@@ -42,7 +49,7 @@ class Made:
     names: tuple[str, ...]
 
 
-def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
+def make_ca(folder: Path, *, days: int = CA_DAYS) -> CertificateFiles:
     """Create an authority: ``ca.crt`` to distribute, and ``ca.key`` (0600), which never leaves the folder.
 
     Raise ExperimentError if there is one already: a new one would invalidate the certificates that it has signed. Raise
@@ -60,7 +67,7 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
 
 def make_certificate(
     name: str, folder: Path, ca: Path, *, hosts: Sequence[str] = (), days: int = LEAF_DAYS, replace: bool = False
-) -> Made:
+) -> CertificateFiles:
     """Create the credentials of a member, or of a server if hosts are given, in the folder ``NAME``.
 
     The folder has the files that ``credentials`` expects: ``tls.crt``, ``tls.key`` (0600), the authority's ``ca.crt``.
@@ -113,12 +120,12 @@ def make_certificate(
     )
     listed = (f"URI:{URI}{name}", *hosts)
     own = folder / name
-    made = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", listed, replace=replace)
+    files = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", listed, replace=replace)
     trusted = own / "ca.crt"
     known = trusted.read_bytes() if trusted.exists() else b""
     if pair.chain not in known:  # an authority that is trusted already stays trusted until it is removed
         write_private(trusted, (known + pair.chain).decode())
-    return made
+    return files
 
 
 def _builder(
@@ -187,7 +194,7 @@ def _write(
     names: tuple[str, ...],
     *,
     replace: bool,
-) -> Made:
+) -> CertificateFiles:
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = certificate.public_bytes(Encoding.PEM).decode()
     if replace and at.exists():
@@ -197,4 +204,129 @@ def _write(
     else:
         create(key_at, secret, private=True)
         create(at, public)
-    return Made(at, key_at, certificate.not_valid_after_utc, names)
+    return CertificateFiles(at, key_at, certificate.not_valid_after_utc, names)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Content of a certificate."""
+
+    names: frozenset[str]
+    """Subject alternative names, ``URI:...``, ``DNS:...`` and ``IP:...``."""
+    fingerprint: str
+    """SHA-256 of the certificate, in hexadecimal."""
+    starts: datetime
+    """Start of the period of validity."""
+    ends: datetime
+
+    def __str__(self) -> str:
+        return f"the certificate of {', '.join(sorted(self.names)) or 'an unnamed subject'}"
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """Certificate with its chain, and its key, as in the PEM files."""
+
+    chain: bytes
+    key: bytes
+    certificate: Certificate
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.certificate})"
+
+
+def parse_certificate(pem: bytes) -> Certificate:
+    """Parse the first certificate of a PEM text.
+
+    Raise ValueError if there is none.
+    """
+    return _content(x509.load_pem_x509_certificate(pem))
+
+
+def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_FILES) -> KeyPair:
+    """Read a certificate and its key.
+
+    Parameters
+    ----------
+    names
+        Names of the two files in errors.
+
+    Raises
+    ------
+    ExperimentError
+        If a file cannot be read, has other content, or the key does not match the certificate.
+    RefusedError
+        If the certificate has expired or is not valid yet: no peer would admit us with it.
+    """
+    chain = read_text(certificate, names[0]).encode()
+    secret = read_text(key, names[1]).encode()
+    try:
+        first = x509.load_pem_x509_certificates(chain)[0]
+        content = _content(first)
+    except ValueError:
+        raise ExperimentError(f"{names[0]} {certificate} has no certificate in PEM format.") from None
+    try:
+        private = load_pem_private_key(secret, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        wrong = "is encrypted; give one that is not" if isinstance(error, TypeError) else "has no key in PEM format"
+        raise ExperimentError(f"{names[1]} {key} {wrong}.") from None
+    if private.public_key() != first.public_key():
+        raise ExperimentError(f"{names[1]} {key} is not the key of {certificate}.")
+    check_valid(certificate, content)
+    return KeyPair(chain, secret, content)
+
+
+def read_ca(path: Path) -> bytes:
+    """Read the certificates of the trusted authorities.
+
+    Raise ExperimentError if the file cannot be read, or has no certificate of an authority.
+    """
+    content = read_text(path, "ca.crt").encode()
+    try:
+        certificates = x509.load_pem_x509_certificates(content)
+        authorities = [_is_authority(each) for each in certificates]
+    except ValueError:
+        raise ExperimentError(f"ca.crt {path} has no certificate in PEM format.") from None
+    if not any(authorities):
+        name = certificates[0].subject.rfc4514_string()
+        raise ExperimentError(f"ca.crt {path} has the certificate of {name}, which is not an authority.")
+    return content
+
+
+def check_valid(path: Path | None, certificate: Certificate) -> None:
+    """Raise RefusedError if our certificate is not valid now, because no peer would admit us with it."""
+    now = datetime.now(UTC)
+    if not certificate.starts <= now < certificate.ends:
+        raise RefusedError(
+            f"{path}: {certificate} {validity(certificate.starts, certificate.ends, now)}",
+            hint="correct this machine's clock, or renew the certificate",
+        )
+
+
+def validity(starts: datetime, ends: datetime, now: datetime) -> str:
+    """Return why a certificate is not valid now, with this machine's time: either may be wrong."""
+    problem = f"expired at {_utc(ends)}" if now >= ends else f"is not valid before {_utc(starts)}"
+    return f"{problem}, and this machine's clock shows {_utc(now)}"
+
+
+def _utc(when: datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _content(certificate: x509.Certificate) -> Certificate:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    listed = [f"URI:{name}" for name in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    listed += [f"DNS:{name}" for name in names.get_values_for_type(x509.DNSName)]
+    listed += [f"IP:{name}" for name in names.get_values_for_type(x509.IPAddress)]
+    starts, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return Certificate(frozenset(listed), certificate.fingerprint(SHA256()).hex(), starts, ends)
+
+
+def _is_authority(certificate: x509.Certificate) -> bool:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False

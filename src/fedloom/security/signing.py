@@ -38,10 +38,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from fedloom.errors import ExperimentError, RefusedError, argument
-from fedloom.security.certificates import URI
-from fedloom.security.credentials import KeyPair, parse_certificate, read_ca, read_key_pair
+from fedloom.security.access import Identities, Identity, read_identities
+from fedloom.security.certificates import URI, KeyPair, parse_certificate, read_ca, read_key_pair
 from fedloom.security.files import create, read_text
-from fedloom.security.identities import Identities, Identity, read_identities
 from fedloom.security.options import IN_FOLDER, ClientOptions
 
 
@@ -168,7 +167,7 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
 
     Raise ExperimentError if the file cannot be read, or a line is invalid; the message names the line.
     """
-    found = []
+    keys = []
     for number, line in enumerate(read_text(path, "register of signature keys").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -182,8 +181,8 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
             raise ExperimentError(
                 f"Line {number} of {path} must be a client's id, or a pattern, and an Ed25519 public key in base64."
             )
-        found.append(RegisteredKey(clients, key))
-    return tuple(found)
+        keys.append(RegisteredKey(clients, key))
+    return tuple(keys)
 
 
 class CertificateSigner:

@@ -18,23 +18,23 @@ from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
-from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.cohort import RemoteCohort
-from fedloom.federation.private_sums import Draw, PrivateSums
+from fedloom.federation.private_sums import (
+    BIT,
+    Draw,
+    PrivateSums,
+    Values,
+    bit_of,
+    changes_of,
+    noisy_names,
+    norm_of,
+    slack_of,
+)
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import FieldSum, Message, Metrics, Replies, SummedMetrics, Sums
 from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
 from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation, TrainingPrivacy, least_survivors
-from fedloom.security.masks import Integers
-from fedloom.security.secure_sum import (
-    KEY_BYTES,
-    REVEALED_BYTES,
-    SHARED_BYTES,
-    MaskedVector,
-    SecureSumAggregator,
-)
-from fedloom.security.sum_keys import TAG_BYTES
-from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+from fedloom.sums.masks import Integers
 from fedloom.sums.messages import (
     STEPS,
     VOCABULARY,
@@ -46,15 +46,23 @@ from fedloom.sums.messages import (
     KeyRoster,
     MaskedAnswer,
     MemberKeys,
+    Question,
     RevealedShares,
     ShareDelivery,
     SumSession,
     Survivors,
+    combined_digest,
     names_as_bytes,
 )
-from fedloom.sums.private_vector import PrivateVector
-from fedloom.sums.question import Question, combined_digest
-from fedloom.sums.vector import MOST_MEMBERS, SumVector, graph_of
+from fedloom.sums.secure_sum import (
+    KEY_BYTES,
+    REVEALED_BYTES,
+    SHARED_BYTES,
+    MaskedVector,
+    SecureSumAggregator,
+)
+from fedloom.sums.session import SESSION_BYTES, TAG_BYTES, SessionParameters
+from fedloom.sums.vector import MOST_MEMBERS, PrivateVector, SumVector, graph_of
 
 
 @dataclass(frozen=True)
@@ -91,19 +99,19 @@ class Summation:
         return max((self.sizes.get(member, 1) for member in members), default=1)
 
     def question(
-        self, key: ConversationKey, asked: Question, answer: type[Message], clip: float, members: Sequence[str]
+        self, key: ConversationKey, opening: Question, answer: type[Message], clip: float, members: Sequence[str]
     ) -> bytes:
         """Return the digest of all that shapes the answers in a secure sum of these members.
 
         Raise RefusedError if a message had values for single clients, which the others cannot compare.
         """
-        if not asked.is_shared:
+        if not opening.is_shared:
             raise RefusedError(
                 f"{answer.__name__} answers a message with values for single clients, and only answers to broadcasts "
                 "can be summed securely"
             )
         numbers = (str(self.secure), str(self.privacy), self.clients_per_round, clip, self.largest(members))
-        return combined_digest(self.run, key.purpose, key.round, asked.digest, answer.__name__, *numbers, *members)
+        return combined_digest(self.run, key.purpose, key.round, opening.digest, answer.__name__, *numbers, *members)
 
     @property
     def vocabulary(self) -> Mapping[str, type[Message]]:
@@ -153,7 +161,7 @@ class Summation:
         else:
             assert self.privacy is not None
             shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
-            vector = PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
+            vector = PrivateVector.create(answer, fields, shapes, secure, rule, members, shares)
         if vector.bits == 32 and vector.statistics and members > MOST_MEMBERS:
             raise ExperimentError(
                 f"federation.secure_aggregation.bits is 32, enough for sums over {MOST_MEMBERS:,} clients (got "
@@ -413,10 +421,10 @@ class SecureSum:
                 except RefusedError as error:
                     self._cohort.lose(row, str(error))
 
-    def _totals(self, found: Values, largest: int) -> DecodedSums:
+    def _totals(self, sums: Values, largest: int) -> DecodedSums:
         rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
-        weighted = {name: found[name] * summed.weight(largest) for name, summed in self._fields.items()}
-        return DecodedSums({**found, **weighted}, rows, self._vector)
+        weighted = {name: sums[name] * summed.weight(largest) for name, summed in self._fields.items()}
+        return DecodedSums({**sums, **weighted}, rows, self._vector)
 
     def _flags(self, sent: Collection[int]) -> NDArray[np.bool_]:
         """Return the members among these rows of the cohort, bool [n]."""
@@ -424,17 +432,17 @@ class SecureSum:
 
     def _stacked(self, sent: Mapping[int, Message], name: str, *shape: int) -> NDArray[np.uint8]:
         """Return a field of the members' answers, uint8 [n, *shape], zeros for those that are absent."""
-        found = np.zeros((len(self._rows), *shape), np.uint8)
+        stacked = np.zeros((len(self._rows), *shape), np.uint8)
         for i, row in enumerate(self._rows):
             if row in sent:
-                found[i] = sent[row].tensors()[name][0].numpy()
-        return found
+                stacked[i] = sent[row].tensors()[name][0].numpy()
+        return stacked
 
     def _spread(self, values: NDArray[np.uint8]) -> Tensor:
         """Return values of members [n, ...] as rows of the cohort [c, ...]."""
-        found = torch.zeros(len(self._cohort.clients), *values.shape[1:], dtype=torch.uint8)
-        found[self._rows] = _tensor(values)
-        return found
+        spread = torch.zeros(len(self._cohort.clients), *values.shape[1:], dtype=torch.uint8)
+        spread[self._rows] = _tensor(values)
+        return spread
 
 
 def _tensor(values: NDArray[np.uint8]) -> Tensor:

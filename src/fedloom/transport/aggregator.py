@@ -22,8 +22,7 @@ import grpc
 
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity
-from fedloom.federation.control import Control
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.validation import non_finite
@@ -38,10 +37,9 @@ from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Exchange, ServedRun, WorkerInfo
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError
 from fedloom.transport.limits import RateLimitFilter, connections
-from fedloom.transport.model_stream import SERVICE as MODELS
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.server import SERVER_OPTIONS, listening
-from fedloom.transport.stream import METHOD, SERVICE
+from fedloom.transport.stream import METHOD, MODELS, SERVICE
 from fedloom.transport.worker_streams import Admission, ByteCount, WorkerStreams
 
 log = logging.getLogger("fedloom.transport.aggregator")
@@ -213,10 +211,10 @@ class Aggregator:
         if self._loop is None or not self._alive():
             raise RuntimeError("the aggregator is not started, or has been stopped")
 
-        async def asked() -> Activity:
+        async def snapshot() -> Activity:
             return self._status.activity()
 
-        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result(ALIVE_S)
+        return asyncio.run_coroutine_threadsafe(snapshot(), self._loop).result(ALIVE_S)
 
     def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
         """Return the given clients that no connected worker may serve, in the given order."""

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 
 import grpc
 
+from fedloom.core.address import is_loopback
 from fedloom.core.words import pluralize
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import OVER, Activity, LastEvaluation, Phase, RosterClient
-from fedloom.federation.control import Control
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.runs.journal import Attempt
-from fedloom.security.options import is_loopback
 from fedloom.transport import stream
 from fedloom.transport.control import CLIENTS, ENDS, PAUSE, RESUME, STATUS, STOP, WATCH, to_wire
 from fedloom.transport.gate import PEER, host_of
@@ -90,7 +89,7 @@ class ProgressPublisher:
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Report a line written to metrics.jsonl."""
         self._message = ""
-        self._evaluations.append(LastEvaluation.of(line))
+        self._evaluations.append(LastEvaluation.from_line(line))
 
     # ---- watchers
 
@@ -187,19 +186,19 @@ class ControlService:
         def stream(behaviour: Any, request: Any, answer: Any) -> Any:
             return grpc.unary_stream_rpc_method_handler(behaviour, request.FromString, answer.SerializeToString)
 
-        found = {
+        handlers = {
             STATUS: unary(self._status, wire.StatusRequest, wire.StatusResponse),
             CLIENTS: stream(self._list, wire.ClientsRequest, wire.ClientsResponse),
         }
         if self._publisher is not None:
-            found[WATCH] = stream(self._watch, wire.WatchRequest, wire.WatchResponse)
+            handlers[WATCH] = stream(self._watch, wire.WatchRequest, wire.WatchResponse)
         if self._control is not None:
-            found |= {
+            handlers |= {
                 PAUSE: unary(partial(self._pause, self._control), wire.PauseRequest, wire.PauseResponse),
                 RESUME: unary(partial(self._resume, self._control), wire.ResumeRequest, wire.ResumeResponse),
                 STOP: unary(partial(self._stop, self._control), wire.StopRequest, wire.StopResponse),
             }
-        return found
+        return handlers
 
     def _activity(self) -> Activity:
         now = self._state()
