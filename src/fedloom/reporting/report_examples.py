@@ -118,7 +118,7 @@ def _masks(document: Document) -> Part:
     classes, names = document["outputs"], _class_names(document)
     rows = []
     for client in document["clients"]:
-        true, predicted = np.array(client["true"]), np.array(client["predicted"])
+        true, predicted = np.array([client["true"], client["predicted"]])  # raises ValueError if shapes differ
         labelled = (true >= 0) & (true < classes)
         missed = [names[k] for k in true[labelled & (true != predicted)].tolist()]
         most = max(sorted(set(missed)), key=missed.count, default="none")
