@@ -42,7 +42,7 @@ from fedloom.federation.roster import FixedRoster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.tally import Tally

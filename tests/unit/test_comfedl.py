@@ -37,8 +37,7 @@ from fedloom.data.federated import ClientData
 from fedloom.errors import QuorumError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -540,7 +539,7 @@ import json, sys, torch
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_at_shared_model
 from fedloom.data.federated import ClientData, Split
-from fedloom.models.lenet import LeNet
+from fedloom.models.networks import LeNet
 split = Split(torch.randn(4, 1, 16, 16), torch.tensor([0, 1, 2, 0]))
 client = ClientData("c", split, split, split, 3)
 clients = ClientGroup([client], lambda client, purpose: torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.runner import device as checks
 from fedloom.runner.assemble import missing_device, use_device
 

@@ -19,8 +19,7 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import BatchNormConvNet, Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

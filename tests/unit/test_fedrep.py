@@ -17,7 +17,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 from fedloom.federation.transport import Call, Lost
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -34,7 +34,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.registry import MODELS
 from fedloom.tasks.regression import Regression
 

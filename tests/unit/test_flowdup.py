@@ -32,10 +32,9 @@ from fedloom.algorithms.flowdup import FLOWDUP, FLowDUPSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import MLP, BatchNormConvNet
 
 SIZES = (4, 9, 6, 5)
 SEED = 7  # of the federations

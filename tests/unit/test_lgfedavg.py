@@ -22,7 +22,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.lgfedavg import LGFEDAVG, LGFedAvgSettings
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

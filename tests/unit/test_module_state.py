@@ -33,7 +33,7 @@ from fedloom.evaluation.measure import metrics
 from fedloom.experiment import of
 from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
-from fedloom.models.module_inputs import SingleInput
+from fedloom.models.module_call import SingleInput
 from fedloom.models.predictors import predictors_of
 from fedloom.runner import assemble, distributed
 from fedloom.runner.constants import are_close, figures_of

@@ -30,9 +30,7 @@ from fedloom.algorithms.pefll import (
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import LSTM, MLP, LeNet
 
 BETA = 0.05
 SIZES = (4, 9, 6)

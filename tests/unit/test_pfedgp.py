@@ -46,7 +46,7 @@ from fedloom.algorithms.pfedgp import (
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.runner.run_data import check_clients
 
 MODEL = MLP(IMAGE, [5], CLASSES)

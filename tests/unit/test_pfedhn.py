@@ -21,7 +21,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, PFedHNTrainRequest
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -17,7 +17,7 @@ from fedloom.algorithms.batches import batches
 from fedloom.algorithms.pfedme import PFEDME, PFedMeSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

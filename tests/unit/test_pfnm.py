@@ -19,8 +19,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.pfnm import PFNM, PFNMSettings, gains, match, network, neurons, pool, wide
 from fedloom.errors import ExperimentError
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}

@@ -28,7 +28,7 @@ from fedloom.federation.clipping import BIT, clipped_answer, clipped_values
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.releases import count_training_releases
 from fedloom.federation.transport import ConversationKey
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.accounting import sampled
 from fedloom.privacy.adaptive_clip import update_multiplier
 from fedloom.privacy.clipped_sum import ClippedSum, small_cohort_odds

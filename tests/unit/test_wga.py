@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fedloom.algorithms import collaboration
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.batches import Batch, batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import LocalTrainer
+from fedloom.algorithms.client_group import Batch
 from fedloom.algorithms.collaboration import next_bias, weighted_gradient
 from fedloom.algorithms.wga import (
     WGA,
@@ -31,8 +32,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.messages import answer_shapes
-from fedloom.models.lenet import LeNet
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import LeNet, Quadratic
 
 SIZES = (9, 12, 7)
 SEED = 7  # of the federations

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps, Privacy
-from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
+from fedloom.algorithms.requirements import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.input_spec import Kind
@@ -27,6 +26,7 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.examples import NoisySteps, Privacy
 from fedloom.tasks.names import TaskName
 
 Statistics: TypeAlias = dict[str, float]

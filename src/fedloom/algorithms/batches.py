@@ -5,21 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import Inputs, each, first, joined, selected, take, unflattened
+from fedloom.data.inputs import Inputs, first, joined, selected, take, unflattened
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel
 
@@ -72,30 +71,6 @@ def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tenso
             hint="train with algorithm.embedding.labels: false to describe unlabelled clients",
         )
     return train.x, train.y if labels else None
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Examples of g clients; all tensors have a first axis g if g > 1.
-
-    It also fixes the model's random draws: every loss and gradient of it in training mode draws the same numbers.
-    Methods that use a batch several times in a step, such as for a difference of gradients, need this.
-    """
-
-    x: Any  # [b, ...], or such tensors by name
-    y: Tensor | None  # [b, ...]
-    weight: Tensor  # [b], weight of each example in its client's loss
-    active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
-    seed: int | None = None  # of the draws; None if the model draws nothing
-    each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
-    rows: Tensor | None = None  # [b], positions in the train split of a single client's noisy step; None for others
-
-    @property
-    def of_first(self) -> Batch:
-        """First client's part of a stack, in the form of a single client."""
-        y = None if self.y is None else self.y[0]
-        of_each = None if self.each is None else self.each[:1]
-        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)
 
 
 def _lengths(batch: Batch) -> list[int]:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.batches import Batch, TrainBatches
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.batches import TrainBatches
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD, LocalStep, first_rows, local_step
 from fedloom.algorithms.losses import clipped_sums, stacked_losses
 from fedloom.models.flat import FlatModel, Leaves, masked

@@ -1,10 +1,11 @@
-"""Clients that one coroutine of a client algorithm serves."""
+"""Clients that one coroutine of a client algorithm serves, and batches of their examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256, shake_256
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,33 @@ from torch import Tensor
 from fedloom.core.draws import seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
+from fedloom.data.inputs import each
 from fedloom.errors import DataError
 from fedloom.privacy.examples import ExamplePrivacy
 
-if TYPE_CHECKING:
-    from fedloom.algorithms.batches import Batch
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Examples of g clients; all tensors have a first axis g if g > 1.
+
+    It also fixes the model's random draws: every loss and gradient of it in training mode draws the same numbers.
+    Methods that use a batch several times in a step, such as for a difference of gradients, need this.
+    """
+
+    x: Any  # [b, ...], or such tensors by name
+    y: Tensor | None  # [b, ...]
+    weight: Tensor  # [b], weight of each example in its client's loss
+    active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
+    seed: int | None = None  # of the draws; None if the model draws nothing
+    each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
+    rows: Tensor | None = None  # [b], positions in the train split of a single client's noisy step; None for others
+
+    @property
+    def of_first(self) -> Batch:
+        """First client's part of a stack, in the form of a single client."""
+        y = None if self.y is None else self.y[0]
+        of_each = None if self.each is None else self.each[:1]
+        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)
 
 
 class StepProbe(Protocol):

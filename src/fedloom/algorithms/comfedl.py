@@ -18,9 +18,8 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, conversation
-from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import LocalTrainer, Parameters, adapt, laid_out, mean_loss
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, SharedModelServer, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.algorithms.sums import SummedFields, sums_of

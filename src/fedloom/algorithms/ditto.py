@@ -14,10 +14,9 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
 

@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import adapt
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.algorithms.model_needs import Need
+from fedloom.algorithms.requirements import Need
 from fedloom.models.flat import FlatModel
 
 

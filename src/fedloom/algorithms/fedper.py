@@ -14,10 +14,9 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.fedrep import FedRep, with_heads
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel

@@ -11,8 +11,8 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.core.settings import Settings
+from fedloom.privacy.examples import NoisySteps
 
 
 class _WarmUp(Settings):

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 from torch.overrides import TorchFunctionMode
 
-from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client_group import StepProbe
+from fedloom.algorithms.client_group import Batch, StepProbe
 from fedloom.data.inputs import Inputs, count, each, first
 from fedloom.models.flat import FlatModel, Leaves, masked
 

@@ -22,7 +22,6 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import batches, visible_examples
 from fedloom.algorithms.client import adapt, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import Privacy
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
@@ -35,6 +34,7 @@ from fedloom.models.flat import FlatModel, vjp
 from fedloom.models.hypernetwork import HypernetworkShape
 from fedloom.models.predictors import predictors_of
 from fedloom.models.subspace import SubspaceSettings
+from fedloom.privacy.examples import Privacy
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------

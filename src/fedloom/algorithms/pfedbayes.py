@@ -21,10 +21,9 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.batches import Batch, NothingToTrainOn
+from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.algorithms.client import LocalTrainer
-from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import Betas
 from fedloom.algorithms.mean_field import (
     BETAS,
@@ -45,6 +44,7 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Ensemble, Predictors
+from fedloom.privacy.examples import NoisySteps
 
 
 class PFedBayesServer(base.ServerAlgorithm):

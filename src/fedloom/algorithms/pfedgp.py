@@ -20,11 +20,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.batches import PIECE, train_examples
 from fedloom.algorithms.client import LocalTrainer, Trained
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import single

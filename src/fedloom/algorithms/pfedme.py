@@ -16,13 +16,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import LocalTrainer, Trained, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
+from fedloom.privacy.examples import NoisySteps
 
 
 def by_epochs(s: PFedMeSettings) -> LocalSGD:

@@ -17,11 +17,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.averaging import buffers_by_mean
 from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, buffers_by_mean
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings

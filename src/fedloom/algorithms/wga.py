@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fedloom.algorithms import base, collaboration
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import LocalTrainer, adapt
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
 from fedloom.algorithms.fedavg import or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, Conversation, ServerAlgorithm, Setup
-from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.attacks.canary_data import CanaryExample
-from fedloom.attacks.canary_draws import DrawLog, random_direction, random_directions, signals
+from fedloom.attacks.canary_evidence import DrawLog, random_direction, random_directions, signals
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity
 from fedloom.models.predictors import Predictors

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from fedloom.cli.characters import shown_as
 from fedloom.reporting.tables import Table as TableSpec
-from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
-from fedloom.tasks.names import ACCURACY
+from fedloom.tasks.names import ACCURACY, RESULT_HEADINGS, headline_of, result_rows
 
 FIRST_COLUMN = 16
 """Minimum width of the first column, in characters; longer cells wrap if there is not enough room."""

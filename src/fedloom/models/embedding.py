@@ -18,9 +18,8 @@ from torch import Tensor
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, FlatNetwork, Layout, linear, linear_entries
-from fedloom.models.lenet import lenet_features, lenet_layout
-from fedloom.models.lstm import LSTM
-from fedloom.models.module_inputs import ModuleInputs
+from fedloom.models.module_call import ModuleInputs
+from fedloom.models.networks import LSTM, lenet_features, lenet_layout
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 

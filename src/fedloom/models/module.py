@@ -19,7 +19,20 @@ from torch.utils._pytree import tree_map
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of, log_outputs, log_setting, log_step
+from fedloom.models.module_call import (
+    ROWS,
+    InputDescription,
+    InputShape,
+    ModuleInputs,
+    call_of,
+    descriptions,
+    first_input,
+    log_outputs,
+    log_setting,
+    log_step,
+    mapped,
+    trial_inputs,
+)
 from fedloom.models.module_check import TrialData, Tried, tried
 from fedloom.models.module_facts import Head, head_of, identity_of, least_batch, moving_tensors, seeded, within_tables
 from fedloom.models.module_function import (
@@ -29,16 +42,6 @@ from fedloom.models.module_function import (
     gives_logarithms,
     own_loss,
     takes_raw_targets,
-)
-from fedloom.models.module_inputs import (
-    ROWS,
-    InputDescription,
-    InputShape,
-    ModuleInputs,
-    descriptions,
-    first_input,
-    mapped,
-    trial_inputs,
 )
 from fedloom.models.module_layers import (
     batch_layers,

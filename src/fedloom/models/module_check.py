@@ -21,11 +21,18 @@ from fedloom.core.garbage import collection_paused
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
-from fedloom.models.module_call import LostAxisError, ModuleCall, UnreadOutputError
+from fedloom.models.module_call import (
+    LostAxisError,
+    ModuleCall,
+    ModuleInputs,
+    UnreadOutputError,
+    first_input,
+    mapped,
+    shapes,
+)
 from fedloom.models.module_draws import GLOBAL, ROUNDING, NumpyGenerators, attributes, draws_noted, near
 from fedloom.models.module_facts import ConvolutionSizes, displace
 from fedloom.models.module_function import ModuleFunction, TrainingStep, own_loss
-from fedloom.models.module_inputs import ModuleInputs, first_input, mapped, shapes
 from fedloom.models.module_layers import (
     at_layer,
     batch_layers,

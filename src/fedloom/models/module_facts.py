@@ -20,17 +20,18 @@ from torch.overrides import TorchFunctionMode
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
-from fedloom.models.module_call import ModuleCall, call_of
-from fedloom.models.module_function import per_example
-from fedloom.models.module_inputs import (
+from fedloom.models.module_call import (
     InputDescription,
     InputShape,
+    ModuleCall,
     ModuleInputs,
+    call_of,
     descriptions,
     mapped,
     shapes,
     trial_inputs,
 )
+from fedloom.models.module_function import per_example
 from fedloom.models.module_layers import (
     batch_layers,
     class_and_text,

@@ -14,9 +14,9 @@ from torch.func import grad, vmap
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, Leaves
+from fedloom.models.module_call import ModuleInputs, mapped
 from fedloom.models.module_check import TrialData
 from fedloom.models.module_draws import near
-from fedloom.models.module_inputs import ModuleInputs, mapped
 from fedloom.models.module_layers import at_layer, hooks, named
 
 CPU = torch.device("cpu")

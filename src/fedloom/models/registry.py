@@ -16,17 +16,12 @@ from fedloom.core.plugins import plugins
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.adapters import LoRA, adapted
-from fedloom.models.convnet import BatchNormConvNet, ConvNet
 from fedloom.models.flat import FlatModel, bfloat16
-from fedloom.models.lenet import LeNet
 from fedloom.models.library import TokenTransformer, resnet18, unet, vit
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
+from fedloom.models.module_call import InputShape, shape_of
 from fedloom.models.module_facts import check_codes
-from fedloom.models.module_inputs import InputShape, shape_of
-from fedloom.models.quadratic import Quadratic
-from fedloom.models.resnet import ResNet20
+from fedloom.models.networks import LSTM, MLP, BatchNormConvNet, ConvNet, LeNet, Quadratic, ResNet20
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.names import TaskName

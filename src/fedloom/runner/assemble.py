@@ -19,7 +19,7 @@ from torch import Tensor
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import check_example_privacy
+from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.algorithms.sums import sums_of
 from fedloom.core import digests
 from fedloom.data.augment import augmentation

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from fedloom.tasks.headline import headline_of, validation_value
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import Headline, headline_of, validation_value
 
 KATIB_FILE = "FEDLOOM_KATIB_FILE"
 """Environment variable that names the file."""

@@ -21,8 +21,7 @@ from fedloom.runner.sweep import check_folder_of_runs, check_parallel, job_optio
 from fedloom.runner.trials import LOG, Schedule, Trial, Trials, import_optuna
 from fedloom.runs.files import EXPERIMENT, SUMMARY, RunFiles
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import GROUPS, headline_of, validation_value, values_of
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import GROUPS, Headline, headline_of, validation_value, values_of
 
 SEARCH = "search.json"
 

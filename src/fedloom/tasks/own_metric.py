@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ExperimentError
+from fedloom.tasks.base import MetricSums
 from fedloom.tasks.names import METRICS, Headline
-from fedloom.tasks.sums import MetricSums
 
 KEY = "evaluation.metrics"
 

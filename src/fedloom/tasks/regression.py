@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape
+from fedloom.tasks.base import VALUE_CAP, MetricSums, PredictionTask, TargetShape, mean_defined, ratio
 from fedloom.tasks.names import METRICS
-from fedloom.tasks.sums import MetricSums, mean_defined, ratio
 
 
 class Regression(PredictionTask):
