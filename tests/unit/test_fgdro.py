@@ -126,7 +126,7 @@ def test_settings_and_declared_properties() -> None:
     assert FGDRO_KL.example_privacy(fgdro())
     assert FGDRO_KL.requires_fixed_population(fgdro()) is None
     assert fgdro(optimizer="momentum").fine_tuning.optimizer == "sgd"
-    assert fgdro(local=LOCAL | {"mask_absent": True}).fine_tuning.mask_absent
+    assert fgdro(local=LOCAL | {"mask_absent": True}).adaptation.mask_absent
 
 
 def test_adam_needs_secure_sums_of_64_bits() -> None:

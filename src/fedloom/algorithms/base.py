@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.local_sgd import adaptation_of
 from fedloom.algorithms.requirements import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
@@ -243,9 +244,9 @@ class ClientAlgorithm:
 
 
 def personalization_steps(settings: Any, examples: int) -> int:
-    """Return the steps of the keys ``personalize_steps`` or ``personalize_epochs`` (of ``local``); 0 without them."""
-    if (epochs := getattr(settings, "personalize_epochs", None)) is not None:
-        return int(settings.local.with_steps(epochs=epochs).count(examples))
+    """Return the steps from a received model to ``personal`` (:func:`adaptation_of`); 0 for settings without any."""
+    if hasattr(settings, "adaptation") or hasattr(settings, "personalize_epochs"):
+        return adaptation_of(settings).count(examples)
     return int(getattr(settings, "personalize_steps", 0))
 
 

@@ -109,12 +109,7 @@ class TrainBatches:
     """
 
     def __init__(
-        self,
-        model: FlatModel,
-        group: ClientGroup,
-        *,
-        members: Sequence[int] | None = None,
-        at_home: bool | None = None,
+        self, model: FlatModel, group: ClientGroup, *, members: Sequence[int] | None = None, at_home: bool | None = None
     ) -> None:
         self.group = group
         kept = group.round is None if at_home is None else at_home

@@ -22,7 +22,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.local_sgd import LocalSGD, adaptation_of
 from fedloom.algorithms.requirements import check_needs
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
@@ -269,6 +269,8 @@ class FedAvg(base.Algorithm):
     """
     stateful: ClassVar[bool] = False
     """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
+    adaptation_key: ClassVar[str] = "local.lr"
+    """Key of the rate of the steps to ``personal``, for messages."""
     update: ClassVar[type[Update]] = Update
     """Class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks."""
     server_class: ClassVar[type[FedAvgServer]] = FedAvgServer
@@ -287,16 +289,16 @@ class FedAvg(base.Algorithm):
         self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any
     ) -> Mapping[str, Tensor] | Predictors:
         """Return θ ``[g, d]`` of each predictor, or predictors that are not vectors."""
-        return fine_tune(model, group, shared, s.local, s.personalize_steps)
+        return {"personal": adapt(model, group, shared, adaptation_of(s), key=self.adaptation_key), "global": shared}
 
     def personalization_steps(self, s: Any, examples: int) -> int:
         """Return the SGD steps that a client with this many train examples makes for ``personal``."""
         return base.personalization_steps(s, examples)
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
-        bounds: Mapping[str, float] = s.local.update_bounds(examples)
-        return bounds
+        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`), with the steps of all trainings."""
+        steps = sum(getattr(s, key).count(examples) for key in (*self.noisy_training, *self.at_home))
+        return {**s.local.update_bounds(examples), "steps": steps}
 
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
         """Return the server algorithm, of ``server_class``."""
@@ -354,12 +356,6 @@ class FineTuningClient(base.ClientAlgorithm):
 
     predictors = ("personal", "global")
 
-    @property
-    def sgd(self) -> LocalSGD:
-        """Settings of the local steps: those of training, unless a method overrides this."""
-        local: LocalSGD = self.settings.local
-        return local
-
     def model_of(self, theta: Tensor) -> FlatModel:
         """Return the model whose parameters the server sent: that of the setup, unless a method overrides this."""
         return self.setup.model
@@ -368,13 +364,11 @@ class FineTuningClient(base.ClientAlgorithm):
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
         model, start = self.model_of(opening.theta), opening.theta.expand(len(clients), -1)
-        sgd, steps = self.sgd, self.settings.personalize_steps
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 
+        def adapted() -> dict[str, Tensor]:
+            return {"personal": adapt(model, clients, start, adaptation_of(self.settings)), "global": start}
 
-def fine_tune(model: FlatModel, group: ClientGroup, theta: Tensor, sgd: LocalSGD, steps: int) -> dict[str, Tensor]:
-    """Return ``personal``, the shared model after this many local steps, and ``global``, before them."""
-    return {"personal": adapt(model, group, theta, sgd.with_steps(steps=steps)), "global": theta}
+        return or_shared_alone(model, clients, start, adapted)
 
 
 def or_shared_alone(

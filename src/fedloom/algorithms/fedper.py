@@ -8,15 +8,12 @@ afterwards, starts from one drawn by its own generator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import Averaging, FedAvg
+from fedloom.algorithms.fedavg import Averaging
 from fedloom.algorithms.fedrep import FedRep, with_heads
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
@@ -36,7 +33,7 @@ class FedPer(FedRep):
     settings = FedPerSettings
     example = {}
     predictors = {"personal": "FedPer"}
-    head_key = "local"
+    adaptation_key = "local.lr"
     no_example_privacy = None  # body and head take the same noisy steps
     noisy_training = ("local",)
 
@@ -46,10 +43,6 @@ class FedPer(FedRep):
         trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
         group.save_state(head=trained.theta[:, size:])  # line 3
         return Trained(trained.theta[:, :size], trained.steps, trained.loss)
-
-    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of the body's training."""
-        return FedAvg.update_bounds(self, s, examples)
 
 
 FEDPER = FedPer()

@@ -41,18 +41,6 @@ class TwoHeads(DerivedModel):
         buffers = model.layout.buffers
         super().__init__(model, Layout(entries, channels_last=model.layout.channels_last, buffers=buffers))
 
-    def in_training(self) -> FlatModel:
-        """Return the two-headed model on top of the model in training mode."""
-        return TwoHeads(self.model.in_training())
-
-    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the model's features."""
-        return self.model.features(parameters, x)
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the model's logits."""
-        return self.model.forward(parameters, x)
-
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Return the sum of the model's loss at the raised generic logits and at the sum of both heads' logits."""
         z = self.model.features(parameters, x)

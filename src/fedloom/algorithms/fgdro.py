@@ -110,12 +110,6 @@ class FGDROClient(FineTuningClient):
         )
         return None
 
-    @property
-    def sgd(self) -> LocalSGD:
-        """Settings of fine-tuning."""
-        found: LocalSGD = self.settings.fine_tuning
-        return found
-
 
 def _leaves(local: LocalTrainer, vectors: Tensor) -> list[Tensor]:
     """Return vectors ``[g, d]`` as lists of leaves that can be changed in place."""
@@ -164,11 +158,12 @@ class FGDROSettings(Settings):
         return 2 if self.optimizer == "adam" else 1
 
     @property
-    def fine_tuning(self) -> LocalSGD:
+    def adaptation(self) -> LocalSGD:
         """Settings of fine-tuning."""
-        if self.optimizer == "momentum":
-            return self.local.sgd
-        return LocalSGD.model_validate({**dict(self.local), "optimizer": "adam", "eps": self.eps})
+        sgd = self.local.sgd
+        if self.optimizer == "adam":
+            sgd = LocalSGD.model_validate({**dict(self.local), "optimizer": "adam", "eps": self.eps})
+        return sgd.with_steps(steps=self.personalize_steps)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

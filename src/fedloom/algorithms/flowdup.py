@@ -91,20 +91,13 @@ class SubspaceGenerator(DerivedModel):
         self.at_origin, self.trains_origin, self.shares = at_origin, trains_origin, shares
         self.labelled, self.stacked = True, False
 
-    def in_training(self) -> FlatModel:
-        """Return the generator of the model in training mode."""
-        return self._changed(model=self.model.in_training())
-
     def for_training(self, *, labelled: bool, stacked: bool) -> FlatModel:
         """Return the generator for clients with labels, or for clients whose loss is the regularizer alone.
 
         ``stacked`` generators train under :func:`torch.func.vmap`, which has no channels-last kernels.
         """
-        return self._changed(labelled=labelled, stacked=stacked, needs_labels=labelled and self.needs_labels)
-
-    def _changed(self, **attributes: Any) -> FlatModel:
         view = copy.copy(self)
-        vars(view).update(attributes)
+        view.labelled, view.stacked, view.needs_labels = labelled, stacked, labelled and self.needs_labels
         return view
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import Averaging, FedAvg
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.local_sgd import LocalSGD, adaptation_of
 from fedloom.models.flat import FlatModel
 
 
@@ -53,8 +53,8 @@ class LGFedAvg(FedAvg):
         self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings
     ) -> dict[str, Tensor]:
         """Return the shared head on each client's body (line 5); a new client trains one, the head frozen (line 6)."""
-        theta, sgd = with_bodies(model, group, theta), s.local.with_steps(epochs=s.personalize_epochs)
-        return {"personal": adapt(model, group, theta, sgd, group.new, only="body", purpose="personalize")}
+        theta, how = with_bodies(model, group, theta), {"only": "body", "purpose": "personalize"}
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **how)}
 
 
 LGFEDAVG = LGFedAvg()

@@ -234,6 +234,21 @@ class LocalSGD(PlainSGD):
         return LocalSGD.model_validate({**kept, "lr": lr, "momentum": 0.0})
 
 
+def adaptation_of(s: Any) -> LocalSGD:
+    """Return the local steps from the received model to ``personal``.
+
+    They are those of ``adaptation`` in a method's settings, or of ``local`` for ``personalize_steps`` or
+    ``personalize_epochs``.
+    """
+    if hasattr(s, "adaptation"):
+        found: LocalSGD = s.adaptation
+    elif hasattr(s, "personalize_epochs"):
+        found = s.local.with_steps(epochs=s.personalize_epochs)
+    else:
+        found = s.local.with_steps(steps=s.personalize_steps)
+    return found
+
+
 LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
 """Function ``(gradients, active) -> None``; see :func:`local_step`."""
 

@@ -8,7 +8,6 @@ inputs of the last linear layer: there is no projection head. Line numbers refer
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,17 +40,7 @@ class Anchored(DerivedModel):
         entries = tuple((f"{FROZEN}.{name}", shape) for name, shape in frozen.items())
         layout = replace(model.layout, entries=(*model.layout.entries, *entries), headless=False, last=FROZEN)
         super().__init__(model, layout)
-        self.predicting = model
-
-    def in_training(self) -> FlatModel:
-        """Return the same with the model in training mode; frozen models still predict."""
-        view = copy.copy(self)
-        view.model = self.model.in_training()
-        return view
-
-    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the model's features."""
-        return self.model.features(parameters, x)
+        self.predicting = model  # stays in evaluation mode
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the model's outputs, from the features among the parameters if its last layer is linear."""

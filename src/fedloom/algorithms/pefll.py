@@ -331,9 +331,7 @@ class PeFLLSettings(Settings):
     hypernetwork: HypernetworkSettings = Field(default=HypernetworkSettings(), description="the hypernetwork η_h")
     server: ServerUpdate = Field(default=ServerUpdate(), description="update of both networks (lines 17-18)")
     personalize_steps: int = Field(
-        default=0,
-        ge=0,
-        description="local SGD steps on the received model (the paper: none)",
+        default=0, ge=0, description="local SGD steps on the received model (the paper: none)"
     )
 
     def descriptor_size(self, clients: int) -> int:

@@ -60,13 +60,6 @@ def wide(setup: Setup, theta: Tensor) -> FlatModel:
     return made
 
 
-def examples_per_output(setup: Setup, y: Tensor) -> Tensor:
-    """Return the number of a client's examples for each output, ``[n, *target_shape] -> [outputs]`` float64."""
-    if setup.model.task.target_kind == "regression":
-        return torch.full((setup.outputs,), len(y), dtype=torch.float64)
-    return setup.model.task.label_input(y, setup.outputs).double().sum(0)
-
-
 class PFNMServer(base.ServerAlgorithm):
     """Server that keeps each client's last network, the atoms of its neurons, and its number of examples per output."""
 
@@ -162,7 +155,8 @@ class PFNMClient(FineTuningClient):
         """Perform line 4."""
         trained = train(self.setup.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
-        counts = [examples_per_output(self.setup, y) for y in labels if y is not None]
+        task, outputs = self.setup.model.task, self.setup.outputs
+        counts = [task.examples_per_output(y, outputs) for y in labels if y is not None]
         yield CountedUpdate(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
         return None
 

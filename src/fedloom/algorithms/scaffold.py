@@ -20,7 +20,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, buffers_by_mean
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, Update, buffers_by_mean
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
@@ -58,7 +58,7 @@ class ScaffoldClient(FineTuningClient):
         """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
         c_i = clients.load_state("c", torch.zeros_like(w))
-        s, layout = self.sgd, self.setup.model.layout
+        s, layout = self.settings.local.sgd, self.setup.model.layout
         control = Correction(controlled, {"c": c, "c_i": c_i})
         trained = train(self.setup.model, clients, w, s, correct=control)  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.rate(clients.round))
@@ -67,11 +67,6 @@ class ScaffoldClient(FineTuningClient):
         clients.save_state(c=new)
         yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
         return None
-
-    @property
-    def sgd(self) -> LocalSGD:
-        """Settings of plain local steps."""
-        return self.settings.local.sgd
 
 
 def controlled(
@@ -107,6 +102,11 @@ class ScaffoldSettings(Settings):
     local: ControlledSGD = Field(default=ControlledSGD(steps=50), description="local training in a round")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
+    @property
+    def adaptation(self) -> LocalSGD:
+        """Plain steps of fine-tuning."""
+        return self.local.sgd.with_steps(steps=self.personalize_steps)
+
 
 class ModelAndControl(Message):
     """Opening of training: w and c."""
@@ -115,12 +115,9 @@ class ModelAndControl(Message):
     c: Tensor = broadcast(Quantity.GRADIENT)  # [d]
 
 
-class ControlledUpdate(Message):
+class ControlledUpdate(Update):
     """Result of local training, and the change of c_i."""
 
-    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
-    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
-    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
     delta_c: Tensor = rows(Quantity.GRADIENT, "d")  # [c, d]
 
 

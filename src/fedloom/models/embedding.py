@@ -109,12 +109,7 @@ class LinearEmbedding(EmbeddingNetwork):
     """One linear layer on the label input alone (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
 
     def __init__(
-        self,
-        outputs: int,
-        size: int,
-        *,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
+        self, outputs: int, size: int, *, task: PredictionTask = CLASSIFICATION, target_shape: tuple[int, ...] = ()
     ) -> None:
         super().__init__(outputs, task, target_shape)
         self.layout = Layout((("fc.weight", (size, self.label_size)), ("fc.bias", (size,))))

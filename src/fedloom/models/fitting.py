@@ -79,11 +79,7 @@ def fitted(
 
 
 def _built(
-    choice: ModelChoice,
-    specs: Mapping[str, Any],
-    outputs: int,
-    task: PredictionTask,
-    target_shape: tuple[int, ...],
+    choice: ModelChoice, specs: Mapping[str, Any], outputs: int, task: PredictionTask, target_shape: tuple[int, ...]
 ) -> FlatModel:
     single = specs.get("")
     if single is None:

@@ -362,6 +362,20 @@ class DerivedModel(FlatModel):
         vars(self).update({name: getattr(model, name) for name in FACTS})
         self.model, self.layout = model, layout
 
+    def in_training(self) -> FlatModel:
+        """Return the same with the model in training mode."""
+        view = copy.copy(self)
+        view.model = self.model.in_training()
+        return view
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the model's features."""
+        return self.model.features(parameters, x)
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the model's outputs."""
+        return self.model.forward(parameters, x)
+
     def batch_weights(self, y: Tensor | None, weight: Tensor) -> Tensor:
         """Return the weights of the model that is called."""
         return self.model.batch_weights(y, weight)

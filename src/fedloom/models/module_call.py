@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -14,8 +12,8 @@ from torch import Tensor, nn
 
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
+from fedloom.models.module_layers import log_once
 from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.trial import has_binary_form
 
 ROWS = 3
 """Number of trial inputs."""
@@ -91,11 +89,6 @@ def _drawn(described: InputDescription, rows: int, generator: torch.Generator) -
     return drawn
 
 
-def mapped(x: ModuleInputs, function: Callable[[Tensor], Tensor]) -> ModuleInputs:
-    """Apply a function to each tensor of the inputs, and return the results."""
-    return function(x) if isinstance(x, Tensor) else {name: function(each) for name, each in x.items()}
-
-
 def first_input(x: ModuleInputs) -> Tensor:
     """Return the inputs, or the first of named ones, which has the same length and device as the others."""
     return x if isinstance(x, Tensor) else next(iter(x.values()))
@@ -115,8 +108,6 @@ def shape_of(input_shape: InputShape) -> tuple[int, ...] | dict[str, tuple[int, 
     found = {name: tuple(each.shape) for name, each in input_shape.items()}
     return found.get("", found)
 
-
-_log = logging.getLogger("fedloom.models")
 
 LOGITS = "logits"
 """Field of an output that is read by default."""
@@ -284,7 +275,7 @@ class ModuleCall:
             return None
         if given == wanted:
             return self
-        if has_binary_form(task, outputs) and given in (wanted[1:], (1, *wanted[1:])):
+        if task.has_binary_form(outputs) and given in (wanted[1:], (1, *wanted[1:])):
             return replace(self, given=given, shape=wanted, binary=True)
         flat = task.name == "regression" and given == (outputs,)
         if flat or _without_ones(given) == _without_ones(wanted):
@@ -319,31 +310,14 @@ def _shape_or_type(part: Any) -> str:
     return str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__
 
 
-@cache
-def log_setting(name: str, loss: str) -> None:
-    """Warn once that an attribute ``loss`` is no function, as in models that choose their loss by its name."""
-    _log.warning("%s.loss is %s and not a function, so the task's loss is trained", name, loss)
-
-
-@cache
-def log_step(name: str) -> None:
-    """Log once which methods of a ``LightningModule`` a run calls."""
-    _log.info("%s.training_step is trained; its optimizers, hooks and logs are not used (algorithm.local)", name)
-
-
-@cache
 def log_outputs(name: str, call: ModuleCall) -> None:
     """Log once how a run obtains the logits of a module, unless they are the tensor that it returns."""
     if call.field not in (LOGITS, OUT):
-        _log.info("%s returns several outputs, of which %r is trained; model.output names another", name, call.field)
+        log_once(f"{name} returns several outputs, of which {call.field!r} is trained; model.output names another")
     if call.probabilities:
-        _log.info(
-            "%s gives probabilities, after a %s: the loss is their negative log-likelihood", name, call.probabilities
-        )
+        log_once(f"{name} gives probabilities, after a {call.probabilities}: the loss is their negative log-likelihood")
     if call.binary:
-        _log.info(
-            "%s gives one output for two classes: z becomes the logits [0, z], whose loss is that of a sigmoid", name
-        )
+        log_once(f"{name} gives one output for two classes: z becomes the logits [0, z], whose loss is a sigmoid's")
 
 
 def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> ModuleCall:

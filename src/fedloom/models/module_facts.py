@@ -16,6 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
@@ -27,7 +28,6 @@ from fedloom.models.module_call import (
     ModuleInputs,
     call_of,
     descriptions,
-    mapped,
     shapes,
     trial_inputs,
 )
@@ -103,7 +103,7 @@ def least_batch(module: nn.Module, x: ModuleInputs) -> int:
     """Return the fewest examples on which a call in training mode succeeds: 2 if it fails for one alone, else 1."""
     if not batch_layers(module):
         return 1
-    tried, one = copied(module).train(), mapped(x, lambda t: t[:1])
+    tried, one = copied(module).train(), tree_map(lambda t: t[:1], x)
     try:
         with torch.enable_grad(), drawing_with(0):
             call_of(tried, x).result(tried, one)
@@ -241,7 +241,7 @@ def _limits(module: nn.Module, call: ModuleCall, x: ModuleInputs, name: str) -> 
     for j in range(column.shape[1]):
 
         def is_beyond(value: int, j: int = j) -> bool:
-            given = mapped(x, lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t)
+            given = tree_map(lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t, x)
             (given if isinstance(given, Tensor) else given[name])[:, j] = value
             return _is_beyond(module, call, given)
 

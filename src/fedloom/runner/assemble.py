@@ -52,7 +52,6 @@ from fedloom.sums.summation import Summation
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
 from fedloom.tasks.registry import agreed_task
-from fedloom.tasks.trial import trial_targets
 
 DTYPE = torch.float32
 
@@ -169,7 +168,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     parts.algorithm.check_model(parts.settings, model)
     if experiment.protects_examples:
         check_example_privacy(parts.algorithm, parts.settings)
-    if experiment.evaluation.label_mask and not (plan.task.target_kind == "classification" and setup.classes):
+    if experiment.evaluation.label_mask and not (plan.task.is_classification and setup.classes):
         raise ExperimentError(
             f"evaluation.label_mask must be false unless the task is classification (the task is {plan.task.name}).",
             key="evaluation.label_mask",
@@ -385,7 +384,7 @@ def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:
 def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
     shape = task.output_shape(targets.outputs, targets.shape)
     predictions = task.predictions(torch.zeros(TRIAL_EXAMPLES, *shape))
-    return predictions, trial_targets(task, TRIAL_EXAMPLES, targets.outputs, targets.shape)
+    return predictions, task.trial_targets(TRIAL_EXAMPLES, targets.outputs, targets.shape)
 
 
 def _imported(name: str) -> Any:

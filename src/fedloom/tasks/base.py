@@ -198,6 +198,45 @@ class PredictionTask(Settings):
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return targets as inputs of a network, ``[n, *target_shape] -> [n, L]`` float32."""
 
+    def examples_per_output(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the number of examples for each output, ``[n, *target_shape] -> [K]`` float64: by class or label."""
+        return self.label_input(y, outputs).double().sum(0)
+
+    @property
+    def is_classification(self) -> bool:
+        """True if a target is one of K classes."""
+        return self.target_kind == "classification"
+
+    @property
+    def is_binary_by_label(self) -> bool:
+        """True if the loss applies a sigmoid to each output."""
+        return self.target_kind == "multilabel"
+
+    def trial_targets(self, rows: int, outputs: int, target_shape: tuple[int, ...], *, raw: bool = False) -> Tensor:
+        """Return targets that data with K outputs could have, ``[rows, *target_shape]``, for trying a model.
+
+        Numbers are standardized, or ``raw``: 0 or 1, which counts, events and measurements can be.
+        """
+        generator, shape = torch.Generator().manual_seed(0), (rows, *target_shape)
+        if self.is_classification:
+            return torch.arange(rows) % outputs
+        if self.target_kind == "regression" and not raw:
+            return torch.randn(shape, generator=generator)
+        if self.target_kind in ("multilabel", "regression"):
+            return torch.randint(2, shape, generator=generator).float()
+        return torch.randint(outputs, shape, generator=generator)
+
+    def has_binary_form(self, outputs: int) -> bool:
+        """Return True if one logit z may stand for the two logits [0, z], whose cross-entropy is that of a sigmoid."""
+        return outputs == 2 and self.target_kind in ("classification", "segmentation")
+
+    def sums_to_one(self, outputs: Tensor) -> bool:
+        """Return True if outputs are nonnegative and sum to one over the classes, as after a softmax."""
+        axis = self.class_axis
+        if axis is None or outputs.shape[axis] < 2:
+            return False
+        return bool((outputs >= 0).all() and ((outputs.sum(axis) - 1).abs() < 1e-4).all())
+
 
 class CategoricalTask(PredictionTask):
     """Task whose outputs are logits of classes along one axis; predictions are log-probabilities of the same shape."""

@@ -111,12 +111,7 @@ METRICS: Mapping[str, Headline] = {
 IGNORED: Mapping[TaskName, int] = {"segmentation": 255, "next_token": -100}
 """Default values of targets that are left out: pixels without a class, padding."""
 
-ALIASES: Mapping[str, str] = {
-    "f1": "macro_f1",
-    "auc": "auroc",
-    "iou": "mean_iou",
-    "cross_entropy": "log_loss",
-}
+ALIASES: Mapping[str, str] = {"f1": "macro_f1", "auc": "auroc", "iou": "mean_iou", "cross_entropy": "log_loss"}
 """Other names of metrics that an experiment may ask for."""
 
 ACCURACY = METRICS["accuracy"]

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     TaskSettings: TypeAlias = PredictionTask
 else:
     TaskSettings = Annotated[
-        functools.reduce(operator.or_, [type(task) for task in TASKS]),
-        Field(discriminator="name"),
+        functools.reduce(operator.or_, [type(task) for task in TASKS]), Field(discriminator="name")
     ]
     """Settings of any task, discriminated by ``name``."""
 

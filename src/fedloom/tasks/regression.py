@@ -60,6 +60,10 @@ class Regression(PredictionTask):
         """Return the standardized numbers, ``[n, k]``."""
         return y.reshape(-1, outputs).float()
 
+    def examples_per_output(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the number of examples for each number."""
+        return torch.full((outputs,), len(y), dtype=torch.float64)
+
 
 class Errors(MetricSums):
     """Number of examples; for each number, sums of squared and absolute errors, targets and squared targets.
