@@ -125,7 +125,7 @@ def test_settings_and_declared_properties() -> None:
     assert FGDRO_KL.noisy_sums_suffice(fgdro())
     assert FGDRO_KL.example_privacy(fgdro())
     assert FGDRO_KL.requires_fixed_population(fgdro()) is None
-    assert fgdro(optimizer="momentum").fine_tuning.optimizer == "sgd"
+    assert fgdro(optimizer="momentum").adaptation.optimizer == "sgd"
     assert fgdro(local=LOCAL | {"mask_absent": True}).adaptation.mask_absent
 
 

@@ -26,7 +26,7 @@ from fedloom.algorithms.wga import (
     UserModel,
     WGAServer,
     WGASettings,
-    halves,
+    gradient_of,
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
@@ -217,7 +217,7 @@ def test_the_variance_of_a_gradient_is_estimated_without_bias() -> None:
     h = torch.tensor([2.0, 1.0], dtype=torch.float64)
     local = LocalTrainer(Quadratic(2, (2.0, 1.0)), group([c]))
     drawn = [Batch(x[index], None, torch.full((5,), 0.2).double()) for index in torch.arange(5_000).split(5)]
-    found = [halves(local, theta, batch) for batch in drawn]
+    found = [gradient_of(local, theta, batch) for batch in drawn]
     expected = (4 * 1 + 1 * 9) / 5
     assert sum(variance.item() for _, _, variance in found) / len(found) == pytest.approx(expected, rel=0.1)
     close(found[0][0][0], -h * x[:5].mean(0))
