@@ -77,6 +77,8 @@ class Cohort(Protocol):
     ) -> Replies[Any]:
         """Deliver a message to every client still in the conversation and return their replies.
 
+        Raise TooFewReplies if fewer than ``federation.min_replies`` clients answered, which ends the attempt.
+
         Parameters
         ----------
         answer
@@ -84,11 +86,6 @@ class Cohort(Protocol):
             their predictors, and the replies are their metrics.
         meanwhile
             Server work that needs no reply. It runs once, while the clients work, and ends before this returns.
-
-        Raises
-        ------
-        TooFewReplies
-            If fewer than ``federation.min_replies`` clients answered, which ends the attempt.
         """
 
     def record(self, name: str, values: Tensor) -> None:
@@ -182,10 +179,7 @@ class ServerAlgorithm(ABC):
         Returns the replies to the last message, at which the client algorithm returns its predictors. The caller
         computes the replies from them: metrics, for an evaluation.
 
-        Raises
-        ------
-        DataError
-            If the method has no predictors for these clients.
+        Raise DataError if the method has no predictors for these clients.
         """
 
 
@@ -390,10 +384,7 @@ class Algorithm(ABC):
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check that the method supports the task of the clients' model, and can use the model.
 
-        Raises
-        ------
-        ExperimentError
-            If it cannot; the message begins with the key to change.
+        Raise ExperimentError if it cannot; the message begins with the key to change.
         """
         check_task(self.name, self.tasks, self.restriction, model)
         check_needs(self.name, self.needs, model)
@@ -411,10 +402,7 @@ class Algorithm(ABC):
     def check_inputs(self, kind: Kind) -> None:
         """Check that the method can use inputs of a kind.
 
-        Raises
-        ------
-        ExperimentError
-            If it needs one tensor for each example, and the inputs are named tensors.
+        Raise ExperimentError if it needs one tensor for each example, and the inputs are named tensors.
         """
         if self.needs_one_input and kind == "named":
             raise ExperimentError(
@@ -458,10 +446,7 @@ class Algorithm(ABC):
     def after_steps(self, settings: Any, steps: int) -> Any:
         """Return settings under which a new client makes this many local steps on the model that it receives.
 
-        Raises
-        ------
-        ExperimentError
-            If clients of this method make no such steps.
+        Raise ExperimentError if clients of this method make no such steps.
         """
         if not self.has_steps:
             able = [name for name in available() if find_algorithm(name).has_steps]
@@ -482,10 +467,8 @@ def available() -> tuple[str, ...]:
 def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm of this name.
 
-    Raises
-    ------
-    ExperimentError
-        If no such algorithm is registered, or the registered object cannot be loaded or is of another class.
+    Raise ExperimentError if no such algorithm is registered, or the registered object cannot be loaded or is of another
+    class.
     """
     for point in entries("fedloom.algorithms"):
         if point.name == name:

@@ -44,10 +44,7 @@ class NothingToTrainOn(DataError):
 def train_examples(client: ClientData, *, labelled: bool = False) -> Split:
     """Return a client's train split.
 
-    Raises
-    ------
-    NothingToTrainOn
-        If it is empty, or has no labels although ``labelled`` is set.
+    Raise NothingToTrainOn if it is empty, or has no labels although ``labelled`` is set.
     """
     if len(client.train) == 0:
         raise NothingToTrainOn(f"client {client.id}: its train split is empty; at least one example is needed")
@@ -59,10 +56,7 @@ def train_examples(client: ClientData, *, labelled: bool = False) -> Split:
 def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tensor | None]:
     """Return the inputs of a client's train split, and the labels if an embedding network takes them.
 
-    Raises
-    ------
-    DataError
-        If the split is empty, or lacks the labels.
+    Raise DataError if the split is empty, or lacks the labels.
     """
     train = train_examples(client)
     if labels and train.y is None:
@@ -90,6 +84,9 @@ def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
 class TrainBatches:
     """Mini-batches of the train splits of g clients.
 
+    Raise NothingToTrainOn if a client has no examples, or lacks the labels that the model needs. Raise ExperimentError
+    if there are several clients, and the model predicts by the batch.
+
     Parameters
     ----------
     model
@@ -99,13 +96,6 @@ class TrainBatches:
     at_home
         True if nothing computed from them leaves the clients or affects anything that does, so that it needs no noise.
         None: True outside training rounds, False in them.
-
-    Raises
-    ------
-    NothingToTrainOn
-        If a client has no examples, or lacks the labels that the model needs.
-    ExperimentError
-        If there are several clients, and the model predicts by the batch.
     """
 
     def __init__(
@@ -151,10 +141,7 @@ class TrainBatches:
         ``size`` is the expected or fixed size of batches, each drawn from all examples, and the weights of a batch of
         that size sum to ``totals``.
 
-        Raises
-        ------
-        ExperimentError
-            If the model normalizes by the batch, and the batches of several clients differ in length.
+        Raise ExperimentError if the model normalizes by the batch, and the batches of several clients differ in length.
         """
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()

@@ -197,10 +197,7 @@ class ClientGroup:
         A client gets its default if it is new, or kept nothing under that name (because of other settings, which an
         open federation may change).
 
-        Raises
-        ------
-        DataError
-            If a kept row differs in shape from its default.
+        Raise DataError if a kept row differs in shape from its default.
         """
         old = []
         for client, state, row in zip(self.clients, self._states, default, strict=True):
@@ -219,10 +216,7 @@ class ClientGroup:
         Call it before yielding the answer that the rows belong to, so that a round that counts the client has its
         state. A method that keeps rows must be ``stateful`` and keep some in every training conversation.
 
-        Raises
-        ------
-        RuntimeError
-            In a conversation that changes no state.
+        Raise RuntimeError in a conversation that changes no state.
         """
         if not self._may_keep:
             raise RuntimeError("personalization cannot save states")

@@ -60,10 +60,8 @@ class ComFedLServer(SharedModelServer):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform Algorithm 1, lines 3-17.
 
-        Raises
-        ------
-        FloatingPointError
-            If a client left the finite range. That client has the largest loss and must not be left out of the mean.
+        Raise FloatingPointError if a client left the finite range. That client has the largest loss and must not be
+        left out of the mean.
         """
         s, cohort = self.settings, round.sample()  # line 3
         opening = SharedModel(self.state["theta"])

@@ -376,15 +376,12 @@ def or_shared_alone(
 ) -> Predictors:
     """Return the predictors from ``make``, or only ``global`` for a client without examples to train on.
 
+    Raise NothingToTrainOn if such a client is one of several in the group; the group is then served one by one.
+
     Parameters
     ----------
     shared
         ``[g, d]``, the model behind ``global``.
-
-    Raises
-    ------
-    NothingToTrainOn
-        If such a client is one of several in the group; the group is then served one by one.
     """
     try:
         made = make()

@@ -39,10 +39,7 @@ class FGDROServer(SharedModelServer):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1 and 10-12.
 
-        Raises
-        ------
-        FloatingPointError
-            If v is not positive, which honest answers cannot cause.
+        Raise FloatingPointError if v is not positive, which honest answers cannot cause.
         """
         theta, value = self.state["theta"], self.state["value"]
         updates = round.sample().send(RobustModel(theta, value, self.state["moments"]), RobustUpdate)  # line 1

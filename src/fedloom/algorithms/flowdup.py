@@ -164,10 +164,7 @@ class OriginSettings(SubspaceSettings):
     def check(self, model: FlatModel, key: str) -> None:
         """Check the size, and that a model from which θ₀ is to come has weights of its own.
 
-        Raises
-        ------
-        ExperimentError
-            If it has not; the message begins with the ``key`` of these settings.
+        Raise ExperimentError if it has not; the message begins with the ``key`` of these settings.
         """
         super().check(model, key)
         if self.origin != "model":

@@ -33,10 +33,7 @@ class LocalServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> Statistics:
         """Raise an error, because the method has no rounds.
 
-        Raises
-        ------
-        ExperimentError
-            Always.
+        Raise ExperimentError always.
         """
         raise ExperimentError(
             f"local has no training rounds (asked for round {round.number}); set federation.rounds to 0"

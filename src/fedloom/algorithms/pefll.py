@@ -114,10 +114,7 @@ class PeFLLServer(base.ServerAlgorithm):
     def _update(self, d_eta_h: dict[str, Tensor], d_eta_v: Tensor, standard: Tensor, round: int) -> None:
         """Perform lines 17-18; η_h's part, nearly all of the work, is deferred to the next round's first exchange.
 
-        Raises
-        ------
-        FloatingPointError
-            If an update is not finite; the state is then unchanged.
+        Raise FloatingPointError if an update is not finite; the state is then unchanged.
         """
         gradients_h = list(d_eta_h.values())
         norm = torch.stack([*torch._foreach_norm(gradients_h), d_eta_v.norm()]).norm()
@@ -459,10 +456,7 @@ class PeFLL(base.Algorithm):
     def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
         """Return the settings for a client that requests a descriptor with this noise.
 
-        Raises
-        ------
-        ExperimentError
-            If neither the client nor the run sets C.
+        Raise ExperimentError if neither the client nor the run sets C.
         """
         known = settings.descriptor.privacy
         if clip is None and known is None:

@@ -150,15 +150,12 @@ class PFedBayesClient(base.ClientAlgorithm):
         samples of N(0, I), times ``noise``, makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w) (eq. 28) with
         the updated q; w changes only if the purpose is ``train``.
 
+        Raise ExperimentError if gradient descent exceeds its stability bound under this prior.
+
         Returns
         -------
         Tensor
             ``[g, 1]`` float64: negative log-likelihood per example, mean over steps and samples.
-
-        Raises
-        ------
-        ExperimentError
-            If gradient descent exceeds its stability bound under this prior.
         """
         s, local = self.settings, LocalTrainer(likelihood_of(self.setup.model), clients, members=members)
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]

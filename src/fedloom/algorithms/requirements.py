@@ -129,10 +129,7 @@ def _problem_of_buffers(need: Need, model: FlatModel) -> str | None:
 def check_example_privacy(method: Any, settings: Any) -> None:
     """Check that a method with these settings protects examples; :meth:`FlatModel.check_steps` checks the model.
 
-    Raises
-    ------
-    ExperimentError
-        If it cannot; the message begins with the key to change.
+    Raise ExperimentError if it cannot; the message begins with the key to change.
     """
     why = method.example_privacy(settings) if _is_stated(method) else "The method does not state that it can."
     if why is not None:

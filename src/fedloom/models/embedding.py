@@ -181,17 +181,14 @@ class PretrainedEmbedding(MLPEmbedding):
     a fixed function of x. Each example's features are standardized (``F.layer_norm`` without parameters), so that the
     rates of η_v do not depend on their scale.
 
+    Raise ValueError if the model has no features of single examples.
+
     Parameters
     ----------
     model
         Model of the clients, in evaluation mode.
     size, width
         Length l of a descriptor, and width of the hidden layer.
-
-    Raises
-    ------
-    ValueError
-        If the model has no features of single examples.
     """
 
     def __init__(
@@ -301,15 +298,12 @@ class EmbeddingSettings(Settings):
     ) -> EmbeddingNetwork:
         """Return the network for inputs of a kind, targets of a task, and descriptors of length ``size``.
 
+        Raise ExperimentError if it does not accept such inputs, or the model has no features.
+
         Parameters
         ----------
         model
             Model of the clients, which ``pretrained`` needs.
-
-        Raises
-        ------
-        ExperimentError
-            If it does not accept such inputs, or the model has no features.
         """
         allowed = networks_for(kind, task)
         if self.network not in (*allowed, "pretrained"):

@@ -106,10 +106,7 @@ class Layout:
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """View θ [d] as named tensors; a gradient with respect to them flows to θ.
 
-        Raises
-        ------
-        ValueError
-            If the length of θ differs from this layout's.
+        Raise ValueError if the length of θ differs from this layout's.
         """
         if theta.shape != (self.size,):
             raise ValueError(f"θ has shape {tuple(theta.shape)}, but the layout needs ({self.size},)")
@@ -264,6 +261,9 @@ class FlatModel(FlatNetwork):
     ) -> None:
         """Check that the training steps of a run succeed, as those of built-in networks do.
 
+        Raise ExperimentError if a step fails, if gradients of several clients together differ from those of each client
+        alone, or, with ``examples``, if an example's output depends on others or a call moves buffers.
+
         Parameters
         ----------
         clients
@@ -274,12 +274,6 @@ class FlatModel(FlatNetwork):
             Device of the run; None for the CPU.
         examples
             True if steps use the gradients of single examples (differential privacy of examples).
-
-        Raises
-        ------
-        ExperimentError
-            If a step fails, if gradients of several clients together differ from those of each client alone, or, with
-            ``examples``, if an example's output depends on others or a call moves buffers.
         """
         if examples and self.layout.buffers:
             raise ExperimentError(
@@ -397,15 +391,12 @@ def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tens
 def masked(model: FlatModel, absent: Tensor) -> FlatModel:
     """Return the model with the logits of some classes at -inf.
 
+    Raise ExperimentError if the model's own loss takes more than the logits.
+
     Parameters
     ----------
     absent
         ``[C]`` bool.
-
-    Raises
-    ------
-    ExperimentError
-        If the model's own loss takes more than the logits.
     """
     if model.needs_result:
         raise ExperimentError(

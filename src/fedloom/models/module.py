@@ -89,6 +89,8 @@ _FOUND: dict[Hashable, _Findings] = {}
 class ModuleModel(FlatModel):
     """PyTorch module as a function of a flat vector.
 
+    Raise ExperimentError if it cannot be flattened; the message names the layer.
+
     Parameters
     ----------
     make
@@ -108,11 +110,6 @@ class ModuleModel(FlatModel):
         Name or position of the outputs in the module's result, if that is not a tensor; None for ``logits``.
     task, target_shape
         What is predicted, and the shape of one target.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot be flattened; the message names the layer.
     """
 
     def __init__(
@@ -323,16 +320,13 @@ def _renormalizes(module: nn.Module, found: Tried, x: ModuleInputs) -> bool:
 def remember(module: nn.Module, name: str | None = None) -> str:
     """Register a module for experiments of this process, and return its name.
 
+    Raise ExperimentError if the object is not a module, or not the one that the run trained.
+
     Parameters
     ----------
     name
         Name in a run, whose weights may differ; None to name the module by its class, a hash of its layers and a hash
         of its weights.
-
-    Raises
-    ------
-    ExperimentError
-        If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
         call = "; call it, and give the module that it returns" if callable(module) else ""
@@ -363,16 +357,13 @@ def remember(module: nn.Module, name: str | None = None) -> str:
 def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int, ...]], classes: int) -> Factory:
     """Return the factory of a module.
 
+    Raise ExperimentError if there is no such function, this process may not call it, or another process has the module.
+
     Parameters
     ----------
     name
         ``package.module:function``, which is called with ``input_shape`` and ``classes`` if it has such parameters; or
         a name returned by :func:`remember`.
-
-    Raises
-    ------
-    ExperimentError
-        If there is no such function, this process may not call it, or another process has the module.
     """
     if name.startswith(MEMORY):
         if name not in _IN_MEMORY:

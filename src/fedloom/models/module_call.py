@@ -221,10 +221,7 @@ class ModuleCall:
     def read(self, module: Any, found: Any) -> Tensor:
         """Return the tensor of a module's output.
 
-        Raises
-        ------
-        UnreadOutputError
-            If it has none in this field; the message lists all fields and shapes.
+        Raise UnreadOutputError if it has none in this field; the message lists all fields and shapes.
         """
         if isinstance(found, Tensor):
             return found
@@ -323,16 +320,13 @@ def log_outputs(name: str, call: ModuleCall) -> None:
 def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> ModuleCall:
     """Return the way to call a module with such inputs.
 
+    Raise ExperimentError if the inputs are named, and the module takes neither arguments of these names nor a single
+    one; or if they are one tensor, and it needs other arguments.
+
     Parameters
     ----------
     output
         Key ``model.output``.
-
-    Raises
-    ------
-    ExperimentError
-        If the inputs are named, and the module takes neither arguments of these names nor a single one; or if they are
-        one tensor, and it needs other arguments.
     """
     field = LOGITS if output is None else output
     signature = inspect.signature(module.forward)

@@ -82,19 +82,16 @@ class Tried:
 def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: TrialData) -> Tried:
     """Call a module as a run does, and return the findings.
 
+    Raise ExperimentError if it fails, returns no outputs that fit the task, draws random numbers in evaluation or by a
+    generator of its own, keeps a state, lets predictions depend on other inputs, or if its gradient differs from
+    torch's gradient of the module itself.
+
     Parameters
     ----------
     layout
         Layout of its parameters.
     call
         Way in which it takes inputs.
-
-    Raises
-    ------
-    ExperimentError
-        If it fails, returns no outputs that fit the task, draws random numbers in evaluation or by a generator of its
-        own, keeps a state, lets predictions depend on other inputs, or if its gradient differs from torch's gradient of
-        the module itself.
     """
     trial = _Trial(module, layout, data, call)
     with torch.random.fork_rng(devices=[]), collection_paused():

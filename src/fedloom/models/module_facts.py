@@ -139,17 +139,14 @@ def head_of(
     module's outputs follow from its outputs. That is tested by changing all inputs and parameters, but not the layer's
     outputs: those of the module must stay the same.
 
+    Raise ExperimentError if the requested layer cannot be the head.
+
     Parameters
     ----------
     x, others
         Trial inputs, and others of the same shape.
     name
         Key ``model.head``.
-
-    Raises
-    ------
-    ExperimentError
-        If the requested layer cannot be the head.
     """
     module = copied(module).eval()
     _perturb(module)  # else a factor whose initial value is 1 would go unnoticed
@@ -324,6 +321,8 @@ LOOKUPS = frozenset(
 def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: str = "features") -> None:
     """Reject a module that looks up values by codes that it truncates from features.
 
+    Raise ExperimentError if there is such a lookup; the error names the layer.
+
     Parameters
     ----------
     make
@@ -332,11 +331,6 @@ def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: st
         Shape of the input, or the descriptions of named inputs.
     kind
         Kind of a single input.
-
-    Raises
-    ------
-    ExperimentError
-        If there is such a lookup; the error names the layer.
     """
     described = descriptions(input_shape, kind, outputs=2)
     if not any(each.kind == "features" for each in described.values()):
@@ -415,10 +409,8 @@ class _Walk:
     def add(self, value: Any) -> None:
         """Add a value and all of its parts; a value met before is added as a reference.
 
-        Raises
-        ------
-        TypeError
-            If the content of a part cannot be read, as that of a lock or of a function's enclosed variables.
+        Raise TypeError if the content of a part cannot be read, as that of a lock or of a function's enclosed
+        variables.
         """
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             self._note(f"{type(value).__name__} {value!r}")

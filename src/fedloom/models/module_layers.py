@@ -87,10 +87,7 @@ def _line(error: Exception) -> str:
 def check_layers(module: nn.Module) -> None:
     """Reject layers that are not functions of parameters and inputs.
 
-    Raises
-    ------
-    ExperimentError
-        If there are such layers, or no parameters to train.
+    Raise ExperimentError if there are such layers, or no parameters to train.
     """
     for name, layer in module.named_modules():
         where = named(name, layer)
@@ -134,10 +131,8 @@ def check_copyable(module: nn.Module) -> None:
 def copied(module: nn.Module) -> nn.Module:
     """Copy a module.
 
-    Raises
-    ------
-    ExperimentError
-        If it cannot be copied: the layer and the attribute, such as a lock or a weight computed in advance.
+    Raise ExperimentError if it cannot be copied: the layer and the attribute, such as a lock or a weight computed in
+    advance.
     """
     return _copied(module, _computed_weights(module))
 

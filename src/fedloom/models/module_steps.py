@@ -41,17 +41,14 @@ class Steps(NamedTuple):
 def check_steps(model: FlatModel, data: TrialData, steps: Steps) -> None:
     """Make training steps with a model that calls a module, and reject those that fail.
 
+    Raise ExperimentError if a step fails, with its layer and the key to change; if clients get different results
+    together than alone; or, where gradients of single examples are needed, if an example's output or loss depends on
+    others, or a call moves a buffer.
+
     Parameters
     ----------
     data
         Trial inputs and targets.
-
-    Raises
-    ------
-    ExperimentError
-        If a step fails, with its layer and the key to change; if clients get different results together than alone; or,
-        where gradients of single examples are needed, if an example's output or loss depends on others, or a call moves
-        a buffer.
     """
     if steps != Steps() or model.in_bfloat16:
         _Trial(model, data, steps).check()

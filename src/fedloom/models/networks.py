@@ -51,10 +51,7 @@ def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout
 
     On 32x32 the first linear layer has 800 inputs (Table 3); on 28x28, 512.
 
-    Raises
-    ------
-    ValueError
-        If the image is too small to leave a pixel (the minimum is 16x16).
+    Raise ValueError if the image is too small to leave a pixel (the minimum is 16x16).
     """
     pooled = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
     if min(pooled) < 1:
@@ -103,6 +100,8 @@ TRACKING = 0.1
 class ConvNet(FlatModel):
     """Blocks of a 3x3 convolution (padding 1), ReLU and 2x2 max pooling, then linear layers with ReLU between them.
 
+    Raise ValueError if the image is too small to leave a pixel.
+
     Parameters
     ----------
     input_shape
@@ -113,11 +112,6 @@ class ConvNet(FlatModel):
         Widths of the linear layers before the last one.
     classes
         C.
-
-    Raises
-    ------
-    ValueError
-        If the image is too small to leave a pixel.
     """
 
     def __init__(
@@ -244,10 +238,7 @@ class ResNet20(FlatModel):
     have no biases. Both choices follow the implementation that papers/001 (footnote 5) strips of batch normalization,
     and leave 270,906 parameters on three channels with ten classes.
 
-    Raises
-    ------
-    ValueError
-        If the image is smaller than 4x4, which leaves one pixel for the third stage.
+    Raise ValueError if the image is smaller than 4x4, which leaves one pixel for the third stage.
     """
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
@@ -386,17 +377,14 @@ class Quadratic(FlatModel):
     For inputs of mean m and covariance Σ, a client's objective is f_i(θ) = (θ - m)ᵀH(θ - m)/2 + tr(HΣ)/2, and its
     stochastic gradient H(θ - x) has the noise H(x - m). With H = I this is mean estimation.
 
+    Raise ValueError if the number of curvatures differs from ``features``.
+
     Parameters
     ----------
     features
         Length of an input, and of θ.
     curvature
         Diagonal of H: one number for all coordinates, or one for each; all above 0.
-
-    Raises
-    ------
-    ValueError
-        If the number of curvatures differs from ``features``.
     """
 
     needs_labels = False

@@ -82,10 +82,7 @@ class ModelChoice(Settings):
     ) -> FlatModel:
         """Make the model for a problem (:class:`ModelProblem`).
 
-        Raises
-        ------
-        ExperimentError
-            If this network does not accept such inputs, or has no outputs of the task's shape.
+        Raise ExperimentError if this network does not accept such inputs, or has no outputs of the task's shape.
         """
         model = self.model_for(ModelProblem(input_shape, outputs, kind, task, target_shape))
         if self.precision == "float32":
@@ -130,10 +127,7 @@ class ModelChoice(Settings):
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
         """Make the model for inputs of an accepted kind.
 
-        Raises
-        ------
-        ValueError
-            If an input is too small.
+        Raise ValueError if an input is too small.
         """
         raise NotImplementedError
 
@@ -309,10 +303,7 @@ class ModuleSettings(ModelChoice):
     def model_for(self, problem: ModelProblem) -> FlatModel:
         """Make the module, and try it on inputs.
 
-        Raises
-        ------
-        ExperimentError
-            If it cannot be made or flattened; the message names the layer.
+        Raise ExperimentError if it cannot be made or flattened; the message names the layer.
         """
         shape, classes, kind, task, target_shape = problem
         if not classes:
@@ -333,10 +324,7 @@ class LibraryChoice(ModelChoice):
     def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
         """Make the module.
 
-        Raises
-        ------
-        ValueError
-            If it does not accept such inputs.
+        Raise ValueError if it does not accept such inputs.
         """
 
     def model_for(self, problem: ModelProblem) -> FlatModel:
