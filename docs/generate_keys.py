@@ -19,7 +19,7 @@ from fedloom.experiment import json_schema
 from fedloom.experiment.search_space import Choices, Range, SearchSpace
 from fedloom.experiment.validation_errors import Schema
 from fedloom.kubeflow.pods import PodSettings, TaskPod
-from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
+from fedloom.ledger.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"

@@ -29,12 +29,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from summaries import Evaluation, Runs, evaluations, read
 
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import RunOptions
 from fedloom.errors import InterruptedRun
 from fedloom.experiment import Point, load_experiment
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import RunOptions
-from fedloom.runner.parallel import Job, JobObserver
-from fedloom.runner.sweep import run_points
+from fedloom.tuning.parallel import Job, JobObserver
+from fedloom.tuning.sweep import run_points
 
 ROOT = Path(__file__).parents[1]
 Setting = Mapping[str, object]

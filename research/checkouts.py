@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from fedloom.data.federated import FederatedDataset
+from fedloom.engine import run_data
 from fedloom.experiment import load_experiment
-from fedloom.runner import run_data
 from fedloom.runs.files import EXPERIMENT
 
 

@@ -27,10 +27,10 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
+from fedloom.engine.trained import evaluate
 from fedloom.errors import QuorumError
 from fedloom.reporting.compare_figures import COLOURS
 from fedloom.reporting.drawing import as_svg
-from fedloom.runner.trained import evaluate
 from fedloom.runs.files import EXPERIMENT
 from fedloom.tasks.base import CORRECT, TOTAL
 

@@ -13,9 +13,9 @@ from summaries import Evaluation, Run, Runs, chosen, difference, last, spread, t
 from fedloom import experiment as experiments
 from fedloom.algorithms.mean_field import MeanField
 from fedloom.data.inputs import single
+from fedloom.engine import assemble, run_data
 from fedloom.models.predictors import Ensemble
 from fedloom.reporting.drawing import FULL
-from fedloom.runner import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 

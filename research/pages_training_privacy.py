@@ -10,10 +10,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from summaries import Evaluation, Runs, difference, last, read, spread, table
 
+from fedloom.engine.options import PrivacyQuestion
 from fedloom.experiment.loading import of_run
+from fedloom.ledger.privacy_cost import cost_of
 from fedloom.reporting.drawing import FULL
-from fedloom.runner.options import PrivacyQuestion
-from fedloom.runner.privacy_cost import cost_of
 from fedloom.runs.files import EXPERIMENT
 from fedloom.runs.folder import RunFolder
 

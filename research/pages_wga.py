@@ -12,9 +12,9 @@ from summaries import Evaluation, Run, Runs, difference, last, spread, table
 
 from fedloom.algorithms.collaboration import CollaborationConstants
 from fedloom.data.inputs import single
+from fedloom.engine import run_data
 from fedloom.experiment import load_experiment
 from fedloom.reporting.drawing import FULL
-from fedloom.runner import run_data
 
 MEANS = ("alone", "known", "harmonic", "constant", "estimated", "bc")
 NOISES = ("alone", "wga", "bc", "bc_biased", "gain")

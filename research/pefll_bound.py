@@ -17,8 +17,8 @@ from bounds.pefll import Networks, Variances, bound, observed
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import PeFLLServer
 from fedloom.data.federated import FederatedDataset
+from fedloom.engine import assemble, run_data
 from fedloom.federation.randomness import generator
-from fedloom.runner import assemble, run_data
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 from fedloom.data.federated import Manifest
+from fedloom.engine.trained import evaluate
 from fedloom.evaluation.plan import SPLITS
-from fedloom.runner.trained import evaluate
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.base import CORRECT, TOTAL
 

@@ -26,15 +26,15 @@ from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.inputs import single
 from fedloom.data.manifest import Manifest
+from fedloom.engine import assemble
+from fedloom.engine.assemble import RunContext
+from fedloom.engine.trained import restore
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.gaussian_mechanism import noise_multiplier
-from fedloom.runner import assemble
-from fedloom.runner.assemble import RunContext
-from fedloom.runner.trained import restore
 from fedloom.storage.folder import write_atomically
 
 DELTA = 1e-5

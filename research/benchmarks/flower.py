@@ -117,7 +117,7 @@ def export(experiment: Path, folder: Path) -> None:
     import safetensors.torch
 
     from fedloom import experiment as experiments
-    from fedloom.runner.run_data import make_partition
+    from fedloom.engine.run_data import make_partition
 
     dataset = make_partition(experiments.load_experiment(experiment))
     for i, entry in enumerate(dataset.manifest.clients):

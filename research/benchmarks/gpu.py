@@ -40,6 +40,9 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import single
+from fedloom.engine.assemble import use_device
+from fedloom.engine.device import CLASSES, IMAGE, TOKENS
+from fedloom.engine.device import random_clients as clients
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundConfig
@@ -52,9 +55,6 @@ from fedloom.federation.validation import out_of_range
 from fedloom.messages import answer_shapes
 from fedloom.models.flat import FlatModel
 from fedloom.models.networks import LSTM, MLP, LeNet, ResNet20
-from fedloom.runner.assemble import use_device
-from fedloom.runner.device import CLASSES, IMAGE, TOKENS
-from fedloom.runner.device import random_clients as clients
 from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 

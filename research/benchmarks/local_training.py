@@ -32,7 +32,7 @@ from common import ROOT, describe, import_torch_s, machine, write_json
 
 from fedloom import experiment as experiments
 from fedloom.data.inputs import single
-from fedloom.runner.run_data import make_partition
+from fedloom.engine.run_data import make_partition
 
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
 

@@ -109,7 +109,7 @@ def fedloom_visit(flat: Any, model: Model) -> Callable[[], Tensor]:
 
 def worker_visit(model: Model) -> Callable[[], object]:
     """Return a client's conversation of FedAvg, from the message with θ to the answer with its change."""
-    import fedloom.runner.worker  # noqa: F401  # all that a worker process has imported
+    import fedloom.engine.worker  # noqa: F401  # all that a worker process has imported
     from fedloom.algorithms.base import Setup
     from fedloom.algorithms.fedavg import FEDAVG, SharedModel
 

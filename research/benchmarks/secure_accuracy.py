@@ -20,9 +20,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from common import ROOT, describe, machine, table, write_json
 
+from fedloom.engine.options import RunOptions
+from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import load_experiment
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
 
 LOCAL = "local: {batch_size: 10, clip: 50.0, steps: 5, lr: 0.03}"

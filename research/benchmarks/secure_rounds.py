@@ -34,13 +34,13 @@ import torch
 from common import MIB, ROOT, describe, machine, resident_bytes, socket_bytes, spread, table, write_json
 from echo import SECURE, SUMMED_ECHO, SummedEchoServer, federation, names
 
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import RunOptions
+from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import load_experiment
 from fedloom.federation.cohort import RoundConfig
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.messages import answer_shapes
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.journal import Attempt
 from fedloom.sums.summation import Summation
 from fedloom.transport.aggregator import Aggregator

@@ -27,7 +27,7 @@ from serving import PROGRAM, process, put_under
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.runner import assemble
+from fedloom.engine import assemble
 from fedloom.runs.folder import RunFolder
 
 FACTORY = "serving_adapters:sentences"
@@ -99,8 +99,8 @@ def newcomer(address: str) -> dict[str, float]:
     import asyncio
 
     from fedloom.federation.loop import vocabulary
-    from fedloom.runner.personal import RequestingClient
-    from fedloom.runner.personalization import PersonalizationRequest
+    from fedloom.serving.personal import RequestingClient
+    from fedloom.serving.personalization import PersonalizationRequest
     from fedloom.transport.newcomer import Models
 
     async def ask() -> dict[str, float]:

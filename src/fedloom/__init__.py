@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fedloom.api.run import Comparison, Run, Sweep
     from fedloom.api.searches import Search, search
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
-    from fedloom.runner.personal_model import PersonalModel
+    from fedloom.serving.personal_model import PersonalModel
 
 # PyTorch reads this at its first allocation: tensors of 2 MiB and more go into huge pages, with far fewer page faults.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -63,7 +63,7 @@ _LATER = {
     ),
     "Federated": "fedloom.api.federated",
     "audit": "fedloom.api.audits",
-    "PersonalModel": "fedloom.runner.personal_model",
+    "PersonalModel": "fedloom.serving.personal_model",
 }
 """Public names that are imported on first use -> their module."""
 

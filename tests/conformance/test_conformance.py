@@ -29,11 +29,11 @@ from conformance_kit import (
     state,
 )
 
+from fedloom.engine import assemble
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.federation.loop import Loop
 from fedloom.federation.transport import Call
-from fedloom.runner import assemble
 from fedloom.runs.folder import RunFolder
 
 AT = 2

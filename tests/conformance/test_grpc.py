@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import torch
 from conformance_kit import Federation
 
+from fedloom.engine import assemble, distributed
 from fedloom.federation.loop import vocabulary
-from fedloom.runner import assemble, distributed
 from fedloom.sums.messages import VOCABULARY
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 WORKERS = 2

@@ -20,7 +20,7 @@ import torch
 from conformance_kit import Federation
 from torch import Tensor
 
-from fedloom.runner.assemble import fingerprint
+from fedloom.engine.assemble import fingerprint
 from fedloom.runs.checkpoint import decode_tensors
 
 KEPT = Path(__file__).parent / "kept_bits.json"

@@ -24,13 +24,13 @@ from test_secure_conformance import (
 )
 from transport_support import Proxy
 
+from fedloom.engine import assemble, distributed
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.transport import Call
-from fedloom.runner import assemble, distributed
 from fedloom.sums.messages import VOCABULARY, KeyRoster, ShareDelivery
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 

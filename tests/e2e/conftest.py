@@ -13,7 +13,7 @@ from e2e_places import Case, Place, processes, real
 
 from fedloom import experiment as experiments
 from fedloom.data.remote import publish
-from fedloom.runner import run_data
+from fedloom.engine import run_data
 
 NEEDED = ("FEDLOOM_E2E_KUBECONFIG", "FEDLOOM_E2E_IMAGE", "FEDLOOM_E2E_NAMESPACE", "FEDLOOM_E2E_S3_ENDPOINT")
 

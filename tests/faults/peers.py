@@ -19,11 +19,11 @@ from transport_support import Hostile
 
 from faults import http2
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.engine.options import WorkerOptions
+from fedloom.engine.worker import Worker
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
-from fedloom.runner.options import WorkerOptions
-from fedloom.runner.worker import Worker
 from fedloom.security.options import ClientOptions
 from fedloom.transport.frames import FRAME_BYTES, seal_frame, serialize
 from fedloom.transport.wire import federation_pb2 as wire

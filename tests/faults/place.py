@@ -23,8 +23,8 @@ from s3_support import S3Server
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
+from fedloom.engine import assemble, run_data
 from fedloom.federation.states import StoredStates
-from fedloom.runner import assemble, run_data
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.storage import open_store

@@ -18,12 +18,11 @@ from fedloom.algorithms import losses
 from fedloom.algorithms.batches import TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.cli.audit import show_audit
-from fedloom.federation.clipping import Values
-from fedloom.federation.private_sums import Draw, PrivateSums
+from fedloom.engine.observer import RunObserver
+from fedloom.federation.private_sums import Draw, PrivateSums, Values
 from fedloom.federation.transport import ConversationKey
 from fedloom.reporting.report_audit import audit_parts
 from fedloom.reporting.words import audit_verdict
-from fedloom.runner.observer import RunObserver
 from fedloom.runs.folder import RunFolder
 
 Break = Callable[[pytest.MonkeyPatch], None]

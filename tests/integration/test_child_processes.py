@@ -135,7 +135,7 @@ def test_parallel_runs_report_complete_errors(tmp_path: Path, monkeypatch: pytes
 def test_a_bug_in_a_parallel_run_is_reported_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    action = "import fedloom.runner.run_experiment as r; r.run_experiment = None"
+    action = "import fedloom.engine.run_experiment as r; r.run_experiment = None"
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['run']", action)
     keys = {"runtime__workers": 0, "report": False, "progress": False, "parallel": 2, "seeds": "1-2"}
     done = fedloom.sweep(task(tmp_path, model=MODULE), out=tmp_path / "sweep", **keys)

@@ -32,6 +32,7 @@ from fedloom.cluster.api import Api
 from fedloom.cluster.federate import federate
 from fedloom.cluster.manifests import identity
 from fedloom.cluster.settings import ClusterSettings
+from fedloom.engine import run_data
 from fedloom.errors import (
     DataError,
     ExperimentError,
@@ -43,7 +44,6 @@ from fedloom.errors import (
     WorkerLostError,
 )
 from fedloom.experiment import Experiment
-from fedloom.runner import run_data
 from fedloom.storage import open_store
 
 pytestmark = pytest.mark.cluster

@@ -11,12 +11,12 @@ import yaml
 from transport_support import Proxy
 
 from fedloom import experiment as experiments
+from fedloom.engine import assemble, distributed, loops, run_data
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import WorkerOptions
+from fedloom.engine.worker import Worker
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.loop_config import LoopHooks
-from fedloom.runner import assemble, distributed, loops, run_data
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import WorkerOptions
-from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.transport.aggregator import Aggregator

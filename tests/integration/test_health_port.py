@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from transport_support import make_aggregator
 
+from fedloom.engine.stop_request import StopRequest
 from fedloom.errors import ExperimentError
-from fedloom.runner.stop_request import StopRequest
-from fedloom.transport.health import Health
+from fedloom.transport.server import Health
 
 
 def free_port() -> int:

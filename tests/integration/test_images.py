@@ -44,7 +44,7 @@ LIKE_A_POD = (
 )  # fmt: skip
 
 LOOK = """
-import importlib.util, json, os, pathlib, sys, fedloom, torch, fedloom.cli.main, fedloom.runner.worker
+import importlib.util, json, os, pathlib, sys, fedloom, torch, fedloom.cli.main, fedloom.engine.worker
 site = pathlib.Path(fedloom.__file__).parents[1]
 imported = [pathlib.Path(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]]
 files = [path for path in imported if path.suffix == ".py" and path.is_relative_to(site)]

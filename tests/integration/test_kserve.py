@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
-from fedloom.runner.client_models import client_models, save_models
+from fedloom.serving.client_models import client_models, save_models
 
 CRDS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "kserve.yaml").read_text())
 WAIT_S = 240

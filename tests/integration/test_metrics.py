@@ -21,9 +21,9 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from transport_support import make_aggregator
 
+from fedloom.engine.metrics import federation_families, metrics_served
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, PrivacySpent, Totals
-from fedloom.runner.metrics import federation_families, metrics_served
 from fedloom.transport.http_server import REQUEST_BYTES
 from fedloom.transport.personalization import ServingLoad
 
@@ -161,7 +161,7 @@ def test_metrics_are_served_while_the_aggregator_runs() -> None:
 
 CROWDED = """
 import resource, socket, sys, threading, time, urllib.request
-from fedloom.runner.metrics import metrics_served
+from fedloom.engine.metrics import metrics_served
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 port = int(sys.argv[1])
 with metrics_served(f"127.0.0.1:{port}", lambda: ()):

@@ -32,14 +32,14 @@ from fedloom.data.input_spec import Normalization
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
+from fedloom.engine.options import RunOptions
+from fedloom.engine.run_data import open_manifest
+from fedloom.engine.run_experiment import replay_segments, run_experiment
 from fedloom.errors import ExperimentError
 from fedloom.experiment import OwnData, load_experiment
 from fedloom.federation.releases import count_releases, count_training_releases
 from fedloom.privacy.accounting import Release
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_data import open_manifest
-from fedloom.runner.run_experiment import replay_segments, run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store

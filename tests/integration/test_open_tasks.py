@@ -20,9 +20,9 @@ import fedloom as python
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.targets import Targets
+from fedloom.engine.options import RunOptions
+from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import OwnData, load_experiment
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 
 N = 40

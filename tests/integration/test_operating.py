@@ -17,9 +17,9 @@ from run_processes import ended, experiment, fedloom, rounds, started, until
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
+from fedloom.engine.options import RunOptions
+from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import load_experiment
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.security.certificates import make_ca, make_certificate

@@ -17,15 +17,15 @@ import fedloom as python
 from fedloom.core.words import rounded_up
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import read_vowel
+from fedloom.engine import trained
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import RunOptions
+from fedloom.engine.run_experiment import run_experiment
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load_experiment, parse_experiment
 from fedloom.privacy.accounting import epsilon_of, sampled
-from fedloom.runner import trained
-from fedloom.runner.client_models import save_models
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import RunOptions
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
+from fedloom.serving.client_models import save_models
 
 FEATURES = tuple(f"V{i}" for i in range(2, 11))
 """Columns of measurements of Vowel."""

@@ -26,9 +26,9 @@ from fedloom.privacy.accounting import Release, epsilon_of, rounds_within, sampl
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.reporting.report import write_report
 from fedloom.reporting.status import RunStatus
-from fedloom.runner.client_models import save_models
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
+from fedloom.serving.client_models import save_models
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -16,11 +16,11 @@ from run_processes import experiment, fedloom, final, scores
 
 from fedloom.cli.run import run_command as command
 from fedloom.core import digests
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import RunOptions, ServingOptions
+from fedloom.engine.run_experiment import run_experiment
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load_experiment
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import RunOptions, ServingOptions
-from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 
@@ -192,7 +192,7 @@ def test_a_missing_data_set(tmp_path: Path) -> None:
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.cli.data import partition_command as partition
-    from fedloom.runner.run_data import make_partition
+    from fedloom.engine.run_data import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
     dataset = make_partition(load_experiment(path))

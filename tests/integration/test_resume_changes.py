@@ -17,10 +17,10 @@ from fedloom.cli.run import run_command as run
 from fedloom.core import digests
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load_experiment
-from fedloom.runner import sweep
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import FOLDER, Publisher, Record
 from fedloom.storage import open_store
+from fedloom.tuning import sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("forks")]
 

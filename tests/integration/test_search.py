@@ -18,13 +18,13 @@ from forked import Popen, run
 
 import fedloom
 from fedloom import experiment as experiments
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.options import RunOptions
 from fedloom.errors import ExperimentError, QuorumError
 from fedloom.experiment import Experiment
 from fedloom.experiment.search_space import plan_search, read_space
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.options import RunOptions
-from fedloom.runner.parallel import Job, JobObserver
-from fedloom.runner.search import SEARCH, SearchResult, run_search
+from fedloom.tuning.parallel import Job, JobObserver
+from fedloom.tuning.search import SEARCH, SearchResult, run_search
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = REPOSITORY / "experiments" / "vowel.yaml"

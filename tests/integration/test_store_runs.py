@@ -24,9 +24,9 @@ from fedloom.cli.run import run_command as command
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, LastEvaluation
-from fedloom.runner.serve import DurableRounds
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import Publisher
+from fedloom.serving.serve import DurableRounds
 from fedloom.storage import open_store
 from fedloom.transport.control import follow
 

@@ -18,7 +18,7 @@ from torch import nn
 import fedloom
 from fedloom.errors import DataError, ExperimentError
 from fedloom.kubeflow import steps
-from fedloom.runner.serve import serve_run
+from fedloom.serving.serve import serve_run
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -108,7 +108,7 @@ def test_disabled_tracing_imports_nothing_and_logs_nothing() -> None:
     """Without tracing there is no context and no attribute, and every span is one shared object."""
     assert tracing.here() == ""
     assert tracing.span("round", round=1) is tracing.span("exchange") is tracing.within("00-1-2-01")
-    code = "import sys, fedloom.cli.main, fedloom.runner.worker; print('opentelemetry' in sys.modules)"
+    code = "import sys, fedloom.cli.main, fedloom.engine.worker; print('opentelemetry' in sys.modules)"
     assert run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout == "False\n"
 
 

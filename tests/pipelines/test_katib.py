@@ -23,10 +23,10 @@ from fedloom.cluster.settings import ClusterSettings
 from fedloom.errors import ExperimentError
 from fedloom.experiment.search_space import Parameter, read_space
 from fedloom.kubeflow.katib import KatibSearch, known_headline, plan_katib_search, search_objects
-from fedloom.runner.katib_lines import METRICS_PATH, katib_lines, objective_name
-from fedloom.runner.trials import Schedule, Trials
 from fedloom.tasks.names import METRICS
 from fedloom.trackers.katib import Katib
+from fedloom.trackers.katib_lines import METRICS_PATH, katib_lines, objective_name
+from fedloom.tuning.trials import Schedule, Trials
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 STORED = ("storage=s3://bucket/fedloom", "evaluation.every=10")

@@ -29,7 +29,7 @@ from fedloom.cli.main import app
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.kubeflow import catalog, registration
 from fedloom.kubeflow.registration import ModelRegistry, register_run
-from fedloom.runner.saved_models import ModelFolder
+from fedloom.serving.saved_models import ModelFolder
 
 pytestmark = pytest.mark.xdist_group("components")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from run_processes import WAIT_S
 
-from fedloom.runner.serve import serve_run
+from fedloom.serving.serve import serve_run
 
 
 @contextmanager

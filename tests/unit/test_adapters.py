@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.engine import assemble
 from fedloom.errors import ExperimentError
 from fedloom.models.embedding import EmbeddingSettings, PretrainedEmbedding
 from fedloom.models.factories import FACTORIES
@@ -31,9 +32,8 @@ from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.module_call import SingleInput
 from fedloom.models.networks import MLP
 from fedloom.models.registry import ModuleSettings
-from fedloom.runner import assemble
-from fedloom.runner.serve import serve_run
 from fedloom.runs.folder import RunFolder
+from fedloom.serving.serve import serve_run
 from fedloom.tasks.registry import task_of
 
 peft = lazy_or_skip("peft")

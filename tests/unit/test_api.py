@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 import fedloom
 from fedloom.api.watch import Watch
+from fedloom.engine.run_data import make_partition
 from fedloom.errors import DataError, ExperimentError
-from fedloom.runner.run_data import make_partition
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
 

@@ -15,10 +15,10 @@ from facts import mentions, refusing
 from vowel_runs import on_vowels
 
 import fedloom
+from fedloom.audits.run_audit import audit_run, claim_of
 from fedloom.errors import DataError, ExperimentError
 from fedloom.reporting.report import write_report
 from fedloom.reporting.words import audit_verdict
-from fedloom.runner.audit import audit_run, claim_of
 from fedloom.runs.folder import RunFolder
 
 FEDAVG = {"name": "fedavg", "local": {"steps": 5, "lr": 0.05}, "personalize_steps": 20}

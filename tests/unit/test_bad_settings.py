@@ -8,9 +8,9 @@ import pytest
 from facts import mentions, tells
 from federations import clients, manifest
 
+from fedloom.engine.run_data import check_clients
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
-from fedloom.runner.run_data import check_clients
 
 GOOD = """\
 name: bad

@@ -13,10 +13,10 @@ from facts import mentions
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
+from fedloom.engine import device as checks
+from fedloom.engine.assemble import missing_device, use_device
 from fedloom.errors import ExperimentError
 from fedloom.models.networks import MLP
-from fedloom.runner import device as checks
-from fedloom.runner.assemble import missing_device, use_device
 
 CPU = torch.device("cpu")
 runner = CliRunner()

@@ -7,7 +7,7 @@ import pytest
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.runner.disclosure import answers, measures
+from fedloom.ledger.disclosure import answers, measures
 
 
 @pytest.mark.parametrize("name", available())

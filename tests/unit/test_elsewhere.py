@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.engine.trained import evaluate
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
-from fedloom.runner.trained import evaluate
 
 EXPERIMENT = """name: t
 data:

@@ -9,9 +9,9 @@ from vowel_runs import on_vowels
 
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.targets import Targets
-from fedloom.runner.client_models import client_models
-from fedloom.runner.examples import MOST, SIDE, _numbers, _picture, predicted, write_examples
+from fedloom.engine.examples import MOST, SIDE, _numbers, _picture, predicted, write_examples
 from fedloom.runs.folder import RunFolder
+from fedloom.serving.client_models import client_models
 
 
 def test_predictions_equal_those_of_the_clients_models(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from fedloom.errors import ExperimentError
 from fedloom.models import factories
 from fedloom.models.factories import FACTORIES
 from fedloom.reporting.report import write_report
-from fedloom.runner.serve import serve_run as serve
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import Publisher
+from fedloom.serving.serve import serve_run as serve
 from fedloom.storage import open_store
 
 NAME = "somebodys_models:small"

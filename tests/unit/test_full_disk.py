@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.engine.log_file import logged_to
 from fedloom.errors import StorageError
-from fedloom.runner.log_file import logged_to
 from fedloom.storage.folder import copy_folder
 
 ROUNDS = {"rounds": 3, "clients_per_round": 2, "checkpoint_every_s": 0}

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import fedloom
+
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
 COMMON = {"core", "errors", "tasks"}
@@ -21,6 +23,9 @@ PARTS = {
     "messages", "models", "data", "storage", "algorithms", "evaluation", "federation", "security", "transport",
     "experiment", "runs",
 }  # fmt: skip
+
+CAPABILITIES = {"audits", "ledger", "reporting", "serving", "tuning"}
+"""Optional rooms that Python users and the command line reach."""
 
 ARROWS: dict[str, set[str]] = {
     "core": set(),
@@ -58,7 +63,7 @@ ARROWS: dict[str, set[str]] = {
         "runs",
         "federation",
     },
-    "security": {"data", "privacy", "storage", "experiment"},
+    "security": {"data", "storage", "experiment"},
     "transport": {
         "security",
         "models",
@@ -71,14 +76,18 @@ ARROWS: dict[str, set[str]] = {
         "runs",
     },
     "reporting": {"data", "evaluation", "experiment", "runs", "federation"},
-    "runner": {*PARTS, "attacks", "privacy", "reporting", "sums"},
-    "trackers": {"experiment", "runs", "runner"},
-    "api": {"models", "data", "storage", "experiment", "runs", "reporting", "runner"},
+    "engine": {*PARTS, "privacy", "sums"},
+    "ledger": {*PARTS, "privacy", "sums", "engine"},
+    "serving": {*PARTS, "privacy", "engine", "ledger"},
+    "tuning": {"models", "storage", "experiment", "runs", "engine"},
+    "audits": {*PARTS, "attacks", "privacy", "reporting", "sums", "engine"},
+    "trackers": {"experiment", "runs", "engine"},
+    "api": {*CAPABILITIES, "models", "data", "storage", "experiment", "runs", "engine"},
     "cluster": PARTS,
-    "kubeflow": {*PARTS, "reporting", "runner", "cluster"},
-    "cli": {*PARTS, "privacy", "reporting", "runner", "api", "cluster", "kubeflow"},
+    "kubeflow": {*PARTS, "reporting", "engine", "tuning", "serving", "trackers", "cluster"},
+    "cli": {*PARTS, *CAPABILITIES, "privacy", "engine", "api", "cluster", "kubeflow"},
     "__main__": {"cli"},
-    "__init__": {"api", "experiment", "runner"},  # on first access to its names
+    "__init__": {"api", "experiment", "serving"},  # on first access to its names
 }
 """Room -> rooms it may import. There is no way back: see :func:`test_imports_have_no_cycles`."""
 
@@ -181,6 +190,11 @@ def test_every_package_is_known_to_this_test() -> None:
     assert rooms == set(ARROWS)
 
 
+def test_no_package_hides_a_name_of_the_python_interface() -> None:
+    """Importing ``fedloom.x.y`` makes ``fedloom.x`` the package."""
+    assert not {path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")} & set(fedloom.__all__)
+
+
 def test_imports_have_no_cycles() -> None:
     known = {room: {*others, *(b for a, b in FOR_TYPES_ONLY if a == room)} for room, others in ARROWS.items()}
     assert set(TopologicalSorter(known).static_order()) == set(ARROWS)  # raises CycleError
@@ -212,9 +226,9 @@ def test_a_public_name_is_defined_once() -> None:
         ("transport/a.py", "from fedloom.algorithms import fedavg", "transport imports fedloom.algorithms.fedavg"),
         ("evaluation/a.py", "from fedloom.models.predictors import Predictor", "evaluation imports fedloom.models"),
         ("federation/a.py", "import fedloom.transport.codec", "federation imports fedloom.transport"),
-        ("runner/a.py", "from fedloom.cli import watch", "runner imports fedloom.cli"),
+        ("engine/a.py", "from fedloom.cli import watch", "engine imports fedloom.cli"),
         ("kubeflow/a.py", "def f():\n    from fedloom.cli.main import main", "kubeflow imports fedloom.cli"),
-        ("cluster/a.py", "from fedloom.runner import assemble", "cluster imports fedloom.runner"),
+        ("cluster/a.py", "from fedloom.engine import assemble", "cluster imports fedloom.engine"),
         ("new/a.py", "from fedloom.data import federated", "new is a room this test does not know"),
         ("cli/a.py", "import pickle", "cli imports pickle, which pickles"),
         ("data/a.py", "import torch\ntorch.load('x')", "torch.load pickles"),
@@ -290,7 +304,7 @@ def test_a_command_that_exports_a_model_ends_without_reports_of_leaks() -> None:
 
 def test_a_worker_imports_neither_kubeflow_nor_reporting() -> None:
     worker = (
-        "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.runner.worker\n"
+        "import fedloom.cli.main, fedloom.experiment, fedloom.federation, fedloom.transport, fedloom.engine.worker\n"
         + "\n".join(
             f"import fedloom.transport.{path.stem}"
             for path in (SOURCE / "transport").glob("*.py")

@@ -24,11 +24,11 @@ from torch import Tensor
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, mixed, nearest_of
 from fedloom.data.federated import ClientData, Split
+from fedloom.engine.run_data import check_clients
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.models.flat import FlatModel
 from fedloom.models.networks import MLP
-from fedloom.runner.run_data import check_clients
 from fedloom.tasks.regression import Regression
 
 SIZES = (4, 9, 6)

@@ -16,9 +16,9 @@ from facts import tells
 from PIL import Image
 
 import fedloom
+from fedloom.engine.run_data import make_partition
 from fedloom.errors import DataError, ExperimentError, FedloomError
 from fedloom.experiment import from_shared_json, of
-from fedloom.runner.run_data import make_partition
 
 RNG = np.random.default_rng(0)
 TASK: dict[str, Any] = {

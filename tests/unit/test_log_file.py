@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fedloom.engine.log_file import log_kept
 from fedloom.errors import StorageError
-from fedloom.runner.log_file import log_kept
 
 log = logging.getLogger("fedloom.transport")
 

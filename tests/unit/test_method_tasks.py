@@ -23,11 +23,11 @@ from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
 from fedloom.data.targets import Targets
+from fedloom.engine.assemble import make_parts
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.models.embedding import EmbeddingSettings, networks_for
 from fedloom.models.flat import FlatModel, Layout
-from fedloom.runner.assemble import make_parts
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.multilabel import Multilabel

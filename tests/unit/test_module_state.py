@@ -28,6 +28,10 @@ from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.fedopt import FEDADAM
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
+from fedloom.engine import assemble, distributed
+from fedloom.engine.constants import are_close, figures_of
+from fedloom.engine.options import WorkerOptions
+from fedloom.engine.worker import Worker
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import of
@@ -35,14 +39,10 @@ from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
 from fedloom.models.module_call import SingleInput
 from fedloom.models.predictors import predictors_of
-from fedloom.runner import assemble, distributed
-from fedloom.runner.constants import are_close, figures_of
-from fedloom.runner.options import WorkerOptions
-from fedloom.runner.personal import DescribedRun
-from fedloom.runner.serve import about
-from fedloom.runner.worker import Worker
 from fedloom.runs.folder import RunFolder
-from fedloom.transport.introduction import Joined
+from fedloom.serving.personal import DescribedRun
+from fedloom.serving.serve import about
+from fedloom.transport.stream import Joined
 
 SHAPE = (3, 8, 8)
 

@@ -16,14 +16,14 @@ from fedloom.core.words import DEEPEST, parsed_json
 from fedloom.data.manifest import Manifest
 from fedloom.data.own import CARD, read_card
 from fedloom.data.problem import LONGEST, Problem
+from fedloom.engine.worker import _described
 from fedloom.errors import DataError, FedloomError, RefusedError
 from fedloom.experiment import from_shared_json
-from fedloom.runner.ledger import PrivacyAccountant
-from fedloom.runner.personal_model import PrivacyGuarantee
-from fedloom.runner.worker import _described
+from fedloom.ledger.ledger import PrivacyAccountant
+from fedloom.privacy.spent import PrivacyGuarantee
 from fedloom.runs import checkpoint as tensor_file
 from fedloom.runs.folder import RunFolder
-from fedloom.security.identities import read_identities
+from fedloom.security.access import read_identities
 from fedloom.transport.newcomer import _found
 from fedloom.transport.wire import personalization_pb2 as personalization
 

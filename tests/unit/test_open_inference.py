@@ -27,18 +27,18 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.errors import DataError, ExperimentError
-from fedloom.runner.client_models import client_models, save_models
-from fedloom.runner.open_inference import (
+from fedloom.security.options import Protection, ServerOptions
+from fedloom.security.tokens import add_token
+from fedloom.serving.client_models import client_models, save_models
+from fedloom.serving.open_inference import (
     CONNECTIONS,
     MOST_WAITING,
     InferenceRequest,
     OpenInference,
     inference_served,
 )
-from fedloom.runner.saved_models import ModelFolder, SavedModel
-from fedloom.runner.serve import serve_run
-from fedloom.security.options import Protection, ServerOptions
-from fedloom.security.tokens import add_token
+from fedloom.serving.saved_models import ModelFolder, SavedModel
+from fedloom.serving.serve import serve_run
 from fedloom.transport.http_server import HttpLimits, http_served
 from fedloom.transport.personalization import ModelServerSettings
 

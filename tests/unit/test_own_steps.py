@@ -15,11 +15,11 @@ from vowel_runs import on_vowels
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.engine.results import conclude
+from fedloom.engine.trained import evaluate
 from fedloom.errors import ExperimentError
 from fedloom.federation.client_side import after_steps_purpose
 from fedloom.federation.transport import Call, ConversationKey, Lost
-from fedloom.runner.results import conclude
-from fedloom.runner.trained import evaluate
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg", "local": {"steps": 2, "lr": 0.1}},
@@ -122,7 +122,7 @@ def test_a_summary_lists_unseen_clients_by_steps(tmp_path: Path) -> None:
 
 
 def _parts(text: str, manifest: Any) -> Any:
-    from fedloom.runner import assemble
+    from fedloom.engine import assemble
 
     return assemble.make_parts(experiments.parse_experiment(text), manifest)
 

@@ -44,10 +44,10 @@ from fedloom.algorithms.pfedgp import (
     visit,
 )
 from fedloom.data.federated import ClientData, Split
+from fedloom.engine.run_data import check_clients
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.models.networks import MLP
-from fedloom.runner.run_data import check_clients
 
 MODEL = MLP(IMAGE, [5], CLASSES)
 THETA = MODEL.init(torch.Generator().manual_seed(3), torch.float64)

@@ -30,18 +30,18 @@ from fedloom.algorithms.pefll import (
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.pack import PackSettings, pack
+from fedloom.engine.assemble import make_parts
+from fedloom.engine.options import WorkerOptions
+from fedloom.engine.results import conclude
+from fedloom.engine.run_data import make_partition
+from fedloom.engine.worker import Worker
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.randomness import generator
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.embedding import EmbeddingSettings, clipped
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
-from fedloom.runner.assemble import make_parts
-from fedloom.runner.options import WorkerOptions
-from fedloom.runner.results import conclude
-from fedloom.runner.run_data import make_partition
-from fedloom.runner.worker import Worker
-from fedloom.transport.introduction import Joined
+from fedloom.transport.stream import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
 

@@ -14,11 +14,11 @@ from facts import mentions, refusing
 
 import fedloom
 from fedloom import experiment as experiments
+from fedloom.engine.training_privacy import Planned, Population, with_multiplier, with_noise
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Experiment
 from fedloom.privacy.accounting import Release, epsilon_of, least_multiplier, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
-from fedloom.runner.training_privacy import Planned, Population, with_multiplier, with_noise
 
 Fedloom = Callable[..., tuple[int, str, str]]
 PRIVACY: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 2.0, "delta": 1e-5}

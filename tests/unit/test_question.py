@@ -14,12 +14,12 @@ from lying_aggregator import Ask, Measure, ToldApart
 
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.input_spec import Normalization
+from fedloom.engine.assemble import answers_digest
+from fedloom.engine.run_data import open_manifest
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment, load_experiment
 from fedloom.messages import Message
-from fedloom.runner.assemble import answers_digest
-from fedloom.runner.run_data import open_manifest
-from fedloom.sums.question import Question, combined_digest, digest_of_tensors
+from fedloom.sums.messages import Question, combined_digest, digest_of_tensors
 
 OWN = """
 name: sites

@@ -13,14 +13,14 @@ from facts import tells
 from run_folders import write_run
 
 import fedloom
+from fedloom.engine.engine import write_report_if_possible
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.resume import check_folder, check_states
 from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.experiment import load_experiment
-from fedloom.runner import sweep
-from fedloom.runner.engine import write_report_if_possible
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.resume import check_folder, check_states
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
+from fedloom.tuning import sweep
 
 EXPERIMENT = load_experiment(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
 

@@ -13,9 +13,9 @@ from facts import refusing
 from PIL import Image
 
 from fedloom.data.federated import FederatedDataset
+from fedloom.engine.run_data import make_data
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import Data
-from fedloom.runner.run_data import make_data
 
 try:
     import datasets

@@ -45,27 +45,26 @@ from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.problem import Problem
 from fedloom.data.spec import DataSpec
+from fedloom.engine.assemble import make_parts
+from fedloom.engine.distributed import ServingSettings
+from fedloom.engine.distributed import serving as aggregator_serving
+from fedloom.engine.options import ServingOptions
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
+from fedloom.ledger.ledger import PrivacyAccountant
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
-from fedloom.runner.assemble import make_parts
-from fedloom.runner.distributed import ServingSettings
-from fedloom.runner.distributed import serving as aggregator_serving
-from fedloom.runner.engine import model_service
-from fedloom.runner.ledger import PrivacyAccountant
-from fedloom.runner.options import ServingOptions
-from fedloom.runner.personal import RequestingClient
-from fedloom.runner.personal_model import PrivacyGuarantee
-from fedloom.runner.personalization import PersonalizationRequest
-from fedloom.runner.serve import DurableRounds
+from fedloom.privacy.spent import PrivacyGuarantee
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import add_token
+from fedloom.serving.personal import RequestingClient
+from fedloom.serving.personalization import PersonalizationRequest
+from fedloom.serving.serve import DurableRounds, model_service
 from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
-from fedloom.transport.model_stream import PERSONALIZE, RETRY, SERVICE, message_frames
 from fedloom.transport.newcomer import Models
 from fedloom.transport.personalization import ModelServerSettings
+from fedloom.transport.stream import MODELS, PERSONALIZE, RETRY, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
@@ -231,7 +230,7 @@ class Raw:
 
     def __enter__(self) -> Raw:
         self._out = queue.Queue()
-        call = self._channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")
+        call = self._channel.stream_stream(f"/{MODELS}/{PERSONALIZE}")
         self.call = call(iter(self._out.get, None), timeout=WAIT_S)
         return self
 
@@ -560,7 +559,7 @@ def test_a_method_without_models_for_new_clients_reports_it_and_training_continu
     loop = on_vowels(tmp_path, known_only)
     run, (x, y) = tmp_path / "run", examples(1)
     e, audit = experiments.load_experiment(run / "experiment.yaml"), Audit()
-    parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
+    parts, models = make_parts(e, loop.manifest), model_service(loop.folder, audit, e.runtime.threads)
     settings = ServingSettings(ServingOptions(listen="127.0.0.1:0", wait_s=0.1), Protection(), audit, "one")
     with aggregator_serving(parts, settings, print, models=models) as at:
         evaluation = loop.run()
@@ -852,7 +851,7 @@ def test_only_authorized_clients_get_models_and_the_audit_log_names_them(run: Pa
 def test_an_aggregator_serves_models_of_its_last_durable_round(tmp_path: Path) -> None:
     loop = on_vowels(tmp_path, PEFLL)
     e, audit, (x, y) = experiments.load_experiment(tmp_path / "run" / "experiment.yaml"), Audit(), examples(1)
-    parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
+    parts, models = make_parts(e, loop.manifest), model_service(loop.folder, audit, e.runtime.threads)
     settings = ServingSettings(ServingOptions(listen="127.0.0.1:0", wait_s=0.1), Protection(), audit, "one")
     with aggregator_serving(parts, settings, print, models=models) as at:
         with pytest.raises(QuorumError, match="durable"):
@@ -883,7 +882,7 @@ def test_a_terminated_server_drains(run: Path) -> None:
         assert process.stdout is not None
         at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
         with Raw(at) as raw, grpc.insecure_channel(at) as channel:
-            asked = health_pb2.HealthCheckRequest(service=SERVICE)
+            asked = health_pb2.HealthCheckRequest(service=MODELS)
             assert health_pb2_grpc.HealthStub(channel).Check(asked).status == health_pb2.HealthCheckResponse.SERVING
             raw.ask()
             raw.read()

@@ -16,6 +16,7 @@ import fedloom
 from fedloom.algorithms.base import find_algorithm
 from fedloom.data.input_spec import Normalization
 from fedloom.data.own import own_manifest
+from fedloom.engine.assemble import evaluation_plan
 from fedloom.evaluation.group_statistics import spreads
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.evaluation.spread import SKETCH, add_sketches, implausible_sketch
@@ -23,7 +24,6 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.messages import VALUE_LIMIT
 from fedloom.models.networks import MLP
 from fedloom.models.predictors import Ensemble, ModelPredictor
-from fedloom.runner.assemble import evaluation_plan
 
 PLAN = EvaluationPlan.of(EvaluationPlan.of_classes(CLASSES).targets, sketches=True)
 LOCAL = {"steps": 5, "batch_size": 4, "lr": 0.05}

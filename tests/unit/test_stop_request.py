@@ -12,11 +12,11 @@ import pytest
 from facts import tells
 
 from fedloom.cli import main
+from fedloom.engine import stop_request as stop_requests
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.stop_request import StopRequest
 from fedloom.errors import AbandonedError, ExitCode
 from fedloom.federation.monitor import Monitor
-from fedloom.runner import stop_request as stop_requests
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.stop_request import StopRequest
 
 
 class Listener(RunObserver):

@@ -32,7 +32,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.loading import of
 from fedloom.models.fitting import fitted
 from fedloom.models.registry import LeNetSettings, LogisticSettings, MLPSettings
-from fedloom.runner.personal_model import ModelCard, PersonalModel
+from fedloom.serving.personal_model import ModelCard, PersonalModel
 
 N = 60
 RNG = np.random.default_rng(35)

@@ -23,9 +23,9 @@ from fedloom.data.pack.examples import Request, TextColumn, ValidationErrors
 from fedloom.data.pack.texts import tokenized
 from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
+from fedloom.engine.run_data import make_data
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import Data
-from fedloom.runner.run_data import make_data
 
 tokenizers = lazy_or_skip("tokenizers")
 transformers = lazy_or_skip("transformers")

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom.cli.main import app
 from fedloom.core.plugins import _entries
+from fedloom.engine import tracking
+from fedloom.engine.observer import RunObserver
+from fedloom.engine.tracking import find_trackers
 from fedloom.errors import ExperimentError, InterruptedRun
 from fedloom.experiment import load_experiment, of
-from fedloom.runner import tracking
-from fedloom.runner.observer import RunObserver
-from fedloom.runner.tracking import find_trackers
 from fedloom.trackers.numbers import NumberTracker
 
 

@@ -19,12 +19,11 @@ from scipy.stats import multivariate_normal, norm
 from fedloom.core import digests
 from fedloom.core.words import rounded_up
 from fedloom.errors import DataError, ExperimentError
+from fedloom.ledger.ledger import PrivacyAccountant
+from fedloom.ledger.training_cost import ClaimedTraining
 from fedloom.privacy.accounting import Release, epsilon_of, gaussian_release, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon, noise_multiplier
-from fedloom.privacy.spent import CountedRelease, Spent, TrainingCost, released
-from fedloom.runner.ledger import PrivacyAccountant
-from fedloom.runner.personal_model import PrivacyGuarantee
-from fedloom.runner.training_cost import ClaimedTraining
+from fedloom.privacy.spent import CountedRelease, PrivacyGuarantee, Spent, TrainingCost, released
 
 Fedloom = Callable[..., tuple[int, str, str]]
 REPLACE, ADD = dp.NeighboringRelation.REPLACE_ONE, dp.NeighboringRelation.ADD_OR_REMOVE_ONE

@@ -15,7 +15,7 @@ from fedloom import experiment as experiments
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment
 from fedloom.experiment.search_space import SearchPlan, plan_search, read_space
-from fedloom.runner.trials import LOG, REDUCTION, STARTUP, Schedule, Trial, Trials
+from fedloom.tuning.trials import LOG, REDUCTION, STARTUP, Schedule, Trial, Trials
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 SCHEDULE = Schedule(rounds=9, every=1)

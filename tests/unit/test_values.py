@@ -33,12 +33,12 @@ from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.data.spec import DataSpec
 from fedloom.data.values import as_numbers, number
+from fedloom.engine.run_data import make_partition
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
 from fedloom.models.factories import FACTORIES
 from fedloom.models.module_facts import check_codes
 from fedloom.models.registry import ModuleSettings
-from fedloom.runner.run_data import make_partition
 
 DEALT = {"scheme": "iid", "clients": 2}
 TASK: dict[str, Any] = {

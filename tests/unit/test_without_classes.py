@@ -20,16 +20,16 @@ from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme, MeansScheme
+from fedloom.engine import assemble, loops, results, run_data
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
-from fedloom.federation.loop_config import LoopHooks
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.models.networks import Quadratic
 from fedloom.models.predictors import ModelPredictor
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.run_results import read_results
-from fedloom.runner import assemble, loops, results, run_data
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import MODEL_LOSS
 

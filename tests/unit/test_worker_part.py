@@ -9,8 +9,8 @@ from facts import tells
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedloom.engine.worker import select_clients
 from fedloom.errors import ExperimentError
-from fedloom.runner.worker import select_clients
 
 
 @given(n=st.integers(1, 60), data=st.data())

@@ -12,9 +12,9 @@ from federations import Silent
 from torch import nn
 
 from fedloom import experiment as experiments
+from fedloom.engine import assemble, loops, run_data
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import Loop
-from fedloom.federation.loop_config import LoopHooks
-from fedloom.runner import assemble, loops, run_data
 from fedloom.runs.folder import RunFolder
 
 

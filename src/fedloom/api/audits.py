@@ -12,8 +12,8 @@ from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
 
 if TYPE_CHECKING:
+    from fedloom.engine.observer import RunObserver
     from fedloom.experiment import Experiment
-    from fedloom.runner.observer import RunObserver
 
 
 def audit(
@@ -76,7 +76,7 @@ def audit(
         _refuse("canaries", norm=norm, seed=seed, out=out, partition=partition, **overrides)
         if not isinstance(what, Run | str | Path):
             raise ExperimentError("Without canaries, an audit needs a run, not an experiment.", key="canaries")
-        from fedloom.runner.audit import audit_run
+        from fedloom.audits.run_audit import audit_run
 
         run = what if isinstance(what, Run) else Run(what)
         audit_run(run.folder, str(checkpoint), folders(packed))
@@ -84,7 +84,7 @@ def audit(
     if isinstance(what, Run) or checkpoint != "last":
         raise ExperimentError("canaries needs an experiment, not a run.", key="canaries")
     from fedloom import experiment as experiments
-    from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
+    from fedloom.audits.canary_audit import CanaryOptions, audit_with_canaries
 
     folder, place = None if out is None else expanded(out), None if partition is None else str(partition)
     options = CanaryOptions(canaries, of, folder, place, norm, seed, report, folders(packed))

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fedloom.api.run import Comparison, Run, Sweep
 from fedloom.core.home import expanded
 from fedloom.core.options import with_keywords
+from fedloom.engine.options import PrivacyQuestion, RunOptions
 from fedloom.errors import ExperimentError
-from fedloom.runner.options import PrivacyQuestion, RunOptions
-from fedloom.runner.personalization import PersonalizationRequest
+from fedloom.serving.personalization import PersonalizationRequest
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fedloom.engine.observer import RunObserver
     from fedloom.experiment import Experiment
-    from fedloom.runner.observer import RunObserver
-    from fedloom.runner.personal_model import PersonalModel
-    from fedloom.runner.privacy_cost import PrivacyCost
+    from fedloom.ledger.privacy_cost import PrivacyCost
+    from fedloom.serving.personal_model import PersonalModel
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,7 +79,7 @@ def run(
         run.history["unseen.accuracy_mean"].plot()
     """
     from fedloom import experiment as experiments
-    from fedloom.runner.run_experiment import run_experiment
+    from fedloom.engine.run_experiment import run_experiment
 
     e = experiments.of(experiment, begun=options.out if options.resume else None, **with_module(overrides))
     with restored():
@@ -93,7 +93,7 @@ def run(
 def observer_of(progress: bool | RunObserver) -> RunObserver | None:
     """Return the observer that shows the progress of a run, or the one given; None for no progress."""
     from fedloom.api.watch import Watch
-    from fedloom.runner.observer import RunObserver
+    from fedloom.engine.observer import RunObserver
 
     return progress if isinstance(progress, RunObserver) else Watch() if progress else None
 
@@ -139,7 +139,7 @@ def sweep(
     from fedloom import experiment as experiments
     from fedloom.api.watch import SweepWatch
     from fedloom.experiment.loading import plain_value
-    from fedloom.runner.sweep import run_points
+    from fedloom.tuning.sweep import run_points
 
     axes = []
     for key, values in (grid or {}).items():
@@ -298,7 +298,7 @@ def personalize(request: PersonalizationRequest) -> PersonalModel:
         model = fedloom.personalize("models.example.org:7733", x, y, credentials="hospital-c")
         model(x).argmax(1)
     """
-    from fedloom.runner.personal import request_model
+    from fedloom.serving.personal import request_model
 
     return request_model(request)
 
@@ -306,7 +306,7 @@ def personalize(request: PersonalizationRequest) -> PersonalModel:
 @_with_parameters_of(PersonalizationRequest)
 async def personalize_async(request: PersonalizationRequest) -> PersonalModel:
     """Get a model as :func:`personalize` does, as a coroutine."""
-    from fedloom.runner.personal import request_model_async
+    from fedloom.serving.personal import request_model_async
 
     return await request_model_async(request)
 
@@ -334,7 +334,7 @@ def privacy_cost(
         If the experiment is invalid or not private, or a number of clients or examples is missing.
     """
     from fedloom import experiment as experiments
-    from fedloom.runner.privacy_cost import cost_of
+    from fedloom.ledger.privacy_cost import cost_of
 
     return cost_of(experiments.of(experiment, **with_module(overrides)), options)
 

@@ -262,10 +262,10 @@ class Federated:
         from pydantic import ValidationError
 
         from fedloom.data.local import log_notes
+        from fedloom.engine.run_data import make_data
         from fedloom.experiment.loading import plain_value
         from fedloom.experiment.sections import Data
         from fedloom.experiment.validation_errors import explain, listing
-        from fedloom.runner.run_data import make_data
 
         section = plain_value(self.section, "data")
         try:

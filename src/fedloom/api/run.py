@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedloom.experiment import Experiment
-    from fedloom.runner.personal_model import PersonalModel
+    from fedloom.serving.personal_model import PersonalModel
 
 
 class Run:
@@ -223,7 +223,7 @@ class Run:
         ExperimentError
             If the method has no such predictor.
         """
-        from fedloom.runner.client_models import client_models
+        from fedloom.serving.client_models import client_models
 
         one = isinstance(clients, str)
         wanted = [clients] if isinstance(clients, str) else clients

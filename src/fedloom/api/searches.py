@@ -10,15 +10,15 @@ from fedloom.api.calls import restored, with_module
 from fedloom.api.run import Run, RunSequence
 from fedloom.core.options import with_keywords
 from fedloom.core.words import pluralize
-from fedloom.runner.options import JobOptions, RunOptions
+from fedloom.engine.options import JobOptions, RunOptions
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedloom.experiment import Experiment
     from fedloom.experiment.search_space import Make, SearchPlan, SearchSpace
-    from fedloom.runner.parallel import JobObserver
-    from fedloom.runner.search import SearchResult
+    from fedloom.tuning.parallel import JobObserver
+    from fedloom.tuning.search import SearchResult
 
 
 class Search(RunSequence):
@@ -140,7 +140,7 @@ def carry_out_search(
     from importlib.util import find_spec
 
     from fedloom.reporting.search_page import write_search_page
-    from fedloom.runner.search import run_search
+    from fedloom.tuning.search import run_search
 
     e = make(())
     folder = options.out or e.runs / f"{e.name}-search"

@@ -13,7 +13,7 @@ from fedloom.cli.use import OwnFolders
 from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:
-    from fedloom.runner.audit_canaries import CanaryOptions
+    from fedloom.audits.canary_audit import CanaryOptions
 
 
 def audit_command(
@@ -69,7 +69,7 @@ def audit_command(
         run = _audit_run(where, checkpoint, data)
     else:
         refuse_options({"--checkpoint": checkpoint != "last"}, "is for a run, and --canaries for an experiment.")
-        from fedloom.runner.audit_canaries import CanaryOptions
+        from fedloom.audits.canary_audit import CanaryOptions
 
         run = _audit_experiment(where, set_, CanaryOptions(canaries, of, out, partition, norm, data=tuple(data or ())))
     show_audit(run)
@@ -79,7 +79,7 @@ def _audit_run(where: str, checkpoint: str, data: list[Path] | None) -> Path:
     from fedloom.runs.folder import RunFolder
 
     RunFolder.open(where)  # fail early, before torch is imported
-    from fedloom.runner.audit import audit_run
+    from fedloom.audits.run_audit import audit_run
 
     audit_run(Path(where), checkpoint, data or ())
     return Path(where)
@@ -88,7 +88,7 @@ def _audit_run(where: str, checkpoint: str, data: list[Path] | None) -> Path:
 def _audit_experiment(where: str, set_: list[str] | None, options: CanaryOptions) -> Path:
     from fedloom import experiment as experiments
     from fedloom.api.watch import Watch
-    from fedloom.runner.audit_canaries import audit_with_canaries
+    from fedloom.audits.canary_audit import audit_with_canaries
 
     return audit_with_canaries(experiments.load_experiment(where, set_ or ()), options, Watch())
 

@@ -51,7 +51,7 @@ def _submit(
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig, settings_from_file
-    from fedloom.runner import run_data
+    from fedloom.engine import run_data
 
     settings = settings_from_file(ClusterSettings, cluster)
     if namespace is not None:

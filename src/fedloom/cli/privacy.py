@@ -9,11 +9,11 @@ import typer
 
 from fedloom.cli.options import ExperimentFile, Json, Set, with_options
 from fedloom.core.words import pluralize, rounded_up
-from fedloom.runner.options import PrivacyQuestion
+from fedloom.engine.options import PrivacyQuestion
 
 if TYPE_CHECKING:
-    from fedloom.runner.ledger import LedgerContent
-    from fedloom.runner.privacy_cost import PrivacyCost
+    from fedloom.ledger.ledger import LedgerContent
+    from fedloom.ledger.privacy_cost import PrivacyCost
 
 
 @with_options()
@@ -26,7 +26,7 @@ def privacy_command(
     from fedloom import experiment as experiments
 
     settings = experiments.load_experiment(experiment, set_ or ())
-    from fedloom.runner.privacy_cost import cost_of
+    from fedloom.ledger.privacy_cost import cost_of
 
     found = cost_of(settings, question)
     if as_json:
@@ -97,11 +97,11 @@ def ledger_command(
 
     if client is not None and not training:
         raise ExperimentError("--client needs --training.", key="client")
-    from fedloom.runner.ledger import PrivacyAccountant
+    from fedloom.ledger.ledger import PrivacyAccountant
 
     accountant = PrivacyAccountant(file)
     if training:
-        from fedloom.runner.training_cost import training_claimed
+        from fedloom.ledger.training_cost import training_claimed
 
         for claimed in [training_claimed(where, client) for where in training]:
             if not accountant.add_training(claimed):
@@ -130,7 +130,7 @@ def _ledger_json(found: LedgerContent, budget: float | None) -> dict[str, Any]:
 
 def _show_ledger(file: Path, found: LedgerContent, budget: float | None) -> None:
     from fedloom.cli.tables import print_paragraph, print_table
-    from fedloom.runner.ledger import TRAINING_VERSION
+    from fedloom.ledger.ledger import TRAINING_VERSION
 
     rows = []
     for line in found.lines:

@@ -21,7 +21,7 @@ from fedloom.cli.options import (
     with_options,
 )
 from fedloom.core.garbage import collection_paused
-from fedloom.runner.options import JobOptions, RunOptions, ServingOptions
+from fedloom.engine.options import JobOptions, RunOptions, ServingOptions
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
@@ -66,7 +66,7 @@ def run_command(
     points = experiments.points(experiment, overrides, seeds, grid or (), begun=begun)
     from fedloom.api.watch import SweepWatch
     from fedloom.cli.tables import show_sweep
-    from fedloom.runner.sweep import run_sweep
+    from fedloom.tuning.sweep import run_sweep
 
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
     run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, ended=show_sweep)
@@ -117,8 +117,8 @@ def aggregator_command(
     set_: Set = None,
 ) -> None:
     """Run rounds with external workers, started with `fedloom worker`."""
+    from fedloom.core.address import split_address
     from fedloom.security.options import Protection
-    from fedloom.transport.address import split_address
 
     host, _ = split_address(serving.listen, what="--listen", lowest=0)
     protection = access.options()
@@ -137,7 +137,7 @@ def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> Non
         from fedloom.api.watch import LoggedRun, Watch
         from fedloom.cli.tables import print_results
         from fedloom.core.logs import structured
-        from fedloom.runner.run_experiment import run_experiment
+        from fedloom.engine.run_experiment import run_experiment
 
     if structured():
         run_experiment(experiment, options, LoggedRun())

@@ -11,7 +11,7 @@ import typer
 from fedloom.cli.options import Checkpoint, ServerAccess, with_options
 from fedloom.core.processes import termination_requested
 from fedloom.core.words import pluralize
-from fedloom.runner.options import ProbeOptions
+from fedloom.engine.options import ProbeOptions
 
 
 @with_options()
@@ -48,10 +48,10 @@ def serve_command(
 
     if not is_url(run):
         RunFolder.open(run)  # fail early, before torch is imported
+    from fedloom.core.address import split_address
     from fedloom.experiment import settings_of
-    from fedloom.runner.serve import serve_run
     from fedloom.security.options import Protection
-    from fedloom.transport.address import split_address
+    from fedloom.serving.serve import serve_run
     from fedloom.transport.personalization import ModelServerSettings
 
     settings = settings_of(ModelServerSettings, set_ or (), "the server")

@@ -40,9 +40,9 @@ def device_command(
     import torch
 
     from fedloom.cli.tables import print_table
+    from fedloom.engine.assemble import use_device
+    from fedloom.engine.device import check_device
     from fedloom.errors import ExperimentError
-    from fedloom.runner.assemble import use_device
-    from fedloom.runner.device import check_device
 
     found = use_device(device, 1)
     name = torch.cuda.get_device_name() if found.type == "cuda" else "CPU"

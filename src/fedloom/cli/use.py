@@ -46,7 +46,7 @@ def evaluate_command(
 
     RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.cli.tables import print_results
-    from fedloom.runner import trained
+    from fedloom.engine import trained
 
     statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
     print_results(statistics)  # print first, so that the results survive a failure to write the file
@@ -246,7 +246,7 @@ def _save_models(
     from fedloom.runs.folder import RunFolder
 
     RunFolder.open(run)  # fail early, before torch is imported
-    from fedloom.runner.client_models import save_models
+    from fedloom.serving.client_models import save_models
 
     made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor, f".{form}")
     typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")

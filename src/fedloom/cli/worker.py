@@ -15,11 +15,11 @@ import typer
 from fedloom.cli.options import ClientAccess, act_at_eof, with_options
 from fedloom.core.garbage import collection_paused
 from fedloom.core.processes import termination_requested
-from fedloom.runner.options import WorkerOptions
+from fedloom.engine.options import WorkerOptions
 
 if TYPE_CHECKING:
+    from fedloom.ledger.disclosure import DisclosedTensor
     from fedloom.privacy.settings import TrainingPrivacy
-    from fedloom.runner.disclosure import DisclosedTensor
 
 
 @with_options()
@@ -47,8 +47,8 @@ def worker(
     from fedloom.errors import ExperimentError, InterruptedRun
 
     with collection_paused():
-        from fedloom.runner.log_file import logged_to
-        from fedloom.runner.worker import Worker
+        from fedloom.engine.log_file import logged_to
+        from fedloom.engine.worker import Worker
 
     owned = processes.ends_with_parent()
     # `fedloom run` has already verified the shards of its own workers.
@@ -102,10 +102,10 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
+    from fedloom.engine.worker import check_only_sums
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.plan import EvaluationPlan
-    from fedloom.runner.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
-    from fedloom.runner.worker import check_only_sums
+    from fedloom.ledger.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
 
     if not (options.packed or options.observe):
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")

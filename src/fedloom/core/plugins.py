@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from importlib.metadata import EntryPoint, entry_points
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fedloom.errors import ExperimentError
 
@@ -41,6 +41,33 @@ def plugins(group: str, kind: type[T]) -> list[T]:
         If an object cannot be loaded, or is of another class.
     """
     return [load_plugin(point, kind) for point in entries(group)]
+
+
+def capability(name: str, user: str | None = None) -> Any:
+    """Load what an optional part of FedLoom registers in the group ``fedloom.capabilities``.
+
+    Parameters
+    ----------
+    name
+        Name of the entry point.
+    user
+        Key, option or command that cannot work without it; None: return None if the part is missing.
+
+    Raises
+    ------
+    ExperimentError
+        If ``user`` is given and this installation lacks the part.
+    """
+    for point in entries("fedloom.capabilities"):
+        if point.name == name:
+            try:
+                return point.load()
+            except ModuleNotFoundError as error:
+                if not (error.name or "").startswith("fedloom."):
+                    raise
+    if user is not None:
+        raise ExperimentError(f"{user} needs FedLoom's part {name!r}, which this installation lacks.")
+    return None
 
 
 def load_plugin(point: EntryPoint, kind: type[T]) -> T:

@@ -32,16 +32,16 @@ from fedloom.cluster.manifests import (
 from fedloom.cluster.settings import AggregatorPod, ClusterSettings, TaskConfig
 from fedloom.core.words import shortened
 from fedloom.data import datasets
+from fedloom.engine.tracking import TRACK
 from fedloom.errors import ExitCode, ExperimentError, argument
 from fedloom.experiment import Experiment, parse_experiment
 from fedloom.experiment.search_space import Parameter, SearchPlan, SearchSpace, plan_search
 from fedloom.kubeflow import planning
-from fedloom.runner.katib_lines import EPSILON, KATIB_FILE, METRICS_PATH, objective_name
-from fedloom.runner.tracking import TRACK
-from fedloom.runner.trials import STARTUP, Schedule
 from fedloom.storage import is_url
 from fedloom.tasks.names import Headline
 from fedloom.tasks.registry import task_of
+from fedloom.trackers.katib_lines import EPSILON, KATIB_FILE, METRICS_PATH, objective_name
+from fedloom.tuning.trials import STARTUP, Schedule
 
 TEMPLATE = Path(__file__).with_name("katib.yaml")
 """Parts of the Experiment that are the same for every search."""

@@ -297,7 +297,7 @@ def properties(
 
 
 def _checkpoint(folder: RunFolder, checkpoint: str) -> tuple[int, str]:
-    from fedloom.runner.trained import check_checkpoint  # imports torch
+    from fedloom.engine.trained import check_checkpoint  # imports torch
     from fedloom.runs.checkpoint import Checkpoints
 
     state = Checkpoints(folder.checkpoints).load(check_checkpoint(checkpoint))

@@ -299,12 +299,12 @@ def evaluate_task(
         for each true class, over all clients; None for other tasks than classification.
     """
     from fedloom.data.manifest import read_manifest
+    from fedloom.engine import results as task_results
+    from fedloom.engine import trained
     from fedloom.evaluation import documents, summary
-    from fedloom.runner import results as task_results
-    from fedloom.runner import trained
-    from fedloom.runner.personal import evaluate_served
     from fedloom.runs.folder import RunFolder
     from fedloom.security.options import ClientOptions
+    from fedloom.serving.personal import evaluate_served
 
     if serve:
         if checkpoint != "last":
@@ -407,8 +407,8 @@ def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, o
     QuorumError
         If a client got no model.
     """
-    from fedloom.runner.client_models import save_models
-    from fedloom.runner.saved_models import MODELS
+    from fedloom.serving.client_models import save_models
+    from fedloom.serving.saved_models import MODELS
 
     if model_format not in ("fedloom", "onnx"):
         raise ExperimentError(

@@ -157,3 +157,35 @@ def _sum(each: Iterable[Counter[Release]]) -> Counter[Release]:
     for counts in each:
         total.update(counts)
     return total
+
+
+@dataclass(frozen=True)
+class PrivacyGuarantee:
+    """(ε, δ)-differential privacy of one answer, towards anyone who reads it.
+
+    Attributes
+    ----------
+    epsilon, delta
+        Privacy parameters of this answer; each further answer costs as much again.
+    mechanism
+        Gaussian noise on a mean over all of the client's training examples.
+    neighbours
+        Neighbouring data sets: of equal size, differing in one example.
+    clip, noise_multiplier, examples
+        C, z and n: the noise of each coordinate has deviation z·2C/n.
+    requests, trainings, total_epsilon, total_delta
+        Numbers of requests, including this one, and of trainings in the client's ledger; their total ε; and the δ at
+        which that total holds. None without a ledger.
+    """
+
+    epsilon: float
+    delta: float
+    clip: float
+    noise_multiplier: float
+    examples: int
+    mechanism: str = "gaussian"
+    neighbours: str = "replace one"
+    requests: int | None = None
+    trainings: int | None = None
+    total_epsilon: float | None = None
+    total_delta: float | None = None

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.runner.katib_lines import KATIB_FILE, METRICS_PATH, katib_lines
-from fedloom.runner.observer import RunObserver
+from fedloom.engine.observer import RunObserver
 from fedloom.runs.folder import RunFolder
+from fedloom.trackers.katib_lines import KATIB_FILE, METRICS_PATH, katib_lines
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedloom.runner.observer import RunObserver
+from fedloom.engine.observer import RunObserver
 
 if TYPE_CHECKING:
     from fedloom.runs.journal import Attempt

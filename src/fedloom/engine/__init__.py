@@ -1,0 +1,1 @@
+"""Runs of experiments: closed, open, replayed, resumed and evaluated; a library that prints nothing."""

@@ -1,0 +1,436 @@
+"""Assembly of a federation's server and client sides from an experiment and a manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import pkgutil
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fedloom
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.requirements import check_example_privacy
+from fedloom.algorithms.sums import sums_of
+from fedloom.core import digests
+from fedloom.data.augment import augmentation
+from fedloom.data.federated import ClientData, FederatedDataset, Manifest
+from fedloom.data.targets import Targets
+from fedloom.engine.training_privacy import check_private_buffers
+from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.evaluation.group_statistics import summed_metrics
+from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.plan import KEY as METRICS_KEY
+from fedloom.evaluation.plan import EvaluationPlan
+from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.inprocess import InProcess
+from fedloom.federation.loop import vocabulary
+from fedloom.federation.randomness import generator
+from fedloom.federation.states import StoredStates
+from fedloom.messages import Message, SummedMetrics
+from fedloom.models.factories import check_permitted
+from fedloom.models.fitting import fitted
+from fedloom.models.predictors import Predictors
+from fedloom.privacy.examples import ExamplePrivacy
+from fedloom.runs.folder import RunFolder
+from fedloom.security.signing import NO_SIGNING, Signing
+from fedloom.storage import open_store
+from fedloom.sums.held_answers import HeldAnswers
+from fedloom.sums.messages import combined_digest
+from fedloom.sums.revealed_sums import RevealedSums
+from fedloom.sums.summation import Summation
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
+from fedloom.tasks.registry import agreed_task
+
+DTYPE = torch.float32
+
+GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")
+"""Device files of GPUs below ``/dev``: NVIDIA's, AMD's, and those of Windows' subsystem for Linux."""
+
+TRIAL_EXAMPLES = 4
+"""Examples on which a metric is tried."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Server and client algorithms, model, settings and evaluation of an experiment, for the clients of a manifest."""
+
+    experiment: Experiment
+    manifest: Manifest
+    algorithm: Algorithm
+    setup: Setup
+    plan: EvaluationPlan
+    standardizes: bool = False  # integers are standardized like features, because the model cannot take them
+
+    def examples_of(self, dataset: FederatedDataset) -> Callable[[str], ClientData]:
+        """Return a function of a client's id that returns its data as the model takes them."""
+        if dataset.manifest.spec.targets != self.setup.targets:  # the model takes numbers in their own units
+            spec = dataclasses.replace(dataset.manifest.spec, targets=self.setup.targets)
+            dataset = dataset.described_by(dataclasses.replace(dataset.manifest, spec=spec))
+        return dataset.standardized if self.standardizes else dataset.client
+
+    @property
+    def settings(self) -> Any:
+        """Settings of the algorithm."""
+        return self.experiment.algorithm.settings
+
+    @property
+    def summation(self) -> Summation | None:
+        """Answers in training that are only summed: under secure aggregation, or with privacy of clients."""
+        federation = self.experiment.federation
+        privacy = federation.privacy if federation.privacy is not None and federation.privacy.of == "clients" else None
+        if federation.secure_aggregation is None and privacy is None:
+            return None
+        secure, fields = federation.secure_aggregation, dict(self.algorithm.sums(self.settings))
+        if secure is not None:
+            fields |= sums_of(SummedMetrics)
+        own = isinstance(self.experiment.data, OwnData)
+        return Summation(
+            fields,
+            secure,
+            privacy,
+            self.setup.dtype,
+            1 if secure is None else secure.signature_bytes,
+            federation.clients_per_round,
+            run=answers_digest(self.experiment, self.manifest),
+            sizes={} if own else {entry.id: entry.train for entry in self.manifest.clients},
+        )
+
+    @property
+    def vocabulary(self) -> dict[str, type[Message]]:
+        """Messages that the run's conversations can contain, by name."""
+        summation = self.summation
+        return {**vocabulary(self.algorithm), **({} if summation is None else summation.vocabulary)}
+
+    def server_algorithm(self) -> ServerAlgorithm:
+        """Return a new server algorithm; its initial state depends on the seed alone."""
+        return self.algorithm.server(self.settings, self.setup, generator(self.experiment.seed, "init"))
+
+    def client_algorithm(self) -> ClientAlgorithm:
+        """Return a new client algorithm."""
+        return self.algorithm.client(self.settings, self.setup)
+
+    def after_steps(self) -> dict[int, ClientAlgorithm]:
+        """Return a client algorithm for each number of extra local steps in ``evaluation.own_steps``."""
+        steps = self.experiment.evaluation.own_steps or ()
+        return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.setup) for k in steps}
+
+
+def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> RunContext:
+    """Build the parts of an experiment from its manifest.
+
+    ``trained_on`` is the manifest that the run was trained with, if it is another.
+
+    Raise ExperimentError if the model does not fit the data, the method does not fit the model, or ``federation.until``
+    does not fit the task.
+    """
+    trained_on = manifest if trained_on is None else trained_on
+    plan = evaluation_plan(experiment, manifest)
+    if (until := experiment.federation.until) is not None:
+        until.check(plan.task.headline)
+    found = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
+    spec = manifest.spec
+    model, kind, targets = found.model, spec.kind, spec.targets
+    if model.raw_targets and targets is not None:
+        targets = targets.raw()
+        plan = evaluation_plan(
+            experiment, dataclasses.replace(manifest, spec=dataclasses.replace(spec, targets=targets))
+        )
+    brought = isinstance(experiment.data, OwnData)
+    setup = Setup(
+        model=model,
+        classes=spec.classes,
+        input_shape=spec.input_shape,
+        kind="features" if found.standardizes and kind == "integers" else kind,
+        targets=targets,
+        clients=0 if brought else len(trained_on.clients),
+        dtype=DTYPE,
+        roster=() if brought else trained_on.roster,
+        same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
+        protects_examples=experiment.protects_examples,
+        seed=experiment.seed,
+    )
+    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
+    parts.algorithm.check_inputs(kind)
+    parts.algorithm.check_model(parts.settings, model)
+    if experiment.protects_examples:
+        check_example_privacy(parts.algorithm, parts.settings)
+    if experiment.evaluation.label_mask and not (plan.task.is_classification and setup.classes):
+        raise ExperimentError(
+            f"evaluation.label_mask must be false unless the task is classification (the task is {plan.task.name}).",
+            key="evaluation.label_mask",
+            found=True,
+        )
+    check_private_buffers(experiment, model)
+    model.check_steps(
+        clients=experiment.runtime.clients_at_once,
+        twice=parts.algorithm.differentiates_twice(parts.settings),
+        examples=experiment.protects_examples,
+    )
+    parts.client_algorithm()  # raises on unsupported settings before anything is written
+    return parts
+
+
+def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
+    """Return the parts for clients from outside the run, whose ids do not refer to the run's roster.
+
+    ``clients`` is the number of clients of the run, if the manifest does not state it.
+    """
+    known = parts.setup.clients if clients is None else clients
+    return dataclasses.replace(parts, setup=dataclasses.replace(parts.setup, clients=known, same_clients=False))
+
+
+def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
+    """Return the error of ``runtime.device: cuda`` where torch has no CUDA device, with the reason.
+
+    A device file of a GPU in the folder ``devices`` shows that there is a GPU, but torch cannot use it.
+    """
+    here = sorted(str(path) for pattern in GPU_FILES for path in devices.glob(pattern))
+    seen = f", although {' and '.join(here)} exist here" if here else ""
+    if torch.version.cuda is None and torch.version.hip is None:
+        message = f"runtime.device is cuda, but this torch ({torch.__version__}) is built without CUDA{seen}"
+        hint = "use a torch with CUDA (in a pod: the image worker-cuda, docs/chart.md), or set runtime.device to cpu"
+    else:
+        message = f"runtime.device is cuda, but torch has no usable CUDA device{seen}: {_reason()}"
+        hint = (
+            "in a pod, request a GPU in the limits of its container (docs/cluster.md); elsewhere, install a driver "
+            f"that this torch ({torch.__version__}) can use, or set runtime.device to cpu"
+        )
+    return ExperimentError(message, hint=hint, key="runtime.device", found="cuda", allowed=["cpu"])
+
+
+def _reason() -> str:
+    """Return the first sentence of torch's own message about its missing device."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition(". ")[0].rstrip(".")
+    return "no device is visible"
+
+
+def use_device(name: str, threads: int) -> torch.device:
+    """Set this process up for deterministic computation.
+
+    Raise ExperimentError if the device is not available.
+    """
+    torch.set_num_threads(threads)
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise missing_device()
+        # cuBLAS reads this on first use; without it, its sums may differ from call to call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True)
+        free, total = (amount // 2**20 for amount in torch.cuda.mem_get_info())
+        _log.info("computing on %s, %d of %d MiB free", torch.cuda.get_device_name(), free, total)
+    return torch.device(name)
+
+
+Conclude = Callable[[Predictors, ClientGroup], Message]
+"""Function applied to the clients' final predictors."""
+
+
+def client_side(
+    parts: RunContext,
+    dataset: FederatedDataset,
+    device: torch.device,
+    states: str | None,
+    conclude: Conclude | None = None,
+    *,
+    secret: bytes | None = None,
+    signing: Signing = NO_SIGNING,
+    revealed: RevealedSums | None = None,
+    only_sums: bool = False,
+) -> ClientSide:
+    """Return the client side of every conversation; by default it evaluates the predictors.
+
+    ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
+    the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
+    ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
+    reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default.
+
+    Raise ExperimentError if the method keeps client states and ``states`` is None.
+    """
+    algorithm = parts.client_algorithm()
+    if algorithm.stateful and states is None:
+        raise ExperimentError(
+            f"{argument('states')} must be given: {parts.algorithm.name} keeps a state with every client, in a "
+            "folder or store that every worker allowed to serve the client reaches.",
+            key="states",
+        )
+    e = parts.experiment
+    if device.type != "cpu" or e.runtime.clients_at_once > 1:
+        parts.setup.model.check_steps(
+            clients=e.runtime.clients_at_once,
+            twice=parts.algorithm.differentiates_twice(parts.settings),
+            device=device,
+            examples=e.protects_examples,
+        )
+
+    def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
+        size = e.evaluation.batch_size
+        found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
+
+    noise = e.seed if secret is None else secret
+    config = ClientConfig(
+        e.seed,
+        device,
+        e.runtime.clients_at_once,
+        start_afresh=e.federation.lost_state == "afresh",
+        secret=secret,
+        augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
+        held=None
+        if parts.summation is None
+        else HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
+        examples=ExamplePrivacy.of(e.federation.privacy),
+    )
+    return ClientSide(
+        algorithm,
+        parts.vocabulary,
+        parts.examples_of(dataset),
+        conclude or evaluate,
+        config,
+        states=StoredStates(open_store(states)) if algorithm.stateful and states is not None else None,
+        after_steps=parts.after_steps(),
+    )
+
+
+def in_process(
+    parts: RunContext,
+    dataset: FederatedDataset,
+    folder: RunFolder,
+    conclude: Conclude | None = None,
+    *,
+    secret: bytes | None = None,
+) -> InProcess:
+    """Return clients in this process, on the experiment's device; their states stay where the run keeps them."""
+    runtime = parts.experiment.runtime
+    device = use_device(runtime.device, runtime.threads)
+    return InProcess(client_side(parts, dataset, device, states_of(folder), conclude, secret=secret), DTYPE)
+
+
+def states_of(folder: RunFolder) -> str:
+    """Return the folder or URL of a run's client states: its folder, or where it is published.
+
+    Raise DataError if ``published.json`` has no URL.
+    """
+    if folder.states.is_dir() or (published := folder.json_or_none("published.json")) is None:
+        return str(folder.states)
+    if not isinstance(published.get("url"), str):
+        raise DataError(f"{folder.path / 'published.json'}: has no key 'url'")
+    return f"{published['url']}/states"
+
+
+def fingerprint(experiment: Experiment) -> dict[str, Any]:
+    """Return the versions and settings, besides the experiment, that a run's bits depend on (docs/design.md, §4)."""
+    return {
+        "fedloom": fedloom.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": bool(torch._C._has_mkldnn),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "threads": experiment.runtime.threads,
+        "device": experiment.runtime.device,
+    }
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPlan:
+    """Return the task of an experiment with its settings, and the metrics that clients measure.
+
+    Raise ExperimentError if the data are of another task, its settings do not fit their outputs, or a metric is
+    unknown, fails, or may not be called in this process.
+    """
+    targets = manifest.spec.targets or Targets("classification", (), manifest.spec.classes, manifest.spec.class_names)
+    task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)
+    own = [name for name in experiment.evaluation.metrics if ":" in name]
+    asked = [name for name in experiment.evaluation.metrics if ":" not in name]
+    if own and not targets.outputs:
+        raise ExperimentError(
+            f"{METRICS_KEY}: data without targets have no metrics but the model's loss", key=METRICS_KEY
+        )
+    metrics = [_own_metric(name, task, targets) for name in own]
+    # A sketch tells something of a member's own model, so only simulations measure it.
+    simulated = not isinstance(experiment.data, OwnData) and experiment.federation.secure_aggregation is None
+    return EvaluationPlan.of(targets, task, asked, metrics, sketches=simulated)
+
+
+def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:
+    """Return a metric of the user's own, after trying it on outputs of zeros."""
+    function: Any = remembered_metric(name) if name.startswith(MEMORY) else _imported(name)
+    return OwnMetric(name, function, _trial(task, targets), targets.mean, targets.std)
+
+
+def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
+    shape = task.output_shape(targets.outputs, targets.shape)
+    predictions = task.predictions(torch.zeros(TRIAL_EXAMPLES, *shape))
+    return predictions, task.trial_targets(TRIAL_EXAMPLES, targets.outputs, targets.shape)
+
+
+def _imported(name: str) -> Any:
+    """Import a metric named as ``package:function``."""
+    check_permitted(name, METRICS_KEY)
+    try:
+        return pkgutil.resolve_name(name)
+    except Exception as error:
+        raise ExperimentError(
+            f"{METRICS_KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
+            hint="install its package, or name its folder in PYTHONPATH",
+            key=METRICS_KEY,
+            found=name,
+        ) from error
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def fixed_when_open(tree: dict[str, object]) -> dict[str, object]:
+    """Return the settings that stay the same on resume of an open federation."""
+    algorithm = tree["algorithm"]
+    assert isinstance(algorithm, dict)
+    kept = {key: tree[key] for key in ("name", "seed", "data", "model")}
+    return {**kept, "algorithm.name": algorithm["name"]}
+
+
+def run_digest(experiment: Experiment) -> str:
+    """Return a digest of the settings that stay the same on resume, except the name, which affects no answer.
+
+    Runs with equal digests may ask a client for the same answers.
+    """
+    fixed = {
+        key: value for key, value in fixed_when_open(json.loads(experiment.shared_json())).items() if key != "name"
+    }
+    return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
+
+
+def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
+    """Return a digest of all settings that shape a client's answer, as one side of a federation knows them.
+
+    Sides that differ only in a name, deadlines, or numbers of rounds and attempts have equal digests.
+    """
+    settings = json.loads(experiment.shared_json())
+    shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
+    federation = {key: settings["federation"][key] for key in shaping}
+    figures = manifest.spec.normalization
+    described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
+    return combined_digest(json.dumps(described, sort_keys=True))

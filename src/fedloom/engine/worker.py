@@ -1,0 +1,313 @@
+"""Worker process that serves a partition's clients to an aggregator until the run is over."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import available, find_algorithm
+from fedloom.core.address import split_address
+from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
+from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
+from fedloom.data.own import AGAIN, ClientCard, OwnClients, own_manifest, read_own_shard
+from fedloom.data.requirements import Own
+from fedloom.engine import assemble, run_data
+from fedloom.engine.constants import check_constants
+from fedloom.engine.options import WorkerOptions
+from fedloom.errors import DataError, ExperimentError, RefusedError, argument, spelled
+from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.measuring import MeasuredClients, measuring_side
+from fedloom.federation.roster import Member
+from fedloom.privacy.settings import SecureAggregation
+from fedloom.security.options import Credentials
+from fedloom.security.signing import signing_of
+from fedloom.storage import is_url
+from fedloom.storage.folder import storing
+from fedloom.sums.measuring import securely_measuring_side
+from fedloom.sums.revealed_sums import RevealedSums
+from fedloom.sums.vector import weaker_graph
+from fedloom.transport.limits import parse_bandwidth
+from fedloom.transport.stream import Introduction, Joined
+from fedloom.transport.worker import Session, serve
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Worker that serves clients to an aggregator. The constructor checks everything that needs no connection.
+
+    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run.
+
+    Raise ExperimentError if an option is invalid; RefusedError if the worker's certificate is not currently valid;
+    DataError if the clients' data are missing or damaged.
+    """
+
+    def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
+        host, _ = split_address(aggregator, what=argument("aggregator"), lowest=1)
+        self._credentials = Credentials(options.trust)
+        self._credentials.show(host)
+        self._aggregator = aggregator
+        self._options = options
+        self._provider = client_provider(options)
+        self._own = self._provider if isinstance(self._provider, OwnDataProvider) else None
+        self._settings = settings = experiments.settings_of(experiments.WorkerSettings, options.settings, "the worker")
+        self._bandwidth = None if settings.bandwidth is None else parse_bandwidth(settings.bandwidth)
+        self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
+        # A partition's author has all its data, so noise comes from the seed there, as in a single process.
+        self._secret = None if self._own is None else os.urandom(32)
+        self._revealed: RevealedSums | None = None  # kept across aggregators in this process
+        self._introduction = Introduction(
+            worker=name,
+            clients=self._provider.clients,
+            members=() if self._own is None else self._own.members(settings.class_counts),
+            algorithms={known: find_algorithm(known).version for known in available()},
+            device=settings.runtime.device,
+        )
+
+    def serve(self, stop: threading.Event) -> bool:
+        """Serve until the run is over or ``stop`` is set; return whether the run is over.
+
+        Raise DataError if the clients' data do not match the aggregator's run; RefusedError if the aggregator refuses
+        the worker; AbandonedError if the aggregator is unreachable for too long.
+        """
+        gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
+        return serve(
+            self._aggregator,
+            self._introduction,
+            make_session=self._session,
+            stop=stop,
+            reconnect_s=self._options.reconnect_s,
+            credentials=self._credentials,
+            bandwidth=self._bandwidth,
+        )
+
+    def _session(self, joined: Joined) -> Session:
+        about = _described(joined.experiment)
+        options = self._options
+        runtime = experiments.Runtime(workers=0, **dict(self._settings.runtime))
+        shared = experiments.from_shared_json(about["experiment"], runtime=runtime)
+        secure = shared.federation.secure_aggregation
+        if options.only_sums:
+            check_only_sums(secure, shared.federation.clients_per_round)
+        signing = signing_of(None if secure is None else secure.signatures, options.trust)
+        revealed = None if secure is None or self._own is None else self._remembered()
+        if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
+            cards = self._own.measured_cards(shared)
+            if secure is None:
+                return measuring_side(cards, MeasuredClients(cards))
+            return securely_measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
+        dataset = self._provider.dataset(shared, about)
+        parts = assemble.make_parts(shared, dataset.manifest)
+        check_constants(parts, _digests(about), "the aggregator's model")
+        return assemble.client_side(
+            parts,
+            dataset,
+            self._device,
+            options.states,
+            secret=self._secret,
+            signing=signing,
+            revealed=revealed,
+            only_sums=options.only_sums,
+        )
+
+    def _remembered(self) -> RevealedSums:
+        """Return the secure sums that clients with their own data have helped to reveal, on disk if there is a folder.
+
+        Raise DataError if their record is damaged; StorageError if it cannot be written.
+        """
+        if self._revealed is not None:
+            return self._revealed
+        states, folder = self._options.states, None
+        if states is not None and not is_url(states):
+            folder = Path(states)
+            with storing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        else:
+            log.warning(
+                "the secure sums that these clients help to reveal are forgotten when this process ends; give a folder "
+                "of this machine (%s) to remember them",
+                spelled(argument("states")),
+            )
+        self._revealed = RevealedSums(folder)
+        return self._revealed
+
+
+def check_only_sums(secure: SecureAggregation | None, members: int) -> None:
+    """Raise RefusedError unless members sign their keys, and share secrets with at least the default neighbours.
+
+    Otherwise the aggregator could learn a client's own answer. ``members`` is the size of a cohort of training; members
+    check each sum again by its own size.
+    """
+    if secure is None or secure.signatures not in ("keys", "certificates"):
+        raise RefusedError(
+            f"the experiment has no secure aggregation with signed keys, which this worker requires "
+            f"({argument('only_sums')})"
+        )
+    if (weaker := weaker_graph(secure, members)) is not None:
+        raise RefusedError(f"this worker requires only sums ({argument('only_sums')}): {weaker}")
+
+
+def _described(text: str) -> dict[str, Any]:
+    """Return the aggregator's description of its run; raise RefusedError if it cannot be parsed."""
+    try:
+        about = parsed_json(text, DEEPEST)
+    except ValueError as error:
+        reason = printable(str(error), 300)
+        raise RefusedError(f"cannot read the aggregator's description of its run: {reason}") from error
+    if not isinstance(about, dict) or not isinstance(about.get("experiment"), str):
+        raise RefusedError("the aggregator's description of its run has no experiment")
+    return about
+
+
+def _digests(about: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the digests of the model's constants in a description; raise RefusedError if they are malformed."""
+    found = about.get("constants", {})
+    if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
+        raise RefusedError("the aggregator's description of its run has invalid digests of constants")
+    return {printable(name): printable(digest) for name, digest in found.items()}
+
+
+class PartitionProvider:
+    """Clients of a partition that the aggregator also has.
+
+    Raise DataError if the partition, or a shard of it, is missing or damaged.
+    """
+
+    def __init__(self, where: str, options: WorkerOptions) -> None:
+        self._where = where
+        self._dataset = FederatedDataset.open(where)
+        everyone = [entry.id for entry in self._dataset.manifest.clients]
+        self.clients = select_clients(everyone, options.clients)
+        for client in self.clients:
+            self._dataset.manifest.entry(client)
+        # From a store, fetch now only shards that no other worker serves; others follow when their clients move here.
+        if options.verify and (self.clients != everyone or not is_url(where)):
+            self._dataset.verify(self.clients)
+
+    def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
+        """Return the clients' data; raise DataError if the aggregator has another partition, or none."""
+        found = self._dataset.manifest.fingerprint
+        if "partition" not in about:
+            raise DataError(
+                f"{argument('partition')} is {self._where}, but the aggregator needs clients with their own data; give "
+                f"their folders with {argument('packed')}.",
+                key="partition",
+                hint=AGAIN,
+            )
+        if about["partition"] != found:
+            raise DataError(
+                f"{self._where} is partition {found[:12]}, and the aggregator's is {about['partition'][:12]}.",
+                hint="create it from the aggregator's experiment file: fedloom partition EXPERIMENT",
+            )
+        return self._dataset
+
+
+class OwnDataProvider:
+    """Clients with their own data.
+
+    Raise DataError if a folder or its shard is missing or damaged.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._packed = OwnClients.open(options.packed, options.observe)
+        self.clients = select_clients(list(self._packed.cards), options.clients)
+        for client in self.clients:
+            if client not in self._packed.cards:
+                known = ", ".join(self._packed.cards)
+                raise ExperimentError(
+                    f"{argument('clients')} names {client!r}, but the folders hold {shortened(known, 200)}.",
+                    key="clients",
+                    found=client,
+                )
+            if options.verify:
+                read_own_shard(self._packed.folders[client], self._packed.cards[client])
+
+    def members(self, class_counts: bool) -> list[Member]:
+        """Return the clients' announcements to the aggregator."""
+        return [member_of(self._packed, client, class_counts=class_counts) for client in self.clients]
+
+    def measured_cards(self, shared: Experiment) -> dict[str, ClientCard]:
+        """Return the cards of the clients, whose inputs the aggregator measures; raise as :meth:`dataset`."""
+        self._check(shared)
+        return {client: self._packed.cards[client] for client in self.clients}
+
+    def _check(self, shared: Experiment) -> Own:
+        if not isinstance(shared.data, OwnData):
+            raise DataError(
+                f"{argument('packed')} names packed clients, but the aggregator's experiment has data.dataset "
+                f"{shared.data.dataset}; give {argument('partition')}.",
+                key="packed",
+            )
+        run_data.check_own(shared, shared.data.own, self._packed)
+        return shared.data.own
+
+    def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
+        """Return the clients' data if they match the experiment.
+
+        Raise DataError if they do not, or the experiment requires a partition.
+        """
+        own = self._check(shared)
+        normalization = Normalization(*(tuple(about["normalization"][key]) for key in ("mean", "std")))
+        return OwnDataset(self._packed, own_manifest(own, self._packed.entries, shared.seed, normalization))
+
+
+def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
+    """Return a packed client's announcement to the aggregator."""
+    card = packed.cards[client]
+    counts = card.class_counts["train"] if class_counts and card.labelled else ()
+    observer = client in packed.observers
+    return Member(client, card.train, card.validation, card.test, card.labelled, observer, counts)
+
+
+def client_provider(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
+    """Return the provider of the clients that a worker serves.
+
+    Raise ExperimentError if both a partition and packed clients are given, or neither. Raise DataError if the data are
+    missing or damaged.
+    """
+    brought = bool(options.packed or options.observe)
+    if brought == (options.partition is not None):
+        found = "both were" if brought else "neither was"
+        raise ExperimentError(
+            f"Give either {argument('partition')} or {argument('packed')} (and {argument('observe')}): {found} given."
+        )
+    return OwnDataProvider(options) if options.partition is None else PartitionProvider(options.partition, options)
+
+
+def select_clients(everyone: Sequence[str], clients: str | None) -> list[str]:
+    """Return the ids of the clients that a worker serves.
+
+    ``clients`` are comma-separated ids; or ``I/N``, the I-th (from 0) of N consecutive blocks of ``everyone`` whose
+    sizes differ by at most one; None: all clients.
+
+    Raise ExperimentError if there is no such block, or ``clients`` is empty.
+    """
+    if clients is None:
+        return list(everyone)
+    if "/" not in clients:
+        named = [name.strip() for name in clients.split(",") if name.strip()]
+        if not named:
+            raise ExperimentError(
+                f"{argument('clients')} must be ids of the partition's {len(everyone)} clients, such as {everyone[0]}, "
+                f"separated by commas (got {clients!r}).",
+                key="clients",
+                found=clients,
+            )
+        return named
+    given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", clients)
+    i, n = (int(given[1]), int(given[2])) if given else (0, 0)
+    if not i < n <= len(everyone):
+        raise ExperimentError(
+            f"{argument('clients')} must be ids, or I/N with I from 0 to N - 1 and N at most {len(everyone)}, the "
+            f"number of clients (got {clients}).",
+            key="clients",
+            found=clients,
+        )
+    return list(everyone[i * len(everyone) // n : (i + 1) * len(everyone) // n])

@@ -1,0 +1,1 @@
+"""Search of hyperparameters, and runs over grids and seeds."""
