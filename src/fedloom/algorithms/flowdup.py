@@ -32,7 +32,7 @@ from fedloom.algorithms.batches import visible_examples
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
-from fedloom.algorithms.pefll import under
+from fedloom.algorithms.pefll import network_for, under
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import count
@@ -235,13 +235,11 @@ class FLowDUP(FedAvg):
 
     def generating(self, s: FLowDUPSettings, setup: Setup) -> Setup:
         """Return the setup with the generator, whose vector is ψ, in place of the model."""
-        shape = () if setup.targets is None else setup.targets.shape
-        target = setup.outputs, s.embedding_size, setup.model.task, shape
         order = shuffled(make_rng(setup.seed, "flowdup", "unlabelled"), len(setup.roster))
         hidden = order[: math.floor(s.unlabelled * len(order) + 1e-9)] if setup.same_clients else ()
         generator = SubspaceGenerator(
             setup.model,
-            s.embedding.network_for(setup.kind, setup.input_shape, *target, setup.model),
+            network_for(setup, s.embedding, s.embedding_size),
             s.hypernetwork.network(s.embedding_size, s.subspace.dimension(setup.model)),
             s.subspace.of(setup.model, setup.seed, setup.dtype),
             strength=s.lambda_centre,

@@ -315,6 +315,13 @@ class ServerUpdate(Settings):
         return self
 
 
+def network_for(setup: Setup, embedding: EmbeddingSettings, size: int) -> EmbeddingNetwork:
+    """Return the network for the inputs and targets of a problem, with descriptors of a length ``size``."""
+    shape = () if setup.targets is None else setup.targets.shape
+    target = setup.outputs, size, setup.model.task, shape, setup.model
+    return embedding.network_for(setup.kind, setup.input_shape, *target)
+
+
 class PeFLLSettings(Settings):
     """Keys of ``algorithm`` for PeFLL."""
 
@@ -337,10 +344,7 @@ class PeFLLSettings(Settings):
 
     def embedding_network(self, setup: Setup) -> EmbeddingNetwork:
         """Return φ for the inputs and targets of a problem."""
-        size = self.descriptor_size(setup.clients)
-        shape = () if setup.targets is None else setup.targets.shape
-        target = setup.outputs, size, setup.model.task, shape, setup.model
-        return self.embedding.network_for(setup.kind, setup.input_shape, *target)
+        return network_for(setup, self.embedding, self.descriptor_size(setup.clients))
 
     def optimizers(self, round: int | None = None) -> tuple[ServerOptimizer, ServerOptimizer]:
         """Return the optimizers of η_v and η_h (lines 17 and 18) in a round with local rate β."""

@@ -29,14 +29,21 @@ class EmbeddingNetwork(FlatNetwork):
 
     Parameters
     ----------
-    outputs, target_shape, task
-        K, the shape of one target, and the task, which converts a target into a label input.
+    outputs
+        K. Subclasses also have ``size``, the length l of a descriptor, and take the rest as ``target``.
     labels
         False if φ uses only x.
+    task, target_shape
+        Task, which converts a target into a label input, and the shape of one target.
     """
 
     def __init__(
-        self, outputs: int, task: PredictionTask, target_shape: tuple[int, ...] = (), *, labels: bool = True
+        self,
+        outputs: int,
+        *,
+        labels: bool = True,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
     ) -> None:
         self.outputs = outputs
         self.task = task
@@ -81,17 +88,8 @@ class LeNetEmbedding(EmbeddingNetwork):
     channels and an order of magnitude cheaper.
     """
 
-    def __init__(
-        self,
-        input_shape: tuple[int, ...],
-        outputs: int,
-        size: int,
-        *,
-        labels: bool,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(outputs, task, target_shape, labels=labels)
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, size: int, **target: Any) -> None:
+        super().__init__(outputs, **target)
         self.channels, height, width = input_shape
         self.layout = lenet_layout(self.channels + self.label_size, height, width, size)
 
@@ -108,10 +106,8 @@ class LeNetEmbedding(EmbeddingNetwork):
 class LinearEmbedding(EmbeddingNetwork):
     """One linear layer on the label input alone (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
 
-    def __init__(
-        self, outputs: int, size: int, *, task: PredictionTask = CLASSIFICATION, target_shape: tuple[int, ...] = ()
-    ) -> None:
-        super().__init__(outputs, task, target_shape)
+    def __init__(self, outputs: int, size: int, **target: Any) -> None:
+        super().__init__(outputs, **target)
         self.layout = Layout((("fc.weight", (size, self.label_size)), ("fc.bias", (size,))))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -125,18 +121,8 @@ class MLPEmbedding(EmbeddingNetwork):
     Inputs of any shape are flattened. The paper does not give the width.
     """
 
-    def __init__(
-        self,
-        input_shape: tuple[int, ...],
-        outputs: int,
-        size: int,
-        *,
-        width: int,
-        labels: bool,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(outputs, task, target_shape, labels=labels)
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, size: int, *, width: int, **target: Any) -> None:
+        super().__init__(outputs, **target)
         inputs = math.prod(input_shape) + self.label_size
         self.layout = Layout(tuple(linear_entries([inputs, width, size])))
 
@@ -155,10 +141,9 @@ class LSTMEmbedding(EmbeddingNetwork):
     Targets of other tasks, such as next tokens, are not used.
     """
 
-    def __init__(
-        self, vocabulary: int, size: int, *, width: int, labels: bool, task: PredictionTask = CLASSIFICATION
-    ) -> None:
-        super().__init__(vocabulary, task, labels=labels and task.target_kind == "classification")
+    def __init__(self, vocabulary: int, size: int, *, width: int, **target: Any) -> None:
+        task = target.get("task", CLASSIFICATION)
+        super().__init__(vocabulary, labels=target.get("labels", True) and task.is_classification, task=task)
         self.network = LSTM(vocabulary, hidden=width, outputs=size)
         self.layout = self.network.layout
 
@@ -191,25 +176,13 @@ class PretrainedEmbedding(MLPEmbedding):
         Length l of a descriptor, and width of the hidden layer.
     """
 
-    def __init__(
-        self,
-        model: FlatModel,
-        outputs: int,
-        size: int,
-        *,
-        width: int,
-        labels: bool,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, model: FlatModel, outputs: int, size: int, *, width: int, **target: Any) -> None:
         widths = [shape[1] for name, shape in model.layout.entries if name in model.layout.head and len(shape) == 2]
         if not model.has_features or model.predicts_by_batch or not widths:
             raise ValueError("the model has no trained linear head that takes one row of features for each example")
         self.features_size = max(widths)
         """Number f of features."""
-        super().__init__(
-            (self.features_size,), outputs, size, width=width, labels=labels, task=task, target_shape=target_shape
-        )
+        super().__init__((self.features_size,), outputs, size, width=width, **target)
         self._model = model
         self._start: dict[torch.device, Mapping[str, Tensor]] = {}
 
@@ -247,7 +220,7 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     """
     if task.target_kind == "next_token":
         return ("lstm",)
-    if kind == "tokens" and task.target_kind != "classification":  # a vocabulary that the targets do not have
+    if kind == "tokens" and not task.is_classification:  # a vocabulary that the targets do not have
         return ("linear",)
     return EMBEDDINGS.get(kind, ("linear",))
 
@@ -313,9 +286,9 @@ class EmbeddingSettings(Settings):
         try:
             match self.network:
                 case "linear":
-                    return LinearEmbedding(outputs, size, task=task, target_shape=target_shape)
+                    return LinearEmbedding(outputs, size, **target)
                 case "lstm":
-                    return LSTMEmbedding(outputs, size, width=width, labels=self.labels, task=task)
+                    return LSTMEmbedding(outputs, size, width=width, **target)
                 case "lenet":
                     return LeNetEmbedding(input_shape, outputs, size, **target)
                 case "mlp":
