@@ -55,6 +55,11 @@ CLASSES = 3
 IMAGE = (1, 16, 16)  # the smallest size that a LeNet accepts
 
 
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    """Check that tensors are equal up to rounding in float64."""
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=atol)
+
+
 def split(n: int, random: torch.Generator, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> Split:
     """Return random examples; each class occurs while there are enough. Other tasks have as many outputs."""
     x = torch.randn(n, *shape, generator=random, dtype=torch.float64)

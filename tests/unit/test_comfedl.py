@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bounds.compositional import regularized_loss
-from federations import CLASSES, IMAGE, client, clients, federation, group, mean_loss, setup
+from federations import CLASSES, IMAGE, client, clients, close, federation, group, mean_loss, setup
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -53,10 +53,6 @@ def made(**changes: Any) -> ComFedLSettings:
 
 def starts(model: FlatModel, g: int) -> Tensor:
     return torch.stack([model.init(torch.Generator().manual_seed(i), torch.float64) for i in range(g)])
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def loss(model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice = slice(None)) -> Tensor:

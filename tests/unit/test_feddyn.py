@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, clients, federation, group, kept, rostered, setup
+from federations import CLASSES, IMAGE, clients, close, federation, group, kept, rostered, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -29,10 +29,6 @@ MODEL = setup().model
 
 def made(**changes: Any) -> FedDynSettings:
     return FedDynSettings.model_validate({"alpha": 0.3, "local": LOCAL | changes.pop("local", {}), **changes})
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def visit(s: FedDynSettings, w: Tensor, g: Tensor, c: ClientData, round: int) -> Tensor:

@@ -18,6 +18,7 @@ from federations import (
     answers_as_alone,
     client,
     clients,
+    close,
     federation,
     group,
     made_by,
@@ -82,10 +83,6 @@ def visit(theta: Tensor, head: Tensor, c: ClientData, s: FedRoDSettings, t: int)
             loss.backward()
             optimizer.step()
     return w.detach(), h.detach()
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_without_balance_the_shared_model_equals_fedavgs_to_the_bit(tmp_path: Path) -> None:

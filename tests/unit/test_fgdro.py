@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from facts import refusing
-from federations import clients, federation, mean_loss, setup
+from federations import clients, close, federation, mean_loss, setup
 from pydantic import ValidationError
-from torch import Tensor
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Setup
@@ -30,10 +29,6 @@ RATES = {"beta_u": 0.3, "beta_v": 0.2, "beta_m": 0.4, "beta_q": 0.05}
 
 def fgdro(**changes: Any) -> FGDROSettings:
     return FGDROSettings.model_validate({"local": LOCAL, "lambda_kl": 0.5} | RATES | changes)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def visit(

@@ -16,6 +16,7 @@ from federations import (
     Federation,
     client,
     clients,
+    close,
     federation,
     group,
     made_by,
@@ -124,10 +125,6 @@ def visit(psi: Tensor, c: ClientData, s: FLowDUPSettings, p: Setup, round: int, 
         loss.backward()
         optimizer.step()
     return w.psi
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

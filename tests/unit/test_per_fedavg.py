@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import clients, federation, group, held_out_elsewhere, mean_loss, setup
+from federations import clients, close, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -28,10 +28,6 @@ MODEL = setup().model
 def made(**changes: Any) -> PerFedAvgSettings:
     local = LOCAL | changes.pop("local", {})
     return PerFedAvgSettings.model_validate({"local": local, "inner_lr": 0.1, **changes})
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def start() -> Tensor:

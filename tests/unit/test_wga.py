@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, mean_loss, setup
+from federations import CLASSES, IMAGE, Federation, clients, close, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -62,10 +62,6 @@ def at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     theta = theta.detach().clone().requires_grad_()
     loss = mean_loss(p.model.logits(theta, c.train.x[index]), c.train.y[index])
     return torch.autograd.grad(loss, [theta])[0]
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("each_task")
