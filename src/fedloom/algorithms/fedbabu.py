@@ -37,7 +37,7 @@ class FedBABU(FedAvg):
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
         """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
         trained = train(model, group, theta, s.local, only="body")
-        return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
+        return trained.part(trained.theta[:, : model.layout.body_size])
 
 
 FEDBABU = FedBABU()

@@ -42,7 +42,7 @@ class FedPer(FedRep):
         size = body.shape[1]
         trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
         group.save_state(head=trained.theta[:, size:])  # line 3
-        return Trained(trained.theta[:, :size], trained.steps, trained.loss)
+        return trained.part(trained.theta[:, :size])
 
 
 FEDPER = FedPer()

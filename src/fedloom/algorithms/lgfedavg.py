@@ -47,7 +47,7 @@ class LGFedAvg(FedAvg):
         """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
         trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
         group.save_state(body=trained.theta[:, :size])
-        return Trained(trained.theta[:, size:], trained.steps, trained.loss)
+        return trained.part(trained.theta[:, size:])
 
     def personalize(
         self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings

@@ -22,8 +22,36 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import DerivedModel, FlatModel, Leaves, with_forward
 
+
+class MOONSettings(FedAvgSettings):
+    """Keys of ``algorithm`` for MOON."""
+
+    mu: float = Field(default=1.0, ge=0, description="μ, weight of the contrastive loss; 0 is FedAvg")
+    temperature: float = Field(default=0.5, gt=0, description="τ, the divisor of cosine similarities")
+
+
+class ModelContrastiveFL(FedAvg):
+    """FedAvg with a model-contrastive loss."""
+
+    name = "moon"
+    settings = MOONSettings
+    needs = ("features", "head")
+    predictors = {"personal": "MOON + fine-tuning", "global": "MOON"}
+    stateful = True
+    no_example_privacy = None  # the contrastive loss is one of each example, between models made by noisy steps
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MOONSettings) -> Trained:
+        """Perform lines 2-4; at a client's first visit both frozen models are w_t, and the term has no gradient."""
+        start = torch.cat([theta, theta, group.load_state("theta", theta)], dim=1)  # line 2
+        trained = train(Contrasting(model, s), group, start, s.local, only="body")  # line 3
+        own = trained.theta[:, : theta.shape[1]]
+        group.save_state(theta=own)  # line 4
+        return trained.part(own)
+
+
 FROZEN = "frozen tensors"
 """Beginning of the names of frozen tensors; a layer's name has no space."""
+
 
 FEATURES = "features of the batch"
 """Name under which the features of a batch pass from the loss to the last layer."""
@@ -84,32 +112,6 @@ class Contrasting(Anchored):
     def _frozen(self, parameters: Mapping[str, Tensor], which: str, x: Tensor) -> Tensor:
         own = {name: parameters[f"{FROZEN}.{which}.{name}"].detach() for name, _ in self.predicting.layout.entries}
         return self.predicting.features(own, x).flatten(1)
-
-
-class MOONSettings(FedAvgSettings):
-    """Keys of ``algorithm`` for MOON."""
-
-    mu: float = Field(default=1.0, ge=0, description="μ, weight of the contrastive loss; 0 is FedAvg")
-    temperature: float = Field(default=0.5, gt=0, description="τ, the divisor of cosine similarities")
-
-
-class ModelContrastiveFL(FedAvg):
-    """FedAvg with a model-contrastive loss."""
-
-    name = "moon"
-    settings = MOONSettings
-    needs = ("features", "head")
-    predictors = {"personal": "MOON + fine-tuning", "global": "MOON"}
-    stateful = True
-    no_example_privacy = None  # the contrastive loss is one of each example, between models made by noisy steps
-
-    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MOONSettings) -> Trained:
-        """Perform lines 2-4; at a client's first visit both frozen models are w_t, and the term has no gradient."""
-        start = torch.cat([theta, theta, group.load_state("theta", theta)], dim=1)  # line 2
-        trained = train(Contrasting(model, s), group, start, s.local, only="body")  # line 3
-        own = trained.theta[:, : theta.shape[1]]
-        group.save_state(theta=own)  # line 4
-        return Trained(own, trained.steps, trained.loss)
 
 
 MOON = ModelContrastiveFL()

@@ -135,8 +135,7 @@ class PerFedAvg(FedAvg):
             losses.append(local.padded(loss))
             step(gradients, None)  # line 7
         also = "a smaller algorithm.inner_lr"
-        made = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
-        return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))
+        return local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also).mapped(ordered.back)
 
 
 PER_FEDAVG = PerFedAvg()

@@ -389,9 +389,7 @@ class PFedGP(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
         """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
-        made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
-        theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
-        return Trained(theta, steps, loss)
+        return Trained.joined([visit(model, group, i, body[i : i + 1], s) for i in range(len(group))])
 
     def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Predictors:
         """Return ``personal`` for seen and unseen clients alike, without training."""

@@ -30,36 +30,6 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.networks import MLP
 
 
-def width(setup: Setup) -> int:
-    """Return L, the number of hidden units of a client's network."""
-    return setup.model.layout.entries[0][1][0]
-
-
-def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights in, bias and weights out of each hidden unit, and biases: ``[n, L, K], [n, outputs]``."""
-    first, bias, last, out = torch.split(models, setup.model.layout.sizes, dim=1)
-    n, units = len(models), width(setup)
-    parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
-    return torch.cat(parts, dim=2).double(), out.double()
-
-
-def network(units: Tensor, out: Tensor, setup: Setup) -> Tensor:
-    """Return θ of one network of any width, the inverse of :func:`neurons`."""
-    outputs = len(out)
-    parts = units[:, : -outputs - 1], units[:, -outputs - 1], units[:, -outputs:].T, out
-    return torch.cat([part.reshape(-1) for part in parts]).to(setup.dtype)
-
-
-def wide(setup: Setup, theta: Tensor) -> FlatModel:
-    """Return the model with the number of hidden units of θ ``[..., d]``."""
-    (inputs, outputs), model = (setup.model.layout.entries[0][1][1], setup.outputs), setup.model
-    units = (theta.shape[-1] - outputs) // (inputs + 1 + outputs)
-    assert isinstance(model, MLP)
-    made = type(model)(setup.input_shape, [units], outputs)
-    made.task = model.task
-    return made
-
-
 class PFNMServer(base.ServerAlgorithm):
     """Server that keeps each client's last network, the atoms of its neurons, and its number of examples per output."""
 
@@ -163,6 +133,36 @@ class PFNMClient(FineTuningClient):
     def model_of(self, theta: Tensor) -> FlatModel:
         """Return the model of the global network's width."""
         return wide(self.setup, theta)
+
+
+def width(setup: Setup) -> int:
+    """Return L, the number of hidden units of a client's network."""
+    return setup.model.layout.entries[0][1][0]
+
+
+def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights in, bias and weights out of each hidden unit, and biases: ``[n, L, K], [n, outputs]``."""
+    first, bias, last, out = torch.split(models, setup.model.layout.sizes, dim=1)
+    n, units = len(models), width(setup)
+    parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
+    return torch.cat(parts, dim=2).double(), out.double()
+
+
+def network(units: Tensor, out: Tensor, setup: Setup) -> Tensor:
+    """Return θ of one network of any width, the inverse of :func:`neurons`."""
+    outputs = len(out)
+    parts = units[:, : -outputs - 1], units[:, -outputs - 1], units[:, -outputs:].T, out
+    return torch.cat([part.reshape(-1) for part in parts]).to(setup.dtype)
+
+
+def wide(setup: Setup, theta: Tensor) -> FlatModel:
+    """Return the model with the number of hidden units of θ ``[..., d]``."""
+    (inputs, outputs), model = (setup.model.layout.entries[0][1][1], setup.outputs), setup.model
+    units = (theta.shape[-1] - outputs) // (inputs + 1 + outputs)
+    assert isinstance(model, MLP)
+    made = type(model)(setup.input_shape, [units], outputs)
+    made.task = model.task
+    return made
 
 
 class PFNMSettings(Settings):
