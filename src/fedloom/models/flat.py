@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import grad, vmap
 from torch.utils._pytree import tree_map
 
 from fedloom.errors import ExperimentError
@@ -404,6 +405,24 @@ def masked(model: FlatModel, absent: Tensor) -> FlatModel:
             key="algorithm.local.mask_absent",
         )
     return with_forward(model, lambda parameters, x: model.forward(parameters, x).masked_fill(absent, -torch.inf))
+
+
+def vmapped_gradients(model: FlatModel, *, labelled: bool, stacked: bool) -> Callable[..., dict[str, Tensor]]:
+    """Return ``(chosen leaves, other leaves, x, y) -> gradients`` of each example by the chosen leaves.
+
+    They are ``[b, *shape]``, or ``[g, b, *shape]`` of ``stacked`` clients. Random draws differ between examples.
+    """
+    axes, randomness = (0, 0 if labelled else None), "different" if model.draws else "error"
+    of_client = vmap(grad(partial(example_loss, model)), in_dims=(None, None, *axes), randomness=randomness)
+    return vmap(of_client, in_dims=(0, 0, *axes), randomness=randomness) if stacked else of_client
+
+
+def example_loss(
+    model: FlatModel, chosen: Mapping[str, Tensor], others: Mapping[str, Tensor], x: Any, y: Tensor | None
+) -> Tensor:
+    """Return the loss of one example, without the axis of a batch, at leaves in two parts."""
+    one = tree_map(lambda t: t[None], x)
+    return model.loss(Leaves({**others, **chosen}), one, None if y is None else y[None]).sum()
 
 
 _Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Any]

@@ -16,7 +16,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
@@ -381,17 +381,10 @@ class _Lookups(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") in LOOKUPS:
             where = self._layers[-1] if self._layers else ""
-            self.found += [(where, integers.clone()) for integers in _integers((args, kwargs or {}))]
+            given = (t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor))
+            integers = [t for t in given if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
+            self.found += [(where, t.clone()) for t in integers]
         return func(*args, **(kwargs or {}))
-
-
-def _integers(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
-            yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _integers(item)
 
 
 class _Walk:

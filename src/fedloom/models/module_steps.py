@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import vmap
 from torch.utils._pytree import tree_map
 
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
-from fedloom.models.flat import FlatModel, Leaves
+from fedloom.models.flat import FlatModel, Leaves, vmapped_gradients
 from fedloom.models.module_call import ModuleInputs
 from fedloom.models.module_check import TrialData
 from fedloom.models.module_draws import near
@@ -208,19 +208,13 @@ class _Trial:
 
     def _example_gradients(self, leaves: Leaves, x: Any, y: Tensor) -> list[dict[str, Tensor]]:
         """Return the gradients of each example, ``[b, *shape]``, of one client and, if needed, of two together."""
-
-        def loss(w: dict[str, Tensor], x: Any, y: Tensor) -> Tensor:
-            total: Tensor = self.training.loss(Leaves(w), tree_map(lambda t: t[None], x), y[None]).sum()
-            return total
-
-        of_client: Callable[..., dict[str, Tensor]]
-        of_client = vmap(grad(loss), in_dims=(None, 0, 0), randomness=self.randomness)
         w = {name: leaf.detach() for name, leaf in leaves.items()}
         with drawing_with(0):
-            found = [of_client(w, x, y)]
+            found = [vmapped_gradients(self.training, labelled=True, stacked=False)(w, {}, x, y)]
         if self.steps.clients > 1:
+            w, x, y = tree_map(lambda t: torch.stack([t, t]), (w, x, y))
             with drawing_with(0):
-                both = vmap(of_client, randomness=self.randomness)(*tree_map(lambda t: torch.stack([t, t]), (w, x, y)))
+                both = vmapped_gradients(self.training, labelled=True, stacked=True)(w, {}, x, y)
             found += [{name: each[i] for name, each in both.items()} for i in range(2)]
         return found
 
