@@ -425,16 +425,6 @@ def test_a_client_may_fine_tune_its_generated_model(tmp_path: Path) -> None:
     assert PEFLL.titles(literal(personalize_steps=1)) == {"personal": "PeFLL + fine-tuning"}
 
 
-def test_evaluation_does_not_affect_training(tmp_path: Path) -> None:
-    s = literal(local={"steps": 3, "batch_size": 2, "momentum": 0.9}, descriptor={"batch_size": 2})
-    often = federation(tmp_path / "often", PEFLL, s, setup(), clients(SIZES), rounds=2)
-    often.run()
-    never = federation(tmp_path / "never", PEFLL, s, setup(), clients(SIZES), rounds=2)
-    for _ in range(2):
-        never.loop._train_round()
-    assert all(torch.equal(tensor, never.state[name]) for name, tensor in often.state.items())
-
-
 def open_with(s: PeFLLSettings, opening: type, c: ClientData, round: int = 1) -> Any:
     half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)

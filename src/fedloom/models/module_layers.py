@@ -157,11 +157,12 @@ def _copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
         for name, layer in module.named_modules():
             for key, value in vars(layer).items():
                 if key != "_modules" and not _is_copyable(value):
-                    computed = isinstance(value, Tensor)
+                    fix = "Create it where it is used"
+                    if isinstance(value, Tensor):
+                        fix = "Compute it from parameters in `forward`, or by torch.nn.utils.parametrizations"
                     raise ExperimentError(
                         f"{named(name, layer)}: its attribute {key} ({type(value).__name__}) cannot be copied, but "
-                        "each thread trains a copy of the module. "
-                        + ("Compute it from parameters in `forward`" if computed else "Create it where it is used")
+                        f"each thread trains a copy of the module. {fix}"
                     ) from error
         raise ExperimentError(
             f"{KEY}: {type(module).__name__} cannot be copied ({class_and_text(error)}), but each thread needs a copy"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 TaskName: TypeAlias = Literal["classification", "multilabel", "regression", "segmentation", "next_token"]
 """Names of the tasks."""
@@ -226,6 +226,8 @@ def next_tokens(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     If ``y`` equals ``x`` wherever it is not ignored (-100), as language models expect their labels, the target of
     output t is ``y[t + 1]``, and the last output has none. Else ``y[t]`` is the target of output t.
     """
+    import numpy as np
+
     ignored = IGNORED["next_token"]
     same = y == x if x.shape == y.shape else np.zeros(1, dtype=bool)
     if not same.any() or not (same | (y == ignored)).all():
