@@ -27,7 +27,7 @@ from fedloom.algorithms.requirements import check_needs
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.flat import FlatModel, Layout
+from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors, predictors_of
 
 
@@ -144,7 +144,20 @@ class SharedModelServer(base.ServerAlgorithm):
     def __init__(self, settings: Any, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
         self.state["theta"] = setup.model.init(generator, setup.dtype)
-        self.sizes["s"] = setup.model.layout.size
+        layout = setup.model.layout
+        self.sizes["s"] = layout.size
+        self._moving = layout.mask(layout.buffers) if layout.buffers else None  # coordinates of buffers
+
+    def averaged(self, shared: Tensor, updates: Replies[Any], stepped: Tensor) -> Tensor:
+        """Return the shared part after a round, in which buffers are the clients' mean, without rate and momentum.
+
+        These could move a mean of variances out of their range.
+        """
+        if self._moving is None:
+            return stepped
+        s = self.settings
+        mean = mean_update(updates, s) if isinstance(s, Averaging) else updates.mean(updates.delta_theta)
+        return torch.where(self._moving, shared + mean, stepped)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
@@ -157,14 +170,14 @@ class FedAvgServer(SharedModelServer):
     def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup, generator)
         self.method = method
-        theta, layout = self.state["theta"], setup.model.layout
+        theta = self.state["theta"]
         division = method.division(setup, settings)
         whole = division.first is None
         part = method.part(setup) if whole else division.sent
         self.sizes["s"] = len(theta[part])
         self.state["theta"] = theta if method.sends_all else theta[part].clone()
         self._part = part if method.sends_all else slice(None)  # of the kept tensor
-        self._moving = layout.mask(layout.buffers)[part] if layout.buffers else None
+        self._moving = None if self._moving is None else self._moving[part]
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the method's bounds of an update."""
@@ -173,14 +186,6 @@ class FedAvgServer(SharedModelServer):
     def aggregate(self, shared: Tensor, updates: Replies[Any]) -> Tensor:
         """Return the shared part after a round."""
         return self.method.aggregate(shared, updates, self.settings)
-
-    def averaged(self, shared: Tensor, updates: Replies[Any], stepped: Tensor) -> Tensor:
-        """Return the shared part after a round, in which buffers are the clients' mean, without rate and momentum."""
-        if self._moving is None:
-            return stepped
-        s = self.settings
-        mean = mean_update(updates, s) if isinstance(s, Averaging) else updates.mean(updates.delta_theta)
-        return torch.where(self._moving, shared + mean, stepped)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Let a cohort train the shared model, and aggregate the updates."""
@@ -403,16 +408,6 @@ def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
     weights = updates.weights if s.weighting == "examples" else updates.mean_weights
     mean: Tensor = updates.mean(changes, weights)
     return mean
-
-
-def buffers_by_mean(layout: Layout, theta: Tensor, mean: Tensor, stepped: Tensor) -> Tensor:
-    """Return θ ``[d]`` after a server's step, in which buffers move by the clients' mean change alone.
-
-    A rate or a momentum could move a mean of variances out of their range.
-    """
-    if not layout.buffers:
-        return stepped
-    return torch.where(layout.mask(layout.buffers), theta + mean, stepped)
 
 
 def norms_of(updates: Replies[Any], s: Any) -> dict[str, float]:

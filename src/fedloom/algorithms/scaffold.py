@@ -20,7 +20,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, Update, buffers_by_mean
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, Update
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
@@ -39,10 +39,8 @@ class ScaffoldServer(SharedModelServer):
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
         share = updates.count / len(self.setup.roster)
-        mean = updates.mean(updates.delta_theta)
-        self.state["theta"] = buffers_by_mean(
-            self.setup.model.layout, theta, mean, theta + self.settings.server_lr * mean
-        )  # line 8
+        stepped = theta + self.settings.server_lr * updates.mean(updates.delta_theta)
+        self.state["theta"] = self.averaged(theta, updates, stepped)  # line 8
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
         return base.statistics_of(updates)
 
