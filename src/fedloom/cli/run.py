@@ -20,7 +20,7 @@ from fedloom.cli.options import (
     act_at_eof,
     with_options,
 )
-from fedloom.core.garbage import collection_paused
+from fedloom.core.memory import collection_paused
 from fedloom.engine.options import JobOptions, RunOptions, ServingOptions
 
 if TYPE_CHECKING:

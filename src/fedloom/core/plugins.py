@@ -28,17 +28,14 @@ def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 def plugins(group: str, kind: type[T]) -> list[T]:
     """Load everything that installed packages register in a group, sorted by name.
 
+    Raise ExperimentError if an object cannot be loaded, or is of another class.
+
     Parameters
     ----------
     group
         ``fedloom.datasets``, ``fedloom.tasks`` or ``fedloom.models``.
     kind
         Required class of each object.
-
-    Raises
-    ------
-    ExperimentError
-        If an object cannot be loaded, or is of another class.
     """
     return [load_plugin(point, kind) for point in entries(group)]
 
@@ -73,15 +70,12 @@ def capability(name: str, user: str | None = None) -> Any:
 def load_plugin(point: EntryPoint, kind: type[T]) -> T:
     """Load the object behind an entry point.
 
+    Raise ExperimentError if it cannot be loaded, or is of another class: package, name and reason.
+
     Parameters
     ----------
     kind
         Required class of the object.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot be loaded, or is of another class: package, name and reason.
     """
     try:
         loaded = point.load()

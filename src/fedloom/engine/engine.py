@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.core.garbage import imports_frozen
 from fedloom.core.logs import lines_about
+from fedloom.core.memory import imports_frozen
 from fedloom.core.plugins import capability
 from fedloom.engine import loops, results
 from fedloom.engine.assemble import RunContext, fingerprint, make_parts, use_device
