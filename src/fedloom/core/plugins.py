@@ -63,11 +63,18 @@ def capability(name: str, user: str | None = None) -> Any:
             try:
                 return point.load()
             except ModuleNotFoundError as error:
-                if not (error.name or "").startswith("fedloom."):
+                if missing_part(error) is None:
                     raise
     if user is not None:
         raise ExperimentError(f"{user} needs FedLoom's part {name!r}, which this installation lacks.")
     return None
+
+
+def missing_part(error: Exception) -> str | None:
+    """Return the message for an import of an optional part that this installation lacks; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not (error.name or "").startswith("fedloom."):
+        return None
+    return f"this installation lacks the part {str(error.name).split('.')[1]!r} of FedLoom."
 
 
 def load_plugin(point: EntryPoint, kind: type[T]) -> T:
