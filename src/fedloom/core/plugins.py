@@ -63,10 +63,11 @@ def capability(name: str, user: str | None = None) -> Any:
             try:
                 return point.load()
             except ModuleNotFoundError as error:
-                if missing_part(error) is None:
+                reason = missing_part(error)
+                if reason is None:
                     raise
-    if user is not None:
-        raise ExperimentError(f"{user} needs FedLoom's part {name!r}, which this installation lacks.")
+                if user is not None:
+                    raise ExperimentError(f"{user}: {reason}") from error
     return None
 
 
@@ -74,7 +75,7 @@ def missing_part(error: Exception) -> str | None:
     """Return the message for an import of an optional part that this installation lacks; None for other errors."""
     if not isinstance(error, ModuleNotFoundError) or not (error.name or "").startswith("fedloom."):
         return None
-    return f"this installation lacks the part {str(error.name).split('.')[1]!r} of FedLoom."
+    return f"this installation lacks FedLoom's part {str(error.name).split('.')[1]!r}"
 
 
 def load_plugin(point: EntryPoint, kind: type[T]) -> T:

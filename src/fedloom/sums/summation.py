@@ -17,24 +17,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
+from fedloom.core.digests import combined_digest
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
-from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.cohort import RemoteCohort
-from fedloom.federation.private_sums import Draw, PrivateSums
+from fedloom.federation.private_sums import (
+    BIT,
+    Draw,
+    PrivateSums,
+    Values,
+    bit_of,
+    changes_of,
+    noisy_names,
+    norm_of,
+    slack_of,
+)
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import FieldSum, Message, Metrics, Replies, SummedMetrics, Sums
 from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
 from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation, TrainingPrivacy, least_survivors
-from fedloom.security.masks import Integers
-from fedloom.security.secure_sum import (
-    KEY_BYTES,
-    REVEALED_BYTES,
-    SHARED_BYTES,
-    MaskedVector,
-    SecureSumAggregator,
-)
-from fedloom.security.sum_keys import TAG_BYTES
-from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+from fedloom.sums.masks import Integers
 from fedloom.sums.messages import (
     STEPS,
     VOCABULARY,
@@ -46,15 +47,22 @@ from fedloom.sums.messages import (
     KeyRoster,
     MaskedAnswer,
     MemberKeys,
+    Question,
     RevealedShares,
     ShareDelivery,
     SumSession,
     Survivors,
     names_as_bytes,
 )
-from fedloom.sums.private_vector import PrivateVector
-from fedloom.sums.question import Question, combined_digest
-from fedloom.sums.vector import MOST_MEMBERS, SumVector, graph_of
+from fedloom.sums.secure_sum import (
+    KEY_BYTES,
+    REVEALED_BYTES,
+    SHARED_BYTES,
+    MaskedVector,
+    SecureSumAggregator,
+)
+from fedloom.sums.session import SESSION_BYTES, TAG_BYTES, SessionParameters
+from fedloom.sums.vector import MOST_MEMBERS, PrivateVector, SumVector, graph_of
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,10 @@ class Summation:
             )
         numbers = (str(self.secure), str(self.privacy), self.clients_per_round, clip, self.largest(members))
         return combined_digest(self.run, key.purpose, key.round, asked.digest, answer.__name__, *numbers, *members)
+
+    def observed_by(self, observe: Callable[[ConversationKey, Sequence[str], Sums[Any]], None]) -> Summation:
+        """Return the same sums, each of which is also given to a function."""
+        return replace(self, observe=observe)
 
     @property
     def vocabulary(self) -> Mapping[str, type[Message]]:
