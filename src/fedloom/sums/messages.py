@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.core.digests import combined_digest, framed
+from fedloom.core.digests import combined_digest, length_prefixed
 from fedloom.messages import Message, Quantity, broadcast, rows
 
 
@@ -166,6 +166,6 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest.update(framed(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode()))
+        digest.update(length_prefixed(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode()))
         digest.update(content)
     return digest.digest()
