@@ -12,9 +12,10 @@ from pathlib import Path
 from random import Random
 
 from forked import children, cmdline
+from ports import free_address
 from run_processes import alive, rounds
 
-from faults.place import METHODS, Broken, Place, Running, durable, free_port, journal_lines, wait_until
+from faults.place import METHODS, Broken, Place, Running, durable, journal_lines, wait_until
 from faults.table import Fault, Tried
 from fedloom.algorithms.base import find_algorithm
 from fedloom.runs.folder import RunFolder
@@ -121,7 +122,7 @@ class Federation:
         """
         self.out = place.new()
         self.experiment = experiment
-        self.listen = f"127.0.0.1:{free_port()}"
+        self.listen = free_address()
         self._place, self._stack, self._url, self._files = place, stack, url, files
         self.tolerated = tolerated
         """Codes of the aggregator after which it is started again."""

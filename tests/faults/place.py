@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -269,14 +268,6 @@ def wait_until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> Non
         if time.monotonic() > deadline:
             raise Broken(f"it never happened in {patience_s:g} s: {what}")
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    """Return a port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def journal_lines(run: Path, up_to: int) -> list[str]:

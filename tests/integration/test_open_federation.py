@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,14 +19,15 @@ import grpc
 import numpy as np
 import pytest
 from facts import tells
+from ports import free_address
 from run_processes import WAIT_S, ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
 from safetensors.torch import load
 from transport_support import Hostile
+from vowel_data import vowel_examples
 
 from fedloom.algorithms.base import find_algorithm
 from fedloom.data.datasets import find_dataset
-from fedloom.data.datasets.vowel import read_vowel
 from fedloom.data.input_spec import Normalization
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
@@ -47,7 +47,6 @@ from fedloom.transport.wire import federation_pb2 as wire
 
 CLASS_NAMES = find_dataset("vowel").spec.class_names
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 GIVEN = f"{{mean: {[0.0] * 9}, std: {[1.0] * 9}}}"
 OWN = Own(kind="features", input_shape=(9,), classes=CLASS_NAMES)
 
@@ -67,9 +66,7 @@ runtime: {{workers: 0}}
 def members(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return six packed speakers: ``s0`` to ``s5``."""
     root = tmp_path_factory.mktemp("members")
-    official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
-    pools = (official.train, official.test)
-    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
+    x, y, owners = vowel_examples()
     for speaker in range(6):
         np.savez(root / "source.npz", x=x[owners == speaker], y=y[owners == speaker])
         pack(root / "source.npz", root / f"s{speaker}", PackSettings(f"speaker-{speaker}", Request(OWN)))
@@ -83,9 +80,7 @@ class Federation:
         self.run, self.members, self._processes = folder / "run", members, processes
         self.experiment = folder / "vowels.yaml"
         self.experiment.write_text(experiment)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = free_address()
 
     def aggregator(self, *arguments: object, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         at = ("aggregator", self.experiment, "--listen", self.address, "--out", self.run, "--no-report")
@@ -110,13 +105,8 @@ class Federation:
 
     def replay(self, out: Path, *observes: int) -> Path:
         data = [self.members / f"s{i}" for i in range(6) if i not in observes]
-        options = RunOptions(
-            out,
-            replay=self.run,
-            packed=tuple(data),
-            observe=tuple(self.members / f"s{i}" for i in observes),
-            report=False,
-        )
+        observe = tuple(self.members / f"s{i}" for i in observes)
+        options = RunOptions(out, replay=self.run, packed=tuple(data), observe=observe, report=False)
         run_experiment(load_experiment(self.experiment), options)
         return out
 

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from facts import mentions, tells
 from run_processes import final
+from vowel_data import vowel_examples
 
 import fedloom as python
 from fedloom.core.words import rounded_up
 from fedloom.data.datasets import find_dataset
-from fedloom.data.datasets.vowel import read_vowel
 from fedloom.engine import trained
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions
@@ -33,8 +32,6 @@ FEATURES = tuple(f"V{i}" for i in range(2, 11))
 pytestmark = pytest.mark.usefixtures("forks")
 
 CLASS_NAMES = find_dataset("vowel").spec.class_names
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 EXPERIMENT = f"""\
 name: vowels
@@ -64,9 +61,7 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
     """Pack five speakers, each from a separate CSV file."""
-    official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
-    pools = (official.train, official.test)
-    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
+    x, y, owners = vowel_examples()
     for speaker in range(5):
         lines = [
             ",".join([CLASS_NAMES[label], *map(repr, map(float, row))])

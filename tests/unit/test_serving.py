@@ -8,7 +8,6 @@ import json
 import math
 import queue
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from facts import refusing, tells
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_address, free_port
 from run_processes import WAIT_S, started
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -175,9 +175,7 @@ def test_more_conversations_than_streams_all_complete(run: Path) -> None:
 
 def test_memory_of_one_run_is_not_passed_to_another(run: Path, tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["fedavg"]).run()
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{chosen.getsockname()[1]}"
+    at = free_address()
     for folder in (run, tmp_path / "run"):
         with served(folder, listen=at):
             model = fedloom.personalize(at, *examples(1))
@@ -760,9 +758,7 @@ def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
     assert torch.equal(first.v, second.v)  # a broken conversation: repeating it reveals nothing more
     with pytest.raises(QuorumError, match="another round"):
         client.speak(2, 0, openings[1])
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{chosen.getsockname()[1]}"
+    at = free_address()
     with served(run, listen=at, checkpoint="0"):
         fedloom.personalize(at, x, y)
     with served(run, listen=at, checkpoint="2"):  # models cached from round 0 are not used
@@ -865,9 +861,7 @@ def test_an_aggregator_serves_models_of_its_last_durable_round(tmp_path: Path) -
 
 
 def test_serving_exports_prometheus_metrics(run: Path) -> None:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
+    port = free_port()
     with served(run, metrics=f"127.0.0.1:{port}") as at:
         fedloom.personalize(at, *examples(1))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
