@@ -60,7 +60,7 @@ from fedloom.sums.messages import VOCABULARY
 from fedloom.sums.summation import Summation
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 CLASSES = 10

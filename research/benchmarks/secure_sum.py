@@ -28,11 +28,10 @@ from common import describe, machine, table, write_json
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.security.masks import from_integers, to_integers
-from fedloom.security.secure_sum import REVEALED_BYTES, SecureSumAggregator, SecureSumMember
 from fedloom.security.signing import KeySigner, KeyVerifier, NoSigner, NoVerifier, RegisteredKey
-from fedloom.security.sum_keys import TAG_BYTES, agree
-from fedloom.security.sum_session import SessionParameters, default_degree, default_threshold
+from fedloom.sums.masks import from_integers, to_integers
+from fedloom.sums.secure_sum import REVEALED_BYTES, SecureSumAggregator, SecureSumMember
+from fedloom.sums.session import TAG_BYTES, SessionParameters, agree, default_degree, default_threshold
 
 BOUND = 1.0
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")

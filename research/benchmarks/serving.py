@@ -45,8 +45,8 @@ from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.frames import WireError, seal_frame, serialize
-from fedloom.transport.model_stream import PERSONALIZE, SERVICE, PartReader, message_frames
 from fedloom.transport.newcomer import Models
+from fedloom.transport.stream import MODELS, PERSONALIZE, PartReader, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 CLIENTS, CLASSES, DESCRIPTORS = 100, 10, 64
@@ -117,7 +117,7 @@ async def loaded(
     asks = [] if bare else await _asks(addresses[0], descriptors(size))
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channels = [grpc.aio.insecure_channel(a, options=options) for a in addresses for _ in range(2)]
-    method = BARE if bare else f"/{SERVICE}/{PERSONALIZE}"
+    method = BARE if bare else f"/{MODELS}/{PERSONALIZE}"
     calls = [channel.stream_stream(method) for channel in channels]
     load, number = Load(), 0
 
@@ -303,7 +303,7 @@ def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds:
         while time.perf_counter() < ends:
             async with grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
                 for i in range(8):
-                    call = channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")(timeout=10)
+                    call = channel.stream_stream(f"/{MODELS}/{PERSONALIZE}")(timeout=10)
                     try:
                         reader = PartReader(call.read, wire.ModelFrame)
                         for frame in asks[i]:

@@ -21,15 +21,15 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.engine import assemble, loops, run_data
 from fedloom.engine.assemble import RunContext
 from fedloom.evaluation.plan import EvaluationResult
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
-from fedloom.federation.loop_config import LoopHooks
-from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic, Transport
 from fedloom.messages import Message
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
+from fedloom.transport.exchanges import deal
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "pefll:subspace": {

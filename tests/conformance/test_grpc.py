@@ -14,7 +14,7 @@ from fedloom.federation.loop import vocabulary
 from fedloom.sums.messages import VOCABULARY
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 WORKERS = 2

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.federation.transport import Call
 from fedloom.runs.journal import EVALUATED, Attempt
-from fedloom.security.masks import scale
+from fedloom.sums.masks import scale
 from fedloom.sums.messages import STEPS, ConfirmationDelivery, Survivors
 
 AT = 2

@@ -30,7 +30,7 @@ from fedloom.federation.transport import Call
 from fedloom.sums.messages import VOCABULARY, KeyRoster, ShareDelivery
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.exchanges import ServedRun
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 

@@ -17,8 +17,7 @@ from transport_support import Worker, key, make_aggregator, start_call, until
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, StorageError
 from fedloom.federation.activity import Group, LastEvaluation, RosterClient
-from fedloom.federation.control import Control, read_pause
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate

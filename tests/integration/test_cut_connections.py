@@ -15,8 +15,8 @@ from fedloom.engine import assemble, distributed, loops, run_data
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import WorkerOptions
 from fedloom.engine.worker import Worker
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import vocabulary
-from fedloom.federation.loop_config import LoopHooks
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.transport.aggregator import Aggregator

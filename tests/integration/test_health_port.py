@@ -16,7 +16,7 @@ from transport_support import make_aggregator
 
 from fedloom.engine.stop_request import StopRequest
 from fedloom.errors import ExperimentError
-from fedloom.transport.health import Health
+from fedloom.transport.server import Health
 
 
 def probe(address: str, path: str = "/healthz") -> int:

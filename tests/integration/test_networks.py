@@ -15,8 +15,8 @@ from transport_support import Proxy, Worker, expected, make_aggregator, start_ca
 
 from fedloom.errors import ExperimentError
 from fedloom.transport import stream
-from fedloom.transport.bandwidth import Bandwidth, BandwidthLimiter, parse_bandwidth
 from fedloom.transport.frames import FRAME_BYTES
+from fedloom.transport.limits import Bandwidth, BandwidthLimiter, parse_bandwidth
 
 CLIENTS = ("anna", "bo", "carla", "dai", "emil")
 

@@ -45,7 +45,7 @@ from fedloom.sums.messages import (
     Survivors,
 )
 from fedloom.sums.revealed_sums import RevealedSums
-from fedloom.transport.introduction import Introduction
+from fedloom.transport.stream import Introduction
 from fedloom.transport.worker import serve
 
 SECURE = SecureAggregation(signatures="none")

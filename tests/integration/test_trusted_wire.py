@@ -26,17 +26,16 @@ import fedloom
 from fedloom.cluster.progress_client import ProgressClient
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
-from fedloom.federation.control import Control
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.roster import AvailableClients
 from fedloom.security import access, audit, certificates
+from fedloom.security.access import Role, read_identities
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.files import ReloadingFile
-from fedloom.security.identities import Role, read_identities
 from fedloom.security.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import add_token, make_token, revoke_tokens, token_id
-from fedloom.transport import control, gate, model_stream, stream, worker_connection
+from fedloom.transport import control, gate, stream, worker_connection
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
 from fedloom.transport.control import follow
@@ -226,13 +225,13 @@ CONTROLLED = {
 
 
 def call_describe(channel, metadata):
-    method = channel.unary_unary(f"/{model_stream.SERVICE}/{model_stream.DESCRIBE}")
+    method = channel.unary_unary(f"/{stream.MODELS}/{stream.DESCRIBE}")
     return models.Described.FromString(method(b"", metadata=metadata, timeout=10)) is not None
 
 
 def call_personalize(channel, metadata):
     ask = models.NewcomerPart(ask=models.Ask(client="a 1", package=fedloom.__version__))
-    method = channel.stream_stream(f"/{model_stream.SERVICE}/{model_stream.PERSONALIZE}")
+    method = channel.stream_stream(f"/{stream.MODELS}/{stream.PERSONALIZE}")
     try:
         return next(method(iter([seal_frame(serialize(ask))]), metadata=metadata, timeout=10))
     except grpc.RpcError as error:

@@ -30,11 +30,10 @@ from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.control import Control
+from fedloom.federation.evaluator import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
-from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases

@@ -38,8 +38,7 @@ from fedloom.privacy.settings import SecureAggregation
 from fedloom.runs.journal import Attempt
 from fedloom.security.signing import KeySigner, KeyVerifier, RegisteredKey, Signing
 from fedloom.sums.held_answers import HeldAnswers
-from fedloom.sums.messages import VOCABULARY, MaskedAnswer, SumSession, names_from_bytes
-from fedloom.sums.question import Question
+from fedloom.sums.messages import VOCABULARY, MaskedAnswer, Question, SumSession, names_from_bytes
 from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.sums.summation import Summation
 

@@ -15,10 +15,10 @@ import numpy as np
 from secure_sums import Session
 
 from fedloom.errors import RefusedError
-from fedloom.security.masks import Integers, add_masks
-from fedloom.security.secure_sum import BOX_BYTES, OF_SEEDS, OF_SELF_MASK, Bytes, MaskedVector, SecureSumMember
-from fedloom.security.shamir import SHARE_BYTES, combine
-from fedloom.security.sum_keys import seed_pads, self_mask_seed, xor
+from fedloom.sums.masks import Integers, add_masks
+from fedloom.sums.secure_sum import BOX_BYTES, OF_SEEDS, OF_SELF_MASK, Bytes, MaskedVector, SecureSumMember
+from fedloom.sums.session import seed_pads, self_mask_seed, xor
+from fedloom.sums.shamir import SHARE_BYTES, combine
 
 Learned = list[tuple[frozenset[int], Integers]]
 

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import QuorumError
-from fedloom.security.masks import Integers, integer_type
-from fedloom.security.secure_sum import Bytes, Flags, SecureSumAggregator, SecureSumMember
 from fedloom.security.signing import NoSigner, NoVerifier
-from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+from fedloom.sums.masks import Integers, integer_type
+from fedloom.sums.secure_sum import Bytes, Flags, SecureSumAggregator, SecureSumMember
+from fedloom.sums.session import SESSION_BYTES, SessionParameters
 
 STEPS = ("advertise", "share", "mask", "confirm", "unmask")
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from fedloom.cli.run import aggregator_command as aggregator
 from fedloom.cli.worker import worker
+from fedloom.core.address import dialable, split_address
 from fedloom.errors import ExperimentError
-from fedloom.transport.address import dialable, split_address
 
 
 @pytest.mark.parametrize(

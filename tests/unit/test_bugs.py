@@ -27,9 +27,9 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import DataError, QuorumError, raised_at
-from fedloom.federation.bugs import is_bug, place, safe_reason
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
+from fedloom.federation.validation import is_bug, place, safe_reason
 from fedloom.messages import Message
 
 SETTINGS = FedAvgSettings(local=LocalSGD(steps=1, batch_size=2))

@@ -15,8 +15,7 @@ from facts import tells
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
 from fedloom.security import certificates
-from fedloom.security.certificates import EARLIER, make_ca, make_certificate
-from fedloom.security.credentials import read_ca, read_key_pair
+from fedloom.security.certificates import EARLIER, make_ca, make_certificate, read_ca, read_key_pair
 from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import make_token
 

@@ -63,7 +63,7 @@ ARROWS: dict[str, set[str]] = {
         "runs",
         "federation",
     },
-    "security": {"data", "privacy", "storage", "experiment"},
+    "security": {"data", "storage", "experiment"},
     "transport": {
         "security",
         "models",

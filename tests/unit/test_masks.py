@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import DataError, ExperimentError
-from fedloom.security.masks import CHUNK, add_masks, from_integers, integer_type, key_stream, scale, to_integers
+from fedloom.sums.masks import CHUNK, add_masks, from_integers, integer_type, key_stream, scale, to_integers
 
 BOUNDS = st.floats(1e-30, 1e30)
 

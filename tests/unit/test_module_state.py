@@ -42,7 +42,7 @@ from fedloom.models.predictors import predictors_of
 from fedloom.runs.folder import RunFolder
 from fedloom.serving.personal import DescribedRun
 from fedloom.serving.serve import about
-from fedloom.transport.introduction import Joined
+from fedloom.transport.stream import Joined
 
 SHAPE = (3, 8, 8)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import DataError
-from fedloom.sums.moment_digits import (
+from fedloom.sums.measuring import (
     SQUARE_DIGITS,
     SQUARE_SCALE,
     SUM_DIGITS,

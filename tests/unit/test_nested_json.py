@@ -23,7 +23,7 @@ from fedloom.ledger.ledger import PrivacyAccountant
 from fedloom.privacy.spent import PrivacyGuarantee
 from fedloom.runs import checkpoint as tensor_file
 from fedloom.runs.folder import RunFolder
-from fedloom.security.identities import read_identities
+from fedloom.security.access import read_identities
 from fedloom.transport.newcomer import _found
 from fedloom.transport.wire import personalization_pb2 as personalization
 

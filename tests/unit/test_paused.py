@@ -16,8 +16,7 @@ from published_runs import aggregator, run_folder
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError, InterruptedRun, StorageError
-from fedloom.federation.control import NAME, Control, read_pause
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import NAME, Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal
 from fedloom.storage import open_store

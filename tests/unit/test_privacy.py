@@ -41,7 +41,7 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.embedding import EmbeddingSettings, clipped
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
-from fedloom.transport.introduction import Joined
+from fedloom.transport.stream import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
 

@@ -24,8 +24,7 @@ from fedloom.algorithms.pfedbayes import GlobalGaussian, LocalizedGaussian
 from fedloom.algorithms.scaffold import ControlledUpdate
 from fedloom.errors import DataError, ExperimentError, QuorumError
 from fedloom.experiment import load_experiment
-from fedloom.federation.clipping import BIT, clipped_answer, clipped_values
-from fedloom.federation.private_sums import PrivateSums
+from fedloom.federation.private_sums import BIT, PrivateSums, clipped_answer, clipped_values
 from fedloom.federation.releases import count_training_releases
 from fedloom.federation.transport import ConversationKey
 from fedloom.models.mlp import MLP
@@ -36,8 +35,8 @@ from fedloom.privacy.noise import NoiseSource
 from fedloom.privacy.settings import AdaptiveClip, SecureAggregation, TrainingPrivacy
 from fedloom.security.signing import NO_SIGNING
 from fedloom.sums.held_answers import HeldAnswers
-from fedloom.sums.private_vector import PrivateVector
 from fedloom.sums.summation import Summation
+from fedloom.sums.vector import PrivateVector
 
 METHODS = (
     "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",

@@ -19,7 +19,7 @@ from fedloom.engine.run_data import open_manifest
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment, load_experiment
 from fedloom.messages import Message
-from fedloom.sums.question import Question, combined_digest, digest_of_tensors
+from fedloom.sums.messages import Question, combined_digest, digest_of_tensors
 
 OWN = """
 name: sites

@@ -11,7 +11,7 @@ import pytest
 from facts import mentions, refusing
 
 from fedloom.errors import DataError, RefusedError, StorageError
-from fedloom.sums.question import combined_digest
+from fedloom.sums.messages import combined_digest
 from fedloom.sums.revealed_sums import RECORD, RevealedSums, Subject
 
 
@@ -84,7 +84,7 @@ def test_concurrent_processes_share_the_record(tmp_path: Path) -> None:
 def test_a_killed_process_has_recorded_all_that_it_allowed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, pathlib
-from fedloom.sums.question import combined_digest
+from fedloom.sums.messages import combined_digest
 from fedloom.sums.revealed_sums import RevealedSums, Subject
 sums = RevealedSums(pathlib.Path({str(tmp_path)!r}))
 for round in range(1, 9):

@@ -10,7 +10,7 @@ import pytest
 from secure_sums import STEPS, Session, parameters, vectors
 
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
-from fedloom.security.sum_session import SessionParameters
+from fedloom.sums.session import SessionParameters
 
 
 @pytest.mark.parametrize("bits", [32, 64])

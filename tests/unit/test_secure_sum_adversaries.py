@@ -15,9 +15,9 @@ from secure_sum_adversary import Adversary, Lies, attack
 from secure_sums import Session, parameters, total, vectors
 
 from fedloom.errors import QuorumError, RefusedError
-from fedloom.security.secure_sum import OF_SEEDS, OF_SELF_MASK, SHARED_BYTES, SecureSumMember
 from fedloom.security.signing import KeySigner, KeyVerifier, NoSigner, NoVerifier, RegisteredKey
-from fedloom.security.sum_keys import PUBLIC_BYTES
+from fedloom.sums.secure_sum import OF_SEEDS, OF_SELF_MASK, SHARED_BYTES, SecureSumMember
+from fedloom.sums.session import PUBLIC_BYTES
 
 # --- knowledge of an aggregator and colluding members ----------------------------------------------------------------
 

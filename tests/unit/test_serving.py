@@ -62,9 +62,9 @@ from fedloom.serving.personalization import PersonalizationRequest
 from fedloom.serving.serve import DurableRounds, model_service
 from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
-from fedloom.transport.model_stream import PERSONALIZE, RETRY, SERVICE, message_frames
 from fedloom.transport.newcomer import Models
 from fedloom.transport.personalization import ModelServerSettings
+from fedloom.transport.stream import MODELS, PERSONALIZE, RETRY, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
@@ -228,7 +228,7 @@ class Raw:
 
     def __enter__(self) -> Raw:
         self._out = queue.Queue()
-        call = self._channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")
+        call = self._channel.stream_stream(f"/{MODELS}/{PERSONALIZE}")
         self.call = call(iter(self._out.get, None), timeout=WAIT_S)
         return self
 
@@ -876,7 +876,7 @@ def test_a_terminated_server_drains(run: Path) -> None:
         assert process.stdout is not None
         at = next(line for line in process.stdout if "serving models of" in line).split()[-1]
         with Raw(at) as raw, grpc.insecure_channel(at) as channel:
-            asked = health_pb2.HealthCheckRequest(service=SERVICE)
+            asked = health_pb2.HealthCheckRequest(service=MODELS)
             assert health_pb2_grpc.HealthStub(channel).Check(asked).status == health_pb2.HealthCheckResponse.SERVING
             raw.ask()
             raw.read()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedloom.security.shamir import PRIME, SHARE_BYTES, combine, correct, random_secret, split
+from fedloom.sums.shamir import PRIME, SHARE_BYTES, combine, correct, random_secret, split
 
 SECRETS = st.one_of(st.integers(0, PRIME - 1), st.sampled_from([0, 1, PRIME - 1]))
 

@@ -11,9 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from facts import refusing
 
 from fedloom.errors import ExperimentError, RefusedError
-from fedloom.security.certificates import make_ca, make_certificate
-from fedloom.security.credentials import read_ca, read_key_pair
-from fedloom.security.identities import read_identities
+from fedloom.security.access import read_identities
+from fedloom.security.certificates import make_ca, make_certificate, read_ca, read_key_pair
 from fedloom.security.signing import (
     CertificateSigner,
     CertificateVerifier,

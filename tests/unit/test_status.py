@@ -23,7 +23,7 @@ from fedloom.cli.main import app
 from fedloom.cli.status import duration, status_lines
 from fedloom.errors import AbandonedError, DataError
 from fedloom.federation.activity import Activity, Awaited, ConnectedWorker
-from fedloom.federation.control import Control
+from fedloom.federation.monitor import Control
 from fedloom.reporting.status import RunStatus
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs, newest_run

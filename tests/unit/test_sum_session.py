@@ -12,7 +12,7 @@ from secure_sums import parameters
 
 from fedloom.errors import ExperimentError
 from fedloom.privacy.settings import SecureAggregation
-from fedloom.security.sum_session import Graph, default_degree, default_threshold
+from fedloom.sums.session import Graph, default_degree, default_threshold
 from fedloom.sums.vector import weaker_graph
 
 

@@ -22,11 +22,22 @@ from pydantic import SecretStr
 from work import lines_run
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
-from fedloom.security.access import SHARED, Access, Admitted, Denied, PeerCredentials
+from fedloom.security.access import (
+    ALLOWED,
+    MAX_CLIENTS,
+    SHARED,
+    Access,
+    Action,
+    Admitted,
+    Denied,
+    Identity,
+    PeerCredentials,
+    Role,
+    read_identities,
+)
 from fedloom.security.audit import KINDS, LONGEST, REPEATED_S, Audit
-from fedloom.security.credentials import Certificate
+from fedloom.security.certificates import Certificate
 from fedloom.security.files import ReloadingFile, read_text
-from fedloom.security.identities import ALLOWED, MAX_CLIENTS, Action, Identity, Role, read_identities
 from fedloom.security.tokens import (
     Tokens,
     add_token,

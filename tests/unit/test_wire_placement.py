@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from fedloom.federation.placement import deal
+from fedloom.transport.exchanges import deal
 
 CLIENTS = [f"client-{i}" for i in range(6)]
 

@@ -24,7 +24,7 @@ from fedloom.engine import assemble, loops, results, run_data
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
-from fedloom.federation.loop_config import LoopHooks
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.models.predictors import ModelPredictor
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings

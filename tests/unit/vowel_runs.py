@@ -13,8 +13,8 @@ from vowel_data import SPEAKERS, vowel_root
 
 from fedloom import experiment as experiments
 from fedloom.engine import assemble, loops, run_data
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import Loop
-from fedloom.federation.loop_config import LoopHooks
 from fedloom.runs.folder import RunFolder
 
 

@@ -117,8 +117,8 @@ def aggregator_command(
     set_: Set = None,
 ) -> None:
     """Run rounds with external workers, started with `fedloom worker`."""
+    from fedloom.core.address import split_address
     from fedloom.security.options import Protection
-    from fedloom.transport.address import split_address
 
     host, _ = split_address(serving.listen, what="--listen", lowest=0)
     protection = access.options()

@@ -48,10 +48,10 @@ def serve_command(
 
     if not is_url(run):
         RunFolder.open(run)  # fail early, before torch is imported
+    from fedloom.core.address import split_address
     from fedloom.experiment import settings_of
     from fedloom.security.options import Protection
     from fedloom.serving.serve import serve_run
-    from fedloom.transport.address import split_address
     from fedloom.transport.personalization import ModelServerSettings
 
     settings = settings_of(ModelServerSettings, set_ or (), "the server")

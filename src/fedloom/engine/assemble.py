@@ -46,7 +46,7 @@ from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import open_store
 from fedloom.sums.held_answers import HeldAnswers
-from fedloom.sums.question import combined_digest
+from fedloom.sums.messages import combined_digest
 from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.sums.summation import Summation
 from fedloom.tasks.base import PredictionTask

@@ -35,9 +35,8 @@ from fedloom.errors import (
     argument,
 )
 from fedloom.experiment import OwnData
-from fedloom.federation.control import Control
 from fedloom.federation.measuring import VOCABULARY
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.roster import AvailableClients
 from fedloom.models.factories import FACTORIES
 from fedloom.security.audit import Audit

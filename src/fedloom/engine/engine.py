@@ -37,11 +37,10 @@ from fedloom.engine.training_privacy import has_secret_noise, with_noise
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.plan import EvaluationResult
 from fedloom.experiment import Experiment
-from fedloom.federation.control import NAME as CONTROL
-from fedloom.federation.control import Control
+from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import Loop
-from fedloom.federation.loop_config import LoopHooks
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import NAME as CONTROL
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.roster import AvailableClients, Roster
 from fedloom.federation.transport import Transport
 from fedloom.runs.files import AGGREGATOR_LOG

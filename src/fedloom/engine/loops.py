@@ -11,9 +11,8 @@ from fedloom.engine.results import extra_metrics
 from fedloom.engine.training_privacy import is_simulation, noisy_steps_of, private_sums_of, tally_of
 from fedloom.experiment import Experiment
 from fedloom.experiment.sections import EarlyStopping
-from fedloom.federation.evaluator import Evaluator
+from fedloom.federation.evaluator import AlgorithmPair, Evaluator, LoopConfig, LoopHooks
 from fedloom.federation.loop import Loop
-from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster

@@ -8,6 +8,7 @@ import math
 import time
 import uuid
 
+from fedloom.core.address import dialable
 from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.engine.assemble import RunContext, make_parts
@@ -19,7 +20,6 @@ from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
 from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.sums.measuring import securely_measured_normalization
-from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
 
 log = logging.getLogger(__name__)

@@ -24,8 +24,8 @@ from fedloom.evaluation.plan import EvaluationResult
 from fedloom.evaluation.summary import LATE, RunCost, RunDescription, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
+from fedloom.federation.evaluator import Extra
 from fedloom.federation.loop import Loop
-from fedloom.federation.loop_config import Extra
 from fedloom.federation.releases import count_releases, count_releases_about
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, Quantity, answer_shapes

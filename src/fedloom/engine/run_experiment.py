@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fedloom import experiment as experiments
+from fedloom.core.address import dialable
 from fedloom.data.manifest import Manifest
 from fedloom.engine.assemble import RunContext, in_process, make_parts, states_of
 from fedloom.engine.distributed import Serving, Workers, with_workers
@@ -19,7 +20,6 @@ from fedloom.experiment import Experiment
 from fedloom.federation.roster import ReplayedRoster
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.journal import Replay
-from fedloom.transport.address import dialable
 
 
 def run_experiment(

@@ -22,7 +22,7 @@ from fedloom.errors import ExperimentError, without_secrets
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.loop_config import Observer
+    from fedloom.federation.evaluator import Observer
     from fedloom.runs.journal import Attempt
 
 GROUP = "fedloom.observers"

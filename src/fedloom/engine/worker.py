@@ -13,6 +13,7 @@ from typing import Any
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.core.address import split_address
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, ClientCard, OwnClients, own_manifest, read_own_shard
@@ -32,9 +33,8 @@ from fedloom.storage.folder import storing
 from fedloom.sums.measuring import securely_measuring_side
 from fedloom.sums.revealed_sums import RevealedSums
 from fedloom.sums.vector import weaker_graph
-from fedloom.transport.address import split_address
-from fedloom.transport.bandwidth import parse_bandwidth
-from fedloom.transport.introduction import Introduction, Joined
+from fedloom.transport.limits import parse_bandwidth
+from fedloom.transport.stream import Introduction, Joined
 from fedloom.transport.worker import Session, serve
 
 log = logging.getLogger(__name__)

@@ -17,11 +17,10 @@ from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
-from fedloom.federation.answer_holder import AnswerHolder
-from fedloom.federation.bugs import is_bug, safe_reason
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
-from fedloom.federation.transport import EVALUATE, TRAIN, ConversationKey, Lost, MissingConversation
+from fedloom.federation.transport import EVALUATE, TRAIN, AnswerHolder, ConversationKey, Lost, MissingConversation
+from fedloom.federation.validation import is_bug, safe_reason
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy

@@ -1,17 +1,19 @@
-"""Evaluation and personalization: conversations with a run's clients outside training."""
+"""Evaluation and personalization: conversations with a run's clients outside training; settings of the round loop."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.data.federated import Manifest
@@ -19,16 +21,16 @@ from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
 from fedloom.evaluation.group_statistics import summed_shapes
 from fedloom.evaluation.measure import implausible
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
-from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.client_side import after_steps_purpose
-from fedloom.federation.cohort import RemoteCohort, RoundConfig, TooFewReplies
-from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
+from fedloom.federation.cohort import RemoteCohort, RoundConfig, Summing, TooFewReplies
+from fedloom.federation.monitor import Control, Monitor
+from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import EVALUATE, TRAIN, Transport
-from fedloom.federation.validation import learning_rates, out_of_range
+from fedloom.federation.validation import is_bug, learning_rates, out_of_range, place
 from fedloom.messages import Message, Metrics, Replies, SummedMetrics, answer_shapes
 from fedloom.privacy.accounting import Release
 from fedloom.privacy.settings import SMALLEST_SUM
@@ -347,3 +349,78 @@ def _in_sums(clients: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     parts = max(1, min(-(-len(clients) // size), len(clients) // SMALLEST_SUM)) if clients else 0
     for i in range(parts):
         yield clients[i * len(clients) // parts : (i + 1) * len(clients) // parts]
+
+
+Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from its server algorithm's records."""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Settings of the loop, from the experiment."""
+
+    rounds: int | None
+    clients_per_round: int
+    deadline_s: float
+    min_replies: int
+    attempts: int
+    checkpoint_every_s: float
+    evaluate_every: int
+    evaluation_cohort: int
+    label_mask: bool
+    seed: int
+    enough: Callable[[int, Best], bool] | None = None
+    """Returns whether the rounds may end after this one, given the best one so far; called after each evaluation."""
+    measure_last: bool = True
+    """True to evaluate the last round."""
+    own_steps: tuple[int, ...] = ()
+    """Numbers of local steps after which the unseen clients are also measured when training has ended."""
+    experiment: str = ""
+    """In an open federation: the shared part of the experiment, which may have changed since the run began."""
+
+
+@dataclass(frozen=True)
+class AlgorithmPair:
+    """Algorithm of a run, and its evaluation plan; the server algorithm is new, and the client algorithm is not run."""
+
+    algorithm: Algorithm
+    server: ServerAlgorithm
+    client: ClientAlgorithm
+    plan: EvaluationPlan
+    summation: Summing | None = None
+    """Settings of sums, if the server uses only sums of the answers; else None."""
+    noisy_steps: Callable[[int, str], Mapping[Release, int]] | None = None
+    """Returns the releases of a client's steps, given its number of training examples and the conversation's purpose;
+    None without privacy of examples."""
+    private: PrivateSums | None = None
+    """Draws and noise of sums over clients; None if clients are not private."""
+
+
+class Observer(Protocol):
+    """Callbacks for run progress."""
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Report a completed round; ``rounds`` is the number to run, None for no limit."""
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """Report a failed attempt."""
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """Report how many clients an evaluation has measured so far."""
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Report a line written to metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """Connections of a loop to the process around it."""
+
+    observer: Observer
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set it (from a signal handler) to end the run, with a checkpoint, after the current exchange."""
+    after: Callable[[int], None] | None = None
+    """Called with each round that has become durable, in the thread that writes checkpoints."""
+    monitor: Monitor = field(default_factory=Monitor)
+    control: Control | None = None
+    """Requests of an operator; without it, the run cannot be paused."""

@@ -21,8 +21,7 @@ from fedloom.evaluation.plan import EvaluationResult
 from fedloom.evaluation.summary import Communication, line_score, metrics_line
 from fedloom.federation.activity import PrivacySpent
 from fedloom.federation.cohort import TooFewReplies
-from fedloom.federation.evaluator import Evaluator
-from fedloom.federation.loop_config import AlgorithmPair, Extra, LoopConfig, LoopHooks
+from fedloom.federation.evaluator import AlgorithmPair, Evaluator, Extra, LoopConfig, LoopHooks
 from fedloom.federation.releases import BudgetSpent, Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster

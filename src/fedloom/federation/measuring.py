@@ -22,9 +22,8 @@ from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.own import ClientCard
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, QuorumError, argument
-from fedloom.federation.answer_holder import AnswerHolder
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
+from fedloom.federation.transport import AnswerHolder, Call, ConversationKey, Lost, Transport
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
 
 log = logging.getLogger("fedloom.federation.measuring")

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from pydantic import BaseModel
 
+from fedloom.errors import FedloomError, raised_at
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, MessageField, Quantity, Shapes
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
@@ -179,3 +182,29 @@ def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
     of the run's floating-point numbers; counts and metrics may always be float64.
     """
     return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
+
+
+_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
+_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
+
+
+def is_bug(error: Exception) -> bool:
+    """Return True if an exception is not caused by the client for which it was raised."""
+    return not isinstance(error, _OF_A_CLIENT)
+
+
+def place(error: Exception) -> str:
+    """Return the line of a bug, ``my_method.py, line 12``, without the folder."""
+    at = raised_at(error)
+    return "unknown line" if at is None else f"{Path(at.filename).name}, line {at.lineno}"
+
+
+def safe_reason(error: Exception) -> str:
+    """Return the error text that is sent to the aggregator: FedLoom's own sentence, or the class and the line of code.
+
+    Other exceptions may quote what they read; their class and line reveal nothing about the data.
+    """
+    text = str(error).splitlines()
+    if isinstance(error, FloatingPointError | FedloomError) and text:
+        return text[0][:300]
+    return f"{type(error).__name__} ({place(error)})"

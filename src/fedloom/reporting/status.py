@@ -11,8 +11,7 @@ from fedloom.core import digests
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.federation.activity import Activity, Phase, RosterClient
-from fedloom.federation.control import read_pause
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Monitor, read_pause
 from fedloom.federation.roster import Member
 from fedloom.runs.files import JOURNAL, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder

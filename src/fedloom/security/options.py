@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,11 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from fedloom.core.address import is_loopback
 from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError, argument, spelled
 from fedloom.security.access import Access
-from fedloom.security.credentials import KeyPair, check_valid, read_ca, read_key_pair
+from fedloom.security.certificates import KeyPair, check_valid, read_ca, read_key_pair
 from fedloom.security.files import ReloadingFile
 from fedloom.security.tokens import checked_token, read_secret
 
@@ -71,14 +71,6 @@ def credential_files(
             )
     named = {name: expanded(environment[FILES[name]], FILES[name]) for name in fields if environment.get(FILES[name])}
     return {**named, **found}
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address is reachable only from this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @dataclass(frozen=True)

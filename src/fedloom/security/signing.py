@@ -38,10 +38,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from fedloom.errors import ExperimentError, RefusedError, argument
-from fedloom.security.certificates import URI
-from fedloom.security.credentials import KeyPair, parse_certificate, read_ca, read_key_pair
+from fedloom.security.access import Identities, Identity, read_identities
+from fedloom.security.certificates import URI, KeyPair, parse_certificate, read_ca, read_key_pair
 from fedloom.security.files import create, read_text
-from fedloom.security.identities import Identities, Identity, read_identities
 from fedloom.security.options import IN_FOLDER, ClientOptions
 
 

@@ -29,15 +29,14 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import fedloom
+from fedloom.core.address import split_address
 from fedloom.core.words import printable
 from fedloom.data.input_spec import DTYPES, InputSpec
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.security.access import Access, Denied, PeerCredentials
+from fedloom.security.access import Access, Action, Denied, Identity, PeerCredentials
 from fedloom.security.audit import Audit
-from fedloom.security.identities import Action, Identity
 from fedloom.security.options import Protection
 from fedloom.serving.saved_models import MODELS, ModelFolder, SavedModel
-from fedloom.transport.address import split_address
 from fedloom.transport.http_server import HttpLimits, http_served
 from fedloom.transport.limits import RateLimitFilter
 from fedloom.transport.personalization import ModelServerSettings

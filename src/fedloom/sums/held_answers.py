@@ -13,16 +13,20 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, RefusedError
-from fedloom.federation.clipping import Values, changes_of, clipped_answer, clipped_values
-from fedloom.federation.private_sums import clipping_rule, noise_source
+from fedloom.federation.private_sums import (
+    Values,
+    changes_of,
+    clipped_answer,
+    clipped_values,
+    clipping_rule,
+    noise_source,
+)
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Message
 from fedloom.privacy.clipped_sum import ClippedSum
 from fedloom.privacy.settings import TrainingPrivacy
-from fedloom.security.masks import Integers
-from fedloom.security.secure_sum import SecureSumMember
 from fedloom.security.signing import Signing
-from fedloom.security.sum_session import SessionParameters
+from fedloom.sums.masks import Integers
 from fedloom.sums.messages import (
     STEPS,
     AnswerReady,
@@ -33,17 +37,20 @@ from fedloom.sums.messages import (
     KeyRoster,
     MaskedAnswer,
     MemberKeys,
+    Question,
     RevealedShares,
     ShareDelivery,
     SumSession,
     Survivors,
+    combined_digest,
+    digest_of_tensors,
     names_from_bytes,
 )
-from fedloom.sums.private_vector import PrivateVector
-from fedloom.sums.question import Question, combined_digest, digest_of_tensors
 from fedloom.sums.revealed_sums import RevealedSums, Subject
+from fedloom.sums.secure_sum import SecureSumMember
+from fedloom.sums.session import SessionParameters
 from fedloom.sums.summation import Summation
-from fedloom.sums.vector import SumVector, graph_of, weaker_graph
+from fedloom.sums.vector import PrivateVector, SumVector, graph_of, weaker_graph
 
 
 @dataclass

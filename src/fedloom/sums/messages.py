@@ -1,13 +1,21 @@
-"""Messages of a secure sum, between the answer of a method's clients and its sum (:mod:`fedloom.security.secure_sum`).
+"""Messages of a secure sum, between the answer of a method's clients and its sum (:mod:`fedloom.sums.secure_sum`).
 
 They are sent like any other messages, in the conversation of the method: five more exchanges follow the message that
 the clients answer.
+
+An aggregator that lies can ask the members of a sum different questions, so that the answers of all but one are known
+or vanish, and read the remaining one from the sum (D. Pasquini, D. Francati, G. Ateniese, Eluding secure aggregation in
+federated learning via model inconsistency, CCS 2022). Each member therefore computes the digest of the
+:class:`Question` from what it has received and from its own experiment. All keys and masks of the sum depend on it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,3 +130,51 @@ def names_from_bytes(data: Tensor) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("not a list of client ids")
     return tuple(names)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Messages that a conversation has sent to all of its clients so far.
+
+    Attributes
+    ----------
+    digest
+        SHA-256 over the classes and broadcasts of the messages, in order; empty before the first.
+    is_shared
+        False if a message had values for single clients, of which the others know nothing.
+    """
+
+    digest: bytes = b""
+    is_shared: bool = True
+
+    @classmethod
+    def from_message(cls, message: Message) -> Question:
+        """Return what one message asks."""
+        fields, tensors = message.fields(), message.tensors()
+        broadcasts = {field.name: tensors[field.name] for field in fields if not field.per_client}
+        asked = combined_digest(type(message).__name__, digest_of_tensors(broadcasts))
+        return cls(asked, all(not field.per_client for field in fields))
+
+    def then(self, other: Question) -> Question:
+        """Return this question followed by another."""
+        return Question(combined_digest(self.digest, other.digest), self.is_shared and other.is_shared)
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the SHA-256 of named tensors: names, types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(_framed(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode()))
+        digest.update(content)
+    return digest.digest()
+
+
+def combined_digest(*parts: bytes | str | float) -> bytes:
+    """Return the SHA-256 of a sequence of values; equal digests mean equal sequences."""
+    encoded = (part if isinstance(part, bytes) else repr(part).encode() for part in parts)
+    return hashlib.sha256(b"fedloom question 1" + b"".join(map(_framed, encoded))).digest()
+
+
+def _framed(part: bytes) -> bytes:
+    return len(part).to_bytes(8, "big") + part

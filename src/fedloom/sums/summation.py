@@ -18,23 +18,23 @@ from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
-from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.cohort import RemoteCohort
-from fedloom.federation.private_sums import Draw, PrivateSums
+from fedloom.federation.private_sums import (
+    BIT,
+    Draw,
+    PrivateSums,
+    Values,
+    bit_of,
+    changes_of,
+    noisy_names,
+    norm_of,
+    slack_of,
+)
 from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import FieldSum, Message, Metrics, Replies, SummedMetrics, Sums
 from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
 from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation, TrainingPrivacy, least_survivors
-from fedloom.security.masks import Integers
-from fedloom.security.secure_sum import (
-    KEY_BYTES,
-    REVEALED_BYTES,
-    SHARED_BYTES,
-    MaskedVector,
-    SecureSumAggregator,
-)
-from fedloom.security.sum_keys import TAG_BYTES
-from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+from fedloom.sums.masks import Integers
 from fedloom.sums.messages import (
     STEPS,
     VOCABULARY,
@@ -46,15 +46,23 @@ from fedloom.sums.messages import (
     KeyRoster,
     MaskedAnswer,
     MemberKeys,
+    Question,
     RevealedShares,
     ShareDelivery,
     SumSession,
     Survivors,
+    combined_digest,
     names_as_bytes,
 )
-from fedloom.sums.private_vector import PrivateVector
-from fedloom.sums.question import Question, combined_digest
-from fedloom.sums.vector import MOST_MEMBERS, SumVector, graph_of
+from fedloom.sums.secure_sum import (
+    KEY_BYTES,
+    REVEALED_BYTES,
+    SHARED_BYTES,
+    MaskedVector,
+    SecureSumAggregator,
+)
+from fedloom.sums.session import SESSION_BYTES, TAG_BYTES, SessionParameters
+from fedloom.sums.vector import MOST_MEMBERS, PrivateVector, SumVector, graph_of
 
 
 @dataclass(frozen=True)

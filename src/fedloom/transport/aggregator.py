@@ -22,8 +22,7 @@ import grpc
 
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity
-from fedloom.federation.control import Control
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.validation import non_finite
@@ -38,10 +37,9 @@ from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Exchange, ServedRun, WorkerInfo
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError
 from fedloom.transport.limits import RateLimitFilter, connections
-from fedloom.transport.model_stream import SERVICE as MODELS
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.server import SERVER_OPTIONS, listening
-from fedloom.transport.stream import METHOD, SERVICE
+from fedloom.transport.stream import METHOD, MODELS, SERVICE
 from fedloom.transport.worker_streams import Admission, ByteCount, WorkerStreams
 
 log = logging.getLogger("fedloom.transport.aggregator")

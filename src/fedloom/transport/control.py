@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import grpc
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.core.address import split_address
 from fedloom.core.words import printable, shortened
 from fedloom.errors import AbandonedError, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.federation.activity import Activity, Phase, RosterClient
 from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial
-from fedloom.transport.address import split_address
 from fedloom.transport.dial import REFUSALS, connection_failure, hint
 from fedloom.transport.wire import control_pb2 as wire
 

@@ -19,13 +19,12 @@ from typing import Any, TypeVar
 
 import grpc
 
+from fedloom.core.address import is_loopback
 from fedloom.core.words import pluralize
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import OVER, Activity, LastEvaluation, Phase, RosterClient
-from fedloom.federation.control import Control
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.monitor import Control, Monitor
 from fedloom.runs.journal import Attempt
-from fedloom.security.options import is_loopback
 from fedloom.transport import stream
 from fedloom.transport.control import CLIENTS, ENDS, PAUSE, RESUME, STATUS, STOP, WATCH, to_wire
 from fedloom.transport.gate import PEER, host_of

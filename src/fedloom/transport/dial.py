@@ -1,4 +1,4 @@
-"""Connections to an aggregator, with our credentials, and readable reasons for their failures.
+"""Connections to an aggregator with our credentials, and readable reasons for their failures.
 
 They are over TLS or in plaintext. gRPC's own messages mention subchannels, address families and frame types.
 """

@@ -15,11 +15,10 @@ from itertools import islice
 from fedloom.core.words import first_of, pluralize
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
-from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Refusals
 from fedloom.transport.codec import encode
-from fedloom.transport.exchanges import Conversations, Exchange, Link, OpenConversation, ServedRun, WorkerInfo
+from fedloom.transport.exchanges import Conversations, Exchange, Link, OpenConversation, ServedRun, WorkerInfo, deal
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.receiver import Receiver
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire

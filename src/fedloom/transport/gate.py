@@ -19,17 +19,15 @@ from grpc_health.v1 import health
 from pydantic import SecretStr
 
 from fedloom.errors import FedloomError
-from fedloom.security.access import SHARED, Access, Admitted, Denied, PeerCredentials
+from fedloom.security.access import SHARED, Access, Action, Admitted, Denied, Identity, PeerCredentials
 from fedloom.security.audit import Audit, Value
-from fedloom.security.credentials import parse_certificate
+from fedloom.security.certificates import parse_certificate
 from fedloom.security.files import ReloadingFile
-from fedloom.security.identities import Action, Identity
 from fedloom.security.options import ServerFiles
-from fedloom.transport import model_stream
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP, WATCH
 from fedloom.transport.dial import FINAL
 from fedloom.transport.limits import TokenBucket
-from fedloom.transport.stream import METHOD, SERVICE
+from fedloom.transport.stream import DESCRIBE, METHOD, MODELS, PERSONALIZE, SERVICE
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -59,8 +57,8 @@ ACTIONS: Mapping[str, Action] = {
     f"/{CONTROL}/{PAUSE}": Action.CONTROL,
     f"/{CONTROL}/{RESUME}": Action.CONTROL,
     f"/{CONTROL}/{STOP}": Action.CONTROL,
-    f"/{model_stream.SERVICE}/{model_stream.DESCRIBE}": Action.PERSONALIZE,
-    f"/{model_stream.SERVICE}/{model_stream.PERSONALIZE}": Action.PERSONALIZE,
+    f"/{MODELS}/{DESCRIBE}": Action.PERSONALIZE,
+    f"/{MODELS}/{PERSONALIZE}": Action.PERSONALIZE,
 }
 """Action that each call requests. Any other call is refused, except health."""
 

@@ -15,8 +15,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from fedloom.core.address import split_address
 from fedloom.errors import ExperimentError, argument
-from fedloom.transport.address import split_address
 from fedloom.transport.limits import RateLimitFilter
 
 REQUEST_BYTES = 1 << 14

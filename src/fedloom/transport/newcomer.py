@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 import fedloom
+from fedloom.core.address import split_address
 from fedloom.core.words import DEEPEST, parsed_json, printable
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, FedloomError, QuorumError, RefusedError
@@ -20,7 +21,6 @@ from fedloom.federation.served import About
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport import dial
-from fedloom.transport.address import split_address
 from fedloom.transport.codec import Cutter, encode
 from fedloom.transport.dial import (
     CHANNEL_OPTIONS,
@@ -31,15 +31,15 @@ from fedloom.transport.dial import (
     perhaps_tls,
 )
 from fedloom.transport.frames import Refusal, WireError, pack_parts, serialize
-from fedloom.transport.model_stream import (
+from fedloom.transport.stream import (
     DESCRIBE,
+    MODELS,
     PERSONALIZE,
+    PROTOCOL,
     RETRY,
-    SERVICE,
     PartReader,
     message_frames,
 )
-from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import personalization_pb2 as wire
 
 MOST_BYTES = 1 << 32
@@ -105,11 +105,11 @@ class Models:
         self._channel = dial.channel(address, self._shown, CHANNEL_OPTIONS)
         self._metadata = dial.metadata(self._shown)
         self._describe = self._channel.unary_unary(
-            f"/{SERVICE}/{DESCRIBE}",
+            f"/{MODELS}/{DESCRIBE}",
             request_serializer=wire.DescribeRequest.SerializeToString,
             response_deserializer=wire.Described.FromString,
         )
-        self._personalize = self._channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")
+        self._personalize = self._channel.stream_stream(f"/{MODELS}/{PERSONALIZE}")
 
     async def close(self) -> None:
         """Close the connection."""

@@ -33,16 +33,16 @@ from fedloom.security.options import Protection
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.gate import PEER
 from fedloom.transport.limits import RateLimitFilter, connections
-from fedloom.transport.model_stream import (
+from fedloom.transport.server import SERVER_OPTIONS, listening
+from fedloom.transport.stream import (
     DESCRIBE,
+    MODELS,
     PERSONALIZE,
+    PROTOCOL,
     RETRY,
-    SERVICE,
     PartReader,
     Received,
 )
-from fedloom.transport.server import SERVER_OPTIONS, listening
-from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.tiles import ClientDataError, PendingClient, PreparedRound, ServerAlgorithmError, TileQueue
 from fedloom.transport.wire import personalization_pb2 as wire
 
@@ -452,7 +452,7 @@ async def serve_models(
         ("grpc.max_allowed_incoming_connections", connections()),
     )
     await service.begin()
-    at = await listening(listen, {SERVICE: service.handlers}, protection, audit, options, say, health)
+    at = await listening(listen, {MODELS: service.handlers}, protection, audit, options, say, health)
     started(at.address)
     try:
         await asyncio.to_thread(stop.wait)

@@ -1,15 +1,36 @@
-"""Shared parts of both ends of a stream: versions, names, and the outbox."""
+"""Shared parts of both ends of a stream: names, introductions, the outbox, and the reader of whole messages."""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import grpc
+
+import fedloom
+from fedloom.core.words import REASON_CHARACTERS, printable
+from fedloom.errors import DataError, FedloomError, RefusedError, argument
+from fedloom.federation.roster import Member
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey
+from fedloom.federation.validation import TensorSpec
+from fedloom.messages import Message
 from fedloom.runs.journal import Version
-from fedloom.transport.frames import Pieces, pack_parts, seal_frame, serialize
+from fedloom.transport.codec import Assembler, Cutter, Encoded, read_specs
+from fedloom.transport.frames import (
+    Pieces,
+    Refusal,
+    WireError,
+    pack_parts,
+    parse_frame,
+    read_parts,
+    seal_frame,
+    serialize,
+)
 from fedloom.transport.wire import federation_pb2 as wire
 
 PROTOCOL = 8
@@ -19,6 +40,13 @@ SILENCE_S = 90.0  # a stream without frames for this long is considered dead
 HELD_CONVERSATIONS = 64  # maximum number reported on joining; few are open at one time
 SERVICE = "fedloom.v1.Federation"
 METHOD = "Join"
+MODELS = "fedloom.v1.Personalization"
+DESCRIBE = "Describe"
+PERSONALIZE = "Personalize"
+RETRY = "retry-after-ms"
+"""Trailing metadata of a refusal: the delay before the next attempt, in ms."""
+
+_AXES = 8  # maximum number of axes of a tensor
 
 
 def key_to_wire(key: ConversationKey) -> wire.ConversationKey:
@@ -87,7 +115,7 @@ class Outbox:
 
     @property
     def lanes(self) -> int:
-        """Number of lanes with waiting transfers."""
+        """Number of lanes with waiting wire."""
         return len(self._lanes)
 
     def close(self) -> None:
@@ -121,3 +149,173 @@ class Outbox:
             if not waiting:
                 del self._lanes[lane]
         return ()
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Introduction of a worker to the aggregator."""
+
+    worker: str
+    """Name, unique in the federation; a restarted worker returns under the same name."""
+    clients: Sequence[str]
+    """Ids of the clients that it may serve."""
+    algorithms: Mapping[str, int]
+    """Names and versions of its algorithms."""
+    device: str = "cpu"
+    """Device that it computes on."""
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Id of this process; conversations are kept as long as it stays the same."""
+    members: Sequence[Member] = ()
+    """Announcements of the clients, in the same order, if they have their own data."""
+
+    def hello(self) -> wire.Hello:
+        """Return it as the first part of a stream."""
+        return wire.Hello(
+            protocol=PROTOCOL,
+            package=fedloom.__version__,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            clients=self.clients,
+            device=self.device,
+            algorithms=dict(self.algorithms),
+            announced=[
+                wire.Announced(**{name: value for name, value in vars(member).items() if name != "id"})
+                for member in self.members
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Welcome received from the aggregator: the run, the id of the aggregator's process, the experiment (JSON)."""
+
+    run: str
+    incarnation: str
+    experiment: str
+
+
+def parse_welcome(address: str, data: bytes) -> wire.Welcome:
+    """Return the Welcome in the first frame of a stream; raise if the frame refuses us or holds anything else."""
+    first = parse_frame(wire.AggregatorFrame, data).parts[0]
+    if first.WhichOneof("part") == "refused":
+        raise refusal_error(address, first.refused)
+    if first.WhichOneof("part") != "welcome":
+        raise WireError(Refusal.GARBAGE, "the first part was not a Welcome")
+    welcome: wire.Welcome = first.welcome
+    return welcome
+
+
+def refusal_error(address: str, refused: wire.Refused) -> FedloomError:
+    """Return the error of a worker that the aggregator refuses."""
+    same_version = "install the same version of fedloom on both sides"
+    hints = {
+        wire.REFUSAL_CODE_PROTOCOL: same_version,
+        wire.REFUSAL_CODE_PACKAGE: same_version,
+        wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
+        wire.REFUSAL_CODE_REPLACED: f"give every worker a unique name with {argument('name')}",
+    }
+    reason = printable(refused.reason, REASON_CHARACTERS)
+    if refused.code == wire.REFUSAL_CODE_CLIENTS:
+        return DataError(
+            f"the aggregator at {address} refused: {reason}",
+            hint="create the partition from the aggregator's experiment file: fedloom partition EXPERIMENT",
+        )
+    return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))
+
+
+def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[bytes]:
+    """Return the frames of one message, preceded by the parts in ``head``."""
+    return list(pack_parts((*head, *cutter.parts(wire.Envelope(), encoded))))
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """A received message; its tensors are created outside the event loop, which torch would block."""
+
+    cls: type[Message]
+    specs: Sequence[TensorSpec]
+    _assembler: Assembler
+
+    def message(self) -> Message:
+        """Return the message; raise WireError if a bool is neither 0 nor 1."""
+        return self._assembler.message(self.cls)
+
+
+class PartReader:
+    """Reads one direction of a conversation's stream: single parts, and whole messages.
+
+    Parameters
+    ----------
+    read
+        Reads the next frame; ``grpc.aio.EOF`` at the end of the stream.
+    frame
+        Class of the frames.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Any]], frame: type[wire.NewcomerFrame | wire.ModelFrame]) -> None:
+        self._read = read
+        self._frame = frame
+        self._parts: Iterator[tuple[str, Any]] = iter(())  # parsed one by one: a frame may have very many
+        self.size = 0
+        """Bytes of the frames read so far."""
+
+    async def part(self, kind: str, transfer: int | None = None) -> Any:
+        """Return the next part, which must be of this kind and, if given, of this transfer.
+
+        Raise WireError if it is another part or damaged, or the stream has ended.
+        """
+        while (next_part := next(self._parts, None)) is None:
+            data = await self._read()
+            if data is grpc.aio.EOF:
+                raise WireError(Refusal.TRUNCATED, f"the stream ended before a part {kind!r}")
+            self.size += len(data)
+            self._parts = read_parts(self._frame, data)
+        found, part = next_part
+        if found != kind:
+            raise WireError(Refusal.GARBAGE, f"got a part {found!r}, expected {kind!r}")
+        if transfer is not None and part.transfer != transfer:
+            raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {part.transfer}, expected {transfer}")
+        return part
+
+    async def message(self, classes: Mapping[str, type[Message]], limit: int) -> Received:
+        """Return the next message.
+
+        Parameters
+        ----------
+        classes
+            Allowed classes, by name.
+        limit
+            Maximum size accepted, in bytes.
+
+        Raises
+        ------
+        WireError
+            If its class or fields are not allowed or it is too large, both before memory is allocated; or if it is
+            damaged, or the stream has ended.
+        """
+        begin: wire.Begin = await self.part("begin")
+        name, tensors = begin.envelope.message, begin.envelope.tensors
+        if name not in classes:
+            allowed = ", ".join(sorted(classes)) or "none"
+            raise WireError(Refusal.SHAPE, f"message {name[:80]!r} is not among the expected ones: {allowed}")
+        cls = classes[name]
+        _check_fields(cls, tensors)
+        specs = read_specs(begin.envelope)
+        assembler = Assembler(begin, specs, limit)
+        while not assembler.is_complete:
+            assembler.add(await self.part("chunk", begin.transfer))
+        await self.part("end", begin.transfer)
+        return Received(cls, specs, assembler)
+
+
+def _check_fields(cls: type[Message], tensors: Sequence[wire.TensorSpec]) -> None:
+    """Raise WireError if the fields are not those of the class, before anything is computed from their shapes."""
+    names = [field.name for field in cls.fields()]
+    if len(tensors) != len(names) or [spec.name for spec in tensors] != names:
+        found = [spec.name[:80] for spec in tensors[:20]]
+        raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {found}, expected {names}")
+    for spec in tensors:
+        if len(spec.shape) > _AXES:
+            raise WireError(
+                Refusal.SHAPE, f"{cls.__name__}.{spec.name} has {len(spec.shape)} axes, and at most {_AXES} are allowed"
+            )

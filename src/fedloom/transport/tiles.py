@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fedloom.federation.bugs import place
 from fedloom.federation.served import TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
-from fedloom.federation.validation import non_finite
+from fedloom.federation.validation import non_finite, place
 from fedloom.messages import Message, stack
 from fedloom.models.hypernetwork import TILE
 from fedloom.transport.codec import Cutter, Encoded, encode, split_rows
 from fedloom.transport.frames import WireError, serialize
-from fedloom.transport.model_stream import Received, message_frames
+from fedloom.transport.stream import Received, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")

@@ -16,10 +16,9 @@ from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
-from fedloom.transport.bandwidth import Bandwidth
 from fedloom.transport.frames import WireError
-from fedloom.transport.introduction import Introduction, Joined
-from fedloom.transport.stream import states_from_wire
+from fedloom.transport.limits import Bandwidth
+from fedloom.transport.stream import Introduction, Joined, states_from_wire
 from fedloom.transport.worker_connection import Close, Finished, WorkerConnection
 from fedloom.transport.worker_requests import WorkerRequest
 

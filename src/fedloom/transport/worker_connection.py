@@ -14,19 +14,27 @@ from typing import Any
 
 import grpc
 
+from fedloom.core.address import split_address
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial, stream
-from fedloom.transport.address import split_address
-from fedloom.transport.bandwidth import Bandwidth, BandwidthLimiter
 from fedloom.transport.codec import encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, FINAL, LIMITED, REFUSALS, RETRYABLE, connection_failure, hint
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, read_parts, seal_frame, serialize
-from fedloom.transport.introduction import Introduction, Joined, parse_welcome, refusal_error
-from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, SERVICE, key_from_wire
+from fedloom.transport.limits import Bandwidth, BandwidthLimiter
+from fedloom.transport.stream import (
+    LAST_BACKOFF_S,
+    METHOD,
+    SERVICE,
+    Introduction,
+    Joined,
+    key_from_wire,
+    parse_welcome,
+    refusal_error,
+)
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import AnswerBook, RequestReader, WorkerRequest
 

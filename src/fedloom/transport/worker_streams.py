@@ -16,8 +16,7 @@ from fedloom.core.words import first_of, pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError
 from fedloom.federation.roster import Member
-from fedloom.security.access import Denied
-from fedloom.security.identities import Action, Identity
+from fedloom.security.access import Action, Denied, Identity
 from fedloom.transport import stream
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Clients, Link, ServedRun, WorkerInfo

@@ -45,12 +45,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedloom.errors import QuorumError, RefusedError
-from fedloom.security.masks import SEED_BYTES, Integers, add_masks, integer_type
-from fedloom.security.shamir import SHARE_BYTES, combine, correct, random_secret, split
-from fedloom.security.sum_keys import (
+from fedloom.sums.masks import SEED_BYTES, Integers, add_masks, integer_type
+from fedloom.sums.session import (
     PUBLIC_BYTES,
     TAG_BYTES,
+    Graph,
     PairSecrets,
+    SessionParameters,
     advertisement,
     agree,
     commitment,
@@ -61,10 +62,11 @@ from fedloom.security.sum_keys import (
     transcript_of,
     xor,
 )
-from fedloom.security.sum_session import Graph, SessionParameters
+from fedloom.sums.shamir import SHARE_BYTES, combine, correct, random_secret, split
 
 if TYPE_CHECKING:
     from fedloom.security.signing import Signer, Verifier
+
 
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]

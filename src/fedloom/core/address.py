@@ -53,3 +53,11 @@ def _is_v6(text: str | None) -> bool:
         return text is None or bool(IPv6Address(text))
     except ValueError:
         return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is reachable only from this machine."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
