@@ -89,6 +89,8 @@ def in_process(place: Place, random: Random, published: bool = False) -> Tried:
         run.wait(0)
     kept.look()
     place.check(out, experiment)
+    if partial := [path.name for path in out.rglob("*.partial")]:
+        raise Broken(f"{out} has parts of files: {partial}")
     return Tried(kills)
 
 
@@ -289,7 +291,7 @@ def stopped_past_the_deadline(place: Place, random: Random, secure: bool = False
 
 
 FAULTS = (
-    Fault("kill-run", "kills", "a run in one process is killed", PROMISE, in_process, goal=40, short=1),
+    Fault("kill-run", "kills", "a run in one process is killed", PROMISE, in_process, goal=40, short=2),
     Fault(
         "kill-published", "kills",
         "a published run in one process is killed, and resumed from the store, also in an empty folder",

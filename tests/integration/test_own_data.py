@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from facts import mentions, tells
 from run_processes import final
-from vowel_data import vowel_examples
+from vowel_data import vowel_examples, vowel_experiment
 
 import fedloom as python
 from fedloom.core.words import rounded_up
@@ -193,13 +193,7 @@ def test_canaries_among_packed_clients_are_found(
 
 def test_canaries_need_data_on_this_machine(packed: Path, experiment: Path, tmp_path: Path) -> None:
     """Members of a live federation keep their data, so canaries cannot be added."""
-    dealt = {
-        "name": "e",
-        "data": {"dataset": "vowel", "partition": {"scheme": "natural"}},
-        "model": {"name": "mlp"},
-        "algorithm": {"name": "fedavg"},
-        "federation": {"rounds": 1},
-    }
+    dealt = vowel_experiment(tmp_path, algorithm={"name": "fedavg"}, federation={"rounds": 1})
     given: Mapping[str, Any]
     for what, given in ((experiment, {}), (dealt, {"packed": packed})):
         with pytest.raises(ExperimentError) as caught:
@@ -254,6 +248,8 @@ def test_a_client_never_asked_to_train_has_spent_nothing(
     asked = {unit for line in lines for each in line.get("releases", ()) for unit in each["units"]}
     left = sorted({f"speaker-{i}" for i in range(5)} - asked)
     assert len(left) == 3
+    given = json.loads((tmp_path / "a" / "partition.json").read_text())["spec"]["inputs"][""]["normalization"]
+    assert given == {"mean": [0.0] * 9, "std": [1.0] * 9}
     code, out, _ = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a", "--client", left[0], "--json")
     assert (code, json.loads(out)["epsilon"], len(json.loads(out)["trainings"])) == (0, 0.0, 1)
 
@@ -335,15 +331,6 @@ def test_clients_with_own_data_are_measured_and_get_models(packed: Path, experim
             without()
         assert tells(str(caught.value), "packed")
         assert "--data" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_given_normalization_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:
-    numbers = ", ".join(["0.5"] * 9)
-    e = of(experiment, f"data.own.normalization={{mean: [{numbers}], std: [{numbers}]}}")
-    run_experiment(e, options(packed, tmp_path / "a"))
-    manifest = json.loads((tmp_path / "a" / "partition.json").read_text())
-    assert manifest["spec"]["inputs"][""]["normalization"] == {"mean": [0.5] * 9, "std": [0.5] * 9}
 
 
 def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path, fedloom: Run) -> None:

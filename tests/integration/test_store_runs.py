@@ -169,37 +169,6 @@ def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any
     assert json.loads((tmp_path / "e.json").read_text())["seen"] == scores(run)["seen"]
 
 
-@pytest.mark.exhaustive
-def test_a_killed_aggregator_and_worker_are_restarted_elsewhere(
-    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
-) -> None:
-    run, again = tmp_path / "a" / "run", tmp_path / "b" / "run"
-    store = stateful.store("runs/killed")
-    with started(*stateful.worker("killed", "w0", port), environment=elsewhere("w0")) as first:
-        with (
-            started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1")) as second,
-            started(*stateful.aggregator("killed", run, port), environment=elsewhere("a")) as aggregator,
-        ):
-            until(lambda: len([*store.entries("published/")]) >= 3, "round 2, published")
-            for process in (aggregator, second):
-                process.kill()
-                process.wait(30)
-        lost = rounds(run)
-        shutil.rmtree(tmp_path / "a")
-        with (
-            started(*stateful.aggregator("killed", again, port), environment=elsewhere("b")) as aggregator,
-            started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1-again")) as second,
-        ):
-            output = ended(aggregator, 0)
-            ended(second, 0)
-        ended(first, 0)
-    assert "resuming after round" in output
-    assert lost >= 2
-    assert final(again) == final(stateful.undisturbed)
-    assert scores(again) == scores(stateful.undisturbed)
-    assert losses(again) == []
-
-
 def test_an_aggregator_that_another_has_overtaken_says_so_and_takes_the_run_up(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:

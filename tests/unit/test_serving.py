@@ -173,15 +173,6 @@ def test_more_conversations_than_streams_all_complete(run: Path) -> None:
         assert asyncio.run(all_of(at)) >= 501
 
 
-def test_memory_of_one_run_is_not_passed_to_another(run: Path, tmp_path: Path) -> None:
-    on_vowels(tmp_path, METHODS["fedavg"]).run()
-    at = free_address()
-    for folder in (run, tmp_path / "run"):
-        with served(folder, listen=at):
-            model = fedloom.personalize(at, *examples(1))
-        assert same(model, fedloom.personalize(str(folder), *examples(1)))
-
-
 def test_a_newer_round_is_loaded_and_open_conversations_end_with_theirs(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL).run()
     run, (x, y) = tmp_path / "run", examples(1)
