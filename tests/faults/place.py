@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from conformance_kit import TINY
+from conformance_kit import MODELS, TINY
 from forked import Popen, children
 from run_processes import alive, final, losses, scores
 from s3_support import S3Server
@@ -96,7 +96,7 @@ class Place:
                 },
                 "held_out_fraction": 0.25,
             },
-            "model": {"name": "mlp", "hidden": [4]},
+            "model": MODELS.get(name, {"name": "mlp", "hidden": [4]}),
             "algorithm": {"name": name, **TINY.get(method, {})},
             "federation": {
                 "rounds": 0 if name == "local" else 6, "clients_per_round": 3, "deadline_s": 300.0,

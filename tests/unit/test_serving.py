@@ -654,20 +654,6 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
         PrivacyAccountant(path, total).charge(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
 
-def test_any_flipped_bit_of_a_ledger_is_detected(tmp_path: Path) -> None:
-    path, promise = tmp_path / "l", PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 50)
-    for _ in range(2):
-        PrivacyAccountant(path).charge(promise, where="here")
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        changed = bytearray(whole)
-        changed[at] ^= 1 << at % 8
-        path.write_bytes(changed)
-        with pytest.raises(DataError, match=r"l, line \d"):
-            PrivacyAccountant(path).charge(promise, where="here")
-        assert path.read_bytes() == changed
-
-
 @pytest.mark.parametrize(("delta", "n"), [(None, 100_000), (1e-3, 1000), (0.0099, 102)])
 def test_a_meaningless_delta_for_the_number_of_examples_is_rejected(delta: float | None, n: int) -> None:
     with pytest.raises(ExperimentError, match="delta must be below 1/n"):
