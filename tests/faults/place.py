@@ -23,7 +23,7 @@ from s3_support import S3Server
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.engine import assemble, run_data
-from fedloom.federation.states import StoredStates
+from fedloom.federation.states import States
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
@@ -172,7 +172,7 @@ class Place:
         store = open_store(where, self.environment)
         if next(iter(store.entries()), None) is None:
             return  # the method's clients keep none; otherwise the other run has them
-        states = StoredStates(store)
+        states = States(store)
         journal = Journal.read(RunFolder(run))
         for entry in RunFolder(run).manifest().clients:
             version = journal.version(entry.id, 1 << 30)

@@ -21,7 +21,7 @@ from fedloom.federation.monitor import Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
-from fedloom.security.options import ClientCredentials, ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import add_token
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
@@ -120,7 +120,7 @@ def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) ->
 
 @pytest.mark.parametrize("sent", ["", "{", "[]", "3", "{}", '{"id": 3, "observes": false}', '{"id": "a"}', "[" * 9999])
 def test_clients_that_no_aggregator_lists_are_rejected(sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = ControlClient("there:1", SimpleNamespace(unary_stream=None), ClientCredentials(None, None, None))
+    client = ControlClient(SimpleNamespace(address="there:1", channel=SimpleNamespace(unary_stream=None)))
     monkeypatch.setattr(client, "_start", lambda *_: [control_pb2.ClientsResponse(clients=[sent])])
     with pytest.raises(RefusedError, match="same version"):
         list(client.clients())
@@ -195,11 +195,11 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
     tokens = {name: add_token(tmp_path / "tokens.json", name)[0] for name in ("eye", "boss", "north")}
     protection = Protection(
         ServerOptions(
-            tmp_path / "server/tls.crt",
-            tmp_path / "server/tls.key",
-            tmp_path / "ca/ca.crt",
-            tmp_path / "tokens.json",
-            tmp_path / "identities.yaml",
+            certificate=tmp_path / "server/tls.crt",
+            key=tmp_path / "server/tls.key",
+            ca=tmp_path / "ca/ca.crt",
+            tokens=tmp_path / "tokens.json",
+            identities=tmp_path / "identities.yaml",
         )
     )
     audit = tmp_path / "audit.jsonl"
@@ -207,7 +207,7 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
 
     def asking(name: str) -> AbstractContextManager[ControlClient]:
         pair = make_certificate(name, tmp_path, tmp_path / "ca", replace=True)
-        shown = ClientOptions(tmp_path / "ca/ca.crt", pair.certificate, pair.key, token=tokens[name])
+        shown = ClientOptions(ca=tmp_path / "ca/ca.crt", certificate=pair.certificate, key=pair.key, token=tokens[name])
         return dialled(made.address, Credentials(shown))
 
     with asking("eye") as eye, asking("north") as north, asking("boss") as boss:
@@ -227,7 +227,7 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
     assert done == [("boss", "pause"), ("boss", "resume"), ("boss", "stop")]
     (refused,) = (event for event in events if event["event"] == "refused")  # other rejections of this host are counted
     assert (refused["identity"], refused["call"]) == ("eye", "/fedloom.v1.Control/Pause")
-    stranger = Credentials(ClientOptions(tmp_path / "ca/ca.crt"))
+    stranger = Credentials(ClientOptions(ca=tmp_path / "ca/ca.crt"))
     with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match=r"tls\.crt"):
         nobody.status()
     with dialled(made.address) as plain, pytest.raises(AbandonedError):

@@ -112,7 +112,7 @@ def test_headline_metric_of_another_task_is_exported() -> None:
     }
     headline = {"name": "rmse", "higher_is_better": False, "percent": False}
     line = {"round": 8, "seen": group, "unseen": None, "global": None, "headline": headline}
-    found = samples(replace(NOW, measured=LastEvaluation.of(line)))
+    found = samples(replace(NOW, measured=LastEvaluation.from_line(line)))
     measured = {labels: value for (name, labels), value in found.items() if name == "fedloom_headline"}
     assert measured == {
         f"seen,rmse,false,{statistic}": values[statistic] for statistic in ("mean", "worst_decile", "pooled")

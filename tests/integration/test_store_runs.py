@@ -155,7 +155,7 @@ def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any
     assert losses(run) == []
     # Statuses during the run.
     assert (reported[-1].phase, reported[-1].round, reported[-1].rounds) == ("finished", 6, 6)
-    assert reported[-1].measured == LastEvaluation.of([*RunFolder(run).lines("metrics.jsonl")][-1])
+    assert reported[-1].measured == LastEvaluation.from_line([*RunFolder(run).lines("metrics.jsonl")][-1])
     # The published files equal those of the run's folder.
     store = stateful.store("runs/whole")
     for name in ("summary.json", "report.html", "clients.csv", "metrics.jsonl", "checkpoints/round-000006.safetensors"):

@@ -51,7 +51,7 @@ def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnis
     serve = ("--credentials", server)
     dials = ["worker", "--aggregator", address, "--partition", tmp_path / "partition"]
     with started("aggregator", path, "--listen", address, "--out", out, "--wait", "120", *serve) as aggregator:
-        eye = replace(ClientOptions.of(tmp_path / "eye"), token=secrets["eye"])
+        eye = replace(ClientOptions.from_folder(tmp_path / "eye"), token=secrets["eye"])
         watched = follow(address, connect_s=120, credentials=Credentials(eye))
         assert next(watched).workers == ()
         stranger = {**mine, "FEDLOOM_TOKEN": make_token().get_secret_value()}

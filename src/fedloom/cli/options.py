@@ -61,7 +61,7 @@ class ClientAccess:
         """Return the credentials; raise ExperimentError or RefusedError if there are none or they are invalid."""
         from fedloom.security.options import ClientOptions
 
-        return ClientOptions.of(self.credentials, insecure=self.insecure)
+        return ClientOptions.from_folder(self.credentials, insecure=self.insecure)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ServerAccess:
         """Return the credentials; raise ExperimentError if the folder has none."""
         from fedloom.security.options import ServerOptions
 
-        return ServerOptions.of(self.credentials, insecure=self.insecure)
+        return ServerOptions.from_folder(self.credentials, insecure=self.insecure)
 
 
 def with_options(*, without: Sequence[str] = ()) -> Callable[[F], F]:

@@ -133,7 +133,7 @@ def launchers_credentials() -> Credentials:
     RefusedError, ExperimentError
         If the environment's token or certificate is invalid.
     """
-    return Credentials(ClientOptions.of(insecure=True))
+    return Credentials(ClientOptions.from_folder(insecure=True))
 
 
 class ProgressClient:

@@ -32,11 +32,10 @@ from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import KEY as METRICS_KEY
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.inprocess import InProcess
+from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
-from fedloom.federation.states import StoredStates
+from fedloom.federation.states import States
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -307,7 +306,7 @@ def client_side(
         parts.examples_of(dataset),
         conclude or evaluate,
         config,
-        states=StoredStates(open_store(states)) if algorithm.stateful and states is not None else None,
+        states=States(open_store(states)) if algorithm.stateful and states is not None else None,
         after_steps=parts.after_steps(),
     )
 

@@ -39,8 +39,7 @@ from fedloom.evaluation.plan import EvaluationResult
 from fedloom.experiment import Experiment
 from fedloom.federation.evaluator import LoopHooks
 from fedloom.federation.loop import Loop
-from fedloom.federation.monitor import NAME as CONTROL
-from fedloom.federation.monitor import Control, Monitor
+from fedloom.federation.monitor import CONTROL, Control, Monitor
 from fedloom.federation.roster import AvailableClients, Roster
 from fedloom.federation.transport import Transport
 from fedloom.runs.files import AGGREGATOR_LOG

@@ -314,7 +314,7 @@ def evaluate_task(
                 found=checkpoint,
             )
         given = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
-        found = evaluate_served(model, serve, shards, ClientOptions.of(credentials if given else None))
+        found = evaluate_served(model, serve, shards, ClientOptions.from_folder(credentials if given else None))
     else:
         found = trained.evaluate(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask

@@ -214,8 +214,8 @@ class HeldAnswers:
                 return EncryptedShares(_row(shares))
             case ShareDelivery():
                 integers = self._encoded(key, client, held, held.vector)
-                there = message.present[0].numpy().astype(np.bool_)
-                masked = held.member.mask(integers, message.shares[0].numpy(), there)
+                present = message.present[0].numpy().astype(np.bool_)
+                masked = held.member.mask(integers, message.shares[0].numpy(), present)
                 return MaskedAnswer(held.vector.as_bytes(masked.values), _row(masked.receipts))
             case Survivors():
                 return self._confirm(key, held, held.member, client, message)

@@ -152,8 +152,8 @@ class Question:
         """Return what one message asks."""
         fields, tensors = message.fields(), message.tensors()
         broadcasts = {field.name: tensors[field.name] for field in fields if not field.per_client}
-        asked = combined_digest(type(message).__name__, digest_of_tensors(broadcasts))
-        return cls(asked, all(not field.per_client for field in fields))
+        digest = combined_digest(type(message).__name__, digest_of_tensors(broadcasts))
+        return cls(digest, all(not field.per_client for field in fields))
 
     def then(self, other: Question) -> Question:
         """Return this question followed by another."""
