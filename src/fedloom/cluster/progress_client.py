@@ -130,7 +130,7 @@ def launchers_credentials() -> Credentials:
 
     Raise RefusedError or ExperimentError if the environment's token or certificate is invalid.
     """
-    return Credentials(ClientOptions.of(insecure=True))
+    return Credentials(ClientOptions.from_folder(insecure=True))
 
 
 class ProgressClient:

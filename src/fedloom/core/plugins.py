@@ -60,11 +60,19 @@ def capability(name: str, user: str | None = None) -> Any:
             try:
                 return point.load()
             except ModuleNotFoundError as error:
-                if not (error.name or "").startswith("fedloom."):
+                reason = missing_part(error)
+                if reason is None:
                     raise
-    if user is not None:
-        raise ExperimentError(f"{user} needs FedLoom's part {name!r}, which this installation lacks.")
+                if user is not None:
+                    raise ExperimentError(f"{user}: {reason}") from error
     return None
+
+
+def missing_part(error: Exception) -> str | None:
+    """Return the message for an import of an optional part that this installation lacks; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not (error.name or "").startswith("fedloom."):
+        return None
+    return f"this installation lacks FedLoom's part {str(error.name).split('.')[1]!r}"
 
 
 def load_plugin(point: EntryPoint, kind: type[T]) -> T:

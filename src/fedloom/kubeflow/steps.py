@@ -310,7 +310,7 @@ def evaluate_task(
                 found=checkpoint,
             )
         given = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
-        result = evaluate_served(model, serve, shards, ClientOptions.of(credentials if given else None))
+        result = evaluate_served(model, serve, shards, ClientOptions.from_folder(credentials if given else None))
     else:
         result = trained.evaluate(model, checkpoint, shards)
     mask = result.parts.experiment.evaluation.label_mask
