@@ -30,12 +30,11 @@ from common import describe, machine, spread, table, write_json
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
 from fedloom.federation.cohort import RoundConfig
-from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.round_attempt import RoundAttempt
-from fedloom.federation.states import StoredStates, Versions
+from fedloom.federation.states import States, Versions
 from fedloom.federation.transport import Call, Lost
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
@@ -142,7 +141,7 @@ def visit(case: Case, steps: int) -> float:
             lambda _: client,
             lambda predictors, group: EvaluationPlan.of_classes(CLASSES).nothing(len(group), len(half.predictors)),
             ClientConfig(1),
-            states=StoredStates(open_store(states)) if half.stateful else None,
+            states=States(open_store(states)) if half.stateful else None,
         )
         rules = RoundConfig(
             1, 1, 60.0, 1, answer_shapes(algorithm.messages, server.sizes), threading.Event(),

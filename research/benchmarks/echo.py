@@ -214,7 +214,7 @@ def federation(method: Algorithm, clients: int, workers: int, tls: Path | None =
     if tls is not None:
         ca = make_ca(tls).certificate
         server, member = make_certificate("server", tls, tls, hosts=["127.0.0.1"]), make_certificate("member", tls, tls)
-        protection = Protection(ServerOptions(server.certificate, server.key, ca))
+        protection = Protection(ServerOptions(certificate=server.certificate, key=server.key, ca=ca))
         files = {"ca": ca, "certificate": member.certificate, "key": member.key}
         environment |= {FILES[name]: str(path) for name, path in files.items()}
     run = ServedRun(
@@ -264,7 +264,7 @@ def main() -> None:
         ),
         stop=threading.Event(),
         reconnect_s=5.0,
-        credentials=Credentials(ClientOptions.of()),
+        credentials=Credentials(ClientOptions.from_folder()),
     )
 
 

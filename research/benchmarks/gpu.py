@@ -44,13 +44,12 @@ from fedloom.engine.assemble import use_device
 from fedloom.engine.device import CLASSES, IMAGE, TOKENS
 from fedloom.engine.device import random_clients as clients
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
 from fedloom.federation.cohort import RoundConfig
-from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.round_attempt import RoundAttempt
-from fedloom.federation.states import StoredStates, Versions
+from fedloom.federation.states import States, Versions
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import answer_shapes
 from fedloom.models.flat import FlatModel
@@ -175,7 +174,7 @@ def one_round(
             there.__getitem__,
             lambda predictors, group: EvaluationPlan.of_classes(CLASSES).nothing(len(group), len(half.predictors)),
             ClientConfig(1, device, at_once),
-            states=StoredStates(open_store(states)) if half.stateful else None,
+            states=States(open_store(states)) if half.stateful else None,
         )
         sizes = {name: len(client.train) for name, client in there.items()}
         rules = RoundConfig(

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common import MIB, ROOT, describe, machine, table, write_json
 
-from fedloom.federation.states import StoredStates, Versions
+from fedloom.federation.states import States, Versions
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Version
 from fedloom.runs.published import Publisher
@@ -100,7 +100,7 @@ def against_the_client(store: S3Store, repetitions: int) -> list[list[str]]:
 
 def states(store: Store, clients: int = 20, rounds: int = 4) -> float:
     """Return ms per client and round for loading a state of 64 kB, deleting an old one and saving a new one."""
-    kept = StoredStates(store)
+    kept = States(store)
     tensors = {"mu": torch.randn(8000), "rho": torch.randn(8000)}
 
     def conversation() -> None:

@@ -319,9 +319,9 @@ class Sums(Replies[M]):
         Raise ValueError if ``weights`` differ from the declared ones.
         """
         del since  # already subtracted by the clients
-        asked: Tensor = self.mean_weights if weights is None else weights
+        used: Tensor = self.mean_weights if weights is None else weights
         declared = self.weights if x.weighting == "examples" else self.mean_weights
-        if not torch.equal(asked, declared):
+        if not torch.equal(used, declared):
             raise ValueError(f"this sum is weighted by {x.weighting} only; see Algorithm.sums")
         mean: Tensor = x.value / x.weight
         return mean

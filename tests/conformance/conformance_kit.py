@@ -21,8 +21,8 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.engine import assemble, loops, run_data
 from fedloom.engine.assemble import RunContext
 from fedloom.evaluation.plan import EvaluationResult
+from fedloom.federation.client_side import InProcess
 from fedloom.federation.evaluator import LoopHooks
-from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic, Transport

@@ -101,7 +101,7 @@ def attacked(
 def member(folder: Path, name: str) -> ClientOptions:
     """Create a certificate of a federation's authority in its folder."""
     made = make_certificate(name, folder, folder)
-    return ClientOptions(folder / "ca.crt", made.certificate, made.key)
+    return ClientOptions(ca=folder / "ca.crt", certificate=made.certificate, key=made.key)
 
 
 def _looked(look: Callable[[], float]) -> float:

@@ -14,7 +14,7 @@ from faults.kills import PROMISE, TRAINED, Kept
 from faults.place import METHODS, Broken, Place, durable
 from faults.table import Fault, Tried
 from fedloom.errors import DataError, ExitCode
-from fedloom.federation.states import StoredStates
+from fedloom.federation.states import States
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
@@ -91,7 +91,7 @@ def checkpoints_and_states(place: Place, random: Random) -> Tried:
     shutil.copytree(run, copy)
     newest, journal = durable(copy), Journal.read(RunFolder(copy))
     checkpoint = next((copy / "checkpoints").glob(f"round-*{newest}.safetensors"))
-    states = StoredStates(open_store(copy / "states"))
+    states = States(open_store(copy / "states"))
     for number in range(FLIPS):
         client = random.choice(place.clients[:6])
         version = journal.version(client, newest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,11 +17,11 @@ from transport_support import Worker, key, make_aggregator, start_call, until
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, StorageError
 from fedloom.federation.activity import Group, LastEvaluation, RosterClient
-from fedloom.federation.monitor import NAME, Control, Monitor, read_pause
+from fedloom.federation.monitor import Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
-from fedloom.security.options import ClientCredentials, ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import add_token
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
@@ -121,7 +120,7 @@ def test_the_status_over_the_wire_equals_the_snapshot(controlled: Controlled) ->
 
 @pytest.mark.parametrize("sent", ["", "{", "[]", "3", "{}", '{"id": 3, "observes": false}', '{"id": "a"}', "[" * 9999])
 def test_clients_that_no_aggregator_lists_are_rejected(sent: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = ControlClient("there:1", SimpleNamespace(unary_stream=None), ClientCredentials(None, None, None))
+    client = ControlClient(SimpleNamespace(address="there:1", channel=SimpleNamespace(unary_stream=None)))
     monkeypatch.setattr(client, "_start", lambda *_: [control_pb2.ClientsResponse(clients=[sent])])
     with pytest.raises(RefusedError, match="same version"):
         list(client.clients())
@@ -173,24 +172,6 @@ def test_a_finished_federation_has_a_status_and_rejects_control(controlled: Cont
     assert (controlled.control.paused, controlled.stops) == (None, [])
 
 
-def test_a_pause_that_cannot_be_recorded_is_rejected(tmp_path: Path) -> None:
-    made = Controlled(tmp_path / "gone")
-    with dialled(made.address) as asked, pytest.raises(StorageError, match=NAME):
-        asked.pause()
-    assert made.control.paused is None
-    made.aggregator.stop()
-
-
-def test_calls_without_an_aggregator_end_as_abandoned() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with dialled(address) as asked:
-        with pytest.raises(AbandonedError, match=address):
-            asked.status()
-        with pytest.raises(AbandonedError, match=address):
-            list(asked.clients())
-
-
 def test_an_aggregator_without_this_service_is_reported() -> None:
     aggregator = make_aggregator()
     with dialled(aggregator.start("127.0.0.1:0")) as asked, pytest.raises(RefusedError):
@@ -214,11 +195,11 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
     tokens = {name: add_token(tmp_path / "tokens.json", name)[0] for name in ("eye", "boss", "north")}
     protection = Protection(
         ServerOptions(
-            tmp_path / "server/tls.crt",
-            tmp_path / "server/tls.key",
-            tmp_path / "ca/ca.crt",
-            tmp_path / "tokens.json",
-            tmp_path / "identities.yaml",
+            certificate=tmp_path / "server/tls.crt",
+            key=tmp_path / "server/tls.key",
+            ca=tmp_path / "ca/ca.crt",
+            tokens=tmp_path / "tokens.json",
+            identities=tmp_path / "identities.yaml",
         )
     )
     audit = tmp_path / "audit.jsonl"
@@ -226,7 +207,7 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
 
     def asking(name: str) -> AbstractContextManager[ControlClient]:
         pair = make_certificate(name, tmp_path, tmp_path / "ca", replace=True)
-        shown = ClientOptions(tmp_path / "ca/ca.crt", pair.certificate, pair.key, token=tokens[name])
+        shown = ClientOptions(ca=tmp_path / "ca/ca.crt", certificate=pair.certificate, key=pair.key, token=tokens[name])
         return dialled(made.address, Credentials(shown))
 
     with asking("eye") as eye, asking("north") as north, asking("boss") as boss:
@@ -246,7 +227,7 @@ def test_watchers_may_read_and_operators_control_over_tls_with_an_audit_log(tmp_
     assert done == [("boss", "pause"), ("boss", "resume"), ("boss", "stop")]
     (refused,) = (event for event in events if event["event"] == "refused")  # other rejections of this host are counted
     assert (refused["identity"], refused["call"]) == ("eye", "/fedloom.v1.Control/Pause")
-    stranger = Credentials(ClientOptions(tmp_path / "ca/ca.crt"))
+    stranger = Credentials(ClientOptions(ca=tmp_path / "ca/ca.crt"))
     with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match=r"tls\.crt"):
         nobody.status()
     with dialled(made.address) as plain, pytest.raises(AbandonedError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from ports import free_address
 from run_processes import ended, fedloom, rounds, started, until
 from safetensors.torch import load_file
 
@@ -111,9 +111,7 @@ def test_members_train_and_new_clients_get_predictions_in_own_units(
         arrays = {f"x.{name}": each for name, each in part(x, rows).items()} if isinstance(x, dict) else {"x": x[rows]}
         np.savez(tmp_path / "source.npz", y=y[rows], **arrays)
         pack(tmp_path / "source.npz", tmp_path / f"s{i}", PackSettings(f"c{i}", Request(experiment.data.own)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     run, new = tmp_path / "run", slice(3 * N, 4 * N)
     with contextlib.ExitStack() as processes:
         at = ("aggregator", tmp_path / "e.yaml", "--listen", address, "--out", run, "--no-report")

@@ -46,13 +46,15 @@ class Way:
             shutil.copyfile(source, target)
         if certified:
             member = make_certificate("north", folder, ca)
-            protection = ServerOptions(*own, ca / "ca.crt")
-            self.credentials = Credentials(ClientOptions(ca / "ca.crt", member.certificate, member.key))
+            protection = ServerOptions(ca=ca / "ca.crt", certificate=own[0], key=own[1])
+            self.credentials = Credentials(
+                ClientOptions(ca=ca / "ca.crt", certificate=member.certificate, key=member.key)
+            )
         else:
             token = folder / "north.token"
             token.write_text(add_token(folder / "tokens.json", "north")[0].get_secret_value())
             protection = ServerOptions(tokens=folder / "tokens.json")
-            self.credentials = Credentials(ClientOptions(None if plain else ca / "ca.crt", token_file=token))
+            self.credentials = Credentials(ClientOptions(ca=None if plain else ca / "ca.crt", token_file=token))
         self.notices = ProgressPublisher(Monitor("run-1", "toy", 1))
         self.aggregator: Aggregator = make_aggregator(protection=Protection(protection), notices=self.notices)
         self._stack = stack

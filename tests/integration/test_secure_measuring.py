@@ -21,8 +21,7 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
 from fedloom.errors import QuorumError
-from fedloom.federation.client_side import ClientSide
-from fedloom.federation.inprocess import InProcess
+from fedloom.federation.client_side import ClientSide, InProcess
 from fedloom.federation.measuring import (
     VOCABULARY,
     MeasuredClients,

@@ -83,11 +83,11 @@ class Federation:
         if tokens and not self.tokens.exists():
             add_token(self.tokens, "nobody")
         options = ServerOptions(
-            self.folder / "server" / "tls.crt",
-            self.folder / "server" / "tls.key",
-            self.ca / "ca.crt" if mutual else None,
-            self.tokens if tokens else None,
-            None if table is None else self.table,
+            certificate=self.folder / "server" / "tls.crt",
+            key=self.folder / "server" / "tls.key",
+            ca=self.ca / "ca.crt" if mutual else None,
+            tokens=self.tokens if tokens else None,
+            identities=None if table is None else self.table,
         )
         aggregator = make_aggregator(protection=Protection(options), audit=Audit(self.audit), **changes)
         self.running.append(aggregator)
@@ -103,7 +103,9 @@ class Federation:
         if token is not None:
             token_file = self.folder / f"{token}.token"
             token_file.write_text(add_token(self.tokens, token)[0].get_secret_value())
-        return Credentials(ClientOptions(self.ca / "ca.crt", certificate, key, token_file))
+        return Credentials(
+            ClientOptions(ca=self.ca / "ca.crt", certificate=certificate, key=key, token_file=token_file)
+        )
 
     def worker(self, credentials: Credentials, name="w", clients=CLIENTS, **options) -> Worker:
         worker = Worker(self.address, name, clients, credentials=credentials, **options)
@@ -598,7 +600,7 @@ def test_an_unknown_token_ends_a_worker_after_reconnect_s_and_a_revoked_one_at_o
     aggregator.wait_for(CLIENTS, 10)
     revoke_tokens(federation.tokens, "x")
     assert ended(revoked).exit_code == ExitCode.REFUSED
-    stranger = Credentials(ClientOptions(federation.ca / "ca.crt", token=make_token()))
+    stranger = Credentials(ClientOptions(ca=federation.ca / "ca.crt", token=make_token()))
     assert ended(federation.worker(stranger, name="stranger", reconnect_s=60)).exit_code == ExitCode.REFUSED
 
 
@@ -637,7 +639,7 @@ def test_a_revoked_member_is_disconnected_even_after_another_rejection(
     credentials = federation.member(None, token="x")
     first = federation.worker(credentials)
     aggregator.wait_for(CLIENTS, 10)
-    stranger = Credentials(ClientOptions(federation.ca / "ca.crt", token=make_token()))
+    stranger = Credentials(ClientOptions(ca=federation.ca / "ca.crt", token=make_token()))
     revoke_tokens(federation.tokens, "x")
     assert ended(federation.worker(stranger, name="stranger")).exit_code == ExitCode.REFUSED
     assert tells(str(ended(first)), "x", "revoked at")
@@ -722,7 +724,8 @@ def test_certificates_and_authorities_are_rotated_during_a_conversation(federati
     assert len(fingerprints) == 3, "not every certificate was shown"
     assert worker.session.computed == len(calls) * len(CLIENTS)
     make_ca(federation.folder / "stranger")
-    other = Credentials(ClientOptions(federation.ca / "ca.crt", *pair(federation, "north", federation.folder / "ca-0")))
+    certificate, key = pair(federation, "north", federation.folder / "ca-0")
+    other = Credentials(ClientOptions(ca=federation.ca / "ca.crt", certificate=certificate, key=key))
     assert isinstance(ended(federation.worker(other, name="late", reconnect_s=0.5)), RefusedError)
 
 
@@ -808,7 +811,9 @@ def test_a_server_with_an_untrusted_certificate_is_rejected(
         make_ca(federation.folder / "stranger")
         trusted = federation.folder / "stranger" / "ca.crt"
         credentials = Credentials(
-            ClientOptions(trusted, federation.folder / "north/tls.crt", federation.folder / "north/tls.key")
+            ClientOptions(
+                ca=trusted, certificate=federation.folder / "north/tls.crt", key=federation.folder / "north/tls.key"
+            )
         )
     if who == "worker":
         error = ended(federation.worker(credentials, reconnect_s=60))  # without delay, nevertheless
@@ -909,12 +914,12 @@ def test_an_unprotected_aggregator_listens_only_on_this_machine(federation: Fede
     for options, missing in (
         (ServerOptions(), ("tls.crt", "tokens.json")),
         (ServerOptions(token=token), ("tls.crt",)),
-        (ServerOptions(*pair), ("ca.crt, tokens.json",)),
+        (ServerOptions(certificate=pair[0], key=pair[1]), ("ca.crt, tokens.json",)),
     ):
         with pytest.raises(ExperimentError) as error:
             make_aggregator(protection=Protection(options)).start(listen)
         assert tells(str(error.value), "listen", listen.rpartition(":")[0], *missing, "insecure")
-    for options in (ServerOptions(insecure=True), ServerOptions(*pair, token=token)):
+    for options in (ServerOptions(insecure=True), ServerOptions(certificate=pair[0], key=pair[1], token=token)):
         aggregator = make_aggregator(protection=Protection(options))
         federation.running.append(aggregator)
         try:
@@ -978,7 +983,7 @@ def test_no_secret_is_written_anywhere(federation: Federation, caplog: pytest.Lo
         stranger = federation.folder / "stranger.token"
         stranger.write_text(make_token().get_secret_value())
         errors = [
-            ended(federation.worker(Credentials(ClientOptions(federation.ca / "ca.crt", token_file=stranger)))),
+            ended(federation.worker(Credentials(ClientOptions(ca=federation.ca / "ca.crt", token_file=stranger)))),
             ended(federation.worker(right, name="x", clients=["b-1"])),
         ]
         worker = federation.worker(right, name="x", clients=["a-1"])

@@ -29,16 +29,15 @@ from fedloom.data.targets import Targets
 from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
-from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
 from fedloom.federation.evaluator import AlgorithmPair, LoopConfig, LoopHooks
-from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.monitor import Control, Monitor
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
-from fedloom.federation.roster import FixedRoster
-from fedloom.federation.states import StoredStates
+from fedloom.federation.roster import Roster
+from fedloom.federation.states import States
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
 from fedloom.models.networks import MLP
@@ -331,7 +330,7 @@ def federation(
             load or by_id.__getitem__,
             conclude,
             ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh, held=held, examples=examples),
-            states=StoredStates(states or open_store(made.states)) if half.stateful else None,
+            states=States(states or open_store(made.states)) if half.stateful else None,
         ),
         problem.dtype,
     )
@@ -368,7 +367,7 @@ def federation(
             summation,
             private=private_sums,
         ),
-        FixedRoster(known),
+        Roster(known),
         transport,
         made,
         LoopHooks(

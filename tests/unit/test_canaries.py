@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
+from vowel_data import vowel_root
 
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
@@ -110,9 +110,7 @@ def test_the_bound_is_below_the_claim_with_noise_and_above_without() -> None:
 
 @pytest.fixture(scope="module")
 def vowels(tmp_path_factory: pytest.TempPathFactory) -> FederatedDataset:
-    root = tmp_path_factory.mktemp("vowels")
-    (root / "datasets" / "vowel").mkdir(parents=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", root / "datasets" / "vowel")
+    root = vowel_root(tmp_path_factory.mktemp("vowels"))
     folder = partition_dataset("vowel", PartitionSettings(NaturalScheme(scheme="natural"), 1, 0.2, 0.2), root=root)
     return FederatedDataset.open(folder)
 

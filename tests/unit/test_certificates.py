@@ -166,25 +166,25 @@ def test_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
     server = tmp_path / "mine" / "server"
     assert read_key_pair(server / "tls.crt", server / "tls.key")
     assert (server / "ca.crt").read_bytes() == (tmp_path / "certificates" / "ca.crt").read_bytes()
-    assert Protection(ServerOptions.of(server)).access is not None
-    assert Credentials(ClientOptions.of(server)).current.pair is not None
+    assert Protection(ServerOptions.from_folder(server)).access is not None
+    assert Credentials(ClientOptions.from_folder(server)).current.pair is not None
 
 
 def test_a_folder_of_credentials(tmp_path: Path, ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_certificate("north", tmp_path, ca).certificate.parent
     token = make_token().get_secret_value()
     environment = {"FEDLOOM_TLS_CA": "elsewhere", "FEDLOOM_TOKEN": token}
-    options = ClientOptions.of(made, environment=environment)
+    options = ClientOptions.from_folder(made, environment=environment)
     assert (options.ca, options.certificate, options.key) == (made / "ca.crt", made / "tls.crt", made / "tls.key")
     assert options.token is not None
     assert options.token.get_secret_value() == token
     (made / "token").write_text(make_token().get_secret_value())
-    options = ClientOptions.of(made, environment=environment)
+    options = ClientOptions.from_folder(made, environment=environment)
     assert (options.token_file, options.token) == (made / "token", None)
-    assert ClientOptions.of(environment=environment).ca == Path("elsewhere")
+    assert ClientOptions.from_folder(environment=environment).ca == Path("elsewhere")
     for folder in (tmp_path / "absent", ca / "ca.key"):
         with pytest.raises(ExperimentError) as error:
-            ClientOptions.of(folder)
+            ClientOptions.from_folder(folder)
         assert (error.value.key, error.value.found) == ("credentials", folder)
 
 

@@ -136,7 +136,7 @@ def test_noisy_sums_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert released == expected
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("name", PROTECTING)
 def test_clients_together_are_close_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_full_batch_step_of_all_clients_is_a_gradient_step_on_the_pooled_data(
     close(run.state["theta"], (theta - s.local.lr * gradient).detach())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize("lost", [None, 0, 2])

@@ -24,7 +24,7 @@ from fedloom.privacy.spent import PrivacyGuarantee
 from fedloom.runs import checkpoint as tensor_file
 from fedloom.runs.folder import RunFolder
 from fedloom.security.access import read_identities
-from fedloom.transport.newcomer import _found
+from fedloom.transport.newcomer import _parse_description
 from fedloom.transport.wire import personalization_pb2 as personalization
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -63,10 +63,10 @@ def _run_file(name: str, read: Callable[[RunFolder], Any]) -> Callable[[str, Pat
 
 READERS: dict[str, Callable[[str, Path], Any]] = {
     "problem": lambda text, _: Problem.from_json(text),
-    "what a server tells": lambda text, _: _found(
+    "what a server tells": lambda text, _: _parse_description(
         personalization.Described(problem=json.dumps(PROBLEM), experiment=text)
     ),
-    "its problem": lambda text, _: _found(personalization.Described(problem=text, experiment="{}")),
+    "its problem": lambda text, _: _parse_description(personalization.Described(problem=text, experiment="{}")),
     "what an aggregator tells": lambda text, _: _described(text),
     "shared experiment": lambda text, _: from_shared_json(text),
     "manifest": lambda text, _: Manifest.from_json(text),
@@ -152,7 +152,7 @@ def test_an_invalid_problem_is_rejected(change: dict[str, Any]) -> None:
         Problem.from_json(json.dumps(PROBLEM | change))
     reported = personalization.Described(problem=json.dumps(PROBLEM | change), experiment="{}")
     with pytest.raises(RefusedError):
-        _found(reported)
+        _parse_description(reported)
 
 
 @pytest.mark.parametrize("missing", PROBLEM)

@@ -16,7 +16,7 @@ from published_runs import aggregator, run_folder
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError, InterruptedRun, StorageError
-from fedloom.federation.monitor import NAME, Control, Monitor, read_pause
+from fedloom.federation.monitor import CONTROL, Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal
 from fedloom.storage import open_store
@@ -43,7 +43,7 @@ def test_a_pause_is_recorded_and_survives_a_restart(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = control()
     first.keep(folder)
-    assert (read_pause(folder), (tmp_path / NAME).exists()) == (None, False)
+    assert (read_pause(folder), (tmp_path / CONTROL).exists()) == (None, False)
     assert (first.pause("operator"), first.pause("another")) == (True, False)
     second = control()
     second.keep(folder)
@@ -73,10 +73,10 @@ def test_a_pause_that_cannot_be_recorded_has_no_effect(tmp_path: Path) -> None:
     "text", ["", "[]", '{"version": 2, "paused": null}', '{"version": 1}', '{"version": 1, "paused": {"by": 1}}']
 )
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / NAME).write_text(text)
+    (tmp_path / CONTROL).write_text(text)
     with pytest.raises(DataError) as refused:
         control().keep(RunFolder(tmp_path))
-    assert tells(str(refused.value), NAME)
+    assert tells(str(refused.value), CONTROL)
 
 
 class PauseAfter(Silent):

@@ -251,7 +251,7 @@ def test_noisy_vectors_do_not_wrap_and_coarse_steps_are_rejected() -> None:
     shapes |= {"steps": (1,), "loss": (1,)}
     rule = ClippedSum(clip=2.0, noise_multiplier=3.0, count_noise=4.0)
     members = 1000
-    vector = PrivateVector.of(Update, fields, shapes, SecureAggregation(bits=32), rule, members, 667)
+    vector = PrivateVector.create(Update, fields, shapes, SecureAggregation(bits=32), rule, members, 667)
     assert members * (rule.norm + 14 * vector.share) <= (2**31 - 1) * vector.step
     assert vector.share == pytest.approx(3.0 * rule.norm / math.sqrt(667), rel=1e-4)
     values = clipped_values(
@@ -262,7 +262,7 @@ def test_noisy_vectors_do_not_wrap_and_coarse_steps_are_rejected() -> None:
     assert np.abs(there["delta_theta"] - 2 / math.sqrt(500)).max() < 7 * vector.share
     assert there["steps"] == pytest.approx(1, abs=1e-4)
     with refusing(ExperimentError, "federation.secure_aggregation.bits", 32, 64):
-        PrivateVector.of(Update, fields, shapes, SecureAggregation(bits=32), ClippedSum(1.0, 1e-3), 60000, 40000)
+        PrivateVector.create(Update, fields, shapes, SecureAggregation(bits=32), ClippedSum(1.0, 1e-3), 60000, 40000)
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fedloom.data.manifest import Manifest
 from fedloom.data.own import own_manifest
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, InterruptedRun
-from fedloom.federation.roster import AvailableClients, Change, FixedRoster, Member, OpenRoster, ReplayedRoster, between
+from fedloom.federation.roster import AvailableClients, Change, Member, OpenRoster, ReplayedRoster, Roster, between
 from fedloom.federation.silence import Silence
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import EVALUATED, Attempt, ConversationRecord, Journal, Replay, fold
@@ -161,7 +161,7 @@ def test_a_stop_ends_the_wait() -> None:
 
 def test_a_closed_roster_never_changes() -> None:
     manifest = own_manifest(OWN, [member("b").entry(3), member("a").entry(3)], 1, MANIFEST.spec.normalization)
-    roster = FixedRoster(manifest)
+    roster = Roster(manifest)
     assert roster.settle(1, evaluating=False) == Change()
     assert roster.here() == ("b", "a")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, conversation
 from fedloom.core.settings import Settings
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
-from fedloom.federation.states import StoredStates, Versions
+from fedloom.federation.states import States, Versions
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.models.predictors import predictors_of
 from fedloom.runs.journal import Attempt, ConversationRecord, Journal, Loss, Version
@@ -264,7 +264,7 @@ def test_superseded_states(version: Version, gone: bool) -> None:
 
 
 def test_a_store_of_states(store: Store) -> None:
-    folder = StoredStates(store)
+    folder = States(store)
     versions = [Version(t, 1, 0, 0) for t in (1, 2, 10)]
     for i, version in enumerate(versions):
         folder.save("c", version, {"x": torch.full((3, 2), i).t(), "n": torch.tensor(True)})
@@ -322,7 +322,7 @@ class Failing(FolderStore):
 
 def test_partially_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
     """Also without a run's folder: manually started workers share one for states."""
-    states, version = StoredStates(FolderStore(tmp_path)), Version(1, 1, 0, 0)
+    states, version = States(FolderStore(tmp_path)), Version(1, 1, 0, 0)
     states.save("a", version, {"x": torch.zeros(1)})
     for client in ("a", "b"):
         (tmp_path / client).mkdir(exist_ok=True)

@@ -250,7 +250,7 @@ def last_line(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("task", TASKS)
 def test_status_shows_the_headline_locally_and_over_the_wire(tmp_path: Path, task: str) -> None:
     folder, metric = write_task_run(tmp_path / "run", task), headline(task)
-    now = Activity("run", "ditto", "training", 2.0, 1.0, measured=LastEvaluation.of(last_line(folder)))
+    now = Activity("run", "ditto", "training", 2.0, 1.0, measured=LastEvaluation.from_line(last_line(folder)))
     reported = from_wire(to_wire(now))
     assert reported.measured == now.measured
     assert reported.measured is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedloom.errors import DataError
-from fedloom.federation.states import StoredStates
+from fedloom.federation.states import States
 from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, decode_tensors, encode_tensors
 from fedloom.runs.journal import Version
 from fedloom.storage.folder import FolderStore
@@ -105,7 +105,7 @@ def test_a_checkpoint_under_another_name_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_damaged_state_is_rejected(tmp_path: Path) -> None:
-    states, version = StoredStates(FolderStore(tmp_path)), Version(2, 1, 0, 3, 77)
+    states, version = States(FolderStore(tmp_path)), Version(2, 1, 0, 3, 77)
     states.save("c0", version, {"q": torch.arange(40.0)})
     path = tmp_path / "c0" / f"{version}.safetensors"
     whole = path.read_bytes()

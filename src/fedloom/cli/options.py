@@ -38,7 +38,25 @@ TrialCount = Annotated[
         metavar="N",
     ),
 ]
+Parallel = Annotated[
+    int, typer.Option(help="Number of parallel runs, each with its share of the cores.", min=1, metavar="N")
+]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
+RunFolderArgument = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
+OtherPartition = Annotated[
+    str | None,
+    typer.Option(
+        "--partition", metavar="DIR|URL", help="Use the clients of another partition of the same kind of data."
+    ),
+]
+OwnFolders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        help="For a run with data.own: a packed client, or a folder of packed clients; repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -61,7 +79,7 @@ class ClientAccess:
         """Return the credentials; raise ExperimentError or RefusedError if there are none or they are invalid."""
         from fedloom.security.options import ClientOptions
 
-        return ClientOptions.of(self.credentials, insecure=self.insecure)
+        return ClientOptions.from_folder(self.credentials, insecure=self.insecure)
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,7 @@ class ServerAccess:
         """Return the credentials; raise ExperimentError if the folder has none."""
         from fedloom.security.options import ServerOptions
 
-        return ServerOptions.of(self.credentials, insecure=self.insecure)
+        return ServerOptions.from_folder(self.credentials, insecure=self.insecure)
 
 
 def with_options(*, without: Sequence[str] = ()) -> Callable[[F], F]:

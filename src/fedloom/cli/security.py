@@ -11,7 +11,7 @@ import typer
 from fedloom.cli.options import Commands
 
 if TYPE_CHECKING:
-    from fedloom.security.certificates import Made
+    from fedloom.security.certificates import CertificateFiles
 
 token_app = Commands(
     help="Tokens for workers and watchers of an aggregator.", no_args_is_help=True, rich_markup_mode=None
@@ -148,7 +148,7 @@ def _new_certificate(
     _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))
 
 
-def _show(made: Made) -> None:
+def _show(made: CertificateFiles) -> None:
     names = f", names: {', '.join(made.names)}" if made.names else ""
     typer.echo(f"{made.certificate}: until {made.ends:%Y-%m-%dT%H:%M:%SZ}{names}")
     typer.echo(f"{made.key}: its key, readable by its owner only")

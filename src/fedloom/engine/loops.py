@@ -15,7 +15,7 @@ from fedloom.federation.evaluator import AlgorithmPair, Evaluator, LoopConfig, L
 from fedloom.federation.loop import Loop
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.releases import Keep, Releases
-from fedloom.federation.roster import FixedRoster, Roster
+from fedloom.federation.roster import Roster
 from fedloom.federation.transport import Transport
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.files import RELEASES
@@ -41,7 +41,7 @@ def loop(
     as the experiment says), and evaluates it if ``measure_last``. For a published run, ``keep_release`` stores a
     client's private release before it is sent.
     """
-    roster = FixedRoster(parts.manifest) if roster is None else roster
+    roster = Roster(parts.manifest) if roster is None else roster
     promised = parts.algorithm.privacy(parts.settings)
     simulated = is_simulation(parts.experiment, transport)
     private = private_sums_of(parts.experiment, simulated=simulated)
@@ -69,7 +69,7 @@ def evaluator(parts: RunContext, transport: Transport, folder: RunFolder) -> Eva
     """Return an evaluator of a run's clients, which can also personalize; it does not write to the run's folder."""
     config = _loop_config(parts.experiment, is_open=False)
     return Evaluator(
-        config, _algorithm_pair(parts), FixedRoster(parts.manifest), transport, folder, LoopHooks(RunObserver())
+        config, _algorithm_pair(parts), Roster(parts.manifest), transport, folder, LoopHooks(RunObserver())
     )
 
 

@@ -16,7 +16,7 @@ from fedloom.core.words import rounded_up
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, OwnData
-from fedloom.federation.inprocess import InProcess
+from fedloom.federation.client_side import InProcess
 from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.transport import TRAIN, Transport
 from fedloom.models.flat import FlatModel

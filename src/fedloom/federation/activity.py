@@ -98,7 +98,7 @@ class Group:
     pooled: float | None = None
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], headline: Headline) -> Group:
+    def from_line(cls, group: Mapping[str, Any], headline: Headline) -> Group:
         """Return a group of a line of ``metrics.jsonl``."""
         values = values_of(group, headline)
         names = ("accuracy_mean", "accuracy_worst_decile", "accuracy_pooled", "loss_mean")
@@ -139,10 +139,10 @@ class LastEvaluation:
         return Headline(self.metric, self.higher_is_better, self.percent)
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> LastEvaluation:
+    def from_line(cls, line: Mapping[str, Any]) -> LastEvaluation:
         """Return the evaluation in a line of ``metrics.jsonl``."""
         headline = headline_of(line)
-        groups = {name: Group.of(group, headline) for name in GROUPS if (group := line.get(name)) is not None}
+        groups = {name: Group.from_line(group, headline) for name in GROUPS if (group := line.get(name)) is not None}
         loss = (line.get("train") or {}).get("loss")
         return cls(
             line["round"],
@@ -195,7 +195,7 @@ class PrivacySpent:
     """Toward the aggregator; None if there is no guarantee, or it is not known."""
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
+    def from_line(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
         """Return the privacy spent in a line of ``metrics.jsonl``; None if it has none."""
         spent = line.get("privacy")
         return None if spent is None else cls(**{each.name: spent.get(each.name) for each in fields(cls)})

@@ -18,9 +18,20 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.randomness import generator
+from fedloom.federation.silence import Silence
 from fedloom.federation.states import States, Versions
-from fedloom.federation.transport import EVALUATE, TRAIN, AnswerHolder, ConversationKey, Lost, MissingConversation
-from fedloom.federation.validation import is_bug, safe_reason
+from fedloom.federation.transport import (
+    EVALUATE,
+    TRAIN,
+    AnswerHolder,
+    Call,
+    ConversationKey,
+    Lost,
+    MissingConversation,
+    Refusals,
+    Traffic,
+)
+from fedloom.federation.validation import fault, is_bug, safe_reason
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
@@ -216,7 +227,8 @@ class ClientSide:
     def _conversation(self, key: ConversationKey) -> dict[int, _Open]:
         """Return the open rows of a conversation; if it is new, close those before it."""
         if key not in self._open:
-            for earlier in [other for other in self._open if _moment(other) < _moment(key)]:
+            now = key.round, key.purpose != TRAIN, key.attempt  # a round's attempts come before its evaluation
+            for earlier in [it for it in self._open if (it.round, it.purpose != TRAIN, it.attempt) < now]:
                 self.close(earlier)
         return self._open.setdefault(key, {})
 
@@ -243,10 +255,8 @@ class ClientSide:
                 if isinstance(error, torch.OutOfMemoryError):
                     _log.warning(
                         "%d clients together do not fit into the device's memory, and are computed one by one; a "
-                        "smaller runtime.clients_at_once is faster: %s",
-                        len(rows),
-                        str(error).partition(". ")[0],
-                    )
+                        "smaller runtime.clients_at_once is faster: %s", len(rows), str(error).partition(". ")[0],
+                    )  # fmt: skip
                 for row in rows:
                     self._start(request, (row,))
                 return
@@ -255,9 +265,9 @@ class ClientSide:
                 raise
             # FedLoom's own errors need no traceback; their cause is logged only here (:meth:`_loaded`).
             traceback = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
-            _log_failure("cannot take part", _why(error), request, request.named(rows), traceback)
+            lost = _failure("cannot take part", error, request, request.named(rows), traceback)
             nobody = ClientGroup([], lambda client, purpose: generator(0, purpose))
-            opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[_lost(error)])
+            opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[lost])
         self._open[request.key].update(dict.fromkeys(rows, opened))
 
     def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
@@ -330,19 +340,15 @@ class ClientSide:
                 f"client {client}: its state of round {versions.start.round} is lost (federation.lost_state: refuse)"
             )
         if state is None:
-            _log.warning(
-                "client %s starts afresh: its state of round %d is lost",
-                client,
-                versions.start.round,
-                extra={"client": client},
-            )
+            what = f"client {client} starts afresh: its state of round {versions.start.round} is lost"
+            _log.warning(what, extra={"client": client})
             return None
         return {name: tensor.to(self._config.device) for name, tensor in state.items()}
 
     def _store(self, opened: _Open) -> None:
         """Store the states that the group's clients keep, before the answer that they belong to is sent."""
-        kept, opened.group.kept = opened.group.kept, {}
-        for i, tensors in kept.items():
+        states, opened.group.kept = opened.group.kept, {}
+        for i, tensors in states.items():
             assert self._states is not None
             row, key = opened.rows[i], opened.key
             version = Version(key.round, key.attempt, key.conversation, row, opened.life)
@@ -392,8 +398,8 @@ class ClientSide:
                 error.add_note(request.described(opened.rows))
                 raise
             names = [client.id for client in opened.group.clients]
-            _log_failure("failed", str(error), request, names, not isinstance(error, FedloomError))
-            opened.answers = [Lost(lost[i]) if i in lost else _lost(error) for i in range(len(opened.rows))]
+            failure = _failure("failed", error, request, names, not isinstance(error, FedloomError))
+            opened.answers = [Lost(lost[i]) if i in lost else failure for i in range(len(opened.rows))]
         opened.exchange = request.exchange
 
     def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
@@ -401,25 +407,23 @@ class ClientSide:
         held, key = self._config.held, opened.key
         if held is None or not held.covers(reply):
             return reply
+        client, varies = opened.group.clients[i], opened.group.drew[i]
         try:
-            client, varies = opened.group.clients[i], opened.group.drew[i]
             return held.hold(key, opened.rows[i], client, request.message, reply, varies=varies)
         except FedloomError as error:
-            _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
-            return _lost(error)
+            return _failure("failed", error, request, [client.id])
 
     def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: _Request) -> Message | Lost:
         """Return the i-th client's answer to a step of a secure sum."""
-        row = opened.rows[i]
+        row, client = opened.rows[i], opened.group.clients[i].id
         try:
-            return held.step(opened.key, row, opened.group.clients[i].id, request.select([row]))
+            return held.step(opened.key, row, client, request.select([row]))
         except (FedloomError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if not isinstance(error, FedloomError):
                 if self.raises_bugs:
                     raise
                 error = RefusedError(f"{type(request.message).__name__} has a form that no honest aggregator sends")
-            _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
-            return _lost(error)
+            return _failure("failed", error, request, [client])
 
     def _next(self, opened: _Open, resume: Callable[[], Message]) -> Message:
         try:
@@ -431,33 +435,49 @@ class ClientSide:
 
 
 def _is_ready(opened: _Open | None, row: int, exchange: int) -> bool:
-    """Return whether a row can answer an exchange after the opening, or has answered it."""
     return opened is not None and opened.exchange in (exchange - 1, exchange) and row not in opened.left
 
 
-def _log_failure(what: str, why: str, request: _Request, clients: Sequence[str], traceback: bool) -> None:
+class InProcess:
+    """Carries exchanges by function calls. Deadlines do not apply: a client in our own thread cannot be interrupted."""
+
+    def __init__(self, client_side: ClientSide, dtype: torch.dtype) -> None:
+        self._client_side = client_side
+        client_side.raises_bugs = True
+        self._dtype = dtype
+        self.traffic = Traffic()
+        self.refusals = Refusals()
+        self.silence = Silence()
+
+    def exchange(self, call: Call) -> Sequence[Message | Lost]:
+        """Ask each row in turn; an invalid answer is refused, as on the wire. A bug that a client meets is raised."""
+        answers: dict[int, Message | Lost] = {}
+        for row, answer in self._client_side.answer(
+            call.key, call.exchange, call.rows, call.clients, call.message, call.states
+        ):
+            wrong = None if isinstance(answer, Lost) else fault(answer, call.shapes, self._dtype)
+            if wrong is not None:
+                self.refusals.count("invalid reply")
+            answers[row] = answer if wrong is None else Lost(wrong)
+        return [answers[row] for row in call.rows]
+
+    def close(self, key: ConversationKey) -> None:
+        """End a conversation."""
+        self._client_side.close(key)
+
+
+def _failure(what: str, error: Exception, request: _Request, clients: Sequence[str], traceback: bool = False) -> Lost:
+    """Log an error with its cause, which stays on this machine, and return it as the aggregator is told of it."""
     names, key = ", ".join(clients), request.key
+    why = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
     about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": request.exchange}
     _log.error("clients %s %s: %s", names, what, why, exc_info=traceback, extra=about)
-
-
-def _why(error: Exception) -> str:
-    """Return an error and its cause in one line, for logs that stay on this machine."""
-    return " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
-
-
-def _moment(key: ConversationKey) -> tuple[int, bool, int]:
-    """Return a chronological sort key for a conversation: a round's attempts come before its evaluation."""
-    return key.round, key.purpose != TRAIN, key.attempt
+    return Lost(safe_reason(error), is_bug(error))
 
 
 def _ended() -> Conversation:
     return None
     yield  # makes this function a generator that yields nothing
-
-
-def _lost(error: Exception) -> Lost:
-    return Lost(safe_reason(error), is_bug(error))
 
 
 def _to(client: ClientData, device: torch.device) -> ClientData:

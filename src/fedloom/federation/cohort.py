@@ -21,7 +21,7 @@ from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
-from fedloom.messages import Message, Metrics, Replies, Shapes, stack
+from fedloom.messages import Message, Metrics, Replies, Shapes, Sums, stack
 from fedloom.privacy.accounting import Release
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
@@ -48,6 +48,9 @@ class Summing(Protocol):
 
     def covers(self, answer: type[Message]) -> bool:
         """Return whether answers of this class are summed."""
+
+    def observed_by(self, observe: Callable[[ConversationKey, Sequence[str], Sums[Any]], None]) -> Summing:
+        """Return the same sums, each of which is also given to a function."""
 
     def in_process(self) -> Summing:
         """Return the same sums of clients in this process, which sign nothing."""
@@ -205,9 +208,9 @@ class RemoteCohort:
 
     def flags(self, rows: Collection[int]) -> Tensor:
         """Return ``[c]`` bool, True in these rows."""
-        found = torch.zeros(len(self.clients), dtype=torch.bool)
-        found[sorted(rows)] = True
-        return found
+        flags = torch.zeros(len(self.clients), dtype=torch.bool)
+        flags[sorted(rows)] = True
+        return flags
 
     def ended_by(self, error: Exception) -> TooFewReplies:
         """Return the error that ends the attempt for this reason, with that of the last loss."""
@@ -309,9 +312,9 @@ class RemoteCohort:
             releases.tell(self.key, self._at, clients)
             repeats.append(partial(releases.tell, self.key, self._at))
 
-        def record_again(asked: Sequence[str]) -> None:
+        def record_again(repeated: Sequence[str]) -> None:
             for record in repeats:
-                record(asked)
+                record(repeated)
 
         return record_again if repeats else None
 
@@ -323,7 +326,7 @@ class RemoteCohort:
         *,
         again: bool = False,
     ) -> None:
-        by_client = {client: found for client in clients if (found := steps(client, self.key.purpose))}
+        by_client = {client: noisy for client in clients if (noisy := steps(client, self.key.purpose))}
         if by_client:
             releases.tell_steps(self.key, 0, by_client, again=again)
 

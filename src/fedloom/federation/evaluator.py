@@ -43,6 +43,10 @@ _log = logging.getLogger(__name__)
 _GROUPS = ("seen", "unseen")  # rows of an evaluation in sums
 
 
+Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from its server algorithm's records."""
+
+
 class Evaluator:
     """Measures the clients of a federation at one round, without changing any state.
 
@@ -267,13 +271,13 @@ class Evaluator:
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Return the versions that each client starts from now, and would start from at kept checkpoints."""
-        kept = set(self.checkpoints.rounds())
+        rounds = set(self.checkpoints.rounds())
         if self._durable is not None:  # it may not be on the disk yet
-            kept.add(self._durable[0])
-        self.journal.needed = kept
+            rounds.add(self._durable[0])
+        self.journal.needed = rounds
 
         def versions(client: str) -> Versions:
-            needed = (self.journal.version(client, round) for round in kept)
+            needed = (self.journal.version(client, round) for round in rounds)
             start = self.journal.version(client, self.round)
             return Versions(start, frozenset(v for v in needed if v is not None), self.journal.life)
 
@@ -281,8 +285,8 @@ class Evaluator:
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
-            of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
-            raise InterruptedRun(f"stopped after round {self.round}{of}; continue with {argument('resume')}")
+            total = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
+            raise InterruptedRun(f"stopped after round {self.round}{total}; continue with {argument('resume')}")
 
 
 class _Measurements:
@@ -325,8 +329,8 @@ class _SummedMeasurements:
         if replies is None:
             return
         for name, total in self._sums.items():
-            found: Tensor = replies.sum(getattr(replies, name))
-            total[group] += found if total.is_floating_point() else found.round().to(total.dtype)
+            summed: Tensor = replies.sum(getattr(replies, name))
+            total[group] += summed if total.is_floating_point() else summed.round().to(total.dtype)
         self._members[group, 1] += int(replies.present.sum())
 
     def result(self, round: int, predictors: tuple[str, ...]) -> EvaluationResult:
@@ -349,10 +353,6 @@ def _in_sums(clients: Sequence[str], size: int) -> Iterator[Sequence[str]]:
     parts = max(1, min(-(-len(clients) // size), len(clients) // SMALLEST_SUM)) if clients else 0
     for i in range(parts):
         yield clients[i * len(clients) // parts : (i + 1) * len(clients) // parts]
-
-
-Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
-"""Sub-objects that a method adds to metrics.jsonl and summary.json, from its server algorithm's records."""
 
 
 @dataclass(frozen=True)

@@ -116,24 +116,24 @@ class Loop(Evaluator):
 
         Raise DataError if the checkpoint does not fit, or from :meth:`Resumption.find`.
         """
-        found = Resumption.find(self.folder, self.checkpoints)
-        if found is None:  # nothing was durable
+        resumption = Resumption.find(self.folder, self.checkpoints)
+        if resumption is None:  # nothing was durable
             self.journal = Journal.read(self.folder, upto=-1)
             self.journal.rewind()
             self.folder.rewrite("metrics.jsonl", [])
             return
-        check_fits(found.checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
-        self.server.load(found.checkpoint.state)
+        check_fits(resumption.checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
+        self.server.load(resumption.checkpoint.state)
         if self._private is not None:
-            self._private.load(found.checkpoint.federation)
-        self.round, self.best = found.checkpoint.round, found.checkpoint.best
+            self._private.load(resumption.checkpoint.federation)
+        self.round, self.best = resumption.checkpoint.round, resumption.checkpoint.best
         self._durable = (self.round, self.best)
-        self._evaluated = found.evaluated
-        self.journal = found.journal
+        self._evaluated = resumption.evaluated
+        self.journal = resumption.journal
         self.roster.restore(self.journal.members)
         self._index_roster()
-        found.rewind(self.folder)
-        self.monitor.resume(self.round, found.last, self.checkpoints.written_at(self.round))
+        resumption.rewind(self.folder)
+        self.monitor.resume(self.round, resumption.last, self.checkpoints.written_at(self.round))
 
     def advance(self) -> None:
         """Run to the last round and leave a checkpoint for another loop to continue from; raises like :meth:`run`."""

@@ -64,13 +64,13 @@ def measured_normalization(
     Raise QuorumError if no client answers plausibly.
     """
     clients, numbers = tuple(examples), own.spec.numbers
-    asked = torch.tensor([float(numbers)], dtype=torch.float64)
+    count = torch.tensor([float(numbers)], dtype=torch.float64)
     call = Call(
         key=KEY,
         exchange=0,
         rows=tuple(range(len(clients))),
         clients=clients,
-        message=MeasureInputs(asked),
+        message=MeasureInputs(count),
         shapes={InputMoments: {"count": (1,), "sum": (numbers,), "squares": (numbers,)}},
         deadline_s=deadline_s,
     )

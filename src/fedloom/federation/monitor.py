@@ -26,11 +26,19 @@ from fedloom.federation.activity import (
     Phase,
     PrivacySpent,
 )
-from fedloom.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from fedloom.data.manifest import ClientEntry
+    from fedloom.runs.folder import RunFolder
     from fedloom.runs.journal import Attempt
+
+
+CONTROL = "control.json"
+"""File in a run's folder that records a pause and who requested it."""
+
+CONTROL_VERSION = 1
+
+POLL_S = 0.2
 
 
 class Monitor:
@@ -109,10 +117,10 @@ class Monitor:
         """Resume after a round, given the last line of its metrics and the time of its checkpoint."""
         self._update(
             round=round,
-            measured=None if line is None else LastEvaluation.of(line),
+            measured=None if line is None else LastEvaluation.from_line(line),
             durable_round=None if durable_at is None else round,
             durable_at=durable_at,
-            privacy=None if line is None else PrivacySpent.of(line),
+            privacy=None if line is None else PrivacySpent.from_line(line),
         )
 
     def attempted(self, attempt: Attempt, *, counts: bool) -> None:
@@ -147,7 +155,7 @@ class Monitor:
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Record the evaluation in a line of ``metrics.jsonl``."""
-        self._update(measured=LastEvaluation.of(line))
+        self._update(measured=LastEvaluation.from_line(line))
 
     def spent(self, privacy: PrivacySpent) -> None:
         """Record the privacy that training has spent so far."""
@@ -225,19 +233,12 @@ def _rates(rounds: Collection[tuple[float, float]]) -> tuple[float | None, float
 
 def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) -> tuple[int, int]:
     """Return the numbers of sampled and of remaining clients of a round, given its conversations and lost rows."""
-    asked: set[str] = set()
+    sampled: set[str] = set()
     lost: set[str] = set()
     for clients, rows in conversations:
-        asked.update(clients)
+        sampled.update(clients)
         lost.update(client for row, client in enumerate(clients) if row in rows)
-    return len(asked), len(asked - lost)
-
-
-NAME = "control.json"
-"""File in a run's folder that records a pause and who requested it."""
-
-VERSION = 1
-POLL_S = 0.2
+    return len(sampled), len(sampled - lost)
 
 
 @dataclass(frozen=True)
@@ -253,12 +254,12 @@ def read_pause(folder: RunFolder) -> Pause | None:
 
     Raise DataError if the file is damaged.
     """
-    match folder.json_or_none(NAME):
+    match folder.json_or_none(CONTROL):
         case None | {"version": 1, "paused": None}:
             return None
         case {"version": 1, "paused": {"by": str(by), "since": int() | float() as since}}:
             return Pause(by, since)
-    raise DataError(f"{folder.path / NAME}: not a record of a pause", hint="remove the file to let the run continue")
+    raise DataError(f"{folder.path / CONTROL}: not a record of a pause", hint="remove the file to let the run continue")
 
 
 class Control:
@@ -286,11 +287,11 @@ class Control:
 
         Raise DataError if the record is damaged. Raise StorageError if a pause requested earlier cannot be written.
         """
-        found = read_pause(folder)
+        recorded = read_pause(folder)
         with self._changed:
             self._folder = folder
             if self._asked is None:
-                self._become(found)
+                self._become(recorded)
             else:
                 self._write(self._asked)
 
@@ -322,7 +323,8 @@ class Control:
 
     def _write(self, pause: Pause | None) -> None:
         if self._folder is not None:
-            self._folder.write_json(NAME, {"version": VERSION, "paused": None if pause is None else asdict(pause)})
+            paused = None if pause is None else asdict(pause)
+            self._folder.write_json(CONTROL, {"version": CONTROL_VERSION, "paused": paused})
 
     def _become(self, pause: Pause | None) -> None:
         self._asked = pause

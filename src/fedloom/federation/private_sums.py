@@ -28,6 +28,12 @@ from fedloom.privacy.gaussian_mechanism import on_grid
 from fedloom.privacy.noise import NoiseSource
 from fedloom.privacy.settings import TrainingPrivacy
 
+Values: TypeAlias = Mapping[str, NDArray[np.float64]]
+"""Values of summed fields by name, in the shapes of one row."""
+
+BIT = "unclipped"
+"""Name of the coordinate that adaptive clipping adds to an update."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -62,8 +68,8 @@ def clipping_rule(settings: TrainingPrivacy, clients_per_round: int, clip: float
         raise ValueError("federation.privacy.noise_multiplier is found from epsilon before a run begins")
     count_noise = None
     if (adaptive := settings.adaptive_clip) is not None:
-        asked = adaptive.count_noise
-        count_noise = default_count_noise(clients_per_round) if asked is None else asked
+        noise = adaptive.count_noise
+        count_noise = default_count_noise(clients_per_round) if noise is None else noise
     return ClippedSum(clip, settings.noise_multiplier, count_noise)
 
 
@@ -149,11 +155,11 @@ class PrivateSums:
     def noisy(self, values: Values, deviation: float, key: ConversationKey, exchange: int) -> Values:
         """Return the sums of the learned fields with noise of this standard deviation on each coordinate."""
         source = noise_source(self.seed, "sum", key.round, key.attempt, key.conversation, exchange)
-        found = {}
+        noisy = {}
         for name, value in values.items():
             noise = source.gaussian(value.size, deviation).reshape(value.shape)
-            found[name] = on_grid(torch.from_numpy(value + noise), deviation).numpy()
-        return found
+            noisy[name] = on_grid(torch.from_numpy(value + noise), deviation).numpy()
+        return noisy
 
     def adapt(self, values: Values, expected: int) -> None:
         """Move the clipping norm by the noisy sum of the bits, if it adapts."""
@@ -162,19 +168,12 @@ class PrivateSums:
             self._clip = next_clip(self._clip, bits, expected, adaptive.quantile, adaptive.lr)
 
 
-Values: TypeAlias = Mapping[str, NDArray[np.float64]]
-"""Values of summed fields by name, in the shapes of one row."""
-
-BIT = "unclipped"
-"""Name of the coordinate that adaptive clipping adds to an update."""
-
-
 def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) -> Values:
     """Return the values to be summed of a one-row answer: its fields, or their changes from the request."""
-    found, given = answer.tensors(), request.tensors()
+    answered, given = answer.tensors(), request.tensors()
     values = {}
     for name, summed in fields.items():
-        value = found[name][0].double()
+        value = answered[name][0].double()
         values[name] = (value if summed.since is None else value - given[summed.since].double()).numpy()
     return values
 
@@ -208,24 +207,24 @@ def clipped_answer(answer: Message, request: Message, fields: Mapping[str, Summe
     norm = norm_of(changes_of(answer, request, fields), names)
     if norm <= rule.clip:
         return answer
-    factor, found = clip_factor(norm, rule.clip), answer.tensors()
+    factor, tensors = clip_factor(norm, rule.clip), answer.tensors()
     for name in names:
-        since, value = fields[name].since, found[name]
+        since, value = fields[name].since, tensors[name]
         if since is None:
-            found[name] = value * factor
+            tensors[name] = value * factor
         else:
             start = request.tensors()[since].double()
-            found[name] = (start + (value.double() - start) * factor).to(value.dtype)
-    return type(answer)(**found)
+            tensors[name] = (start + (value.double() - start) * factor).to(value.dtype)
+    return type(answer)(**tensors)
 
 
 def slack_of(answer: Message, request: Message, fields: Mapping[str, Summed], rule: ClippedSum) -> float:
     """Return the error of a clipped answer's norm that rounding to the answer's floating-point type explains."""
-    found = SLACK * rule.clip
+    slack = SLACK * rule.clip
     for name in learned_fields(type(answer), fields):
         since = fields[name].since
         if since is not None:
             tensor = answer.tensors()[name]
             norm = torch.linalg.vector_norm(request.tensors()[since], dtype=torch.float64)
-            found += torch.finfo(tensor.dtype).eps * float(norm)
-    return found
+            slack += torch.finfo(tensor.dtype).eps * float(norm)
+    return slack

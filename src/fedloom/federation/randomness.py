@@ -16,6 +16,6 @@ def generator(seed: int, purpose: str, client: str = "", round: int = 0, attempt
     # Length prefixes make the text unique for each key.
     key = "".join(f"{len(part)}:{part}" for part in (str(seed), purpose, client, str(round), str(attempt)))
     digest = blake2b(key.encode(), digest_size=8, person=b"fedloom").digest()
-    made = torch.Generator()
-    made.manual_seed(int.from_bytes(digest, "little") >> 1)
-    return made
+    random = torch.Generator()
+    random.manual_seed(int.from_bytes(digest, "little") >> 1)
+    return random

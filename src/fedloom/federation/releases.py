@@ -77,8 +77,8 @@ class Releases:
         self._begin({}, promised is not None)
         self._begin({"about": TRAINING}, training is not None)
         if training is not None:
-            found = count_releases_about(folder, training.unit, repeatable=repeatable)
-            training.restore(found.counts, found.cohorts, is_known=found.is_known)
+            releases = count_releases_about(folder, training.unit, repeatable=repeatable)
+            training.restore(releases.counts, releases.cohorts, is_known=releases.is_known)
 
     def _begin(self, about: Mapping[str, str], is_private: bool) -> None:
         """Mark where counting begins, or that it was interrupted.
@@ -244,15 +244,15 @@ def count_releases_about(folder: RunFolder, unit: Unit, *, repeatable: bool = Fa
 
     Raise DataError if ``releases.jsonl`` is damaged.
     """
-    found = count_training_releases(folder, repeatable=repeatable)
+    training = count_training_releases(folder, repeatable=repeatable)
     if unit == "clients":
-        return found
+        return training
     answers = count_releases(folder, repeatable=repeatable)
-    counts = {client: Counter(releases) for client, releases in found.counts.items()}
+    counts = {client: Counter(releases) for client, releases in training.counts.items()}
     for client, times in answers.times.items():
         for noise_multiplier, count in times.items():
             counts.setdefault(client, Counter())[gaussian_release(noise_multiplier)] += count
-    return TrainingReleases(counts, found.is_known and answers.is_known)
+    return TrainingReleases(counts, training.is_known and answers.is_known)
 
 
 _FIELDS = [each.name for each in fields(Release)]
@@ -261,8 +261,8 @@ _KEY = ("purpose", "round", "attempt", "conversation", "exchange")
 
 def _lines(folder: RunFolder, about: str | None, *, repeatable: bool) -> tuple[list[dict[str, Any]], bool]:
     """Return the lines about answers (None) or training, and whether they are all that there was."""
-    asked: set[tuple[Any, ...]] = set()
-    found, is_known = [], True
+    seen: set[tuple[Any, ...]] = set()
+    lines, is_known = [], True
     for line in folder.objects(RELEASES):
         if not isinstance(line.get("purpose"), str):
             raise _damaged(folder)
@@ -270,10 +270,10 @@ def _lines(folder: RunFolder, about: str | None, *, repeatable: bool) -> tuple[l
             continue
         is_known = is_known and line["purpose"] != BEFORE
         what = tuple(line.get(name) for name in _KEY)
-        if not (repeatable and what in asked):
-            asked.add(what)
-            found.append(line)
-    return found, is_known
+        if not (repeatable and what in seen):
+            seen.add(what)
+            lines.append(line)
+    return lines, is_known
 
 
 def _damaged(folder: RunFolder) -> DataError:

@@ -77,17 +77,17 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
     """
     for name in (METRICS, RELEASES):
         wanted = journal.follows.get(name)
-        found: set[str | None] = {None, digests.beginning(name)}
-        for _ in folder.placed(name, skipped=partial(_note, found)):
+        known: set[str | None] = {None, digests.beginning(name)}
+        for _ in folder.placed(name, skipped=partial(_note, known)):
             pass
-        if wanted not in found:
+        if wanted not in known:
             raise DataError(
                 f"{folder.path / name} is damaged: it lacks its last line as of when {JOURNAL} was written",
                 hint=RESTORE,
             )
 
 
-def _note(found: set[str | None], line: bytes) -> bool:
+def _note(known: set[str | None], line: bytes) -> bool:
     """Add a line's digest to those found; return True to skip the line."""
-    found.add(digests.stated_digest(line))
+    known.add(digests.stated_digest(line))
     return True

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.data.manifest import SPLITS, ClientEntry, Manifest
@@ -91,63 +91,43 @@ def between(before: Mapping[str, Member], after: Mapping[str, Member]) -> Change
     )
 
 
-class Roster(Protocol):
-    """Clients that take part."""
+class Roster:
+    """Clients that take part: here a fixed population, a partition or packed folders that are available locally."""
 
-    manifest: Manifest
-    fixed: bool
+    fixed = True
     """True if clients never join or leave."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
 
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Update the roster before the next attempt at a round, or the evaluation after it, and return the change.
 
         ``hold`` is called first, and again after each wait for clients.
         """
+        hold()
+        return Change()
 
     def here(self) -> tuple[str, ...]:
         """Return the ids of available clients in manifest order; rounds sample from the training clients among them."""
+        return tuple(entry.id for entry in self.manifest.clients)
 
     def waits_for_others(self, round: int) -> bool:
         """Return whether failed attempts at a round are not counted yet, because more clients may still join."""
+        return False
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the roster of the round that a run continues from, as recorded in its journal."""
 
 
-class FixedRoster:
-    """Fixed population: a partition, or packed folders that are available locally."""
-
-    fixed = True
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._everyone = tuple(entry.id for entry in manifest.clients)
-
-    def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
-        """Wait for the end of a pause; the roster never changes."""
-        hold()
-        return Change()
-
-    def here(self) -> tuple[str, ...]:
-        """Return the ids of all clients."""
-        return self._everyone
-
-    def waits_for_others(self, round: int) -> bool:
-        """Return False, since no other clients join."""
-        return False
-
-    def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """Do nothing, since the roster never changes."""
-
-
-class _ChangingRoster:
+class _ChangingRoster(Roster):
     """Members by id, and a manifest of them."""
 
     fixed = False
 
     def __init__(self, manifest: Manifest) -> None:
+        super().__init__(dataclasses.replace(manifest, clients=()))
         self._members: dict[str, Member] = {}
-        self.manifest = dataclasses.replace(manifest, clients=())
 
     def _become(self, members: Mapping[str, Member]) -> Change:
         change = between(self._members, members)
@@ -163,7 +143,7 @@ class _ChangingRoster:
 
 
 class ReplayedRoster(_ChangingRoster):
-    """Roster of a replayed run, as recorded in its journal."""
+    """Roster of a replayed run, as recorded in its journal, which also determines the clients that are asked."""
 
     def __init__(self, manifest: Manifest, replay: Replay) -> None:
         super().__init__(manifest)
@@ -176,14 +156,6 @@ class ReplayedRoster(_ChangingRoster):
         for joined, left in self._replay.changes(round, evaluating=evaluating):
             fold(members, joined, left)
         return self._become({name: Member.read(member) for name, member in members.items()})
-
-    def here(self) -> tuple[str, ...]:
-        """Return the ids of all members; the journal determines which are asked."""
-        return tuple(self._members)
-
-    def waits_for_others(self, round: int) -> bool:
-        """Return False, since only clients in the journal join."""
-        return False
 
 
 class AvailableClients:

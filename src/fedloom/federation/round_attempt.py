@@ -144,17 +144,17 @@ class RoundAttempt:
         Raise DataError if it does not match this run.
         """
         assert self._planned is not None
-        planned, begun = self._planned.conversations, len(self._conversations)
-        if begun >= len(planned):
+        planned, number = self._planned.conversations, len(self._conversations)
+        if number >= len(planned):
             raise DataError(
                 f"the replayed journal has {len(planned)} conversations in round {self.number}, and this experiment "
                 "has more",
                 hint="replay a run of the same experiment",
             )
-        strangers = [client for client in planned[begun].clients if client not in self._sizes]
-        if self._purpose == EVALUATE and planned[begun].clients != list(clients):
+        strangers = [client for client in planned[number].clients if client not in self._sizes]
+        if self._purpose == EVALUATE and planned[number].clients != list(clients):
             raise DataError(
-                f"the replayed journal measures {len(planned[begun].clients)} clients at once after round "
+                f"the replayed journal measures {len(planned[number].clients)} clients at once after round "
                 f"{self.number}, and this experiment {len(clients)}",
                 hint="replay a run of the same experiment",
             )
@@ -163,7 +163,7 @@ class RoundAttempt:
                 f"the replayed journal has client {strangers[0]} in round {self.number}, and this partition lacks it",
                 hint="replay a run of the same experiment",
             )
-        return planned[begun]
+        return planned[number]
 
     @property
     def failure(self) -> Exception | None:

@@ -172,11 +172,11 @@ class Silence:
             for client in roster:
                 rank = self._rank(client, owing, lost)
                 by_rank[max(rank, UNRELIABLE) if client in refusing else rank].append(client)
-        found: list[Sequence[str]] = []
+        groups: list[Sequence[str]] = []
         for rank, group in enumerate(by_rank):
-            if rank < UNRELIABLE or sum(map(len, found)) < least:
-                found.append(group)
-        return found
+            if rank < UNRELIABLE or sum(map(len, groups)) < least:
+                groups.append(group)
+        return groups
 
     def _rank(self, client: str, owing: Collection[str], lost: Collection[str]) -> int:
         if client in self._silent:
@@ -188,8 +188,8 @@ class Silence:
     def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
         """Return the clients that an evaluation skips, and why, after ``waited_s`` seconds for silent clients."""
         with self._lock:
-            found = dict.fromkeys((client for client in clients if client in self._silent), NO_SIGN)
+            reasons = dict.fromkeys((client for client in clients if client in self._silent), NO_SIGN)
             if waited_s >= PATIENCE * deadline_s:
-                new = (client for client in clients if client not in self._heard and client not in found)
-                found |= dict.fromkeys(new, NEVER_ANSWERED)
-            return found
+                new = (client for client in clients if client not in self._heard and client not in reasons)
+                reasons |= dict.fromkeys(new, NEVER_ANSWERED)
+            return reasons

@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fedloom.errors import DataError
 from fedloom.runs.journal import Version
@@ -50,24 +50,14 @@ class Versions:
         return version.life < self.life or (version.life == self.life and version < self.start)
 
 
-class States(Protocol):
-    """Storage of client states; every worker that may serve a client reaches the same one."""
-
-    def load(self, client: str, version: Version) -> dict[str, Tensor] | None:
-        """Return a state; None if it does not exist."""
-
-    def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Store a state."""
-
-    def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's superseded versions, and partial files of killed workers."""
-
-
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
 
 
-class StoredStates:
-    """Client states in a store (a folder or S3): ``<client>/<version>.safetensors``."""
+class States:
+    """Client states in a store (a folder or S3): ``<client>/<version>.safetensors``.
+
+    Every worker that may serve a client reaches the same store.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -28,6 +28,11 @@ _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
 }
 
 
+_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
+
+_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One field of a message without its values."""
@@ -101,16 +106,16 @@ def non_finite(message: Message) -> str | None:
     return None
 
 
-def learning_rates(settings: BaseModel, *, also: Collection[str] = (), where: str = "algorithm") -> dict[str, float]:
+def learning_rates(settings: BaseModel, *, also: Collection[str] = (), prefix: str = "algorithm") -> dict[str, float]:
     """Return the learning rates of a method by their keys, and the numbers named in ``also``."""
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for name in type(settings).model_fields:
-        value, key = getattr(settings, name), f"{where}.{name}"
+        value, key = getattr(settings, name), f"{prefix}.{name}"
         if isinstance(value, BaseModel):
-            found |= learning_rates(value, also=also, where=key)
+            rates |= learning_rates(value, also=also, prefix=key)
         elif (name == "lr" or name.endswith("_lr") or name in also) and isinstance(value, float):
-            found[key] = value
-    return found
+            rates[key] = value
+    return rates
 
 
 def to_lower(rates: Mapping[str, float]) -> str:
@@ -138,17 +143,17 @@ def out_of_range(
         tensor: torch.Tensor = getattr(message, field.name)
         if field.quantity is Quantity.METRICS or not tensor.is_floating_point() or not tensor.numel():
             continue
-        where, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
+        label, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
         if field.quantity is Quantity.COUNT:
             wrong = _wrong_count(tensor, COUNT_LIMIT if bound is None else bound, whole=field.name not in scaled)
         else:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
             if (wrong := _beyond(tensor, limit)) is not None and rates is not None:
-                return f"{_diverged(message)}: {where} {wrong}{to_lower(rates)}"
+                return f"{_diverged(message)}: {label} {wrong}{to_lower(rates)}"
             if wrong is None and bound is not None and not (norm := float(tensor.norm())) <= bound:
                 wrong = f"has norm {norm:g}, more than {bound:g}"
         if wrong is not None:
-            return f"{where} {wrong}"
+            return f"{label} {wrong}"
     return None
 
 
@@ -182,10 +187,6 @@ def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
     of the run's floating-point numbers; counts and metrics may always be float64.
     """
     return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
-
-
-_SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
-_OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
 
 
 def is_bug(error: Exception) -> bool:

@@ -202,20 +202,20 @@ def read_identities(path: Path) -> Identities:
 
 def _errors(entries: Sequence[IdentityEntry]) -> list[SettingError]:
     """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
-    found: list[SettingError] = []
+    errors: list[SettingError] = []
     names = Counter(entry.name for entry in entries)
     credentials = Counter((entry.certificate, entry.token) for entry in entries)
     for i, entry in enumerate(entries):
         here: KeyPath = ("identities", i)
         if names[entry.name] > 1:
-            found.append(SettingError((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
+            errors.append(SettingError((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
         if entry.certificate is None and entry.token is None:
-            found.append(SettingError(here, "give a certificate, a token or both"))
+            errors.append(SettingError(here, "give a certificate, a token or both"))
         elif credentials[entry.certificate, entry.token] > 1:
             given = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
-            found.append(SettingError(here, f"{given} also belongs to another identity"))
-        found += [SettingError((*here, "clients", *at), text) for at, text in _client_errors(entry)]
-    return found
+            errors.append(SettingError(here, f"{given} also belongs to another identity"))
+        errors += [SettingError((*here, "clients", *at), text) for at, text in _client_errors(entry)]
+    return errors
 
 
 def _client_errors(entry: IdentityEntry) -> Iterator[tuple[KeyPath, str]]:
@@ -384,14 +384,14 @@ class Access:
             raise Denied(f"the permissions of {before.name} have changed; reconnect", before, again=True)
 
     def _find(self, token: SecretStr) -> Token:
-        found = self._shared.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
-        if found is None:
+        record = self._shared.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
+        if record is None:
             id = token_id(token)
             raise Denied("the given text is not a valid token" if id is None else f"token {id} is not known")
-        return found
+        return record
 
     def _kept(self, id: str) -> Token | None:
-        return self._shared.of(id) or (None if self._tokens is None else self._tokens.value.of(id))
+        return self._shared.by_id(id) or (None if self._tokens is None else self._tokens.value.by_id(id))
 
     def _known(self, certificate: Certificate | None, token: Token | None) -> Admitted:
         now = self._now()
@@ -400,17 +400,19 @@ class Access:
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
             raise Denied(reason, again=True)  # a newer certificate may be in place already
-        if token is not None and self._shared.of(token.id) is not None:
+        if token is not None and self._shared.by_id(token.id) is not None:
             return Admitted(SHARED, certificate, token)
         if certificate is None and token is None:
             raise Denied("a certificate of our CA, or a token, is required")
-        found = self._identities(frozenset() if certificate is None else certificate.names, token)
-        if len(found) != 1:
+        identities = self._identities(frozenset() if certificate is None else certificate.names, token)
+        if len(identities) != 1:
             shown = [str(certificate)] if certificate is not None else []
             shown += [f"token {token.id} of {token.name}"] if token is not None else []
-            what, owners = " and ".join(shown), " and ".join(sorted(each.name for each in found))
-            raise Denied(f"{what} must belong to one identity, not to {owners}" if found else f"no identity for {what}")
-        return Admitted(found[0], certificate, token)
+            what, owners = " and ".join(shown), " and ".join(sorted(each.name for each in identities))
+            raise Denied(
+                f"{what} must belong to one identity, not to {owners}" if owners else f"no identity for {what}"
+            )
+        return Admitted(identities[0], certificate, token)
 
     def _identities(self, names: frozenset[str], token: Token | None) -> list[Identity]:
         if self._table is not None:

@@ -35,8 +35,12 @@ URI = "urn:fedloom:"
 """Prefix of a member's name in its certificate."""
 
 
+TLS_FILES = ("tls.crt", "tls.key")
+"""Names, in errors, of the files of a key pair that the user has given."""
+
+
 @dataclass(frozen=True)
-class Made:
+class CertificateFiles:
     """Created files, the expiry of the certificate, and the names in it."""
 
     certificate: Path
@@ -45,7 +49,7 @@ class Made:
     names: tuple[str, ...]
 
 
-def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
+def make_ca(folder: Path, *, days: int = CA_DAYS) -> CertificateFiles:
     """Create an authority: ``ca.crt`` to distribute, and ``ca.key`` (0600), which never leaves the folder.
 
     Raise ExperimentError if there is one already: a new one would invalidate the certificates that it has signed. Raise
@@ -63,7 +67,7 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
 
 def make_certificate(
     name: str, folder: Path, ca: Path, *, hosts: Sequence[str] = (), days: int = LEAF_DAYS, replace: bool = False
-) -> Made:
+) -> CertificateFiles:
     """Create the credentials of a member, or of a server if hosts are given, in the folder ``NAME``.
 
     The folder has the files that ``credentials`` expects: ``tls.crt``, ``tls.key`` (0600), the authority's ``ca.crt``.
@@ -116,12 +120,12 @@ def make_certificate(
     )
     listed = (f"URI:{URI}{name}", *hosts)
     own = folder / name
-    made = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", listed, replace=replace)
+    files = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", listed, replace=replace)
     trusted = own / "ca.crt"
     known = trusted.read_bytes() if trusted.exists() else b""
     if pair.chain not in known:  # an authority that is trusted already stays trusted until it is removed
         write_private(trusted, (known + pair.chain).decode())
-    return made
+    return files
 
 
 def _builder(
@@ -190,7 +194,7 @@ def _write(
     names: tuple[str, ...],
     *,
     replace: bool,
-) -> Made:
+) -> CertificateFiles:
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = certificate.public_bytes(Encoding.PEM).decode()
     if replace and at.exists():
@@ -200,7 +204,7 @@ def _write(
     else:
         create(key_at, secret, private=True)
         create(at, public)
-    return Made(at, key_at, certificate.not_valid_after_utc, names)
+    return CertificateFiles(at, key_at, certificate.not_valid_after_utc, names)
 
 
 @dataclass(frozen=True)
@@ -237,10 +241,6 @@ def parse_certificate(pem: bytes) -> Certificate:
     Raise ValueError if there is none.
     """
     return _content(x509.load_pem_x509_certificate(pem))
-
-
-TLS_FILES = ("tls.crt", "tls.key")
-"""Names, in errors, of the files of a key pair that the user has given."""
 
 
 def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_FILES) -> KeyPair:
@@ -283,12 +283,12 @@ def read_ca(path: Path) -> bytes:
     """
     content = read_text(path, "ca.crt").encode()
     try:
-        found = x509.load_pem_x509_certificates(content)
-        authorities = [_is_authority(each) for each in found]
+        certificates = x509.load_pem_x509_certificates(content)
+        authorities = [_is_authority(each) for each in certificates]
     except ValueError:
         raise ExperimentError(f"ca.crt {path} has no certificate in PEM format.") from None
     if not any(authorities):
-        name = found[0].subject.rfc4514_string()
+        name = certificates[0].subject.rfc4514_string()
         raise ExperimentError(f"ca.crt {path} has the certificate of {name}, which is not an authority.")
     return content
 
@@ -313,20 +313,20 @@ def _utc(when: datetime) -> str:
     return f"{when:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _content(found: x509.Certificate) -> Certificate:
+def _content(certificate: x509.Certificate) -> Certificate:
     try:
-        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
     listed = [f"URI:{name}" for name in names.get_values_for_type(x509.UniformResourceIdentifier)]
     listed += [f"DNS:{name}" for name in names.get_values_for_type(x509.DNSName)]
     listed += [f"IP:{name}" for name in names.get_values_for_type(x509.IPAddress)]
-    starts, ends = found.not_valid_before_utc, found.not_valid_after_utc
-    return Certificate(frozenset(listed), found.fingerprint(SHA256()).hex(), starts, ends)
+    starts, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    return Certificate(frozenset(listed), certificate.fingerprint(SHA256()).hex(), starts, ends)
 
 
-def _is_authority(found: x509.Certificate) -> bool:
+def _is_authority(certificate: x509.Certificate) -> bool:
     try:
-        return found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         return False

@@ -41,11 +41,11 @@ def read_text(path: Path, what: str) -> str:
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ExperimentError(f"{what} {path} is not a regular file.")
-            if found.st_size > LARGEST:
-                raise ExperimentError(f"{what} {path} has {found.st_size:,} bytes; at most {LARGEST:,} are read.")
+            if status.st_size > LARGEST:
+                raise ExperimentError(f"{what} {path} has {status.st_size:,} bytes; at most {LARGEST:,} are read.")
             return file.read(LARGEST + 1).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{what} {path} is not a UTF-8 text file (byte {error.start})") from None
@@ -159,7 +159,7 @@ class ReloadingFile(Generic[_T]):
 
 def _state(path: Path) -> _State:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

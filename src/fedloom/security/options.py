@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self
 
 from pydantic import SecretStr
 
@@ -48,72 +49,75 @@ IN_FOLDER = {
 """Names of the same files in a folder of credentials, which is laid out like a Kubernetes TLS Secret."""
 
 
-def credential_files(
-    folder: Path | None, fields: Sequence[str], environment: Mapping[str, str] = os.environ
-) -> dict[str, Path]:
-    """Return the files of a folder of credentials by field; environment variables name those that it lacks.
-
-    A token in the folder takes precedence over any in the environment.
-
-    Raise ExperimentError if the folder has none of the files.
-    """
-    found: dict[str, Path] = {}
-    if folder is not None:
-        found = {name: folder / IN_FOLDER[name] for name in fields if (folder / IN_FOLDER[name]).exists()}
-        if not found:
-            names = ", ".join(IN_FOLDER[name] for name in fields)
-            problem = f"has none of {names}" if folder.is_dir() else "is not a folder"
-            raise ExperimentError(
-                f"{argument('credentials')} is {folder}, which {problem}; create them with `fedloom certificates new` "
-                "and `fedloom token new`.",
-                key="credentials",
-                found=folder,
-            )
-    named = {name: expanded(environment[FILES[name]], FILES[name]) for name in fields if environment.get(FILES[name])}
-    return {**named, **found}
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """Options for connecting to an aggregator."""
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Files that a client and a server have in common."""
 
     ca: Path | None = None
-    """Certificates of the authorities trusted to verify it; if given, only TLS is used."""
+    """Certificates of the trusted authorities: they verify the server, and one must have signed a peer's certificate.
+    A client that has them uses only TLS."""
     certificate: Path | None = None
     key: Path | None = None
     """Key of the certificate."""
+    identities: Path | None = None
+    """Identity file; for a member of secure sums, with the clients that each certificate may sign for."""
+    token: SecretStr | None = None
+    """Our token; for a server, one shared token for workers and watchers."""
+    insecure: bool = False
+    """True for a client to send a token in plaintext to any host; for a server, to serve other machines even without
+    TLS or without identifying peers."""
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path | None = None, *, insecure: bool = False, environment: Mapping[str, str] = os.environ
+    ) -> Self:
+        """Return the options given by a folder of credentials and by the environment (:data:`FILES`, :data:`TOKEN`).
+
+        Environment variables name the files that the folder lacks; a token in the folder takes precedence over any in
+        the environment.
+
+        Raise ExperimentError if the folder has none of the files, RefusedError if the token is invalid.
+        """
+        names = [each.name for each in fields(cls) if each.name in FILES]
+        in_folder: dict[str, Path] = {}
+        if folder is not None:
+            in_folder = {name: folder / IN_FOLDER[name] for name in names if (folder / IN_FOLDER[name]).exists()}
+            if not in_folder:
+                listed = ", ".join(IN_FOLDER[name] for name in names)
+                problem = f"has none of {listed}" if folder.is_dir() else "is not a folder"
+                raise ExperimentError(
+                    f"{argument('credentials')} is {folder}, which {problem}; create them with `fedloom certificates "
+                    "new` and `fedloom token new`.",
+                    key="credentials",
+                    found=folder,
+                )
+        named = {
+            name: expanded(environment[FILES[name]], FILES[name]) for name in names if environment.get(FILES[name])
+        }
+        token = None
+        if "token_file" not in in_folder and environment.get(TOKEN):
+            token = checked_token(environment[TOKEN], TOKEN)
+        return cls(**{**named, **in_folder}, token=token, insecure=insecure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions(_Options):
+    """Options for connecting to an aggregator."""
+
     token_file: Path | None = None
     """File with our token, instead of a certificate or in addition to it."""
-    token: SecretStr | None = None
-    insecure: bool = False
-    """True to send a token in plaintext to any host."""
     signing_key: Path | None = None
     """Our signature key, for secure sums (:mod:`fedloom.security.signing`)."""
     register: Path | None = None
     """Register of all members' signature keys."""
-    identities: Path | None = None
-    """Identity file with the clients that each certificate may sign for."""
-
-    @classmethod
-    def of(
-        cls, folder: Path | None = None, *, insecure: bool = False, environment: Mapping[str, str] = os.environ
-    ) -> ClientOptions:
-        """Return the options given by a folder of credentials and by the environment (:data:`FILES`, :data:`TOKEN`).
-
-        Raise ExperimentError if the folder has no credentials, RefusedError if the token is invalid.
-        """
-        fields = ("ca", "certificate", "key", "token_file", "signing_key", "register", "identities")
-        files = credential_files(folder, fields, environment)
-        in_folder = folder is not None and (folder / IN_FOLDER["token_file"]).exists()
-        return cls(**files, token=None if in_folder else token_of(environment), insecure=insecure)
 
 
-def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
-    """Return the token given by an environment; None if there is none.
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(_Options):
+    """Security options of an aggregator."""
 
-    Raise RefusedError if the token is invalid.
-    """
-    return checked_token(environment[TOKEN], TOKEN) if environment.get(TOKEN) else None
+    tokens: Path | None = None
+    """Token file."""
 
 
 @dataclass(frozen=True)
@@ -178,35 +182,6 @@ class Credentials:
         if shown.pair is not None:
             check_valid(options.certificate, shown.pair.certificate)
         return shown
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Security options of an aggregator."""
-
-    certificate: Path | None = None
-    key: Path | None = None
-    """Key of the certificate."""
-    ca: Path | None = None
-    """Certificates of the authorities, one of which must have signed a peer's certificate."""
-    tokens: Path | None = None
-    """Token file."""
-    identities: Path | None = None
-    """Identity file."""
-    token: SecretStr | None = None
-    """One shared token for workers and watchers."""
-    insecure: bool = False
-    """True to serve other machines even without TLS or without identifying peers."""
-
-    @classmethod
-    def of(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:
-        """Return the options given by a folder of credentials and by the environment.
-
-        Raise ExperimentError if the folder has no credentials. Raise RefusedError if the token of the environment is
-        invalid.
-        """
-        files = credential_files(folder, ("ca", "certificate", "key", "tokens", "identities"))
-        return cls(**files, token=token_of(), insecure=insecure)
 
 
 @dataclass(frozen=True)
@@ -291,5 +266,5 @@ def _tls_files(options: ServerOptions) -> ReloadingFile[ServerFiles] | None:
 
 def _together(certificate: Path | None, key: Path | None) -> None:
     if (certificate is None) is not (key is None):
-        found = "tls.key" if certificate is None else "tls.crt"
-        raise ExperimentError("tls.crt and tls.key must be given together.", key=found)
+        missing = "tls.key" if certificate is None else "tls.crt"
+        raise ExperimentError("tls.crt and tls.key must be given together.", key=missing)

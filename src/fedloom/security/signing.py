@@ -167,7 +167,7 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
 
     Raise ExperimentError if the file cannot be read, or a line is invalid; the message names the line.
     """
-    found = []
+    keys = []
     for number, line in enumerate(read_text(path, "register of signature keys").splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -181,8 +181,8 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
             raise ExperimentError(
                 f"Line {number} of {path} must be a client's id, or a pattern, and an Ed25519 public key in base64."
             )
-        found.append(RegisteredKey(clients, key))
-    return tuple(found)
+        keys.append(RegisteredKey(clients, key))
+    return tuple(keys)
 
 
 class CertificateSigner:

@@ -72,11 +72,11 @@ class Tokens:
         """
         given = _TOKEN.fullmatch(token.get_secret_value())
         id, secret = given.groups() if given else ("", "")
-        kept = self.of(id)
-        same = hmac.compare_digest(_hash(secret), _NOBODY if kept is None else kept.sha256)
-        return kept if same else None
+        record = self.by_id(id)
+        same = hmac.compare_digest(_hash(secret), _NOBODY if record is None else record.sha256)
+        return record if same else None
 
-    def of(self, id: str) -> Token | None:
+    def by_id(self, id: str) -> Token | None:
         """Return the token with this id, if any."""
         return self._by_id.get(id)
 
@@ -134,16 +134,16 @@ def read_tokens(path: Path) -> Tokens:
     text = read_text(path, "token file")
     try:
         value = json.loads(text)
-        found = _File.model_validate_json(text)
+        content = _File.model_validate_json(text)
     except ValidationError as error:
         errors = explain(error, _File.model_json_schema(), value)
         raise ExperimentError(listing(str(path), errors, {}), hint=_REPAIR) from None
     except (ValueError, RecursionError) as error:
         raise ExperimentError(f"{path} is damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
-    ids = [token.id for token in found.tokens]
+    ids = [token.id for token in content.tokens]
     if len(set(ids)) < len(ids):
         raise ExperimentError(f"{path} is damaged: a token's id occurs twice", hint=_REPAIR)
-    return Tokens(found.tokens)
+    return Tokens(content.tokens)
 
 
 _REPAIR = "restore it from a backup, or create another with `fedloom token new`"
@@ -157,10 +157,10 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
     """
     check_member_name(name)
     with locked(path):
-        kept = read_tokens(path).all if path.exists() else ()
+        tokens = read_tokens(path).all if path.exists() else ()
         token = make_token()
         entry = keep_token(name, token, days=days)
-        _write(path, (*kept, entry))
+        _write(path, (*tokens, entry))
     return token, entry
 
 
@@ -171,17 +171,17 @@ def revoke_tokens(path: Path, which: str) -> list[Token]:
     it cannot be written.
     """
     with locked(path):
-        kept = read_tokens(path).all
-        chosen = [token for token in kept if which in (token.id, token.name)]
+        tokens = read_tokens(path).all
+        chosen = [token for token in tokens if which in (token.id, token.name)]
         if not chosen:
-            known = ", ".join(dict.fromkeys(token.name for token in kept)) or "none"
+            known = ", ".join(dict.fromkeys(token.name for token in tokens)) or "none"
             raise ExperimentError(
                 f"{path} has no token {abbreviated(which)}; give its id or its name ({known})", found=which
             )
         now = datetime.now(UTC).replace(microsecond=0)
         changed = {token.id: token.model_copy(update={"revoked": now}) for token in chosen if token.revoked is None}
         if changed:
-            _write(path, [changed.get(token.id, token) for token in kept])
+            _write(path, [changed.get(token.id, token) for token in tokens])
     return list(changed.values())
 
 

@@ -55,7 +55,7 @@ class PersonalizationRequest:
         from fedloom.security.options import ClientOptions
         from fedloom.security.tokens import checked_token
 
-        options = ClientOptions.of(
+        options = ClientOptions.from_folder(
             None if self.credentials is None else expanded(self.credentials), insecure=self.insecure
         )
         if self.token is None:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.core.digests import combined_digest
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, RefusedError
 from fedloom.federation.private_sums import (
@@ -42,7 +43,6 @@ from fedloom.sums.messages import (
     ShareDelivery,
     SumSession,
     Survivors,
-    combined_digest,
     digest_of_tensors,
     names_from_bytes,
 )
@@ -214,8 +214,8 @@ class HeldAnswers:
                 return EncryptedShares(_row(shares))
             case ShareDelivery():
                 integers = self._encoded(key, client, held, held.vector)
-                there = message.present[0].numpy().astype(np.bool_)
-                masked = held.member.mask(integers, message.shares[0].numpy(), there)
+                present = message.present[0].numpy().astype(np.bool_)
+                masked = held.member.mask(integers, message.shares[0].numpy(), present)
                 return MaskedAnswer(held.vector.as_bytes(masked.values), _row(masked.receipts))
             case Survivors():
                 return self._confirm(key, held, held.member, client, message)

@@ -176,13 +176,13 @@ def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int
             raise DataError("a sum of the inputs is too large for a secure sum") from None
         if units.denominator != 1:
             raise DataError("a sum of the inputs is finer than any sum of float32 numbers")
-    found = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), digits).astype(np.int64)
-    found[:, -1] -= (found[:, -1] >> 7) << 8  # two's complement: the last digit has the sign
+    parts = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), digits).astype(np.int64)
+    parts[:, -1] -= (parts[:, -1] >> 7) << 8  # two's complement: the last digit has the sign
     random = np.frombuffer(os.urandom(4 * len(rows) * (digits - 1)), "<u4").reshape(len(rows), digits - 1)
     carries = (random >> (32 - _CARRY_BITS)).astype(np.int64)
-    found[:, :-1] += carries << 8
-    found[:, 1:] -= carries
-    return found.astype(np.float64)
+    parts[:, :-1] += carries << 8
+    parts[:, 1:] -= carries
+    return parts.astype(np.float64)
 
 
 def from_digits(totals: NDArray[np.float64], scale: int) -> list[Fraction] | None:

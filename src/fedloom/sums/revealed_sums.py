@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,8 @@ class RevealedSums:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._sums: dict[tuple[str, bytes], bytes] = {}
-        self._record = None if folder is None else _Record(folder)
+        self._path = None if folder is None else folder / RECORD
+        self._start()
         with self._synchronized():
             pass
 
@@ -95,100 +96,74 @@ class RevealedSums:
                 f"client {client} has helped to reveal a sum of {what} already, over other clients or with other "
                 f"settings, and from several sums a single answer could be computed: ask the same clients, or {instead}"
             )
-        if self._record is not None:
+        if self._path is not None:
             line = {"round": subject.round, "question": subject.question.hex(), "sum": total.hex()}
-            self._record.append({"version": VERSION, "client": client, **line})
+            self._append(LineFile(self._path), {"version": VERSION, "client": client, **line})
         self._sums[client, subject.question] = total
+
+    # ---- the record: a line per set that a client has helped to reveal, in a chain of digests
+
+    def _start(self) -> None:
+        """Prepare to read the record from its start."""
+        self._end, self._digest = 0, digests.beginning(RECORD)
+        self._sums.clear()
 
     @contextmanager
     def _synchronized(self) -> Iterator[None]:
         """Read what other processes have written, and keep them from writing within the block."""
-        if self._record is None:
+        path = self._path
+        if path is None:
             yield
             return
-        with self._record.locked():
-            if not self._record.is_continued():
-                self._sums.clear()
-            for line in self._record.lines():
-                self._record.read_line(line, self._read)
-            yield
-
-    def _read(self, line: Mapping[str, Any]) -> None:
-        self._sums[line["client"], bytes.fromhex(line["question"])] = bytes.fromhex(line["sum"])
-
-
-class _Record:
-    """File with one line per set that a client has helped to reveal, in a chain of digests.
-
-    A truncated last line is removed.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / RECORD
-        self._file = LineFile(self._path)
-        self._start()
-
-    def _start(self) -> None:
-        self._end, self._digest = 0, digests.beginning(RECORD)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from using the file."""
-        with storing(self._path.parent):
+        with storing(path.parent):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            lock = os.open(self._path.with_suffix(".lock"), flags, PRIVATE_FILE)
+            lock = os.open(path.with_suffix(".lock"), flags, PRIVATE_FILE)
         try:
-            with storing(self._path.parent):
+            with storing(path.parent):
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not self._path.exists():
-                    os.close(os.open(self._path, flags, PRIVATE_FILE))
-                    sync(self._path.parent)
+                if not path.exists():
+                    os.close(os.open(path, flags, PRIVATE_FILE))
+                    sync(path.parent)
+            self._read(path, LineFile(path))
             yield
         finally:
             os.close(lock)
 
-    def is_continued(self) -> bool:
-        """Return whether the file still begins with all that was read; otherwise prepare to read it from the start."""
-        if self._file.has_line(self._end, self._digest):
-            return True
-        self._start()
-        return False
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that were not read yet; remove a truncated last line."""
+    def _read(self, path: Path, file: LineFile) -> None:
+        """Read the lines that were not read yet, or all of another file; remove a truncated last line."""
+        lines: list[dict[str, Any]] = []
+        if not file.has_line(self._end, self._digest):
+            self._start()
+        end, digest = self._end, self._digest
         try:
-            for placed in self._file.forwards(start=self._end):
+            for placed in file.forwards(start=end):
                 if placed.object is None:
-                    _log.warning("%s: removing the last line, which was truncated by a crash", self._path)
-                    self._file.cut(placed.start)
-                    return
-                self._end, self._digest = placed.end, placed.digest
-                yield placed.object
+                    _log.warning("%s: removing the last line, which was truncated by a crash", path)
+                    file.cut(placed.start)
+                    break
+                end, digest = placed.end, placed.digest
+                lines.append(placed.object)
         except DataError as error:
-            raise self._damaged(str(error)) from error
+            raise _damaged(str(error)) from error
+        for line in lines:
+            if line.get("version") != VERSION:
+                raise _damaged(f"{path} has version {line.get('version')!r}; this FedLoom reads {VERSION}")
+            try:
+                self._sums[line["client"], bytes.fromhex(line["question"])] = bytes.fromhex(line["sum"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _damaged(f"{path} has a line that is not a revealed sum") from error
+        self._end, self._digest = end, digest  # only now: a record that is damaged stays so
 
-    def read_line(self, line: dict[str, Any], read: Callable[[Mapping[str, Any]], None]) -> None:
-        """Read a line.
-
-        Raise DataError if it cannot be understood.
-        """
-        if line.get("version") != VERSION:
-            raise self._damaged(f"{self._path} has version {line.get('version')!r}; this FedLoom reads {VERSION}")
-        try:
-            read(line)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged(f"{self._path} has a line that is not a revealed sum") from error
-
-    def append(self, line: dict[str, Any]) -> None:
-        """Write a line to the disk."""
+    def _append(self, file: LineFile, line: dict[str, Any]) -> None:
         written = digests.line_of(line, self._digest)
-        self._file.append(line)
-        sync(self._path)
+        file.append(line)
+        sync(file.path)
         self._end, self._digest = self._end + len(written), digests.check_line(written, self._digest)
 
-    def _damaged(self, why: str) -> DataError:
-        return DataError(
-            why,
-            hint="restore the file from a copy; or, if no aggregator can repeat the rounds and the measurement in it, "
-            "remove it: the worker then forgets what it has revealed",
-        )
+
+def _damaged(why: str) -> DataError:
+    return DataError(
+        why,
+        hint="restore the file from a copy; or, if no aggregator can repeat the rounds and the measurement in it, "
+        "remove it: the worker then forgets what it has revealed",
+    )

@@ -450,20 +450,20 @@ class SecureSumAggregator:
         """Return a secret of a member; add neighbours that have revealed wrong shares to the suspects, trusted last."""
         t, name = self._parameters.threshold, self._parameters.members[row]
         holders = self._graph.neighbours(row).tolist()
-        found = {a + 1: share[1:].tobytes() for a, share in enumerate(shares[: len(holders)]) if share[0] == kind}
+        revealed = {a + 1: share[1:].tobytes() for a, share in enumerate(shares[: len(holders)]) if share[0] == kind}
         committed = self._keys[row, PUBLIC_BYTES:][:TAG_BYTES] if kind == OF_SELF_MASK else self._keys[row, -TAG_BYTES:]
-        if len(found) >= t:
-            trusted = sorted(found, key=lambda x: holders[x - 1] in suspects)
-            secret = combine({x: found[x] for x in trusted[:t]})
+        if len(revealed) >= t:
+            trusted = sorted(revealed, key=lambda x: holders[x - 1] in suspects)
+            secret = combine({x: revealed[x] for x in trusted[:t]})
             if commitment(secret) == committed.tobytes():
                 return secret
-            corrected = correct(found, t)
+            corrected = correct(revealed, t)
             if corrected is not None and commitment(corrected[0]) == committed.tobytes():
                 suspects.update(holders[x - 1] for x in corrected[1])
                 return corrected[0]
         raise QuorumError(
-            f"The secure sum cannot be unmasked: neighbours of {name} have revealed {len(found)} shares of its secret; "
-            f"{t} correct ones are required."
+            f"The secure sum cannot be unmasked: neighbours of {name} have revealed {len(revealed)} shares of its "
+            f"secret; {t} correct ones are required."
         )
 
     def _forward(self, rows: Bytes, present: Flags) -> Bytes:

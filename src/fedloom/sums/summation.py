@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
+from fedloom.core.digests import combined_digest
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
 from fedloom.federation.cohort import RemoteCohort
 from fedloom.federation.private_sums import (
@@ -51,7 +52,6 @@ from fedloom.sums.messages import (
     ShareDelivery,
     SumSession,
     Survivors,
-    combined_digest,
     names_as_bytes,
 )
 from fedloom.sums.secure_sum import (
@@ -99,19 +99,23 @@ class Summation:
         return max((self.sizes.get(member, 1) for member in members), default=1)
 
     def question(
-        self, key: ConversationKey, asked: Question, answer: type[Message], clip: float, members: Sequence[str]
+        self, key: ConversationKey, opening: Question, answer: type[Message], clip: float, members: Sequence[str]
     ) -> bytes:
         """Return the digest of all that shapes the answers in a secure sum of these members.
 
         Raise RefusedError if a message had values for single clients, which the others cannot compare.
         """
-        if not asked.is_shared:
+        if not opening.is_shared:
             raise RefusedError(
                 f"{answer.__name__} answers a message with values for single clients, and only answers to broadcasts "
                 "can be summed securely"
             )
         numbers = (str(self.secure), str(self.privacy), self.clients_per_round, clip, self.largest(members))
-        return combined_digest(self.run, key.purpose, key.round, asked.digest, answer.__name__, *numbers, *members)
+        return combined_digest(self.run, key.purpose, key.round, opening.digest, answer.__name__, *numbers, *members)
+
+    def observed_by(self, observe: Callable[[ConversationKey, Sequence[str], Sums[Any]], None]) -> Summation:
+        """Return the same sums, each of which is also given to a function."""
+        return replace(self, observe=observe)
 
     @property
     def vocabulary(self) -> Mapping[str, type[Message]]:
@@ -161,7 +165,7 @@ class Summation:
         else:
             assert self.privacy is not None
             shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
-            vector = PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
+            vector = PrivateVector.create(answer, fields, shapes, secure, rule, members, shares)
         if vector.bits == 32 and vector.statistics and members > MOST_MEMBERS:
             raise ExperimentError(
                 f"federation.secure_aggregation.bits is 32, enough for sums over {MOST_MEMBERS:,} clients (got "
@@ -421,10 +425,10 @@ class SecureSum:
                 except RefusedError as error:
                     self._cohort.lose(row, str(error))
 
-    def _totals(self, found: Values, largest: int) -> DecodedSums:
+    def _totals(self, sums: Values, largest: int) -> DecodedSums:
         rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
-        weighted = {name: found[name] * summed.weight(largest) for name, summed in self._fields.items()}
-        return DecodedSums({**found, **weighted}, rows, self._vector)
+        weighted = {name: sums[name] * summed.weight(largest) for name, summed in self._fields.items()}
+        return DecodedSums({**sums, **weighted}, rows, self._vector)
 
     def _flags(self, sent: Collection[int]) -> NDArray[np.bool_]:
         """Return the members among these rows of the cohort, bool [n]."""
@@ -432,17 +436,17 @@ class SecureSum:
 
     def _stacked(self, sent: Mapping[int, Message], name: str, *shape: int) -> NDArray[np.uint8]:
         """Return a field of the members' answers, uint8 [n, *shape], zeros for those that are absent."""
-        found = np.zeros((len(self._rows), *shape), np.uint8)
+        stacked = np.zeros((len(self._rows), *shape), np.uint8)
         for i, row in enumerate(self._rows):
             if row in sent:
-                found[i] = sent[row].tensors()[name][0].numpy()
-        return found
+                stacked[i] = sent[row].tensors()[name][0].numpy()
+        return stacked
 
     def _spread(self, values: NDArray[np.uint8]) -> Tensor:
         """Return values of members [n, ...] as rows of the cohort [c, ...]."""
-        found = torch.zeros(len(self._cohort.clients), *values.shape[1:], dtype=torch.uint8)
-        found[self._rows] = _tensor(values)
-        return found
+        spread = torch.zeros(len(self._cohort.clients), *values.shape[1:], dtype=torch.uint8)
+        spread[self._rows] = _tensor(values)
+        return spread
 
 
 def _tensor(values: NDArray[np.uint8]) -> Tensor:

@@ -121,7 +121,7 @@ class SumVector:
 
     def decode(self, total: Integers, clients: int) -> Mapping[str, NDArray[np.float64]]:
         """Return the sums of the fields, ``clients`` as in :meth:`encode`."""
-        found: dict[str, NDArray[np.float64]] = {}
+        sums: dict[str, NDArray[np.float64]] = {}
         for name in (*self.updates, *self.statistics):
             count, bits = math.prod(self.shapes[name]), self.bits
             if name in self.statistics and bits == 32:
@@ -130,8 +130,8 @@ class SumVector:
             if bits != self.bits:
                 shifts = np.arange(_PARTS, dtype="<u8") * np.uint64(16)
                 part = (part.reshape(-1, _PARTS).astype("<u8") << shifts).sum(axis=1, dtype="<u8")
-            found[name] = from_integers(part, self.bound(name), clients, bits).reshape(self.shapes[name])
-        return found
+            sums[name] = from_integers(part, self.bound(name), clients, bits).reshape(self.shapes[name])
+        return sums
 
     def as_bytes(self, vector: Integers) -> Tensor:
         """Return a vector as a row of bytes, ``[1, nbytes]`` uint8."""
@@ -180,7 +180,7 @@ class PrivateVector(SumVector):
     """Least number of clients that add their share of the noise; 0 if the aggregator adds it."""
 
     @classmethod
-    def of(
+    def create(
         cls,
         answer: type[Message],
         fields: Mapping[str, Summed],

@@ -211,10 +211,10 @@ class Aggregator:
         if self._loop is None or not self._alive():
             raise RuntimeError("the aggregator is not started, or has been stopped")
 
-        async def asked() -> Activity:
+        async def snapshot() -> Activity:
             return self._status.activity()
 
-        return asyncio.run_coroutine_threadsafe(asked(), self._loop).result(ALIVE_S)
+        return asyncio.run_coroutine_threadsafe(snapshot(), self._loop).result(ALIVE_S)
 
     def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
         """Return the given clients that no connected worker may serve, in the given order."""

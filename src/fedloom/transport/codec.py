@@ -78,15 +78,15 @@ def encode(message: Message) -> Encoded:
 
     Raise TypeError if a tensor has a dtype that the wire does not carry, or is not on the CPU.
     """
-    found = specs(message)
-    for spec, tensor in zip(found, message.tensors().values(), strict=True):
+    fields = specs(message)
+    for spec, tensor in zip(fields, message.tensors().values(), strict=True):
         if spec.dtype not in DTYPES or tensor.device.type != "cpu":
             raise TypeError(
                 f"{type(message).__name__}.{spec.name} is {spec.dtype} on {tensor.device}; "
                 f"the wire carries {', '.join(map(str, DTYPES))}, on cpu"
             )
     buffers = (_bytes_of(tensor.detach()) for tensor in message.tensors().values())
-    return Encoded(type(message).__name__, tuple(found), tuple(buffers))
+    return Encoded(type(message).__name__, tuple(fields), tuple(buffers))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -148,14 +148,14 @@ def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
 
 def read_specs(envelope: wire.Envelope) -> tuple[TensorSpec, ...]:
     """Parse the specs of an envelope; raise WireError if a quantity or dtype is unknown."""
-    found = []
+    specs = []
     for spec in envelope.tensors:
         quantity, dtype = _QUANTITIES_BACK.get(spec.quantity), _DTYPES_BACK.get(spec.dtype)
         if quantity is None or dtype is None:
             name = f"{envelope.message[:80]}.{spec.name[:80]}"
             raise WireError(Refusal.SHAPE, f"{name} has quantity {spec.quantity} and dtype {spec.dtype}")
-        found.append(TensorSpec(spec.name, quantity, spec.per_client, dtype, tuple(spec.shape)))
-    return tuple(found)
+        specs.append(TensorSpec(spec.name, quantity, spec.per_client, dtype, tuple(spec.shape)))
+    return tuple(specs)
 
 
 class Cutter:
@@ -294,8 +294,8 @@ class Assembler:
         Raise WireError if the fields are not those of the class, or a bool is neither 0 nor 1.
         """
         fields = {(field.name, field.quantity, field.per_client) for field in cls.fields()}
-        found = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}
-        if fields != found or len(self._specs) != len(fields):
+        announced = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}
+        if fields != announced or len(self._specs) != len(fields):
             raise WireError(
                 Refusal.SHAPE, f"fields {[spec.name for spec in self._specs]} are not those of {cls.__name__}"
             )

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 import grpc
 from pydantic import TypeAdapter, ValidationError
 
-from fedloom.core.address import split_address
 from fedloom.core.words import printable, shortened
 from fedloom.errors import AbandonedError, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.federation.activity import Activity, Phase, RosterClient
-from fedloom.security.options import ClientCredentials, Credentials
-from fedloom.transport import dial
-from fedloom.transport.dial import REFUSALS, connection_failure, hint
+from fedloom.security.options import Credentials
+from fedloom.transport.dial import CHANNEL_OPTIONS, REFUSALS, ServerConnection, connection_failure, hint
 from fedloom.transport.wire import control_pb2 as wire
 
 CONTROL = "fedloom.v1.Control"
@@ -34,7 +32,7 @@ RETRY_INTERVAL_S = 0.1
 """Interval between attempts to reach an aggregator that is to be watched."""
 
 _OPTIONS = (
-    *dial.CHANNEL_OPTIONS,
+    *CHANNEL_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is two minutes
 )
@@ -89,8 +87,8 @@ class ControlClient:
         If the aggregator could not record the request.
     """
 
-    def __init__(self, address: str, channel: Any, shown: ClientCredentials) -> None:
-        self._address, self._channel, self._shown = address, channel, shown
+    def __init__(self, connection: ServerConnection) -> None:
+        self._connection, self._address, self._channel = connection, connection.address, connection.channel
 
     def status(self) -> Activity:
         """Return the state of the federation."""
@@ -153,7 +151,7 @@ class ControlClient:
             request_serializer=type(request).SerializeToString,
             response_deserializer=answer.FromString,
         )
-        return method(request, metadata=dial.metadata(self._shown), timeout=timeout_s)
+        return method(request, metadata=self._connection.metadata, timeout=timeout_s)
 
     def _failure(self, error: grpc.RpcError) -> FedloomError:
         code, details = error.code(), error.details()
@@ -163,12 +161,12 @@ class ControlClient:
             return ExperimentError(f"{self._address}: {details}")
         if code is grpc.StatusCode.ABORTED:
             return StorageError(f"{self._address}: {details}")
-        found = self._shown, code, details
-        if reason := dial.distrust(self._address, *found) or dial.closed_after_handshake(*found):
+        connection = self._connection
+        if reason := connection.distrust(code, details) or connection.closed_after_handshake(code, details):
             return RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
         return AbandonedError(
             f"no aggregator answers at {self._address}: "
-            f"{dial.perhaps_tls(*found) or connection_failure(code, details)}",
+            f"{connection.perhaps_tls(code, details) or connection_failure(code, details)}",
             hint="if no aggregator runs, read the run's folder or URL: fedloom status RUN",
         )
 
@@ -177,22 +175,11 @@ class ControlClient:
 def dialled(address: str, credentials: Credentials | None = None) -> Iterator[ControlClient]:
     """Yield a client for the aggregator at ``host:port``; nothing is sent to it yet.
 
-    Parameters
-    ----------
-    credentials
-        Credentials to connect with; without them, the connection is plaintext and anonymous.
-
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid, or a token would be sent in plaintext to another machine.
-    RefusedError
-        If our certificate is not valid now.
+    Parameters and errors are those of :class:`ServerConnection`.
     """
-    host, _ = split_address(address, what="the aggregator", lowest=1)
-    shown = (credentials or Credentials()).show(host)
-    with dial.channel(address, shown, _OPTIONS, sync=True) as channel:
-        yield ControlClient(address, channel, shown)
+    connection = ServerConnection(address, credentials, _OPTIONS, sync=True)
+    with connection.channel:
+        yield ControlClient(connection)
 
 
 def follow(address: str, *, connect_s: float, credentials: Credentials | None = None) -> Iterator[Activity]:

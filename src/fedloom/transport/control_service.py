@@ -89,7 +89,7 @@ class ProgressPublisher:
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Report a line written to metrics.jsonl."""
         self._message = ""
-        self._evaluations.append(LastEvaluation.of(line))
+        self._evaluations.append(LastEvaluation.from_line(line))
 
     # ---- watchers
 
@@ -186,19 +186,19 @@ class ControlService:
         def stream(behaviour: Any, request: Any, answer: Any) -> Any:
             return grpc.unary_stream_rpc_method_handler(behaviour, request.FromString, answer.SerializeToString)
 
-        found = {
+        handlers = {
             STATUS: unary(self._status, wire.StatusRequest, wire.StatusResponse),
             CLIENTS: stream(self._list, wire.ClientsRequest, wire.ClientsResponse),
         }
         if self._publisher is not None:
-            found[WATCH] = stream(self._watch, wire.WatchRequest, wire.WatchResponse)
+            handlers[WATCH] = stream(self._watch, wire.WatchRequest, wire.WatchResponse)
         if self._control is not None:
-            found |= {
+            handlers |= {
                 PAUSE: unary(partial(self._pause, self._control), wire.PauseRequest, wire.PauseResponse),
                 RESUME: unary(partial(self._resume, self._control), wire.ResumeRequest, wire.ResumeResponse),
                 STOP: unary(partial(self._stop, self._control), wire.StopRequest, wire.StopResponse),
             }
-        return found
+        return handlers
 
     def _activity(self) -> Activity:
         now = self._state()

@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc
 
+from fedloom.core.address import split_address
 from fedloom.core.words import REASON_CHARACTERS, printable
-from fedloom.security.options import ClientCredentials
+from fedloom.security.options import Credentials
 
 NOBODY = "nothing listens at this address"
 STRANGER = "the server at this address is not a FedLoom aggregator"
@@ -96,55 +97,78 @@ LIMITED = (
 """Options of a bandwidth-limited channel: unread data stay with the sender."""
 
 
-def channel(address: str, shown: ClientCredentials, options: Any, *, sync: bool = False) -> Any:
-    """Return a channel to an aggregator, of ``grpc.aio`` or synchronous."""
-    kind = grpc if sync else grpc.aio
-    if shown.ca is None:
-        return kind.insecure_channel(address, options=options)
-    pair = shown.pair
-    own = (None, None) if pair is None else (pair.key, pair.chain)
-    return kind.secure_channel(address, grpc.ssl_channel_credentials(shown.ca, *own), options=options)
+class ServerConnection:
+    """Channel to a server with our credentials, of ``grpc.aio`` or synchronous, and readable reasons for its failures.
 
+    Parameters
+    ----------
+    address
+        ``host:port`` of the server.
+    credentials
+        Credentials to connect with; without them, the connection is plaintext and anonymous.
+    what
+        Name of the server in errors.
 
-def metadata(shown: ClientCredentials) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of each call: the token, if we have one."""
-    return () if shown.token is None else (("authorization", f"Bearer {shown.token.get_secret_value()}"),)
+    Raises
+    ------
+    ExperimentError
+        If the address is invalid, or a token would be sent in plaintext to another machine.
+    RefusedError
+        If our certificate is not valid now.
+    """
 
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None,
+        options: Any = CHANNEL_OPTIONS,
+        *,
+        what: str = "the aggregator",
+        sync: bool = False,
+    ) -> None:
+        self.address = address
+        self._host, _ = split_address(address, what=what, lowest=1)
+        self.shown = shown = (credentials or Credentials()).show(self._host)
+        self.metadata = () if shown.token is None else (("authorization", f"Bearer {shown.token.get_secret_value()}"),)
+        """Metadata of each call: the token, if we have one."""
+        kind: Any = grpc if sync else grpc.aio
+        if shown.ca is None:
+            self.channel = kind.insecure_channel(address, options=options)
+        else:
+            own = (None, None) if shown.pair is None else (shown.pair.key, shown.pair.chain)
+            ssl = grpc.ssl_channel_credentials(shown.ca, *own)
+            self.channel = kind.secure_channel(address, ssl, options=options)
 
-def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return why one side rejected the other during the TLS handshake, given a call's status; None if it did not."""
-    if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE:
-        return None
-    text = (details or "").lower()
-    host = address.rpartition(":")[0]
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    for part, words in (
-        ("has expired", f"its certificate has expired, by this machine's clock: {now}"),
-        ("not yet valid", f"its certificate is not valid yet, by this machine's clock: {now}"),
-        ("hostname verification", f"its certificate is not for {host}: connect to a name in the certificate"),
-        ("certificate_verify_failed", "its certificate is not signed by an authority in ca.crt"),
-        ("wrong_version_number", "it does not use TLS: connect without ca.crt"),
-    ):
-        if part in text:
-            return words
-    return None
+    def distrust(self, code: grpc.StatusCode, details: str | None) -> str | None:
+        """Return why one side rejected the other in the TLS handshake, given a call's status; None if it did not."""
+        if self.shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE:
+            return None
+        text = (details or "").lower()
+        now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        reasons = (
+            ("has expired", f"its certificate has expired, by this machine's clock: {now}"),
+            ("not yet valid", f"its certificate is not valid yet, by this machine's clock: {now}"),
+            ("hostname verification", f"its certificate is not for {self._host}: connect to a name in the certificate"),
+            ("certificate_verify_failed", "its certificate is not signed by an authority in ca.crt"),
+            ("wrong_version_number", "it does not use TLS: connect without ca.crt"),
+        )
+        return next((reason for part, reason in reasons if part in text), None)
 
+    def perhaps_tls(self, code: grpc.StatusCode, details: str | None) -> str | None:
+        """Return the likely reason why a plaintext connection closed before any data; None for other failures."""
+        text = (details or "").lower()
+        closed = ("socket closed" in text or "connection reset" in text) and "failed to connect" in text
+        if self.shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed:
+            return None
+        return f"{BROKEN} before any data arrived: the server may use TLS, which needs ca.crt in the credentials"
 
-def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return the likely reason why a plaintext connection closed before any data arrived; None for other failures."""
-    text = (details or "").lower()
-    closed = "socket closed" in text or "connection reset" in text
-    if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in text:
-        return None
-    return f"{BROKEN} before any data arrived: the server may use TLS, which needs ca.crt in the credentials"
-
-
-def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
-    """Return the likely reason why the server closed a TLS connection without an error; None for other failures."""
-    if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
-        return None
-    if shown.pair is None:
-        return "it closed the connection: it may require a certificate (tls.crt in the credentials)"
-    own = shown.pair.certificate
-    ends = f"{own.ends:%Y-%m-%d %H:%M:%S} UTC"
-    return f"it closed the connection: it may reject {own}, valid until {ends}; check its CA and its clock"
+    def closed_after_handshake(self, code: grpc.StatusCode, details: str | None) -> str | None:
+        """Return the likely reason why the server closed a TLS connection without an error; None for other failures."""
+        shown, closed = self.shown, "socket closed" in (details or "").lower()
+        if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or not closed:
+            return None
+        if shown.pair is None:
+            return "it closed the connection: it may require a certificate (tls.crt in the credentials)"
+        own = shown.pair.certificate
+        ends = f"{own.ends:%Y-%m-%d %H:%M:%S} UTC"
+        return f"it closed the connection: it may reject {own}, valid until {ends}; check its CA and its clock"

@@ -72,12 +72,12 @@ class Dispatcher:
         now, wall = time.monotonic(), time.time()
         for _, exchange in self._conversations.running():
             patience = exchange.patience_s()
-            long = patience is not None and now - exchange.begun > patience
+            long = patience is not None and now - exchange.started > patience
             deadline = None if exchange.deadline is None else wall + exchange.deadline - now
             for row in exchange.outstanding:
                 link = exchange.sent.get(row)
                 worker, late = None if link is None else link.name, link is None or long
-                yield Awaited(exchange.client[row], worker, wall - (now - exchange.begun), deadline, late)
+                yield Awaited(exchange.client[row], worker, wall - (now - exchange.started), deadline, late)
 
     def taken(self, name: str, incarnation: str, owner: str | None) -> bool:
         """Return whether a worker name belongs to another identity, or without identities to another process.
@@ -209,7 +209,7 @@ class Dispatcher:
         if exchange.remaining_s() == 0.0 or not exchange.outstanding:
             silent = [exchange.client[row] for row in exchange.outstanding]
             answered = [client for row, client in exchange.client.items() if row not in exchange.outstanding]
-            self.silence.end(answered, silent, time.monotonic() - exchange.begun)
+            self.silence.end(answered, silent, time.monotonic() - exchange.started)
         exchange.finished.set()
         conversation = self._conversations.get(exchange.call.key)
         if conversation is not None and conversation.current is exchange:
@@ -321,9 +321,9 @@ class Dispatcher:
         if left is not None:
             at = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
             until = f"waiting for one until {at}, {left:.0f} s (federation.deadline_s)"
-        key, asked = exchange.call.key, len(set(exchange.call.clients))
+        key, count = exchange.call.key, len(set(exchange.call.clients))
         when = f"round {key.round}, attempt {key.attempt}" if key.purpose == TRAIN else f"after round {key.round}"
-        who = f"{len(exchange.unserved)} of {pluralize(asked, 'client')} ({first_of(exchange.unserved, 3)})"
+        who = f"{len(exchange.unserved)} of {pluralize(count, 'client')} ({first_of(exchange.unserved, 3)})"
         self._say(f"{because}{when}: no worker for {who}; {until}")
 
     # ---- sending
@@ -339,11 +339,11 @@ class Dispatcher:
         """Request these rows from a worker, after replaying earlier exchanges that it lacks."""
         call = exchange.call
         reached = conversation.moves_to(link, rows)
-        asked = reached.pop(call.exchange, [])
+        answered = reached.pop(call.exchange, [])
         for last, those in sorted(reached.items()):
             self._replay(conversation.calls[last + 1 : -1], link, those)
         link.allowance += ALLOWED_PER_ROW * len(rows)
-        new = sorted(set(rows).difference(asked))
+        new = sorted(set(rows).difference(answered))
         if new:
             if call.told_again is not None and (repeated := conversation.ask(new)):
                 try:
@@ -352,10 +352,10 @@ class Dispatcher:
                     exchange.inbox.put(error)
                     return
             self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
-        if asked:
-            again = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=asked)
+        if answered:
+            again = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=answered)
             link.outbox.put_part(call.key, wire.AggregatorPart(again=again))
-        exchange.asked[link] = time.monotonic()
+        exchange.asked_at[link] = time.monotonic()
         for row in rows:
             (exchange.sent if whom is None else whom)[row] = link
 
@@ -391,14 +391,14 @@ def _stalled(exchange: Exchange) -> list[int]:
     return [
         row
         for row, link in sorted(exchange.sent.items())
-        if row not in exchange.second and max(link.sign_at, exchange.asked.get(link, 0.0)) < before
+        if row not in exchange.second and max(link.sign_at, exchange.asked_at.get(link, 0.0)) < before
     ]
 
 
 def _let_silent_rest(exchange: Exchange) -> None:
     """Put workers without any answer on hold, twice as long after each such exchange."""
     now, patience = time.monotonic(), exchange.patience_s()
-    for link, since in exchange.asked.items():
+    for link, since in exchange.asked_at.items():
         if link not in exchange.answered and patience is not None and now - since > patience:
             link.silent += 1
             link.rests_until = now + min(300.0, 5.0 * 2**link.silent)

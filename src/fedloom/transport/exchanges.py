@@ -29,6 +29,10 @@ from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import Outbox, key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
+LEAST_PATIENCE_S = 2.0
+
+HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRun:
@@ -94,10 +98,6 @@ class Clients(Collection[str]):
 
     def __len__(self) -> int:
         return self._count
-
-
-LEAST_PATIENCE_S = 2.0
-HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
 
 
 @dataclass(frozen=True)
@@ -177,15 +177,15 @@ class Exchange:
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.begun = time.monotonic()
-        self.deadline = None if call.deadline_s is None else self.begun + call.deadline_s
+        self.started = time.monotonic()
+        self.deadline = None if call.deadline_s is None else self.started + call.deadline_s
         self.inbox: SimpleQueue[tuple[int, Arrived | Lost] | Exception] = SimpleQueue()
         self.client = dict(zip(call.rows, call.clients, strict=True))
         self.outstanding = set(call.rows)
         self.sent: dict[int, Link] = {}  # link that each outstanding row was sent to and is awaited from
         self.second: dict[int, Link] = {}  # second link asked for a row, after the first showed no sign of progress
         self.arriving: dict[tuple[int, Link], Arrival] = {}
-        self.asked: dict[Link, float] = {}  # when each link was asked or last answered a row
+        self.asked_at: dict[Link, float] = {}  # when each link was asked or last answered a row
         self.answered: set[Link] = set()
         self.longest_s = 0.0  # longest time that a link took to answer
         self.usual_s = 0.0  # longest time in the previous exchange of this kind
@@ -264,7 +264,7 @@ class OpenConversation:
         self.current: Exchange | None = None
         self.rows: frozenset[int] = frozenset()  # all rows of the cohort
         self.holders: dict[int, str] = {}  # worker that each row stays with
-        self._asked: set[tuple[int, int]] = set()  # exchange, row
+        self._requests: set[tuple[int, int]] = set()  # exchange, row
 
     def post(self, exchange: Exchange) -> None:
         """Start the next exchange.
@@ -282,9 +282,9 @@ class OpenConversation:
 
     def ask(self, rows: Iterable[int]) -> list[int]:
         """Record that these rows are asked to answer the current exchange; return those that were asked before."""
-        asked = {(len(self.calls) - 1, row) for row in rows}
-        again = sorted(row for _, row in asked & self._asked)
-        self._asked |= asked
+        requests = {(len(self.calls) - 1, row) for row in rows}
+        again = sorted(row for _, row in requests & self._requests)
+        self._requests |= requests
         return again
 
     def moves_to(self, link: Link, rows: list[int]) -> dict[int, list[int]]:
@@ -358,10 +358,10 @@ def check_awaited(link: Link, exchange: Exchange, row: int) -> None:
     arriving = (row, link) in exchange.arriving
     if row in exchange.outstanding and exchange.awaits(row, link) and not arriving:
         return
-    where = f"exchange {exchange.call.exchange} of {key_text(exchange.call.key)}"
+    request = f"exchange {exchange.call.exchange} of {key_text(exchange.call.key)}"
     if row not in exchange.client:
-        raise WireError(Refusal.CLIENT, f"row {row} is not in {where}")
-    raise WireError(Refusal.LATE, f"row {row}, {where}{' is arriving already' if arriving else ''}")
+        raise WireError(Refusal.CLIENT, f"row {row} is not in {request}")
+    raise WireError(Refusal.LATE, f"row {row}, {request}{' is arriving already' if arriving else ''}")
 
 
 def key_text(key: ConversationKey) -> str:

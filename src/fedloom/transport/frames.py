@@ -112,8 +112,8 @@ def unseal_frame(data: bytes) -> memoryview:
     Raise WireError if the seal is missing or its checksum is wrong.
     """
     view = memoryview(data)
-    found = crc32(view[:-SEAL_BYTES])
-    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL or found != int.from_bytes(data[1 - SEAL_BYTES :], "little"):
+    checksum = crc32(view[:-SEAL_BYTES])
+    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL or checksum != int.from_bytes(data[1 - SEAL_BYTES :], "little"):
         raise WireError(Refusal.CHECKSUM, f"a frame of {len(data)} bytes arrived damaged")
     return view[:-SEAL_BYTES]
 

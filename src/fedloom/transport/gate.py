@@ -323,8 +323,8 @@ def server_credentials(files: ReloadingFile[ServerFiles]) -> grpc.ServerCredenti
     """Return server TLS credentials that use the certificate and CA in the files at the start of each connection."""
 
     def configuration() -> Any:
-        found = files.value
-        return grpc.ssl_server_certificate_configuration([(found.pair.key, found.pair.chain)], found.ca)
+        current = files.value
+        return grpc.ssl_server_certificate_configuration([(current.pair.key, current.pair.chain)], current.ca)
 
     given = files.version
 

@@ -17,6 +17,13 @@ RESERVED_FILES = 256
 """File descriptors reserved for everything but connections: the journal, checkpoints, a store, worker processes."""
 
 
+UNITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+"""Bytes per second, by unit."""
+
+LEAST = 256 * UNITS["kbit/s"]
+"""Lowest rate: a frame of 1 MiB takes 33 s at this rate, and a stream without data for 90 s is abandoned."""
+
+
 def connections() -> int:
     """Raise the process's file limit as far as needed and allowed; return the maximum number of open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -74,13 +81,6 @@ class RateLimitFilter(logging.Filter):
         return passes
 
 
-UNITS = {"kbit/s": 125.0, "Mbit/s": 125e3, "Gbit/s": 125e6, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-"""Bytes per second, by unit."""
-
-LEAST = 256 * UNITS["kbit/s"]
-"""Lowest rate: a frame of 1 MiB takes 33 s at this rate, and a stream without data for 90 s is abandoned."""
-
-
 class Bandwidth(NamedTuple):
     """Bytes per second up, to the aggregator, and down."""
 
@@ -95,8 +95,8 @@ def parse_bandwidth(text: str) -> Bandwidth:
     """
     rates = []
     for part in text.split(","):
-        found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", part)
-        rates.append(float(found[1]) * UNITS[found[2]] if found else 0.0)
+        rate = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*", part)
+        rates.append(float(rate[1]) * UNITS[rate[2]] if rate else 0.0)
     if len(rates) > 2 or min(rates) < LEAST:
         raise ExperimentError(
             f"{argument('bandwidth')} must be a rate of at least 256kbit/s, or two, up and down, separated by a comma "

@@ -13,23 +13,14 @@ from typing import Any
 import grpc
 
 import fedloom
-from fedloom.core.address import split_address
 from fedloom.core.words import DEEPEST, parsed_json, printable
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.served import About
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
-from fedloom.transport import dial
 from fedloom.transport.codec import Cutter, encode
-from fedloom.transport.dial import (
-    CHANNEL_OPTIONS,
-    closed_after_handshake,
-    connection_failure,
-    distrust,
-    hint,
-    perhaps_tls,
-)
+from fedloom.transport.dial import ServerConnection, connection_failure, hint
 from fedloom.transport.frames import Refusal, WireError, pack_parts, serialize
 from fedloom.transport.stream import (
     DESCRIBE,
@@ -59,7 +50,7 @@ Speak = Callable[[int, int, Message], Message | None]
 
 
 @dataclass(frozen=True)
-class Found:
+class ServedModels:
     """Description of what a server serves, and of its load."""
 
     about: About
@@ -85,25 +76,13 @@ class Answered:
 class Models:
     """Connection to a model server at ``host:port``, for one event loop.
 
-    Parameters
-    ----------
-    credentials
-        Credentials to connect with; without them, the connection is plaintext and anonymous.
-
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid, or a token would be sent in plaintext to another machine.
-    RefusedError
-        If our certificate is not valid now.
+    Parameters and errors are those of :class:`ServerConnection`.
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        host, _ = split_address(address, what="the server of models", lowest=1)
-        self._shown = (credentials or Credentials()).show(host)
-        self._channel = dial.channel(address, self._shown, CHANNEL_OPTIONS)
-        self._metadata = dial.metadata(self._shown)
+        self._connection = ServerConnection(address, credentials, what="the server of models")
+        self._channel, self._metadata = self._connection.channel, self._connection.metadata
         self._describe = self._channel.unary_unary(
             f"/{MODELS}/{DESCRIBE}",
             request_serializer=wire.DescribeRequest.SerializeToString,
@@ -115,7 +94,7 @@ class Models:
         """Close the connection."""
         await self._channel.close()
 
-    async def describe(self, timeout_s: float) -> Found:
+    async def describe(self, timeout_s: float) -> ServedModels:
         """Return what the server serves.
 
         Raise RefusedError if the server does not admit us, or has another version. Raise QuorumError if there is no
@@ -134,7 +113,7 @@ class Models:
                         hint=_SAME_VERSION,
                     )
                 if described.HasField("served"):
-                    return _found(described)
+                    return _parse_description(described)
                 wait_s[:] = [1.0]
                 if time.monotonic() + 1.0 > ends:
                     raise QuorumError(f"{self._address}: no round of the run is durable yet", hint="retry later")
@@ -196,23 +175,22 @@ class Models:
         try:
             yield wait_s
         except grpc.aio.AioRpcError as error:
-            asked = str(dict(error.trailing_metadata() or ()).get(RETRY, ""))
-            if asked.isdecimal():
-                wait_s[:] = [int(asked) / 1e3]
-            failure = self._failure(error, says_when=bool(asked))
+            delay_ms = str(dict(error.trailing_metadata() or ()).get(RETRY, ""))
+            if delay_ms.isdecimal():
+                wait_s[:] = [int(delay_ms) / 1e3]
+            failure = self._failure(error, says_when=bool(delay_ms))
             if _is_temporary(error) and isinstance(failure, QuorumError) and time.monotonic() + wait_s[0] < ends:
                 return
             raise failure from error
 
     def _failure(self, error: grpc.aio.AioRpcError, *, says_when: bool) -> FedloomError:
         """Return the error of a failed call; ``says_when`` if the server has stated the time of the next attempt."""
-        code, details = error.code(), error.details()
-        found = self._shown, code, details
+        code, details, connection = error.code(), error.details(), self._connection
         text = printable(details or "", 500) or code.name
-        if why := distrust(self._address, *found):
+        if why := connection.distrust(code, details):
             return RefusedError(f"{self._address}: {why}", hint="see docs/security.md")
         if _is_temporary(error):
-            why = closed_after_handshake(*found) or perhaps_tls(*found)
+            why = connection.closed_after_handshake(code, details) or connection.perhaps_tls(code, details)
             why = why or (text if says_when else connection_failure(code, details))
             return QuorumError(f"no model from {self._address} in time: {why}", hint="retry later")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
@@ -278,7 +256,7 @@ class _Conversation:
         return data  # type: ignore[no-any-return]
 
 
-def _found(described: wire.Described) -> Found:
+def _parse_description(described: wire.Described) -> ServedModels:
     served, load, experiment, problem = described.served, described.load, described.experiment, described.problem
     about = About(printable(served.run), described.algorithm, described.algorithm_version, experiment, problem)
     try:
@@ -286,4 +264,4 @@ def _found(described: wire.Described) -> Found:
         parsed_json(experiment, DEEPEST)
     except (DataError, ValueError) as error:
         raise RefusedError(f"cannot read the server's description of its run: {printable(str(error), 300)}") from error
-    return Found(about, served.round, printable(served.digest), load.handed_out, load.waiting)
+    return ServedModels(about, served.round, printable(served.digest), load.handed_out, load.waiting)

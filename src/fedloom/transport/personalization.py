@@ -13,9 +13,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from pydantic import Field
@@ -43,7 +43,7 @@ from fedloom.transport.stream import (
     PartReader,
     Received,
 )
-from fedloom.transport.tiles import ClientDataError, PendingClient, PreparedRound, ServerAlgorithmError, TileQueue
+from fedloom.transport.tiles import CallError, PendingClient, PreparedRound, TileQueue
 from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")
@@ -203,33 +203,37 @@ class Personalization:
 
     async def _refresh(self) -> None:
         try:
-            found = await asyncio.to_thread(self._newer, None if self._now is None else self._now.served.digest)
+            prepared = await asyncio.to_thread(self._newer, None if self._now is None else self._now.served.digest)
         except ExperimentError as error:
             self._never = str(error)
             raise
-        if found is not None:
-            self._now, served = found, found.served
+        if prepared is not None:
+            self._now, served = prepared, prepared.served
             log.info("serving round %d of %s (%s)", served.round, served.about.run, served.digest[:12])
 
     def _newer(self, digest: str | None) -> PreparedRound | None:
         served = self._load(digest)
-        return None if served is None else PreparedRound.of(served)
+        return None if served is None else PreparedRound.from_served(served)
 
     async def _served(self) -> PreparedRound | None:
-        """Return the served round; a lazy service loads it on the first request."""
+        """Return the served round, which a lazy service loads on the first request; None if none is durable yet.
+
+        Raise CallError if the method has no models.
+        """
         if not self._asked:
             self._asked = True
             with contextlib.suppress(FedloomError):  # no round is durable yet
                 await self._refresh()
             self._follow()
+        if self._never is not None:
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, self._never)
         return self._now
 
     # ---- calls
 
     async def _describe(self, request: wire.DescribeRequest, context: Any) -> wire.Described:
-        prepared = await self._served()
-        if self._never is not None:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, self._never)
+        async with self._refusing(context):
+            prepared = await self._served()
         load, described = self.load, wire.Described(package=fedloom.__version__, protocol=PROTOCOL)
         described.load.handed_out, described.load.refused = load.handed_out, load.refused
         described.load.waiting = load.waiting
@@ -253,23 +257,36 @@ class Personalization:
     async def _personalize(self, _: Any, context: Any) -> None:
         self._open += 1
         try:
-            await self._converse(context)
-        except (WireError, ClientDataError) as error:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except TimeoutError:
-            reason = f"no answer within {self._settings.deadline_s:g} s"
-            await self._refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, reason)
+            async with self._refusing(context):
+                await self._converse(context)
         finally:
             self._open -= 1
+
+    @contextlib.asynccontextmanager
+    async def _refusing(self, context: Any) -> AsyncIterator[None]:
+        """Abort a call whose handling fails because of the client, the load or the method."""
+        try:
+            yield
+            return
+        except CallError as error:
+            code, reason = error.code, str(error)
+            if error.retry_ms is not None:
+                context.set_trailing_metadata(((RETRY, str(error.retry_ms)),))
+        except WireError as error:
+            code, reason = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except TimeoutError:
+            code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {self._settings.deadline_s:g} s"
+        self._refused += 1
+        await context.abort(code, printable(reason, 500))
 
     async def _converse(self, context: Any) -> None:
         reader = PartReader(context.read, wire.NewcomerFrame)
         async with asyncio.timeout(ASK_TIMEOUT_S):
-            ask = await self._ask(reader)
+            ask = await _read_ask(reader)
         if ask is None:
             return
-        await self._judge(ask, context)
-        client = PendingClient(ask.client, await self._round(ask, context))
+        _check_ask(ask)
+        client = PendingClient(ask.client, await self._round(ask))
         served, opening, received_at = client.prepared.served, client.prepared.opening, time.perf_counter()
         if served.answer is Metrics:
             self._hand_out(client, received_at)
@@ -281,9 +298,9 @@ class Personalization:
 
     async def _take_part(self, context: Any, reader: PartReader, client: PendingClient) -> None:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
-        received_at, served = time.perf_counter(), client.prepared.served
+        received_at = time.perf_counter()
         if len(self._tiles) >= self._settings.queue:
-            await self._overloaded(context, f"the queue is full: {pluralize(self._settings.queue, 'client')} waiting")
+            raise self._overloaded(f"the queue is full: {pluralize(self._settings.queue, 'client')} waiting")
         self._tiles.add(client)
         try:
             while True:
@@ -297,26 +314,12 @@ class Personalization:
                     await self._write(context, frames)
                     return
                 await self._write(context, frames)
-                answer = await self._received(reader, served, awaited)
+                answer = await self._received(reader, client.prepared.served, awaited)
                 received_at = time.perf_counter()
                 if client.on_answer is not None:
                     client.on_answer(answer)
-        except ServerAlgorithmError as error:
-            await self._refuse(context, grpc.StatusCode.INTERNAL, str(error))
         finally:
             self._tiles.remove(client)
-
-    async def _ask(self, reader: PartReader) -> wire.Ask | None:
-        """Read a client's first part; None if it disconnected without one."""
-        try:
-            ask: wire.Ask = await reader.part("ask")
-        except WireError as error:
-            if not reader.size and error.refusal is Refusal.TRUNCATED:
-                return None
-            if error.refusal is Refusal.CHECKSUM:  # may be an older protocol, whose frames have no seal
-                raise WireError(error.refusal, f"the first frame cannot be read; {_SAME_VERSION}") from None
-            raise
-        return ask
 
     def _hand_out(self, client: PendingClient, received_at: float) -> None:
         """Count and log a model before it is sent: a client that has received it disconnects at once.
@@ -338,56 +341,31 @@ class Personalization:
         self._handed_out += 1
         self._latencies.append(time.perf_counter() - received_at)
 
-    async def _judge(self, ask: wire.Ask, context: Any) -> None:
-        """Refuse a client whose request cannot be served."""
-        if ask.package != fedloom.__version__:
-            found = printable(ask.package, 80)
-            reason = f"the client has fedloom {found}, and this server {fedloom.__version__}; {_SAME_VERSION}"
-            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
-        if not CLIENT_ID.fullmatch(ask.client):
-            reason = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, reason)
-        peer = PEER.get()
-        if peer is not None and not peer.identity.speaks_for(ask.client):
-            reason = f"may not act for {ask.client}"
-            peer.refuse("clients", reason)
-            await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
-
-    async def _round(self, ask: wire.Ask, context: Any) -> PreparedRound:
+    async def _round(self, ask: wire.Ask) -> PreparedRound:
+        """Return the round to serve; raise CallError if the client asks for another, or must retry later."""
         prepared = await self._served()
-        if self._never is not None:
-            await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, self._never)
         if prepared is None:
-            reason = "no round of the run is durable yet; retry later"
-            await self._refuse(context, grpc.StatusCode.UNAVAILABLE, reason, retry_ms=1_000)
+            raise CallError(grpc.StatusCode.UNAVAILABLE, "no round of the run is durable yet; retry later", 1_000)
         served = prepared.served
         if (ask.algorithm, ask.algorithm_version) != (served.about.algorithm, served.about.version):
-            reason = (
+            raise CallError(
+                grpc.StatusCode.FAILED_PRECONDITION,
                 f"the client asks for method {printable(ask.algorithm, 80)} version {ask.algorithm_version}, and the "
-                f"run has {served.about.algorithm} version {served.about.version}; {_SAME_VERSION}"
+                f"run has {served.about.algorithm} version {served.about.version}; {_SAME_VERSION}",
             )
-            await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         if ask.HasField("round") and ask.round != served.round:
             reason = f"round {ask.round} is not served; the current round is {served.round}"
-            await self._refuse(context, grpc.StatusCode.NOT_FOUND, reason)
+            raise CallError(grpc.StatusCode.NOT_FOUND, reason)
         if self._open > self._settings.conversations:
-            await self._overloaded(
-                context, f"the limit of {pluralize(self._settings.conversations, 'open conversation')} is reached"
-            )
+            limit = pluralize(self._settings.conversations, "open conversation")
+            raise self._overloaded(f"the limit of {limit} is reached")
         return prepared
 
-    async def _refuse(self, context: Any, code: grpc.StatusCode, reason: str, retry_ms: int | None = None) -> NoReturn:
-        self._refused += 1
-        if retry_ms is not None:
-            context.set_trailing_metadata(((RETRY, str(retry_ms)),))
-        await context.abort(code, printable(reason, 500))
-        raise AssertionError("abort raises")
-
-    async def _overloaded(self, context: Any, reason: str) -> NoReturn:
-        """Refuse at once, with the time that the queue is expected to take."""
+    def _overloaded(self, reason: str) -> CallError:
+        """Return the refusal of a client, with the time that the queue is expected to take."""
         retry_ms = round(min(LATE_MS, max(SOON_MS, 1e3 * self._tiles.expected_s)))
         log.warning("refused a client: %s", reason)
-        await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: retry in {retry_ms} ms", retry_ms)
+        return CallError(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: retry in {retry_ms} ms", retry_ms)
 
     async def _write(self, context: Any, frames: Sequence[bytes]) -> None:
         async with asyncio.timeout(self._settings.deadline_s):  # a client that does not read holds memory
@@ -395,24 +373,46 @@ class Personalization:
                 await context.write(frame)
 
     async def _received(self, reader: PartReader, served: ServedRound, awaited: type[Message]) -> Received:
-        """Read one client's answer; the tile that uses it checks its values.
+        """Read one client's answer, whose values are checked by the tile that uses it.
 
-        Raises
-        ------
-        WireError
-            If it is not of the awaited class, is larger than any answer, or is damaged.
-        ClientDataError
-            If its fields are not those of the awaited class in this run.
-        TimeoutError
-            If it does not arrive in time.
+        Raise WireError or CallError if it is damaged, or not of the awaited class in this run; TimeoutError if it does
+        not arrive in time.
         """
         shapes = {awaited: served.shapes[awaited]}
         limit = 8 * sum(map(math.prod, shapes[awaited].values()))
         async with asyncio.timeout(self._settings.deadline_s):
             received = await reader.message({awaited.__name__: awaited}, limit)
         if (wrong := mismatch(awaited, received.specs, shapes, served.dtype)) is not None:
-            raise ClientDataError(wrong)
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, wrong)
         return received
+
+
+async def _read_ask(reader: PartReader) -> wire.Ask | None:
+    """Read a client's first part; None if it disconnected without one."""
+    try:
+        ask: wire.Ask = await reader.part("ask")
+    except WireError as error:
+        if not reader.size and error.refusal is Refusal.TRUNCATED:
+            return None
+        if error.refusal is Refusal.CHECKSUM:  # may be an older protocol, whose frames have no seal
+            raise WireError(error.refusal, f"the first frame cannot be read; {_SAME_VERSION}") from None
+        raise
+    return ask
+
+
+def _check_ask(ask: wire.Ask) -> None:
+    """Raise CallError if a client's request cannot be served."""
+    if ask.package != fedloom.__version__:
+        reason = f"the client has fedloom {printable(ask.package, 80)}, and this server {fedloom.__version__}"
+        raise CallError(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}; {_SAME_VERSION}")
+    if not CLIENT_ID.fullmatch(ask.client):
+        reason = "the client's id must have 1 to 128 letters, digits, '.', '_' and '-'"
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
+    peer = PEER.get()
+    if peer is not None and not peer.identity.speaks_for(ask.client):
+        reason = f"may not act for {ask.client}"
+        peer.refuse("clients", reason)
+        raise CallError(grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
 
 
 async def serve_models(

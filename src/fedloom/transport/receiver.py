@@ -127,8 +127,8 @@ class Receiver:
         Raise WireError if none of the rows is awaited.
         """
         if (envelope.run, envelope.incarnation) != (self._run.name, self.incarnation):
-            found = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
-            raise WireError(Refusal.RUN, f"{found}, expected {self._run.name}/{self.incarnation}")
+            run = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
+            raise WireError(Refusal.RUN, f"{run}, expected {self._run.name}/{self.incarnation}")
         rows = list(envelope.rows)
         if not rows or len(envelope.clients) != len(rows) or any(a >= b for a, b in pairwise(rows)):
             raise WireError(
@@ -157,9 +157,9 @@ class Receiver:
         envelope = begin.envelope
         expected = [exchange.client[row] for row in envelope.rows]
         if list(envelope.clients) != expected:
-            found = [client[:80] for client in envelope.clients[:3]]
+            names = [client[:80] for client in envelope.clients[:3]]
             raise WireError(
-                Refusal.CLIENT, f"clients {found}, expected {expected[:3]} in rows {list(envelope.rows[:3])}"
+                Refusal.CLIENT, f"clients {names}, expected {expected[:3]} in rows {list(envelope.rows[:3])}"
             )
         cls, specs = self._answer_form(exchange, envelope)
         # Rows that are late, or also awaited from another stream, must not use the memory of an answer that may count.
@@ -217,8 +217,8 @@ class Receiver:
     def _settle(self, link: Link, exchange: Exchange, row: int, outcome: Arrived | Lost) -> None:
         """Deliver the outcome of a row; a second outcome from another stream will be late."""
         now = time.monotonic()
-        exchange.longest_s = max(exchange.longest_s, now - exchange.asked[link])
-        exchange.asked[link] = now
+        exchange.longest_s = max(exchange.longest_s, now - exchange.asked_at[link])
+        exchange.asked_at[link] = now
         exchange.answered.add(link)
         link.proven, link.silent, link.rests_until = True, 0, 0.0
         conversation = self._conversations.get(exchange.call.key)

@@ -38,6 +38,16 @@ SERVER_OPTIONS = (
 logging.getLogger("grpc._cython.cygrpc").addFilter(RateLimitFilter())
 """Rate limit on gRPC's own log, which shows a traceback of each malformed health check or ungated call."""
 
+HEALTH_REQUEST_BYTES = 256
+"""Maximum size of a gRPC request: the name of a service."""
+
+HEALTH_REQUEST_S = 1.0
+"""Seconds a peer has to send its gRPC request."""
+
+HEALTH_PATH = "/healthz"
+
+_HealthResponse = health_pb2.HealthCheckResponse
+
 
 @dataclass(frozen=True)
 class Listening:
@@ -123,17 +133,6 @@ async def listening(
     return Listening(server, state, f"{host}:{bound}", probes, watching)
 
 
-REQUEST_BYTES = 256
-"""Maximum size of a gRPC request: the name of a service."""
-
-REQUEST_S = 1.0
-"""Seconds a peer has to send its gRPC request."""
-
-PATH = "/healthz"
-
-_STATUS = health_pb2.HealthCheckResponse
-
-
 class Health:
     """Health of a server's services; belongs to one event loop."""
 
@@ -144,7 +143,7 @@ class Health:
     @property
     def handlers(self) -> Any:
         """Handlers of ``grpc.health.v1.Health``; its ``Check`` reads bytes, as gRPC would read any size before it."""
-        check = grpc.stream_unary_rpc_method_handler(self._check, None, _STATUS.SerializeToString)
+        check = grpc.stream_unary_rpc_method_handler(self._check, None, _HealthResponse.SerializeToString)
         return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
 
     def shut_down(self) -> None:
@@ -153,12 +152,12 @@ class Health:
 
     async def _check(self, _: Any, context: Any) -> Any:
         try:
-            async with asyncio.timeout(REQUEST_S):
+            async with asyncio.timeout(HEALTH_REQUEST_S):
                 data = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive in time")
-        if data is grpc.aio.EOF or len(data) > REQUEST_BYTES:
-            reason = f"send one request of at most {REQUEST_BYTES} bytes"
+        if data is grpc.aio.EOF or len(data) > HEALTH_REQUEST_BYTES:
+            reason = f"send one request of at most {HEALTH_REQUEST_BYTES} bytes"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
         try:
             service = health_pb2.HealthCheckRequest.FromString(data).service
@@ -166,12 +165,12 @@ class Health:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a HealthCheckRequest")
         if service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server has no such service")
-        return _STATUS(status=_STATUS.SERVING if self._serving else _STATUS.NOT_SERVING)
+        return _HealthResponse(status=_HealthResponse.SERVING if self._serving else _HealthResponse.NOT_SERVING)
 
     async def probe(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer a probe by HTTP with 200 while the server is serving, and with 503 otherwise."""
         assert scope["type"] == "http"
-        status = 404 if scope["path"] != PATH else 200 if self._serving else 503
+        status = 404 if scope["path"] != HEALTH_PATH else 200 if self._serving else 503
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
         await send({"type": "http.response.body"})
 

@@ -32,6 +32,7 @@ from fedloom.transport.frames import (
     serialize,
 )
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.wire import personalization_pb2 as personalization
 
 PROTOCOL = 8
 LAST_BACKOFF_S = 5.0  # the longest that a worker waits before it reconnects
@@ -252,7 +253,11 @@ class PartReader:
         Class of the frames.
     """
 
-    def __init__(self, read: Callable[[], Awaitable[Any]], frame: type[wire.NewcomerFrame | wire.ModelFrame]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[Any]],
+        frame: type[personalization.NewcomerFrame | personalization.ModelFrame],
+    ) -> None:
         self._read = read
         self._frame = frame
         self._parts: Iterator[tuple[str, Any]] = iter(())  # parsed one by one: a frame may have very many
@@ -270,9 +275,9 @@ class PartReader:
                 raise WireError(Refusal.TRUNCATED, f"the stream ended before a part {kind!r}")
             self.size += len(data)
             self._parts = read_parts(self._frame, data)
-        found, part = next_part
-        if found != kind:
-            raise WireError(Refusal.GARBAGE, f"got a part {found!r}, expected {kind!r}")
+        part_kind, part = next_part
+        if part_kind != kind:
+            raise WireError(Refusal.GARBAGE, f"got a part {part_kind!r}, expected {kind!r}")
         if transfer is not None and part.transfer != transfer:
             raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {part.transfer}, expected {transfer}")
         return part
@@ -312,8 +317,8 @@ def _check_fields(cls: type[Message], tensors: Sequence[wire.TensorSpec]) -> Non
     """Raise WireError if the fields are not those of the class, before anything is computed from their shapes."""
     names = [field.name for field in cls.fields()]
     if len(tensors) != len(names) or [spec.name for spec in tensors] != names:
-        found = [spec.name[:80] for spec in tensors[:20]]
-        raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {found}, expected {names}")
+        fields = [spec.name[:80] for spec in tensors[:20]]
+        raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {fields}, expected {names}")
     for spec in tensors:
         if len(spec.shape) > _AXES:
             raise WireError(

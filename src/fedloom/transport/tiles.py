@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import grpc
 import torch
 
 from fedloom.federation.served import TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
@@ -37,12 +38,12 @@ WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
 
 
-class ClientDataError(Exception):
-    """No model can be computed from a client's answers; the text gives the reason."""
+class CallError(Exception):
+    """Call that is refused, with gRPC's status; ``retry_ms`` is the time after which it may be repeated, if known."""
 
-
-class ServerAlgorithmError(Exception):
-    """The server algorithm of the method failed."""
+    def __init__(self, code: grpc.StatusCode, reason: str, retry_ms: int | None = None) -> None:
+        super().__init__(reason)
+        self.code, self.retry_ms = code, retry_ms
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class PreparedRound:
     """Maximum number of clients in a tile; lowered once clients of a tile have had to wait for each other's answers."""
 
     @classmethod
-    def of(cls, served: ServedRound) -> PreparedRound:
+    def from_served(cls, served: ServedRound) -> PreparedRound:
         """Encode a round's opening."""
         return cls(served, encode(served.opening))
 
@@ -231,7 +232,8 @@ class _TileRun:
         except Exception as error:
             log.exception("the server algorithm of %s failed", prepared.served.about.algorithm)
             about = f"{type(error).__name__} ({place(error)})"
-            failed = ServerAlgorithmError(f"the server algorithm of {prepared.served.about.algorithm} failed: {about}")
+            reason = f"the server algorithm of {prepared.served.about.algorithm} failed: {about}"
+            failed = CallError(grpc.StatusCode.INTERNAL, reason)
             self._deliver(dict.fromkeys(self._here, failed))
         finally:
             self._release()
@@ -257,7 +259,8 @@ class _TileRun:
         rows = split_rows(encode(message), len(self._clients))
         for i in sorted(self._here):
             if suspect and non_finite(message.select([i])) is not None:
-                messages[i] = ClientDataError("the model computed from the client's answers is not finite")
+                reason = "the model computed from the client's answers is not finite"
+                messages[i] = CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
                 self._here.discard(i)
             else:
                 messages[i] = NextMessage(rows[i], awaited)
@@ -282,7 +285,7 @@ class _TileRun:
 
     def _receive(self) -> Sequence[Message | None]:
         self._release()
-        found: dict[int, Received] = {}
+        received: dict[int, Received] = {}
         waiting, ends = set(self._here), time.monotonic() + self._answer_s
         while waiting:
             try:
@@ -292,27 +295,28 @@ class _TileRun:
             if i in waiting:
                 waiting.discard(i)
                 if answer is not None:
-                    found[i] = answer
+                    received[i] = answer
         self._deliver(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
-        self._here = set(found)
+        self._here = set(received)
         self._computing.acquire()
-        return self._usable(found)
+        return self._usable(received)
 
     def _usable(self, received: Mapping[int, Received]) -> Sequence[Message | None]:
         """Return the usable answers in the order of the tile, else None; send the other clients the reason."""
-        found: dict[int, Message] = {}
+        by_position: dict[int, Message] = {}
         wrong: dict[int, Exception] = {}
         for i, answer in received.items():
             try:
-                found[i] = answer.message()
+                by_position[i] = answer.message()
             except WireError as error:
                 wrong[i] = error
-        messages = list(found.values())  # all of one class, the awaited one
+        messages = list(by_position.values())  # all of one class, the awaited one
         together = stack(type(messages[0]), messages) if messages else None
         if together is not None and useless_values(together) is not None:  # at least one is useless
-            reasons = {i: useless_values(message) for i, message in found.items()}
-            wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
+            for i, message in by_position.items():
+                if (reason := useless_values(message)) is not None:
+                    wrong[i] = CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
         if wrong:
             self._here -= wrong.keys()
             self._deliver(wrong)
-        return [found.get(i) if i in self._here else None for i in range(len(self._clients))]
+        return [by_position.get(i) if i in self._here else None for i in range(len(self._clients))]

@@ -143,16 +143,16 @@ def _answer(connection: WorkerConnection, session: Session, request: WorkerReque
         for row, client in zip(rows, clients, strict=True):
             connection.reply(request, row, client, Lost(f"the worker cannot read the request: {error}"))
         return True
-    asked = list(range(len(rows)))
-    while asked:
+    positions = list(range(len(rows)))
+    while positions:
         try:
-            return _answer_some(connection, session, request, message, asked, stop)
+            return _answer_some(connection, session, request, message, positions, stop)
         except MissingConversation as missing:
-            lacking = [i for i in asked if rows[i] in missing.rows]
+            lacking = [i for i in positions if rows[i] in missing.rows]
             if not lacking:
                 raise
             connection.missing(request, [rows[i] for i in lacking])
-            asked = [i for i in asked if i not in lacking]
+            positions = [i for i in positions if i not in lacking]
     return True
 
 
@@ -161,7 +161,7 @@ def _answer_some(
     session: Session,
     request: WorkerRequest,
     message: Message,
-    asked: list[int],
+    positions: list[int],
     stop: threading.Event,
 ) -> bool:
     """Answer the rows at these positions of a request; return False if it was no longer needed."""
@@ -170,10 +170,10 @@ def _answer_some(
     answers = session.answer(
         request.key,
         envelope.exchange,
-        [envelope.rows[i] for i in asked],
-        [envelope.clients[i] for i in asked],
-        message.select(asked),
-        [states_from_wire(envelope.states[i]) for i in asked] if envelope.states else (),
+        [envelope.rows[i] for i in positions],
+        [envelope.clients[i] for i in positions],
+        message.select(positions),
+        [states_from_wire(envelope.states[i]) for i in positions] if envelope.states else (),
     )
     try:
         for row, answer in answers:

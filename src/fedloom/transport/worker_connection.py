@@ -14,12 +14,11 @@ from typing import Any
 
 import grpc
 
-from fedloom.core.address import split_address
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
-from fedloom.security.options import ClientCredentials, Credentials
+from fedloom.security.options import Credentials
 from fedloom.transport import dial, stream
 from fedloom.transport.codec import encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, FINAL, LIMITED, REFUSALS, RETRYABLE, connection_failure, hint
@@ -90,7 +89,7 @@ class WorkerConnection:
         self._address = address
         self._reconnect_s = reconnect_s
         self._credentials = credentials
-        self._shown = credentials.current  # credentials of the last connection attempt
+        self._connection: dial.ServerConnection | None = None  # the last one that we have tried
         self._up = BandwidthLimiter(bandwidth and bandwidth.up)
         self._down = BandwidthLimiter(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
@@ -229,7 +228,8 @@ class WorkerConnection:
             self._failed_verifications = self._failed_verifications + 1 if error.certain else 0
             return error.refused if self._failed_verifications >= CERTAIN and not self.incarnation else str(error)
         except FedloomError as error:
-            if isinstance(error, RefusedError) and self._credentials.current != self._shown:
+            changed = self._connection is not None and self._credentials.current != self._connection.shown
+            if isinstance(error, RefusedError) and changed:
                 return str(error)  # connect again with the current content of the files
             return error
         except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
@@ -250,15 +250,18 @@ class WorkerConnection:
             If there is no aggregator, it does not answer, or it sends an invalid frame.
         """
         await self._up.free()  # the bandwidth limit must not delay a Hello
-        self._shown = self._show()
-        async with dial.channel(self._address, self._shown, self._options) as channel:
+        try:
+            connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
+        except RefusedError as error:  # our certificate has expired
+            raise _VerificationError(str(error), error, certain=True) from None
+        async with connection.channel as channel:
 
             async def write(frame: bytes) -> None:
                 await self._up.free()
                 self._up.charge(len(frame))
                 await call.write(frame)
 
-            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=dial.metadata(self._shown))
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=connection.metadata)
             tasks: list[asyncio.Task[Any]] = []
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
@@ -267,7 +270,7 @@ class WorkerConnection:
                 outbox = self._book.open(welcome)
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
-                reader, changed = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed())
+                reader, changed = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
                 tasks += [reader, changed, asyncio.create_task(outbox.drain(write))]
                 await asyncio.wait((reader, changed), return_when=asyncio.FIRST_COMPLETED)
                 if changed.done() and (not reader.done() or reader.exception() is not None):
@@ -281,16 +284,9 @@ class WorkerConnection:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    def _show(self) -> ClientCredentials:
-        """Return our credentials; raise _VerificationError, which may be retried, if our certificate has expired."""
-        try:
-            return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
-        except RefusedError as error:
-            raise _VerificationError(str(error), error, certain=True) from None
-
-    async def _changed(self) -> None:
+    async def _changed(self, connection: dial.ServerConnection) -> None:
         """Return once our credentials have changed; conversations continue on a new channel."""
-        while await asyncio.to_thread(lambda: self._credentials.current) == self._shown:
+        while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
             await asyncio.sleep(CHANGED_S)
         log.info("reconnecting with the current content of the files")
 
@@ -308,10 +304,12 @@ class WorkerConnection:
             return _VerificationError(words, refused, certain=True) if unknown and self.incarnation else refused
         if code in RETRYABLE:
             return _RetryLaterError(connection_failure(code, details))
-        certain = dial.distrust(self._address, self._shown, code, details)
-        perhaps = None if self._book.outbox is not None else dial.closed_after_handshake(self._shown, code, details)
+        connection = self._connection
+        assert connection is not None
+        certain = connection.distrust(code, details)
+        perhaps = None if self._book.outbox is not None else connection.closed_after_handshake(code, details)
         if not (reason := certain or perhaps):
-            plain = dial.perhaps_tls(self._shown, code, details)
+            plain = connection.perhaps_tls(code, details)
             return None if plain is None else ConnectionError(plain)
         refused = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
         return _VerificationError(reason, refused, certain=certain is not None)

@@ -18,6 +18,9 @@ from fedloom.transport.wire import federation_pb2 as wire
 REQUEST_BYTES = 4 << 30  # maximum memory of one request
 
 
+HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
+
+
 @dataclass(frozen=True, eq=False)
 class WorkerRequest:
     """Request from the aggregator."""
@@ -99,9 +102,6 @@ class RequestReader:
         return self._arriving[number]
 
 
-HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
-
-
 @dataclass(eq=False)
 class _Page:
     """Exchanges received in a conversation, and the answers to the last exchange of each row."""
@@ -157,15 +157,15 @@ class AnswerBook:
 
     def send_ready(self) -> None:
         """Send the answers that are ready, and keep them."""
-        found: dict[tuple[ConversationKey, int], list[int]] = {}
+        by_exchange: dict[tuple[ConversationKey, int], list[int]] = {}
         while self.ready:
             request, row, client, answer = self.ready.popleft()
             page, exchange = self._pages.get(request.key), request.envelope.exchange
             if self.incarnation != request.incarnation or page is None or page.exchanges.get(row) != exchange:
                 continue  # the answer is obsolete
             page.answers[row] = (client, answer)
-            found.setdefault((request.key, exchange), []).append(row)
-        for (key, exchange), rows in found.items():
+            by_exchange.setdefault((request.key, exchange), []).append(row)
+        for (key, exchange), rows in by_exchange.items():
             self._send(key, exchange, rows)
 
     def send_again(self, again: wire.Again) -> None:
@@ -173,8 +173,8 @@ class AnswerBook:
         key = key_from_wire(again.conversation)
         page = self._pages.get(key, _Page())
         lacking = [row for row in again.rows if page.exchanges.get(row) != again.exchange]
-        there = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
-        self._send(key, again.exchange, there)
+        ready = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
+        self._send(key, again.exchange, ready)
         if lacking:
             self._send_missing(key, again.exchange, lacking)
 
@@ -196,15 +196,15 @@ class AnswerBook:
 
     def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
         """Send the answers of rows; small ones together, one transfer for as many as fit into a chunk."""
-        found: list[tuple[int, str, Encoded]] = []
+        encoded: list[tuple[int, str, Encoded]] = []
         for row in sorted(set(rows)):
             client, answer = self._pages[key].answers[row]
             if isinstance(answer, Encoded):
-                found.append((row, client, answer))
+                encoded.append((row, client, answer))
             else:
                 self._send_lost(key, key, exchange, row, answer)
-        for part in group_answers([answer for _, _, answer in found]):
-            numbers, clients, answers = zip(*found[part.start : part.stop], strict=True)
+        for part in group_answers([answer for _, _, answer in encoded]):
+            numbers, clients, answers = zip(*encoded[part.start : part.stop], strict=True)
             envelope = wire.Envelope(
                 run=self.run,
                 incarnation=self.incarnation,

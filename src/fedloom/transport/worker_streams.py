@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 
@@ -28,6 +28,29 @@ from fedloom.transport.wire import federation_pb2 as wire
 
 NAME_CHARACTERS = 200
 MOST_EXAMPLES = 10**9  # per client and split
+
+log = logging.getLogger("fedloom.transport.aggregator")
+
+HELLO_TIMEOUT_S = 10.0
+HELLO_BYTES = 10_000  # a Hello of this size costs as much as one more Hello
+JOINS = 1_000, 200  # Hellos at once, and further ones per second
+STATUS = {
+    Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS,
+    Refusal.FLOOD: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.UNREAD: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
+    Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
+}
+"""gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
+
+
+class NotAdmitted(Exception):
+    """The worker cannot join, for a reason that it is told."""
+
+    def __init__(self, reason: str, code: wire.RefusalCode = wire.REFUSAL_CODE_HELLO) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 class Admission:
@@ -98,83 +121,57 @@ class Admission:
         announced = zip(hello.clients, hello.announced, strict=True)
         return sorted(client for client, announcement in announced if not announcement.observer)
 
-    def judge(self, hello: wire.Hello) -> wire.Refused | None:
-        """Return why a worker cannot join; None if it can."""
-        return (
-            self._judge_versions(hello)
-            or _judge_names(hello)
-            or (self._judge_clients(hello) if self._run.presence is None else self._judge_members(hello))
-        )
+    def judge(self, hello: wire.Hello) -> None:
+        """Raise NotAdmitted if a worker cannot join."""
+        self._judge_versions(hello)
+        names = hello.worker, hello.incarnation
+        if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
+            raise NotAdmitted(f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters")
+        if not all(name.isprintable() for name in names):
+            raise NotAdmitted("worker and incarnation must consist of characters that print")
+        if self._run.presence is not None:
+            self._judge_members(hello)
+        elif (stranger := next((client for client in hello.clients if client not in self._clients), None)) is not None:
+            name = printable(stranger, NAME_CHARACTERS)
+            reason = f"the run has no client {name}: the worker has another partition"
+            raise NotAdmitted(reason, wire.REFUSAL_CODE_CLIENTS)
 
-    def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
+    def _judge_versions(self, hello: wire.Hello) -> None:
         if hello.protocol != PROTOCOL:
             reason = f"the worker uses protocol {hello.protocol}, and this aggregator {PROTOCOL}"
-            return refusal_part(
-                wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides"
+            raise NotAdmitted(
+                f"{reason}: install the same version of fedloom on both sides", wire.REFUSAL_CODE_PROTOCOL
             )
         if hello.package != fedloom.__version__:
-            found = printable(hello.package, NAME_CHARACTERS)
-            return refusal_part(
-                wire.REFUSAL_CODE_PACKAGE, f"the worker has fedloom {found}, and this aggregator {fedloom.__version__}"
-            )
+            package = printable(hello.package, NAME_CHARACTERS)
+            reason = f"the worker has fedloom {package}, and this aggregator {fedloom.__version__}"
+            raise NotAdmitted(reason, wire.REFUSAL_CODE_PACKAGE)
         run = self._run
         version = hello.algorithms.get(run.algorithm)
         if version != run.version:
-            found = "not installed" if version is None else f"version {version}"
-            reason = f"algorithm {run.algorithm} is {found} on the worker, and the run needs version {run.version}"
-            return refusal_part(wire.REFUSAL_CODE_ALGORITHM, reason)
-        return None
+            state = "not installed" if version is None else f"version {version}"
+            reason = f"algorithm {run.algorithm} is {state} on the worker, and the run needs version {run.version}"
+            raise NotAdmitted(reason, wire.REFUSAL_CODE_ALGORITHM)
 
-    def _judge_clients(self, hello: wire.Hello) -> wire.Refused | None:
-        """Return why clients of a partition cannot be admitted; None if they can."""
-        stranger = next((client for client in hello.clients if client not in self._clients), None)
-        if stranger is None:
-            return None
-        found = printable(stranger, NAME_CHARACTERS)
-        return refusal_part(
-            wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition"
-        )
-
-    def _judge_members(self, hello: wire.Hello) -> wire.Refused | None:
-        """Return why clients with their own data cannot be admitted; None if they can."""
+    def _judge_members(self, hello: wire.Hello) -> None:
+        """Raise NotAdmitted if clients with their own data cannot be admitted."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
-            return refusal_part(
-                code, "this federation's clients have their own data: start `fedloom worker --data DIR`"
-            )
-        for client, announcement in zip(hello.clients, hello.announced, strict=True):
-            if reason := self._member_fault(client, announcement):
-                return refusal_part(code, reason)
+            raise NotAdmitted("this federation's clients have their own data: start `fedloom worker --data DIR`", code)
+        for client, announced in zip(hello.clients, hello.announced, strict=True):
+            sizes, counts = (announced.train, announced.validation, announced.test), announced.class_counts
+            if not CLIENT_ID.fullmatch(client):
+                raise NotAdmitted("a client's id must have letters, digits, '.', '_' and '-', at most 128", code)
+            if not all(0 < size <= MOST_EXAMPLES for size in sizes):
+                reason = f"client {client} has splits of {sizes} examples; each must have 1 to {MOST_EXAMPLES:,}"
+                raise NotAdmitted(reason, code)
+            if counts and (len(counts) != self._run.classes or sum(counts) != announced.train):
+                numbers = f"{self._run.classes} numbers that sum to {announced.train}"
+                raise NotAdmitted(f"client {client}: class counts must be {numbers}", code)
         if len(set(hello.clients)) != len(hello.clients):
-            return refusal_part(code, "a client is listed twice")
+            raise NotAdmitted("a client is listed twice", code)
         if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
-            return refusal_part(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
-        return None
-
-    def _member_fault(self, client: str, announced: wire.Announced) -> str:
-        sizes, counts = (announced.train, announced.validation, announced.test), announced.class_counts
-        if not CLIENT_ID.fullmatch(client):
-            return "a client's id must have letters, digits, '.', '_' and '-', at most 128"
-        if not all(0 < size <= MOST_EXAMPLES for size in sizes):
-            return f"client {client} has splits of {sizes} examples; each must have 1 to {MOST_EXAMPLES:,}"
-        if counts and (len(counts) != self._run.classes or sum(counts) != announced.train):
-            return f"client {client}: class counts must be {self._run.classes} numbers that sum to {announced.train}"
-        return ""
-
-
-def refusal_part(code: wire.RefusalCode, reason: str) -> wire.Refused:
-    """Return the part that refuses a worker."""
-    return wire.Refused(code=code, reason=reason)
-
-
-def _judge_names(hello: wire.Hello) -> wire.Refused | None:
-    names = hello.worker, hello.incarnation
-    if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
-        reason = f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
-        return refusal_part(wire.REFUSAL_CODE_HELLO, reason)
-    if not all(name.isprintable() for name in names):
-        return refusal_part(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
-    return None
+            raise NotAdmitted(f"client {claimed} is served by another worker", wire.REFUSAL_CODE_CLIENT_TAKEN)
 
 
 def _members(hello: wire.Hello) -> tuple[Member, ...]:
@@ -188,32 +185,12 @@ def _some(clients: Collection[str]) -> str:
     return first_of([printable(client, NAME_CHARACTERS) for client in clients], 3)
 
 
-log = logging.getLogger("fedloom.transport.aggregator")
-
-HELLO_TIMEOUT_S = 10.0
-HELLO_BYTES = 10_000  # a Hello of this size costs as much as one more Hello
-JOINS = 1_000, 200  # Hellos at once, and further ones per second
-STATUS = {
-    Refusal.CHECKSUM: grpc.StatusCode.DATA_LOSS,
-    Refusal.FLOOD: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.UNREAD: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.NAME: grpc.StatusCode.ALREADY_EXISTS,
-    Refusal.JOINS: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Refusal.SILENT: grpc.StatusCode.UNAVAILABLE,
-}
-"""gRPC status that ends a stream, by refusal; INVALID_ARGUMENT for any other refusal."""
-
-
 @dataclass
 class ByteCount:
     """Bytes of serialized frames: ``up`` from workers, ``down`` to them."""
 
     up: int = 0
     down: int = 0
-
-
-class _NotAdmitted(Exception):
-    """The worker was refused with a reason, or sent nothing."""
 
 
 class WorkerStreams:
@@ -258,7 +235,15 @@ class WorkerStreams:
             if welcome is not self._welcome:  # the incarnation has changed meanwhile: the worker must reconnect
                 return
             link = self._admission.link(hello, None if peer is None else peer.identity)
-        except _NotAdmitted:
+        except EOFError:  # the peer has sent nothing
+            return
+        except NotAdmitted as refused:
+            self._dispatcher.refusals.count(Refusal.HELLO)
+            log.warning("refused a worker (%s): %s", context.peer(), refused)
+            if peer is not None:
+                peer.refuse("hello", str(refused))
+            part = wire.Refused(code=refused.code, reason=str(refused))
+            await self._write(context, _frame(wire.AggregatorPart(refused=part)))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused; the previous frame gives the reason")
         except WireError as error:
             self._dispatcher.refusals.count(error.refusal)
@@ -276,22 +261,21 @@ class WorkerStreams:
     async def _greet(self, peer: Peer | None, context: Any) -> tuple[wire.Hello, bytes]:
         """Read the Hello and answer with Welcome, returning both.
 
-        Raise _NotAdmitted if the worker was refused, or sent nothing. Raise WireError if it must reconnect: its Hello
-        arrived damaged, its name is taken, or too many workers join at once. Raise Denied if the sender may not act
-        for these clients, or may not use this worker name.
+        Raise NotAdmitted if the worker cannot join, EOFError if it has sent nothing, and WireError if it must
+        reconnect: its Hello arrived damaged, its name is taken, or too many workers join at once. Raise Denied if the
+        sender may not act for these clients, or may not use this worker name.
         """
         try:
             hello = await self._read_hello(context)
         except TimeoutError:
-            await self._refuse(peer, context, f"no Hello within {HELLO_TIMEOUT_S:g} s")
+            raise NotAdmitted(f"no Hello within {HELLO_TIMEOUT_S:g} s") from None
         except WireError as error:
             if error.refusal in STATUS:
                 raise
-            await self._refuse(peer, context, str(error))
+            raise NotAdmitted(str(error)) from None
         if peer is not None:
             self._admission.authorize(peer, hello)
-        if (found := self._admission.judge(hello)) is not None:
-            await self._refuse(peer, context, found.reason, found.code)
+        self._admission.judge(hello)
         if peer is not None:
             peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
         elif self._dispatcher.taken(hello.worker, hello.incarnation, None):
@@ -303,23 +287,12 @@ class WorkerStreams:
     async def _read_hello(self, context: Any) -> wire.Hello:
         data = await asyncio.wait_for(context.read(), HELLO_TIMEOUT_S)
         if data is grpc.aio.EOF:
-            raise _NotAdmitted
+            raise EOFError
         self._traffic.up += len(data)
         if not self._joins.spend(1 + len(data) / HELLO_BYTES):
             raise WireError(Refusal.JOINS, "retry later")
         hello: wire.Hello = parse_frame(wire.WorkerFrame, data).parts[0].hello  # empty, and refused, for another part
         return hello
-
-    async def _refuse(
-        self, peer: Peer | None, context: Any, reason: str, code: wire.RefusalCode = wire.REFUSAL_CODE_HELLO
-    ) -> NoReturn:
-        """Send a worker the reason why it cannot join, and raise _NotAdmitted."""
-        self._dispatcher.refusals.count(Refusal.HELLO)
-        log.warning("refused a worker (%s): %s", context.peer(), reason)
-        if peer is not None:
-            peer.refuse("hello", reason)
-        await self._write(context, _frame(wire.AggregatorPart(refused=refusal_part(code, reason))))
-        raise _NotAdmitted
 
     async def _hold(self, link: Link, context: Any) -> None:
         async def write(frame: bytes) -> None:
@@ -333,8 +306,8 @@ class WorkerStreams:
         try:
             await asyncio.wait((reader, writer, ended), return_when=asyncio.FIRST_COMPLETED)
             error = link.fault
-            if reader.done() and isinstance(found := reader.exception(), WireError):
-                error = found
+            if reader.done() and isinstance(fault := reader.exception(), WireError):
+                error = fault
             if error is not None:
                 self._dispatcher.refusals.count(error.refusal)
                 log.warning("ended the stream of worker %s: %s", link.name, error, extra={"worker": link.name})

@@ -4,54 +4,57 @@
 # source: fedloom/v1/control.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "fedloom/v1/control.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'fedloom/v1/control.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x18\x66\x65\x64loom/v1/control.proto\x12\nfedloom.v1"\x0f\n\rStatusRequest""\n\x0eStatusResponse\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t"\x0e\n\x0cWatchRequest"!\n\rWatchResponse\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t"\x10\n\x0e\x43lientsRequest""\n\x0f\x43lientsResponse\x12\x0f\n\x07\x63lients\x18\x01 \x03(\t"\x0e\n\x0cPauseRequest"2\n\rPauseResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t"\x0f\n\rResumeRequest"3\n\x0eResumeResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t"\x1a\n\x0bStopRequest\x12\x0b\n\x03now\x18\x01 \x01(\x08" \n\x0cStopResponse\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t2\x8a\x03\n\x07\x43ontrol\x12?\n\x06Status\x12\x19.fedloom.v1.StatusRequest\x1a\x1a.fedloom.v1.StatusResponse\x12>\n\x05Watch\x12\x18.fedloom.v1.WatchRequest\x1a\x19.fedloom.v1.WatchResponse0\x01\x12\x44\n\x07\x43lients\x12\x1a.fedloom.v1.ClientsRequest\x1a\x1b.fedloom.v1.ClientsResponse0\x01\x12<\n\x05Pause\x12\x18.fedloom.v1.PauseRequest\x1a\x19.fedloom.v1.PauseResponse\x12?\n\x06Resume\x12\x19.fedloom.v1.ResumeRequest\x1a\x1a.fedloom.v1.ResumeResponse\x12\x39\n\x04Stop\x12\x17.fedloom.v1.StopRequest\x1a\x18.fedloom.v1.StopResponseb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x66\x65\x64loom/v1/control.proto\x12\nfedloom.v1\"\x0f\n\rStatusRequest\"\"\n\x0eStatusResponse\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t\"\x0e\n\x0cWatchRequest\"!\n\rWatchResponse\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t\"\x10\n\x0e\x43lientsRequest\"\"\n\x0f\x43lientsResponse\x12\x0f\n\x07\x63lients\x18\x01 \x03(\t\"\x0e\n\x0cPauseRequest\"2\n\rPauseResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t\"\x0f\n\rResumeRequest\"3\n\x0eResumeResponse\x12\x0f\n\x07\x63hanged\x18\x01 \x01(\x08\x12\x10\n\x08\x61\x63tivity\x18\x02 \x01(\t\"\x1a\n\x0bStopRequest\x12\x0b\n\x03now\x18\x01 \x01(\x08\" \n\x0cStopResponse\x12\x10\n\x08\x61\x63tivity\x18\x01 \x01(\t2\x8a\x03\n\x07\x43ontrol\x12?\n\x06Status\x12\x19.fedloom.v1.StatusRequest\x1a\x1a.fedloom.v1.StatusResponse\x12>\n\x05Watch\x12\x18.fedloom.v1.WatchRequest\x1a\x19.fedloom.v1.WatchResponse0\x01\x12\x44\n\x07\x43lients\x12\x1a.fedloom.v1.ClientsRequest\x1a\x1b.fedloom.v1.ClientsResponse0\x01\x12<\n\x05Pause\x12\x18.fedloom.v1.PauseRequest\x1a\x19.fedloom.v1.PauseResponse\x12?\n\x06Resume\x12\x19.fedloom.v1.ResumeRequest\x1a\x1a.fedloom.v1.ResumeResponse\x12\x39\n\x04Stop\x12\x17.fedloom.v1.StopRequest\x1a\x18.fedloom.v1.StopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "fedloom.v1.control_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fedloom.v1.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_STATUSREQUEST"]._serialized_start = 40
-    _globals["_STATUSREQUEST"]._serialized_end = 55
-    _globals["_STATUSRESPONSE"]._serialized_start = 57
-    _globals["_STATUSRESPONSE"]._serialized_end = 91
-    _globals["_WATCHREQUEST"]._serialized_start = 93
-    _globals["_WATCHREQUEST"]._serialized_end = 107
-    _globals["_WATCHRESPONSE"]._serialized_start = 109
-    _globals["_WATCHRESPONSE"]._serialized_end = 142
-    _globals["_CLIENTSREQUEST"]._serialized_start = 144
-    _globals["_CLIENTSREQUEST"]._serialized_end = 160
-    _globals["_CLIENTSRESPONSE"]._serialized_start = 162
-    _globals["_CLIENTSRESPONSE"]._serialized_end = 196
-    _globals["_PAUSEREQUEST"]._serialized_start = 198
-    _globals["_PAUSEREQUEST"]._serialized_end = 212
-    _globals["_PAUSERESPONSE"]._serialized_start = 214
-    _globals["_PAUSERESPONSE"]._serialized_end = 264
-    _globals["_RESUMEREQUEST"]._serialized_start = 266
-    _globals["_RESUMEREQUEST"]._serialized_end = 281
-    _globals["_RESUMERESPONSE"]._serialized_start = 283
-    _globals["_RESUMERESPONSE"]._serialized_end = 334
-    _globals["_STOPREQUEST"]._serialized_start = 336
-    _globals["_STOPREQUEST"]._serialized_end = 362
-    _globals["_STOPRESPONSE"]._serialized_start = 364
-    _globals["_STOPRESPONSE"]._serialized_end = 396
-    _globals["_CONTROL"]._serialized_start = 399
-    _globals["_CONTROL"]._serialized_end = 793
+  DESCRIPTOR._loaded_options = None
+  _globals['_STATUSREQUEST']._serialized_start=40
+  _globals['_STATUSREQUEST']._serialized_end=55
+  _globals['_STATUSRESPONSE']._serialized_start=57
+  _globals['_STATUSRESPONSE']._serialized_end=91
+  _globals['_WATCHREQUEST']._serialized_start=93
+  _globals['_WATCHREQUEST']._serialized_end=107
+  _globals['_WATCHRESPONSE']._serialized_start=109
+  _globals['_WATCHRESPONSE']._serialized_end=142
+  _globals['_CLIENTSREQUEST']._serialized_start=144
+  _globals['_CLIENTSREQUEST']._serialized_end=160
+  _globals['_CLIENTSRESPONSE']._serialized_start=162
+  _globals['_CLIENTSRESPONSE']._serialized_end=196
+  _globals['_PAUSEREQUEST']._serialized_start=198
+  _globals['_PAUSEREQUEST']._serialized_end=212
+  _globals['_PAUSERESPONSE']._serialized_start=214
+  _globals['_PAUSERESPONSE']._serialized_end=264
+  _globals['_RESUMEREQUEST']._serialized_start=266
+  _globals['_RESUMEREQUEST']._serialized_end=281
+  _globals['_RESUMERESPONSE']._serialized_start=283
+  _globals['_RESUMERESPONSE']._serialized_end=334
+  _globals['_STOPREQUEST']._serialized_start=336
+  _globals['_STOPREQUEST']._serialized_end=362
+  _globals['_STOPRESPONSE']._serialized_start=364
+  _globals['_STOPRESPONSE']._serialized_end=396
+  _globals['_CONTROL']._serialized_start=399
+  _globals['_CONTROL']._serialized_end=793
 # @@protoc_insertion_point(module_scope)
