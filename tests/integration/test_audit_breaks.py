@@ -17,7 +17,7 @@ import fedloom
 from fedloom.algorithms import losses
 from fedloom.algorithms.batches import TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.cli.audit import show_audit
+from fedloom.audits.commands import show_audit
 from fedloom.engine.observer import RunObserver
 from fedloom.federation.private_sums import Draw, PrivateSums, Values
 from fedloom.federation.transport import ConversationKey

@@ -18,12 +18,12 @@ from vowel_data import vowel_root
 
 import fedloom
 from fedloom import experiment as experiments
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions
 from fedloom.errors import ExperimentError, QuorumError
 from fedloom.experiment import Experiment
 from fedloom.experiment.search_space import plan_search, read_space
-from fedloom.tuning.parallel import Job, JobObserver
 from fedloom.tuning.search import SEARCH, SearchResult, run_search
 
 REPOSITORY = Path(__file__).parents[2]

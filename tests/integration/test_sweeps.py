@@ -19,11 +19,12 @@ from vowel_data import vowel_root
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.data.federated import FederatedDataset
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions
 from fedloom.errors import FedloomError
 from fedloom.experiment import Point
-from fedloom.tuning.parallel import Job, JobObserver, core_shares
+from fedloom.tuning.parallel import core_shares
 from fedloom.tuning.sweep import run_points
 
 pytestmark = pytest.mark.usefixtures("forks")

@@ -2,7 +2,7 @@
 
 import torch
 
-from fedloom.core.allocator import keep_freed_memory
+from fedloom.core.memory import keep_freed_memory
 from fedloom.models.hypernetwork import KEPT_BYTES, RecycledMemory
 
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from test_partition import SPLITS, labels, official
 from vowel_runs import on_vowels
 
-from fedloom.cli.use import evaluate_command as evaluate
+from fedloom.cli.runs import evaluate_command as evaluate
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest, read_manifest

@@ -38,7 +38,6 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLTrainRequest, PersonalizedModel
-from fedloom.cli.use import personalize_command as personalize
 from fedloom.core import digests
 from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
@@ -57,6 +56,7 @@ from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import add_token
+from fedloom.serving.commands import personalize_command as personalize
 from fedloom.serving.personal import RequestingClient
 from fedloom.serving.personalization import PersonalizationRequest
 from fedloom.serving.serve import DurableRounds, model_service

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from vowel_runs import loop, on_vowels
 
 from fedloom import load
-from fedloom.cli.use import evaluate_command as evaluate
-from fedloom.cli.use import personalize_command as personalize
+from fedloom.cli.runs import evaluate_command as evaluate
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import MeansScheme
 from fedloom.engine.trained import evaluate as measured
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
+from fedloom.serving.commands import personalize_command as personalize
 
 MEANS = {"scheme": "means", "clients": 4, "dimension": 2, "train_per_client": 20, "test_per_client": 10}
 WGA = {"name": "wga", "batch_size": 4, "steps_per_round": 2}

@@ -83,16 +83,13 @@ def shortened(text: str, most: int = 60) -> str:
 def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     """Return the value of a JSON text.
 
+    Raise ValueError if it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it
+    has an unpaired surrogate (``\\ud800``), which no terminal can show.
+
     Parameters
     ----------
     deepest
         Maximum nesting of lists and objects, for input from a peer; None for no limit but Python's.
-
-    Raises
-    ------
-    ValueError
-        If it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it has an
-        unpaired surrogate (``\\ud800``), which no terminal can show.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)

@@ -12,13 +12,7 @@ if TYPE_CHECKING:
 
 
 def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of each group of a summary or an evaluation, flat, with those of its headline metric.
-
-    Parameters
-    ----------
-    statistics
-        Groups ``seen``, ``unseen`` and ``global``, as in ``summary.json``.
-    """
+    """Return the numbers of each group in ``summary.json`` or an evaluation, flat, with its headline metric."""
     headline = headline_of(statistics)
     result: dict[str, float] = {}
     for name in GROUPS:

@@ -17,7 +17,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils._pytree import tree_leaves
 
 from fedloom.core.draws import drawing_with
-from fedloom.core.garbage import collection_paused
+from fedloom.core.memory import collection_paused
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from fedloom.cli.options import Checkpoint, Set, refuse_options
-from fedloom.cli.use import OwnFolders
+from fedloom.cli.options import Checkpoint, OwnFolders, Set, refuse_options
 from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:

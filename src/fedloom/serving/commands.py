@@ -1,81 +1,86 @@
-"""Commands for trained runs: ``fedloom evaluate``, ``personalize``, ``report``, ``compare`` and ``runs``."""
+"""``fedloom serve`` and ``personalize``: the models of a run for its clients and for newcomers, without training."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli.options import Checkpoint, ClientAccess, Json, refuse_options, with_options
+from fedloom.cli.options import Checkpoint, ClientAccess, OtherPartition, ServerAccess, refuse_options, with_options
+from fedloom.core.processes import termination_requested
 from fedloom.core.words import pluralize, rounded_up
-from fedloom.tasks.names import ACCURACY, metric_title
-
-if TYPE_CHECKING:
-    from fedloom.runs.listing import RunEntry
-
-Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
-Other = Annotated[
-    str | None,
-    typer.Option(
-        "--partition", metavar="DIR|URL", help="Use the clients of another partition of the same kind of data."
-    ),
-]
-OwnFolders = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--data",
-        metavar="DIR",
-        help="For a run with data.own: a packed client, or a folder of packed clients; repeatable.",
-    ),
-]
+from fedloom.engine.options import ProbeOptions
 
 
-def evaluate_command(
-    run: Run,
+@with_options()
+def serve_command(
+    probes: ProbeOptions,
+    access: ServerAccess,
+    run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
+    listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as it has a checkpoint.")
+    ] = False,
     checkpoint: Checkpoint = "last",
-    partition: Other = None,
-    data: OwnFolders = None,
-    out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
+    rest: Annotated[
+        str | None,
+        typer.Option(
+            help="Also serve predictions of the clients' saved models on this address, by the Open Inference Protocol "
+            "over HTTP (docs/serving.md).",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a setting: wait_s, linger_s, queue, conversations, deadline_s, drain_s, models, model_name, "
+            "models_kept, body_bytes (docs/serving.md); repeatable.",
+        ),
+    ] = None,
 ) -> None:
-    """Evaluate a trained model again. The clients are the run's, or those of another partition."""
+    """Serve models to clients. They request them with `fedloom personalize HOST:PORT`."""
     from fedloom.runs.folder import RunFolder
+    from fedloom.storage import is_url
 
-    RunFolder.open(run)  # fail early, before torch is imported
-    from fedloom.cli.tables import print_results
-    from fedloom.engine import trained
+    if not is_url(run):
+        RunFolder.open(run)  # fail early, before torch is imported
+    from fedloom.core.address import split_address
+    from fedloom.experiment import settings_of
+    from fedloom.security.options import Protection
+    from fedloom.serving.serve import serve_run
+    from fedloom.transport.personalization import ModelServerSettings
 
-    statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
-    print_results(statistics)  # print first, so that the results survive a failure to write the file
-    if "overlap" in statistics and (warning := overlapping(statistics["overlap"])):
-        print(f"warning: {warning}", file=sys.stderr)
-    if out is not None:
-        from fedloom.errors import StorageError
-        from fedloom.storage.folder import write_atomically
-
-        try:
-            write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())
-        except StorageError as error:
-            raise StorageError(error.message, hint="choose another file with --out") from error
-
-
-def overlapping(found: Mapping[str, Any] | None) -> str | None:
-    """Return a warning about new clients whose examples the run was trained on; None if there are none."""
-    if found is None:
-        return (
-            "it is unknown whether the run was trained on examples of these clients: its partition is not in the "
-            "data root (create it with `fedloom partition RUN/experiment.yaml`)"
-        )
-    if not found["clients"]:
-        return None
-    split = ", ".join(f"{found[name]:,} {name}" for name in ("train", "validation", "test") if found[name])
-    return (
-        f"these clients are not all new: the run was trained on {split} examples of "
-        f"{pluralize(found['clients'], 'client')}; data.partition.reserve holds examples back for new clients"
+    settings = settings_of(ModelServerSettings, set_ or (), "the server")
+    host, _ = split_address(listen, what="--listen", lowest=0)
+    protection = Protection(access.options())
+    protection.check(host)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    if termination_requested.is_set():
+        stop.set()
+    handed_out = serve_run(
+        run,
+        listen,
+        checkpoint=checkpoint,
+        follow=follow,
+        settings=settings,
+        protection=protection,
+        audit=probes.audit,
+        stop=stop,
+        started=lambda address: typer.echo(f"serving models of {run} at {address}"),
+        say=lambda text: typer.echo(text, err=True),
+        health=probes.health,
+        metrics=probes.metrics,
+        rest=rest,
     )
+    typer.echo(f"{pluralize(handed_out, 'model')} handed out")
 
 
 @with_options()
@@ -100,7 +105,7 @@ def personalize_command(
         ),
     ],
     checkpoint: Checkpoint = "last",
-    partition: Other = None,
+    partition: OtherPartition = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
@@ -162,7 +167,7 @@ def personalize_command(
     from fedloom.errors import ExperimentError
 
     settings = _request_settings(set_ or ())
-    formats = ("safetensors", "pt2", "onnx", "peft")  # runner.personal_model.FORMATS, which imports torch
+    formats = ("safetensors", "pt2", "onnx", "peft")  # serving.personal_model.FORMATS, which imports torch
     if form is not None and form not in formats:
         raise ExperimentError(
             f"--format must be one of {', '.join(formats)} (got {form}).", key="format", found=form, allowed=formats
@@ -255,84 +260,3 @@ def _save_models(
     if made.lost:
         everyone = pluralize(len(made.saved) + len(made.lost), "client")
         raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
-
-
-def report_command(run: Run) -> None:
-    """Write a run's report.html and figures/ from its other files."""
-    from fedloom.reporting.report import write_report
-
-    typer.echo(f"report: {write_report(run)}")
-
-
-def compare_command(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(help="Folders of finished runs, or folders that contain finished runs.", metavar="RUN..."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write compare.html, .csv, .tex and figures to this folder.", metavar="DIR"),
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            help="Baseline for the tests: a method or a row; by default the best on validation.",
-            metavar="NAME",
-        ),
-    ] = None,
-) -> None:
-    """Compare runs. Runs that differ only in the seed form one row."""
-    from fedloom.cli.tables import show_comparison
-
-    show_comparison(runs, out, against)
-    if out is not None:
-        typer.echo(f"comparison: {out / 'compare.html'}")
-
-
-def runs_command(
-    folder: Annotated[
-        Path, typer.Argument(help="Folder that holds runs, at any depth.", metavar="[DIR]", show_default=True)
-    ] = Path("runs"),
-    as_json: Json = False,
-) -> None:
-    """List runs. Shows progress, method, data set, and the mean test result over clients."""
-    import dataclasses
-
-    from fedloom.cli.tables import print_table
-    from fedloom.runs.listing import list_runs
-
-    found = list_runs(folder)
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(run) for run in found], indent=2, ensure_ascii=False))
-        return
-    if not found:
-        typer.echo(f"no runs in {folder} or below it")
-        return
-    headings = ("run", "method", "data", "rounds", "seen %", "unseen %", "state", "last change")
-    print_table(
-        f"{pluralize(len(found), 'run')} in {folder}",
-        headings,
-        [_row(run, folder) for run in found],
-        texts=(0, 1, 2, 6, 7),
-    )
-    for run in found:
-        if run.fault is not None:
-            typer.echo(f"damaged: {run.fault}", err=True)
-
-
-def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:
-    import time
-
-    where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name
-    when = "" if run.changed is None else time.strftime("%m-%d %H:%M", time.localtime(run.changed))
-    rounds = "" if run.done is None else f"{run.done}" if run.rounds is None else f"{run.done}/{run.rounds}"
-    groups = (_score(run, run.seen), _score(run, run.unseen))
-    return (where, run.method or "", run.dataset or "", rounds, *groups, run.state, when)
-
-
-def _score(run: RunEntry, value: float | None) -> str:
-    """Return a value of the headline metric: an accuracy in percent, or another metric with its name."""
-    if value is None or run.metric is None:
-        return "–"
-    shown = f"{100 * value:.1f}" if run.percent else f"{value:.3g}"
-    return shown if run.metric == ACCURACY.name else f"{metric_title(run.metric)} {shown}"
