@@ -225,6 +225,7 @@ def test_the_epsilon_budget_ends_trials(root: Path, tmp_path: Path) -> None:
     assert (summary["ended_by"], summary["training_privacy"]["epsilon"]) == ("budget", by_noise["1.0"].epsilon)
 
 
+@pytest.mark.slow
 def test_a_search_in_python(root: Path, tmp_path: Path) -> None:
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.01, 0.3]}}, "sampler": "grid"}
     keys = {"data__root": str(root), "federation__rounds": 2, "evaluation__every": 2, "runtime__workers": 0}

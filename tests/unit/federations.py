@@ -22,10 +22,8 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
-from fedloom.data.input_spec import TensorKind
 from fedloom.data.manifest import VERSION
-from fedloom.data.spec import DataSpec
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec, Targets, TensorKind
 from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult

@@ -98,6 +98,7 @@ def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD) -> Ten
     return local.join(w)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 @pytest.mark.parametrize("name", SETTINGS)

@@ -22,7 +22,7 @@ from fedloom.algorithms.pfedbayes import likelihood_of
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.engine.assemble import make_parts
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment

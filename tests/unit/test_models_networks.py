@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fedloom.data import input_spec
+from fedloom.data import spec
 from fedloom.errors import ExperimentError
 from fedloom.models import registry
 from fedloom.models.embedding import LSTMEmbedding, MLPEmbedding
@@ -303,7 +303,7 @@ TAKERS: dict[str, set[str]] = {
 
 
 def test_input_kinds_match_the_data() -> None:
-    assert get_args(Kind) == get_args(input_spec.Kind)
+    assert get_args(Kind) == get_args(spec.Kind)
 
 
 @pytest.mark.parametrize("kind", sorted(TAKERS))

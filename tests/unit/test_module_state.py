@@ -131,6 +131,7 @@ def by_torch(made: nn.Module, m: ModuleModel, theta: Tensor, client: ClientData,
     return m.layout.join({name: tensors[name].detach() for name, _ in m.layout.entries})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 def test_training_equals_a_bare_loop(norm: str) -> None:
     m, (client,) = model(norm), examples(20)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fedloom
 from fedloom.algorithms.base import find_algorithm
-from fedloom.data.input_spec import Normalization
 from fedloom.data.own import own_manifest
+from fedloom.data.spec import Normalization
 from fedloom.engine.assemble import evaluation_plan
 from fedloom.evaluation.group_statistics import spreads
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult

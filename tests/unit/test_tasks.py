@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lazy import Lazy
 from torch import Tensor
 
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.tasks.auroc import BINS, WIDTH, Auroc, areas
 from fedloom.tasks.base import LOSS_CAP, VALUE_CAP, Counts, PredictionTask, TargetShape

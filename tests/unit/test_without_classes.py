@@ -15,9 +15,8 @@ from federations import Silent
 
 from fedloom import experiment as experiments
 from fedloom.data import datasets
-from fedloom.data.assignment import PartitionSettings
+from fedloom.data.assignment import PartitionSettings, client_means
 from fedloom.data.federated import ClientData, FederatedDataset, Split
-from fedloom.data.means import client_means
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.engine import assemble, loops, results, run_data

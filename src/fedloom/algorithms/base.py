@@ -21,8 +21,7 @@ from fedloom.algorithms.local_sgd import adaptation_of
 from fedloom.algorithms.requirements import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
-from fedloom.data.input_spec import Kind
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Kind, Targets
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel

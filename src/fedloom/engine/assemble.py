@@ -22,7 +22,7 @@ from fedloom.algorithms.sums import sums_of
 from fedloom.core import digests
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, FederatedDataset, Manifest
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.engine.sums import sums_part
 from fedloom.engine.training_privacy import check_private_buffers
 from fedloom.errors import DataError, ExperimentError, argument

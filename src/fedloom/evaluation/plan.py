@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.spread import SKETCH
 from fedloom.evaluation.uncertainty import BINS

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.plan import KEY, EvaluationPlan
 from fedloom.tasks.base import PredictionTask

@@ -27,7 +27,7 @@ from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.names import TaskName
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens", "integers", "named"]
-"""Kind of an input, as in ``fedloom.data.input_spec.Kind``; models do not import the data package."""
+"""Kind of an input, as in ``fedloom.data.spec.Kind``; models do not import the data package."""
 
 Width: TypeAlias = Annotated[int, Field(ge=1)]
 Curvature: TypeAlias = Annotated[float, Field(gt=0)]
