@@ -29,11 +29,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from summaries import Evaluation, Runs, evaluations, read
 
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions
 from fedloom.errors import InterruptedRun
 from fedloom.experiment import Point, load_experiment
-from fedloom.tuning.parallel import Job, JobObserver
 from fedloom.tuning.sweep import run_points
 
 ROOT = Path(__file__).parents[1]

@@ -213,10 +213,7 @@ FAILURES: Mapping[int, type[FedloomError]] = {int(kind.exit_code): kind for kind
 def from_json(value: Mapping[str, Any]) -> FedloomError:
     """Return the error that another process encoded with :meth:`FedloomError.as_json`.
 
-    Raises
-    ------
-    KeyError, TypeError
-        If it is not such a description.
+    Raise KeyError or TypeError if it is not such a description.
     """
     if not (isinstance(value["message"], str) and isinstance(value["hint"], str | None)):
         raise TypeError("message and hint must be text")

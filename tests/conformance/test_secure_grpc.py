@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from conformance_kit import Faulty, Federation, Killed, same_bits, state
+from ports import free_address
 from test_grpc import aggregator_of
 from test_secure_conformance import (
     AT,
@@ -66,9 +66,7 @@ class Wire:
     def __init__(self, tiny: Federation, name: str) -> None:
         self.tiny, self.name = tiny, name
         self.everyone = [entry.id for entry in tiny.dataset.manifest.clients]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.address = free_address()
         self._incarnations = 0
         self.members: dict[str, Member] = {}
         self.server = self.aggregator()

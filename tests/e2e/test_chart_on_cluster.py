@@ -18,14 +18,14 @@ from kubernetes.client.exceptions import ApiException
 from run_processes import fedloom, started, until
 from safetensors.numpy import load_file
 from test_federation_on_cluster import assert_equals_reference
+from vowel_data import vowel_examples
 
 from fedloom.cluster.api import Api
 from fedloom.cluster.progress_client import Tunnel
 from fedloom.data.datasets import find_dataset
-from fedloom.data.datasets.vowel import read_vowel
+from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.requirements import Own
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import add_token
 
@@ -137,11 +137,8 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
 
 def packed(folder: Path) -> list[Path]:
     """Pack each speaker of the vowel data as a separate member."""
-    fixture = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
-    official = read_vowel({"Vowel.rda": fixture.read_bytes()})
-    pools = (official.train, official.test)
-    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
-    kind = Request(Own(kind="features", input_shape=(9,), classes=CLASS_NAMES))
+    x, y, owners = vowel_examples()
+    kind = Request(Own(kind="features", input_shape=(9,), classes=CLASS_NAMES).spec)
     found = []
     for speaker in range(MEMBERS + 1):
         found.append(folder / f"s{speaker}")

@@ -12,9 +12,10 @@ from pathlib import Path
 from random import Random
 
 from forked import children, cmdline
+from ports import free_address
 from run_processes import alive, rounds
 
-from faults.place import METHODS, Broken, Place, Running, durable, free_port, journal_lines, wait_until
+from faults.place import METHODS, Broken, Place, Running, durable, journal_lines, wait_until
 from faults.table import Fault, Tried
 from fedloom.algorithms.base import find_algorithm
 from fedloom.runs.folder import RunFolder
@@ -88,6 +89,8 @@ def in_process(place: Place, random: Random, published: bool = False) -> Tried:
         run.wait(0)
     kept.look()
     place.check(out, experiment)
+    if partial := [path.name for path in out.rglob("*.partial")]:
+        raise Broken(f"{out} has parts of files: {partial}")
     return Tried(kills)
 
 
@@ -121,7 +124,7 @@ class Federation:
         """
         self.out = place.new()
         self.experiment = experiment
-        self.listen = f"127.0.0.1:{free_port()}"
+        self.listen = free_address()
         self._place, self._stack, self._url, self._files = place, stack, url, files
         self.tolerated = tolerated
         """Codes of the aggregator after which it is started again."""
@@ -288,7 +291,7 @@ def stopped_past_the_deadline(place: Place, random: Random, secure: bool = False
 
 
 FAULTS = (
-    Fault("kill-run", "kills", "a run in one process is killed", PROMISE, in_process, goal=40, short=1),
+    Fault("kill-run", "kills", "a run in one process is killed", PROMISE, in_process, goal=40, short=2),
     Fault(
         "kill-published", "kills",
         "a published run in one process is killed, and resumed from the store, also in an empty folder",

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from conformance_kit import TINY
+from conformance_kit import MODELS, TINY
 from forked import Popen, children
 from run_processes import alive, final, losses, scores
 from s3_support import S3Server
@@ -97,7 +96,7 @@ class Place:
                 },
                 "held_out_fraction": 0.25,
             },
-            "model": {"name": "mlp", "hidden": [4]},
+            "model": MODELS.get(name, {"name": "mlp", "hidden": [4]}),
             "algorithm": {"name": name, **TINY.get(method, {})},
             "federation": {
                 "rounds": 0 if name == "local" else 6, "clients_per_round": 3, "deadline_s": 300.0,
@@ -269,14 +268,6 @@ def wait_until(condition: Any, what: str, patience_s: float = PATIENCE_S) -> Non
         if time.monotonic() > deadline:
             raise Broken(f"it never happened in {patience_s:g} s: {what}")
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    """Return a port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def journal_lines(run: Path, up_to: int) -> list[str]:

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from transport_support import until
 
 PAGE = Path(__file__).parents[2] / "docs" / "running-a-federation.md"
@@ -21,11 +22,6 @@ def settings(section: str) -> str:
         rf"^### {re.escape(section)}\n.*?```(?:nginx|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE
     )
     return text
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class ReverseProxy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -69,28 +68,22 @@ def experiment(folder: Path, rounds: int) -> Path:
     return path
 
 
-def at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
-    """Return exit code and output of a command that is killed before its k-th change of a folder."""
-    script = TESTS / "integration" / "killed_at.py"
-    command = [sys.executable, str(script), str(k), str(out), *map(str, arguments), "--out", str(out)]
-    environment = {**ENVIRONMENT, **FACTORIES_HERE}
+def ends(code: int, out: Path, *arguments: object, **given: object) -> None:
+    """Run a command as the trials of faults do; it must end with this code."""
+    command = [sys.executable, str(TESTS / "faults" / "program.py"), *map(str, arguments), "--out", str(out)]
+    environment = {**ENVIRONMENT, **FACTORIES_HERE, "FAULTS_UNDER": str(out)}
+    environment |= {name: str(value) for name, value in given.items()}
     done = run_process(command, env=environment, capture_output=True, text=True, timeout=WAIT_S)
-    return done.returncode, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
 
 
 def test_workers_and_a_kill_do_not_change_results(tmp_path: Path) -> None:
-    path, whole = experiment(tmp_path, rounds=3), tmp_path / "whole"
-    code, output = at(0, whole, "run", path, "--no-report")
-    assert code == 0, output
-    counted = re.search(r"changes: (\d+)", output)
-    assert counted is not None
-    code, output = at(0, tmp_path / "two", "run", path, "--no-report", "--workers", 2)
-    assert code == 0, output
-    killed = tmp_path / "killed"
-    code, output = at(int(counted[1]) // 2, killed, "run", path, "--no-report")
-    assert code == -signal.SIGKILL, output
-    code, output = at(0, killed, "run", path, "--no-report", "--resume")
-    assert code == 0, output
+    path, whole, killed, count = experiment(tmp_path, rounds=3), *(tmp_path / name for name in ("whole", "killed", "n"))
+    run = ("run", path, "--no-report")
+    ends(0, whole, *run, FAULTS_COUNT=count)
+    ends(0, tmp_path / "two", *run, "--workers", 2)
+    ends(-signal.SIGKILL, killed, *run, FAULTS_DIE_AT=int(count.read_text()) // 2)
+    ends(0, killed, *run, "--resume")
     for out in (tmp_path / "two", killed):
         assert final(out) == final(whole)
         assert scores(out) == scores(whole)

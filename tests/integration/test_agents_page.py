@@ -86,6 +86,7 @@ def test_the_recipes_train(place: Path) -> None:
         assert summary["seen"]["accuracy_mean"] > 0.75
 
 
+@pytest.mark.slow
 def test_the_focal_loss_and_the_median_match_their_papers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(place))
     from my_package.fedmedian import FEDMEDIAN  # type: ignore[import-not-found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import pytest
 import torch
 from facts import mentions
 from torch import Tensor
+from vowel_data import vowel_experiment
 
 import fedloom
 from fedloom.algorithms import losses
 from fedloom.algorithms.batches import TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.cli.audit import show_audit
+from fedloom.audits.commands import show_audit
 from fedloom.engine.observer import RunObserver
 from fedloom.federation.private_sums import Draw, PrivateSums, Values
 from fedloom.federation.transport import ConversationKey
@@ -56,29 +56,16 @@ def audited(
     **changed: Any,
 ) -> dict[str, Any]:
     """Audit a small training on the fixture of vowels; return ``audit.json``."""
-    data = root / "data" / "datasets" / "vowel"
-    data.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     local = {"steps": 2 if of == "clients" else 5, "lr": 0.05, "momentum": 0.0, "batch_size": 8}
-    settings = {
-        "name": "broken",
-        "data": {
-            "dataset": "vowel",
-            "root": str(root / "data"),
-            "partition": {"scheme": "natural"},
-            "held_out_fraction": 0.2,
-        },
-        "model": {"name": "mlp", "hidden": [100]},
-        "algorithm": {"name": "fedavg", "local": local, "weighting": "uniform"},
-        "federation": {
-            "rounds": 8,
-            "clients_per_round": 3 if of == "clients" else 12,
-            "privacy": {"of": of, "clip": 0.5, "epsilon": claim, "delta": 1e-5},
-        },
-        "evaluation": {"every": 100},
-        "runtime": {"workers": 0},
-        "seed": seed + 1,
-    }
+    privacy = {"of": of, "clip": 0.5, "epsilon": claim, "delta": 1e-5}
+    settings = vowel_experiment(
+        root,
+        model={"name": "mlp", "hidden": [100]},
+        algorithm={"name": "fedavg", "local": local, "weighting": "uniform"},
+        federation={"rounds": 8, "clients_per_round": 3 if of == "clients" else 12, "privacy": privacy},
+        evaluation={"every": 100},
+        seed=seed + 1,
+    )
     out = root / f"audit-{seed}"
     run = fedloom.audit(
         settings, canaries=canaries, of=of, seed=seed, out=out, report=False, progress=notices or Notices(), **changed
@@ -184,7 +171,7 @@ EXAMPLES: dict[str, tuple[Break, str, dict[str, Any]]] = {
 CASES = [("clients", name) for name in CLIENTS] + [("examples", name) for name in EXAMPLES]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize(("of", "name"), CASES)
 def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +184,7 @@ def test_each_break_is_found(of: str, name: str, claim: float, tmp_path: Path, m
     assert mentions(audit_verdict(canaries, found["claim"]), "failed")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize("of", ["clients", "examples"])
 @pytest.mark.parametrize("seed", range(3))
@@ -224,6 +211,7 @@ def test_an_audit_without_power_says_so_before_it_trains(tmp_path: Path, capsys:
     assert mentions(capsys.readouterr().out, "Verdict: no power", "noise about", "twice in a row")
 
 
+@pytest.mark.slow
 def test_the_power_is_told_before_the_training(tmp_path: Path) -> None:
     notices = Notices()
     found = audited(tmp_path, "examples", 4.0, canaries=100, notices=notices)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vowel_data import vowel_experiment
 
 import fedloom
 
@@ -17,26 +17,15 @@ CLIENTS = {"clip": 0.5, "noise_multiplier": 4.0, "delta": 1e-5}
 
 def audited(root: Path, seed: int, privacy: dict[str, Any] | None, **changed: Any) -> dict[str, Any]:
     """Results of an audit of a small training on the fixture of vowels."""
-    data = root / "data" / "datasets" / "vowel"
-    data.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     of = "clients" if privacy is None else privacy.get("of", "clients")
-    settings = {
-        "name": "private",
-        "data": {
-            "dataset": "vowel",
-            "root": str(root / "data"),
-            "partition": {"scheme": "natural"},
-            "held_out_fraction": 0.2,
-        },
+    sections = {
         "model": {"name": "mlp", "hidden": [100]},
         "algorithm": {"name": "fedavg", **UNIFORM, "local": LOCAL},
         "federation": {"rounds": 3, "clients_per_round": 12, "privacy": privacy},
         "evaluation": {"every": 100},
-        "runtime": {"workers": 0},
         "seed": seed + 1,
-        **changed,
     }
+    settings = vowel_experiment(root, **(sections | changed))
     out = root / f"audit-{seed}-{of}-{0 if privacy is None else privacy['noise_multiplier']}"
     run = fedloom.audit(settings, canaries=150, of=of, seed=seed, out=out, report=False, progress=False)
     return run.audit
@@ -56,8 +45,8 @@ def check_bounds(root: Path, seeds: range) -> tuple[list[float], list[str]]:
 
 
 def test_the_bound_stays_below_the_claim_of_private_training(tmp_path: Path) -> None:
-    _, verdicts = check_bounds(tmp_path, range(2))
-    assert verdicts == ["passed"] * 2
+    _, verdicts = check_bounds(tmp_path, range(1))
+    assert verdicts == ["passed"]
 
 
 @pytest.mark.exhaustive

@@ -19,6 +19,7 @@ def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None
         fresh_root,
         model={"name": "vgg", "channels": [6]},  # its hypernetwork is small, which saves time
         federation={"rounds": 2, "clients_per_round": 4, "checkpoint_every_s": 30},
+        evaluation={"own_steps": [0, 3]},
     )
     for workers in (0, 1, 2):
         fedloom("run", path, "--workers", workers, "--no-report", "--out", tmp_path / str(workers))
@@ -26,6 +27,9 @@ def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None
         assert final(tmp_path / str(workers)) == final(tmp_path / "0")
         assert scores(tmp_path / str(workers)) == scores(tmp_path / "0")
         assert (tmp_path / str(workers) / "clients.csv").read_text() == (tmp_path / "0" / "clients.csv").read_text()
+    of_steps = [json.loads((tmp_path / str(n) / "summary.json").read_text())["own_steps"] for n in (0, 1, 2)]
+    assert of_steps[0] == of_steps[1] == of_steps[2]
+    assert [line["steps"] for line in of_steps[0]] == [0, 3]
     wires = [json.loads((tmp_path / str(n) / "summary.json").read_text())["communication"] for n in (0, 1, 2)]
     assert wires[0]["wire_up"] is wires[0]["wire_down"] is None
     for wire in wires[1:]:
@@ -34,19 +38,6 @@ def test_workers_do_not_change_results(fresh_root: Path, tmp_path: Path) -> None
         }
         assert wire["wire_up"] > 0
     assert wires[2]["wire_down"] > wires[1]["wire_down"]  # a broadcast is sent once to each worker
-
-
-def test_workers_do_not_change_results_of_fedavg(fresh_root: Path, tmp_path: Path) -> None:
-    algorithm = {"name": "fedavg", "local": {"epochs": 2, "batch_size": 16}, "personalize_steps": 5}
-    path = experiment(tmp_path, fresh_root, algorithm=algorithm, evaluation={"own_steps": [0, 3]})
-    for workers in (0, 2):
-        fedloom("run", path, "--workers", workers, "--no-report", "--out", tmp_path / str(workers))
-    assert final(tmp_path / "2") == final(tmp_path / "0")
-    assert scores(tmp_path / "2") == scores(tmp_path / "0")
-    of_steps = [json.loads((tmp_path / str(n) / "summary.json").read_text())["own_steps"] for n in (0, 2)]
-    assert of_steps[0] == of_steps[1]
-    assert [line["steps"] for line in of_steps[0]] == [0, 3]
-    assert scores(tmp_path / "2")["global"]["clients"] == 20
 
 
 def test_files_of_a_run(small_run: tuple[Path, Path]) -> None:

@@ -205,13 +205,6 @@ BEFORE = [
     (["runtime.device=cuda"], {}, ExperimentError, "cluster.gpu is not set"),
     ([], {"gpu": {"count": 1}}, ExperimentError, "cluster.gpu asks for a GPU"),
     ([], {"worker": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}, ExperimentError, "nvidia.com/mig-1g.10gb"),
-    (
-        ["runtime.device=cuda"],
-        {"worker": {"requests": {"amd.com/gpu": 2}, "limits": {"amd.com/gpu": 1}}},
-        ExperimentError,
-        "amd.com/gpu: 2",
-    ),
-    ([], {"aggregator": {"requests": {"example.com/card": 1}}}, ExperimentError, "example.com/card: 1"),
 ]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import shutil
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 import yaml
 from facts import failing
 from fake_cluster import FakeCluster
+from run_processes import until
 
 from fedloom.cluster import federations
 from fedloom.cluster.api import Api, Unreachable
@@ -109,13 +109,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with FakeCluster(tmp_path / "cluster", images={"fedloom:1": []}, environment=path, backoff_s=0.05) as cluster:
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for(RULES)))
         yield World(tmp_path, cluster)
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.02)
 
 
 def in_background(run: Callable[[], None]) -> Callable[[], FedloomError | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from transport_support import Worker, key, make_aggregator, start_call, until
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, StorageError
 from fedloom.federation.activity import Group, LastEvaluation, RosterClient
-from fedloom.federation.monitor import CONTROL, Control, Monitor, read_pause
+from fedloom.federation.monitor import Control, Monitor, read_pause
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.certificates import make_ca, make_certificate
@@ -171,24 +170,6 @@ def test_a_finished_federation_has_a_status_and_rejects_control(controlled: Cont
             with pytest.raises(ExperimentError, match="finished"):
                 ask()
     assert (controlled.control.paused, controlled.stops) == (None, [])
-
-
-def test_a_pause_that_cannot_be_recorded_is_rejected(tmp_path: Path) -> None:
-    made = Controlled(tmp_path / "gone")
-    with dialled(made.address) as asked, pytest.raises(StorageError, match=CONTROL):
-        asked.pause()
-    assert made.control.paused is None
-    made.aggregator.stop()
-
-
-def test_calls_without_an_aggregator_end_as_abandoned() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with dialled(address) as asked:
-        with pytest.raises(AbandonedError, match=address):
-            asked.status()
-        with pytest.raises(AbandonedError, match=address):
-            list(asked.clients())
 
 
 def test_an_aggregator_without_this_service_is_reported() -> None:

@@ -17,6 +17,8 @@ from torch import nn
 
 import fedloom
 
+pytestmark = pytest.mark.slow  # torch.export takes seconds
+
 N = 40
 RNG = np.random.default_rng(1)
 ROWS = RNG.normal(2, 3, (2 * N, 4)).astype(np.float32)

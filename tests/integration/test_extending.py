@@ -18,7 +18,7 @@ import yaml
 from facts import tells
 from forked import run
 
-from fedloom.data.datasets.vowel import read_vowel
+from fedloom.data.datasets.binary import read_vowel
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "docs" / "examples"
@@ -165,19 +165,6 @@ def test_values_that_do_not_fit_the_example_task_are_rejected(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_task_that_cannot_be_registered_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
-    points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
-    (tmp_path / "site" / "fedloom_odd.py").write_text(
-        "from fedloom.tasks.regression import Regression\nTAKEN = Regression()\n"
-        "class Kindless(Regression):\n    name: str = 'kindless'\n    target_kind = 'ranking'\nKINDLESS = Kindless()\n"
-    )
-    for name, facts in (("TAKEN", ["regression"]), ("KINDLESS", ["kindless", "target_kind", "multilabel"])):
-        points.write_text(f"[fedloom.tasks]\nodd = fedloom_odd:{name}\n")
-        refused = fedloom(environment, "schema")
-        assert refused.returncode == 2
-        assert tells(refused.stderr, "fedloom.tasks", *facts), refused.stderr
-
-
 def test_a_faulty_example_file_is_rejected(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     text = (people / "people.csv").read_text().replace("vowel-3", "umlaut", 1)
     (people / "people.csv").write_text(text)
@@ -187,48 +174,52 @@ def test_a_faulty_example_file_is_rejected(environment: dict[str, str], people: 
     assert not (tmp_path / "data" / "datasets" / "people").exists()
 
 
-def test_a_package_that_cannot_be_imported_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
+ODD = """\
+from fedloom.tasks.regression import Regression
+TAKEN = Regression()
+class Kindless(Regression):
+    name: str = "kindless"
+    target_kind = "ranking"
+KINDLESS = Kindless()
+"""
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("command", ["schema", "run its.yaml", "run misspelt.yaml"])
+@pytest.mark.parametrize(
+    ("group", "point", "facts"),
+    [
+        ("tasks", "odd = fedloom_odd:TAKEN", ["regression"]),
+        ("tasks", "odd = fedloom_odd:KINDLESS", ["kindless", "target_kind", "multilabel"]),
+        ("models", "broken = fedloom_extras.fedsgd:FEDSGD", ["FedSGD", "ModelChoice"]),
+        ("algorithms", "broken = fedloom_extras.nowhere:METHOD", ["ModuleNotFoundError"]),
+        ("algorithms", "broken = fedloom_extras.fedsgd:NOWHERE", ["AttributeError"]),
+        ("algorithms", "broken = fedloom_extras.fedsgd:FedSGDSettings", ["ModelMetaclass", "Algorithm"]),
+    ],
+)
+def test_an_entry_point_that_cannot_be_registered_is_reported(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, point: str,
+    facts: list[str], command: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("site/fedloom_odd.py").write_text(ODD)
+    Path("site/fedloom_extras-0.1.dist-info/entry_points.txt").write_text(f"[fedloom.{group}]\n{point}\n")
+    experiment = EXPERIMENT.replace("people", "vowel").replace("tanh, hidden: 16", "mlp")
+    Path("its.yaml").write_text(experiment.replace("fedsgd, lr: 0.3", "broken"))
+    Path("misspelt.yaml").write_text(experiment.replace("fedsgd", "fedavgg"))
+    refused = fedloom(environment, *command.split())
+    assert refused.returncode == 2
+    where = f"fedloom.{group}" if group == "tasks" else f"fedloom.{group}: {point} (package fedloom-extras)"
+    assert tells(refused.stderr, where, *facts), refused.stderr
+
+
+def test_a_dataset_that_cannot_be_imported_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
     points.write_text("[fedloom.datasets]\nbroken = fedloom_extras.nowhere:THING\n")
     refused = fedloom(environment, "data", "fetch", "people")
     assert refused.returncode == 2
-    assert (
-        "fedloom.datasets: broken = fedloom_extras.nowhere:THING (package fedloom-extras) cannot be loaded"
-        in refused.stderr
-    )
-    points.write_text("[fedloom.models]\nwrong = fedloom_extras.fedsgd:FEDSGD\n")
-    (tmp_path / "any.yaml").write_text(EXPERIMENT)
-    refused = fedloom(environment, "run", tmp_path / "any.yaml")
-    assert refused.returncode == 2
-    output = refused.stderr
-    assert tells(
-        output, "fedloom.models: wrong = fedloom_extras.fedsgd:FEDSGD (package fedloom-extras)", "FedSGD", "ModelChoice"
-    ), output
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("value", "facts"),
-    [
-        ("fedloom_extras.nowhere:METHOD", ["ModuleNotFoundError"]),
-        ("fedloom_extras.fedsgd:NOWHERE", ["AttributeError"]),
-        ("fedloom_extras.fedsgd:FedSGDSettings", ["ModelMetaclass", "Algorithm"]),
-    ],
-)
-def test_a_method_that_cannot_be_imported_is_reported(
-    environment: dict[str, str], tmp_path: Path, value: str, facts: list[str]
-) -> None:
-    points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
-    points.write_text(f"[fedloom.algorithms]\nbroken = {value}\n")
-    experiment = EXPERIMENT.replace("people", "vowel").replace("tanh, hidden: 16", "mlp")
-    (tmp_path / "its.yaml").write_text(experiment.replace("fedsgd, lr: 0.3", "broken"))
-    (tmp_path / "misspelt.yaml").write_text(experiment.replace("fedsgd", "fedavgg"))
-    for command in (["run", tmp_path / "its.yaml"], ["run", tmp_path / "misspelt.yaml"], ["schema"]):
-        refused = fedloom(environment, *command)
-        assert refused.returncode == 2
-        where = f"fedloom.algorithms: broken = {value} (package fedloom-extras)"
-        assert tells(refused.stderr, where, *facts), refused.stderr
+    where = "fedloom.datasets: broken = fedloom_extras.nowhere:THING (package fedloom-extras) cannot be loaded"
+    assert where in refused.stderr
 
 
 def test_the_page_shows_the_current_files() -> None:

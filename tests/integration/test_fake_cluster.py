@@ -183,16 +183,6 @@ def test_an_index_is_retried_independently(cluster: Cluster) -> None:
     assert (status.succeeded, status.failed, status.active) == (1, 3, None)
 
 
-def test_too_many_failed_indexes_end_a_job_and_its_other_pods(cluster: Cluster) -> None:
-    cluster.job(
-        "job", 'test "$JOB_COMPLETION_INDEX" = 0 && exec sleep 600; exit 1',
-        spec={**INDEXED, "backoffLimitPerIndex": 0, "maxFailedIndexes": 1},
-    )  # fmt: skip
-    status = cluster.ended("job")
-    assert last(status)[1] == "MaxFailedIndexesExceeded"
-    assert {pod.status.phase for pod in cluster.pods("job")} <= {"Failed"}
-
-
 def test_a_disruption_budget_refuses_evictions_until_the_replacement_is_ready(cluster: Cluster) -> None:
     slow = f"trap 'sleep 3; exit 1' TERM; {LOOP}"
     cluster.job("served", slow, spec={"completions": 2, "parallelism": 2, "podReplacementPolicy": "Failed"})
@@ -350,23 +340,6 @@ def test_pods_that_cannot_start_give_the_reason(cluster: Cluster) -> None:
         assert last(cluster.ended(name))[0] == "Complete"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"spec": {"templat": {}}}, "templat"),
-        ({"metadata": {"name": "Big"}}, "metadata.name: Invalid value"),
-        ({"spec": {"template": {"spec": {"containers": [{"name": "a", "image": "b", "port": 1}]}}}}, "port"),
-    ],
-)  # fmt: skip
-def test_a_wrong_manifest_is_rejected(cluster: Cluster, change: dict[str, Any], message: str) -> None:
-    def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-        return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
-
-    output = refused(422, lambda: cluster.batch.create_namespaced_job(NS, merged(manifest("job", "true"), change)))
-    assert message in output
-    assert not cluster.fake.objects("jobs")
-
-
 def test_requests_that_are_rejected(cluster: Cluster, tmp_path: Path) -> None:
     cluster.job("job", SLEEP)
     assert "already exists" in refused(409, lambda: cluster.job("job", SLEEP))
@@ -437,16 +410,6 @@ def test_watches(cluster: Cluster) -> None:
     assert error.value.status == 410
     cluster.job("again", "true")
     assert next(iter(stream))["object"].metadata.name == "again"
-
-
-def test_logs_can_be_followed(cluster: Cluster) -> None:
-    cluster.job("job", f"trap 'echo two; exit 0' USR1; echo one; {LOOP}")
-    (pod,) = cluster.running("job")
-    followed = watch.Watch().stream(cluster.core.read_namespaced_pod_log, pod, NS, follow=True)
-    assert next(followed) == "one"
-    cluster.fake.kill(pod, signal.SIGUSR1)
-    assert list(followed) == ["two"]
-    assert cluster.core.read_namespaced_pod_log(pod, NS, tail_lines=1) == "two\n"
 
 
 def test_closing_leaves_no_processes(tmp_path: Path) -> None:

@@ -11,17 +11,12 @@ import urllib.request
 from typing import Any
 
 import pytest
+from ports import free_address
 from transport_support import make_aggregator
 
 from fedloom.engine.stop_request import StopRequest
 from fedloom.errors import ExperimentError
 from fedloom.transport.server import Health
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def probe(address: str, path: str = "/healthz") -> int:
@@ -34,7 +29,7 @@ def probe(address: str, path: str = "/healthz") -> int:
 
 
 def test_the_health_port_serves_only_probes() -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     aggregator = make_aggregator(health=address)
     aggregator.start("127.0.0.1:0")
     try:
@@ -48,7 +43,7 @@ def test_the_health_port_serves_only_probes() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /hea"], ids=["nothing", "half a request"])
 def test_idle_connections_do_not_block_a_probe(sent: bytes) -> None:
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     aggregator = make_aggregator(health=address)
     aggregator.start("127.0.0.1:0")
     idle = []

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ports import free_port
 from run_processes import experiment, until
 from run_processes import fedloom as fedloom_here
 from s3_support import S3Server
@@ -195,9 +195,7 @@ def place(s3_server: S3Server, fresh_root: Path, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -138,9 +139,7 @@ def test_page_dashboard_and_alerts_name_existing_metrics() -> None:
 def test_metrics_are_served_while_the_aggregator_runs() -> None:
     aggregator = make_aggregator()
     aggregator.start("127.0.0.1:0")
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}/metrics"
     reported = lambda: federation_families(aggregator.activity())  # noqa: E731
     with metrics_served(f"127.0.0.1:{port}", reported):
@@ -237,9 +236,3 @@ def test_a_request_with_large_headers_is_rejected_before_it_is_read(line: bytes)
         assert peer.recv(1 << 10).split()[1] == b"400"
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as scraped:
             assert scraped.status == 200
-
-
-def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return int(chosen.getsockname()[1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from ports import free_address
 from run_processes import ended, fedloom, rounds, started, until
 from safetensors.torch import load_file
 
 import fedloom as python
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.engine.options import RunOptions
 from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import OwnData, load_experiment
@@ -110,10 +110,8 @@ def test_members_train_and_new_clients_get_predictions_in_own_units(
         rows = slice(i * N, (i + 1) * N)
         arrays = {f"x.{name}": each for name, each in part(x, rows).items()} if isinstance(x, dict) else {"x": x[rows]}
         np.savez(tmp_path / "source.npz", y=y[rows], **arrays)
-        pack(tmp_path / "source.npz", tmp_path / f"s{i}", PackSettings(f"c{i}", Request(experiment.data.own)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        pack(tmp_path / "source.npz", tmp_path / f"s{i}", PackSettings(f"c{i}", Request(experiment.data.own.spec)))
+    address = free_address()
     run, new = tmp_path / "run", slice(3 * N, 4 * N)
     with contextlib.ExitStack() as processes:
         at = ("aggregator", tmp_path / "e.yaml", "--listen", address, "--out", run, "--no-report")

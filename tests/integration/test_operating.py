@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from facts import tells
+from ports import free_address
 from run_processes import ended, experiment, fedloom, rounds, started, until
 
+from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.requirements import Own
 from fedloom.engine.options import RunOptions
 from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import load_experiment
@@ -53,7 +53,7 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
     random = np.random.default_rng(3)
     for name in MEMBERS:
         np.savez(tmp_path / "source.npz", x=random.normal(size=(40, 4)), y=np.arange(40) % 2)
-        pack(tmp_path / "source.npz", tmp_path / name, PackSettings(name, Request(OWN)))
+        pack(tmp_path / "source.npz", tmp_path / name, PackSettings(name, Request(OWN.spec)))
     (tmp_path / "members.yaml").write_text(EXPERIMENT)
     make_ca(tmp_path / "ca")
     make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
@@ -61,8 +61,7 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
     (tmp_path / "server" / "identities.yaml").write_text(TABLE)
     stored = tmp_path / "server" / "tokens.json"
     tokens = {name: add_token(stored, name)[0].get_secret_value() for name in ("member", "eye", "boss")}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     run = tmp_path / "run"
     serve = ["aggregator", tmp_path / "members.yaml", "--listen", address, "--out", run, "--no-report"]
     serve += ["--credentials", tmp_path / "server"]
@@ -131,8 +130,7 @@ def fedloom_or(otherwise: str, *arguments: object, environment: dict[str, str] |
 @pytest.mark.slow
 def test_a_staying_federation_gets_more_rounds_from_the_same_worker(fresh_root: Path, tmp_path: Path) -> None:
     """A service is replaced when its experiment changes, and its workers reconnect."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     path, run = experiment(tmp_path, fresh_root, federation={"rounds": 2}), tmp_path / "run"
     fedloom("partition", path, "--out", tmp_path / "partition")
     serve = ["aggregator", path, "--partition", tmp_path / "partition", "--listen", address, "--out", run]

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from facts import mentions, tells
 from run_processes import final
+from vowel_data import vowel_examples, vowel_experiment
 
 import fedloom as python
 from fedloom.core.words import rounded_up
 from fedloom.data.datasets import find_dataset
-from fedloom.data.datasets.vowel import read_vowel
 from fedloom.engine import trained
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions
@@ -33,8 +32,6 @@ FEATURES = tuple(f"V{i}" for i in range(2, 11))
 pytestmark = pytest.mark.usefixtures("forks")
 
 CLASS_NAMES = find_dataset("vowel").spec.class_names
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 EXPERIMENT = f"""\
 name: vowels
@@ -64,9 +61,7 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
     """Pack five speakers, each from a separate CSV file."""
-    official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
-    pools = (official.train, official.test)
-    x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
+    x, y, owners = vowel_examples()
     for speaker in range(5):
         lines = [
             ",".join([CLASS_NAMES[label], *map(repr, map(float, row))])
@@ -198,13 +193,7 @@ def test_canaries_among_packed_clients_are_found(
 
 def test_canaries_need_data_on_this_machine(packed: Path, experiment: Path, tmp_path: Path) -> None:
     """Members of a live federation keep their data, so canaries cannot be added."""
-    dealt = {
-        "name": "e",
-        "data": {"dataset": "vowel", "partition": {"scheme": "natural"}},
-        "model": {"name": "mlp"},
-        "algorithm": {"name": "fedavg"},
-        "federation": {"rounds": 1},
-    }
+    dealt = vowel_experiment(tmp_path, algorithm={"name": "fedavg"}, federation={"rounds": 1})
     given: Mapping[str, Any]
     for what, given in ((experiment, {}), (dealt, {"packed": packed})):
         with pytest.raises(ExperimentError) as caught:
@@ -259,6 +248,8 @@ def test_a_client_never_asked_to_train_has_spent_nothing(
     asked = {unit for line in lines for each in line.get("releases", ()) for unit in each["units"]}
     left = sorted({f"speaker-{i}" for i in range(5)} - asked)
     assert len(left) == 3
+    given = json.loads((tmp_path / "a" / "partition.json").read_text())["spec"]["inputs"][""]["normalization"]
+    assert given == {"mean": [0.0] * 9, "std": [1.0] * 9}
     code, out, _ = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a", "--client", left[0], "--json")
     assert (code, json.loads(out)["epsilon"], len(json.loads(out)["trainings"])) == (0, 0.0, 1)
 
@@ -340,15 +331,6 @@ def test_clients_with_own_data_are_measured_and_get_models(packed: Path, experim
             without()
         assert tells(str(caught.value), "packed")
         assert "--data" not in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_given_normalization_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:
-    numbers = ", ".join(["0.5"] * 9)
-    e = of(experiment, f"data.own.normalization={{mean: [{numbers}], std: [{numbers}]}}")
-    run_experiment(e, options(packed, tmp_path / "a"))
-    manifest = json.loads((tmp_path / "a" / "partition.json").read_text())
-    assert manifest["spec"]["inputs"][""]["normalization"] == {"mean": [0.5] * 9, "std": [0.5] * 9}
 
 
 def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path, fedloom: Run) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_tutorial import Shell, free_port
+from ports import free_port
+from test_tutorial import Shell
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "your-own-project.md"
 BLOCK = re.compile(r'^```(python|sh)(?: title="([\w.]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ import pytest
 import safetensors
 from facts import mentions
 from typer.testing import CliRunner
+from vowel_data import vowel_experiment
 
 import fedloom
 from fedloom.cli.main import app
@@ -32,30 +32,18 @@ from fedloom.serving.client_models import save_models
 
 pytestmark = pytest.mark.usefixtures("forks")
 
-VOWEL = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
 PRIVACY: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 3.0, "delta": 1e-3}
 DRAWN = sampled("poisson", 12, 3, 3.0)  # 12 of 15 speakers train, 3 a round
 
 
 def experiment(folder: Path, **federation: Any) -> dict[str, Any]:
-    """Write an experiment on the clients of the vowel fixture; ``federation`` replaces keys of the section."""
-    data = folder / "data" / "datasets" / "vowel"
-    data.mkdir(parents=True, exist_ok=True)
-    shutil.copy(VOWEL, data)
-    return {
-        "name": "vowels",
-        "data": {
-            "root": str(folder / "data"),
-            "dataset": "vowel",
-            "partition": {"scheme": "natural"},
-            "held_out_fraction": 0.2,
-        },
-        "model": {"name": "mlp", "hidden": [4]},
-        "algorithm": {"name": "fedavg", "weighting": "uniform", "local": {"steps": 2, "batch_size": 8, "lr": 0.1}},
-        "federation": {"rounds": 6, "clients_per_round": 3, "privacy": PRIVACY, **federation},
-        "evaluation": {"every": 4},
-        "runtime": {"workers": 0},
-    }
+    """Return an experiment on the clients of the vowel fixture; ``federation`` replaces keys of the section."""
+    return vowel_experiment(
+        folder,
+        algorithm={"name": "fedavg", "weighting": "uniform", "local": {"steps": 2, "batch_size": 8, "lr": 0.1}},
+        federation={"rounds": 6, "clients_per_round": 3, "privacy": PRIVACY, **federation},
+        evaluation={"every": 4},
+    )
 
 
 def trained(folder: Path, out: str = "run", *, resume: bool = False, replay: Path | None = None, **keys: Any) -> Path:
@@ -107,7 +95,7 @@ def test_the_claim_covers_the_released_sums(whole: Path) -> None:
     assert RunStatus(RunFolder(whole)).activity().privacy is not None
 
 
-@pytest.mark.parametrize("noise", ["central", "distributed"])
+@pytest.mark.parametrize("noise", [pytest.param("central", marks=pytest.mark.slow), "distributed"])
 def test_three_readers_have_three_figures(tmp_path: Path, noise: str) -> None:
     """Compute the ε toward a member from the journal, and find it wherever the claim is shown."""
     keys = {

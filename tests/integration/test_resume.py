@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 from facts import tells
+from ports import free_port
 from run_processes import experiment, fedloom, final, scores
 
 from fedloom.cli.run import run_command as command
@@ -211,8 +211,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
 
 def test_restarting_a_finished_run_reports_its_durable_round(copy: Path) -> None:
     """Otherwise the alert for pods that serve models would never fire: docs/chart.md."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     reported = []
 
     class Asks(RunObserver):

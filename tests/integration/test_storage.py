@@ -22,8 +22,9 @@ from facts import refusing, tells
 from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, open_store, s3, s3_place
-from fedloom.storage.folder import ClaimPlace, claims_of, storing
+from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, location_of, open_store, s3
+from fedloom.storage.folder import storing
+from fedloom.storage.locations import S3Location, claims_of
 
 MIB = 2**20
 
@@ -202,25 +203,22 @@ def test_a_folder_without_write_permission(tmp_path: Path) -> None:
     ],
 )
 def test_parsing_of_store_urls(text: str, place: tuple[str, str] | None) -> None:
-    assert s3_place(text) == place
+    assert location_of(text) == (place and S3Location(*place))
     assert is_url(text) == (place is not None)
 
 
 @pytest.mark.parametrize(
     "url",
-    ["gs://bucket/x", "http://host/x", "s3://", "s3:///x", "s3://UPPER/x", "s3://ab", "s3://b//c", "s3://bucket/../x"],
-)
+    [
+        "gs://bucket/x", "http://host/x", "s3://", "s3:///x", "s3://UPPER/x", "s3://ab", "s3://b//c",
+        "s3://bucket/../x", "pvc://", "pvc:///x", "pvc://UPPER/x", "pvc://a.b/x", "pvc://a//c", "pvc://a/../x",
+    ],
+)  # fmt: skip
 def test_malformed_urls(url: str) -> None:
     with pytest.raises(ExperimentError) as raised:
         open_store(url, {})
     assert raised.value.found == url
-    assert tells(str(raised.value), url, "s3://BUCKET/PREFIX")
-
-
-@pytest.mark.parametrize("url", ["pvc://", "pvc:///x", "pvc://UPPER/x", "pvc://a.b/x", "pvc://a//c", "pvc://a/../x"])
-def test_malformed_claims(url: str) -> None:
-    with refusing(ExperimentError, url, "pvc://CLAIM/PATH"):
-        open_store(url, {})
+    assert tells(str(raised.value), url, "pvc://CLAIM/PATH" if url.startswith("pvc") else "s3://BUCKET/PREFIX")
 
 
 def test_an_unmounted_claim_is_reported_and_nothing_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,15 +238,10 @@ def test_a_claim_has_the_same_path_in_every_pod(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "elsewhere"))
     assert open_store(run.url).read("a") == b"1"
     assert (tmp_path / "elsewhere" / "shared" / "fed" / "runs" / "one" / "a").read_bytes() == b"1"
-    assert claims_of(["pvc://b/x", None, "s3://bucket/x", "pvc://a", "pvc://b/y", "runs"]) == [
-        ClaimPlace("a", ""),
-        ClaimPlace("b", ""),
-    ]
-
-
-def test_an_invalid_bucket_name_is_explained() -> None:
-    with pytest.raises(ExperimentError, match="3 to 63 lower-case letters"):
-        s3_place("s3://ab")
+    assert claims_of(["pvc://b/x", None, "s3://bucket/x", "pvc://a", "pvc://b/y", "runs"]) == {
+        "a": "/mnt/claims/a",
+        "b": "/mnt/claims/b",
+    }
 
 
 def test_a_url_passed_as_a_path_is_rejected() -> None:
@@ -312,46 +305,30 @@ def refusal(server: S3Server, url: str, act: Callable[[Store], object], **enviro
     return raised.value
 
 
-def test_wrong_secret(s3_server: S3Server) -> None:
-    url = f"s3://{s3_server.new_bucket()}/x"
-    error = refusal(s3_server, url, lambda s: s.check(), AWS_SECRET_ACCESS_KEY="another-secret")
-    assert error.exit_code == ExitCode.REFUSED
-    assert "SignatureDoesNotMatch" in str(error)
-    assert "AWS_SECRET_ACCESS_KEY" in str(error)
-    assert "another-secret" not in str(error)
-
-
-def test_unknown_key(s3_server: S3Server) -> None:
-    url = f"s3://{s3_server.new_bucket()}/x"
-    error = refusal(s3_server, url, lambda s: s.check(), AWS_ACCESS_KEY_ID="nobody")
-    assert error.exit_code == ExitCode.REFUSED
-    assert "InvalidAccessKeyId" in str(error)
-
-
-def test_missing_bucket(s3_server: S3Server) -> None:
-    error = refusal(s3_server, "s3://not-there/x", lambda s: s.check())
-    assert error.exit_code == ExitCode.STORAGE
-    assert "s3://not-there" in str(error)
-    assert "has no bucket" in str(error)
-    assert "create the bucket" in str(error)
-
-
-def test_unreachable_endpoint(s3_server: S3Server) -> None:
+@pytest.mark.parametrize(
+    ("bucket", "environment", "code", "facts"),
+    [
+        ("", {"AWS_SECRET_ACCESS_KEY": "another-one"}, 4, ("SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY")),
+        ("", {"AWS_ACCESS_KEY_ID": "nobody"}, 4, ("InvalidAccessKeyId",)),
+        ("not-there", {}, 6, ("s3://not-there", "has no bucket", "create the bucket")),
+        ("bucket", {"FEDLOOM_S3_ENDPOINT": "http://CLOSED"}, 6, ("http://CLOSED", "refused", "FEDLOOM_S3_ENDPOINT")),
+        ("bucket", {"FEDLOOM_S3_ENDPOINT": "https://OPEN"}, 6, ("TLS failed", "SSL_CERT_FILE")),
+    ],
+)
+def test_a_service_that_cannot_be_used_is_reported(
+    s3_server: S3Server, bucket: str, environment: dict[str, str], code: int, facts: tuple[str, ...]
+) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
-    assert error.exit_code == ExitCode.STORAGE
-    assert endpoint in str(error)
-    assert "refused" in str(error)
-    assert "FEDLOOM_S3_ENDPOINT" in str(error)
-
-
-def test_https_to_a_plaintext_server(s3_server: S3Server) -> None:
-    endpoint = s3_server.endpoint.replace("http:", "https:")
-    error = refusal(s3_server, "s3://bucket/x", lambda s: s.check(), FEDLOOM_S3_ENDPOINT=endpoint)
-    assert "TLS failed" in str(error)
-    assert "SSL_CERT_FILE" in str(error)
+        hosts = {"CLOSED": f"127.0.0.1:{unused.getsockname()[1]}", "OPEN": s3_server.endpoint.partition("//")[2]}
+        given = {}
+        for key, value in environment.items():
+            text = value.rpartition("/")[2]
+            given[key] = value.replace(text, hosts.get(text, text))
+        error = refusal(s3_server, f"s3://{bucket or s3_server.new_bucket()}/x", lambda s: s.check(), **given)
+    assert error.exit_code == code
+    assert all(fact.replace("CLOSED", hosts["CLOSED"]) in str(error) for fact in facts)
+    assert "another-one" not in str(error)
 
 
 @pytest.mark.usefixtures("small_parts")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
+from ports import free_port
 from run_processes import ended, experiment, fedloom, final, losses, rounds, scores, started, until
 from s3_support import S3Server
 
@@ -96,9 +96,7 @@ def stateful(s3_server: S3Server, fresh_root: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -171,74 +169,12 @@ def test_a_federation_that_shares_only_the_store(stateful: Place, elsewhere: Any
     assert json.loads((tmp_path / "e.json").read_text())["seen"] == scores(run)["seen"]
 
 
-@pytest.mark.exhaustive
-def test_a_killed_aggregator_and_worker_are_restarted_elsewhere(
-    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
-) -> None:
-    run, again = tmp_path / "a" / "run", tmp_path / "b" / "run"
-    store = stateful.store("runs/killed")
-    with started(*stateful.worker("killed", "w0", port), environment=elsewhere("w0")) as first:
-        with (
-            started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1")) as second,
-            started(*stateful.aggregator("killed", run, port), environment=elsewhere("a")) as aggregator,
-        ):
-            until(lambda: len([*store.entries("published/")]) >= 3, "round 2, published")
-            for process in (aggregator, second):
-                process.kill()
-                process.wait(30)
-        lost = rounds(run)
-        shutil.rmtree(tmp_path / "a")
-        with (
-            started(*stateful.aggregator("killed", again, port), environment=elsewhere("b")) as aggregator,
-            started(*stateful.worker("killed", "w1", port), environment=elsewhere("w1-again")) as second,
-        ):
-            output = ended(aggregator, 0)
-            ended(second, 0)
-        ended(first, 0)
-    assert "resuming after round" in output
-    assert lost >= 2
-    assert final(again) == final(stateful.undisturbed)
-    assert scores(again) == scores(stateful.undisturbed)
-    assert losses(again) == []
-
-
-def test_a_second_aggregator_takes_over_and_the_first_stops(
-    stateful: Place, elsewhere: Any, tmp_path: Path, port: int
-) -> None:
-    store = stateful.store("runs/fenced")
-    with (
-        started(*stateful.aggregator("fenced", tmp_path / "a" / "run", port), environment=elsewhere("a")) as zombie,
-        started(*stateful.worker("fenced", "w0", port), environment=elsewhere("w0")) as worker,
-    ):
-        until(lambda: len([*store.entries("published/")]) >= 2, "round 1, published")
-        zombie.send_signal(signal.SIGSTOP)  # like a disconnected machine
-        worker.kill()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            other = int(probe.getsockname()[1])
-        with (
-            started(*stateful.aggregator("fenced", tmp_path / "b" / "run", other), environment=elsewhere("b")) as heir,
-            started(*stateful.worker("fenced", "w0", other), environment=elsewhere("w0-again")) as second,
-        ):
-            ended(heir, 0)
-            ended(second, 0)
-        summary = store.read("summary.json")
-        zombie.send_signal(signal.SIGCONT)
-        with started(*stateful.worker("fenced", "w1", port), environment=elsewhere("w1")):
-            output = ended(zombie, 6)
-    assert "another aggregator" in output
-    assert store.read("summary.json") == summary
-    assert scores(tmp_path / "b" / "run") == scores(stateful.undisturbed)
-
-
 def test_an_aggregator_that_another_has_overtaken_says_so_and_takes_the_run_up(
     stateful: Place, elsewhere: Any, tmp_path: Path, port: int
 ) -> None:
     """The first one lives on, and its workers remove the states that the second one would start from."""
     store, late = stateful.store("runs/overtaken"), tmp_path / "b" / "run"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        other = int(probe.getsockname()[1])
+    other = free_port()
     with (
         started(*stateful.aggregator("overtaken", tmp_path / "a" / "run", port), environment=elsewhere("a")) as first,
         started(*stateful.worker("overtaken", "w0", port), environment=elsewhere("w0")) as worker,

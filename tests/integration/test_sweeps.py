@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,40 +14,31 @@ from pathlib import Path
 import pytest
 from facts import tells
 from forked import run
+from vowel_data import vowel_root
 
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.data.federated import FederatedDataset
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions
 from fedloom.errors import FedloomError
 from fedloom.experiment import Point
-from fedloom.tuning.parallel import Job, JobObserver, core_shares
+from fedloom.tuning.parallel import core_shares
 from fedloom.tuning.sweep import run_points
 
 pytestmark = pytest.mark.usefixtures("forks")
 
-REPOSITORY = Path(__file__).parents[2]
+FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "data" / "datasets" / "vowel"
-    folder.mkdir(parents=True)
-    shutil.copy(REPOSITORY / "tests" / "fixtures" / "Vowel.rda", folder)
-    return tmp_path / "data"
+    return vowel_root(tmp_path / "data")
 
 
 def sweep(root: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "fedloom",
-        "run",
-        str(REPOSITORY / "experiments" / "vowel.yaml"),
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, "-m", "fedloom", "run", str(FILE), "--out", str(out)]
     command += ["--set", f"data.root={root}", "--set", "federation.rounds=2", "--set", "evaluation.every=2"]
     command += ["--set", "algorithm.personalize_steps=5", *arguments]
     return run(command, capture_output=True, text=True, timeout=280)
@@ -120,14 +110,8 @@ class Counts(JobObserver):
 @pytest.mark.usefixtures("unfrozen")
 def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path) -> None:
     changes = (f"data.root={root}", "federation.rounds=1", "algorithm.personalize_steps=1")
-    points = [
-        Point(
-            f"seed={seed}",
-            (),
-            experiments.load_experiment(REPOSITORY / "experiments" / "vowel.yaml", [*changes, f"seed={seed}"]),
-        )
-        for seed in (1, 2, 3)
-    ]
+    seeds = [f"seed={seed}" for seed in (1, 2, 3)]
+    points = [Point(seed, (), experiments.load_experiment(FILE, [*changes, seed])) for seed in seeds]
     gc.collect()  # left by other tests
     counts = Counts()
     assert run_points(points, tmp_path / "sweep", RunOptions(report=False), counts) == {}
@@ -142,14 +126,8 @@ def test_a_run_leaves_no_data_in_memory(root: Path, tmp_path: Path) -> None:
     gc.disable()  # a chance collection would hide objects that the run leaves
     try:
         before = sum(type(there) is FederatedDataset for there in gc.get_objects())
-        fedloom.run(
-            REPOSITORY / "experiments" / "vowel.yaml",
-            out=tmp_path / "run",
-            data__root=str(root),
-            federation__rounds=1,
-            report=False,
-            progress=False,
-        )
+        keys = {"data__root": str(root), "federation__rounds": 1}
+        fedloom.run(FILE, out=tmp_path / "run", report=False, progress=False, **keys)
         assert sum(type(there) is FederatedDataset for there in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -174,7 +152,7 @@ class KillsTheFirst(JobObserver):
 @pytest.mark.slow
 def test_parallel_runs_give_equal_bits_and_a_killed_one_does_not_stop_others(root: Path, tmp_path: Path) -> None:
     keys = {"data__root": str(root), "federation__rounds": 2, "runtime__workers": 0, "algorithm__personalize_steps": 5}
-    e = experiments.of(REPOSITORY / "experiments" / "vowel.yaml", **keys)
+    e = experiments.of(FILE, **keys)
     points, out, seen = experiments.points(e, (), "1,2", []), tmp_path / "sweep", KillsTheFirst()
     failures = run_points(points, out, RunOptions(report=False), seen, parallel=2)
     assert list(failures) == ["seed=1"]

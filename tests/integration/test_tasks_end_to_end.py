@@ -119,6 +119,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_task_is_trained_measured_and_saved(case: str, tmp_path: Path) -> None:
     x, y, model = CASES[case]
@@ -191,6 +192,7 @@ def served(run: Path) -> Iterator[str]:
         thread.join(60)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["regression", "multilabel", "named inputs", "integers as numbers", "next token"])
 def test_new_clients_get_equal_models_from_a_folder_and_over_the_network(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import stat
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from facts import tells
+from ports import free_address
 from run_processes import ended, experiment, fedloom, final, rounds, started, until, worker
 
 from fedloom.errors import ExitCode
@@ -32,16 +32,6 @@ identities:
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(pair.decode().partition("=")[::2] for pair in pairs if pair)
-
-
 def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnist_root: Path) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY)
     fedloom("run", path, "--out", tmp_path / "alone")
@@ -54,7 +44,7 @@ def test_mutual_tls_with_tokens_gives_equal_results(tmp_path: Path, fashion_mnis
     (north / "token").write_text(secrets["north"].get_secret_value())
     (server / "identities.yaml").write_text(TABLE)
     fedloom("partition", path, "--out", tmp_path / "partition")
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     out = tmp_path / "run"
     mine = {"FEDLOOM_TLS_CA": str(north / "ca.crt"), "FEDLOOM_TLS_CERTIFICATE": str(north / "tls.crt")}
     mine |= {"FEDLOOM_TLS_KEY": str(north / "tls.key")}
@@ -148,7 +138,7 @@ def test_a_revoked_member_is_disconnected_and_the_run_waits_for_another(
 ) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY)
     fedloom("partition", path, "--out", tmp_path / "partition")
-    tokens, address = tmp_path / "server" / "tokens.json", f"127.0.0.1:{free_port()}"
+    tokens, address = tmp_path / "server" / "tokens.json", free_address()
     tokens.parent.mkdir()
     first, second = (add_token(tokens, name)[0].get_secret_value() for name in ("first", "second"))
     dials = ["worker", "--aggregator", address, "--partition", tmp_path / "partition", "--reconnect", "120"]

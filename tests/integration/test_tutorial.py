@@ -7,12 +7,12 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from run_processes import WAIT_S, ended, fedloom, started
 
 from fedloom.data import datasets
@@ -72,11 +72,6 @@ def blocks_of(page: str) -> list[str]:
     """Return the shell blocks of a tutorial."""
     text = (TUTORIALS / page).read_text(encoding="utf-8")
     return re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -116,6 +116,7 @@ def test_plan_lists_every_error_and_exits_with_its_code(capsys: pytest.CaptureFi
     assert all(f"  {key}" in output or f", {key}: " in output for key in ("sed", "data.dataset", "model")), output
 
 
+@pytest.mark.slow
 def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     local = "algorithm={name: local, local: {steps: 3}}; federation.rounds=0"
     points = body("grid")(made.plan.experiment, ["", local], [1, 2.0])  # a list's numbers arrive as doubles
@@ -317,6 +318,7 @@ def test_cleanup_removes_nothing_for_local_processes() -> None:
     body("cleanup")("run-1", "local", "")
 
 
+@pytest.mark.slow
 def test_regression_data_are_federated_evaluated_and_reported(tmp_path: Path) -> None:
     random = np.random.default_rng(2)
     x = random.normal(5, 3, (160, 4)).astype(np.float32)

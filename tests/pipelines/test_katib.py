@@ -24,8 +24,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.search_space import Parameter, read_space
 from fedloom.kubeflow.katib import KatibSearch, known_headline, plan_katib_search, search_objects
 from fedloom.tasks.names import METRICS
-from fedloom.trackers.katib import Katib
-from fedloom.trackers.katib_lines import METRICS_PATH, katib_lines, objective_name
+from fedloom.trackers.katib import METRICS_PATH, Katib, katib_lines, objective_name
 from fedloom.tuning.trials import Schedule, Trials
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"

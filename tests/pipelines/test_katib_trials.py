@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from fake_cluster.kubelet import expand
 from forked import run
 from katib_stand_in import Metric, Suggestions, collected, refusals, trial_job, wrap
 from s3_support import S3Server
+from vowel_data import vowel_root
 
 import fedloom
 from fedloom.cluster.api import Api
@@ -37,10 +37,7 @@ SMALL = ("federation.rounds=3", "evaluation.every=1", "algorithm.personalize_ste
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "data" / "datasets" / "vowel"
-    folder.mkdir(parents=True)
-    shutil.copy(REPOSITORY / "tests" / "fixtures" / "Vowel.rda", folder)
-    return tmp_path / "data"
+    return vowel_root(tmp_path / "data")
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ def test_federation_settings_apply_only_to_its_pod(compiled: Callable[..., Any])
     assert len(spec["components"]["comp-federate"]["taskConfigPassthroughs"]) == 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", catalog.NAMES)
 def test_no_task_reuses_results_without_cache(name: str, compiled: Callable[..., Any]) -> None:
     with_cache, _ = compiled(None, name=name)

@@ -29,8 +29,8 @@ from fedloom.models.embedding import EmbeddingSettings, PretrainedEmbedding
 from fedloom.models.factories import FACTORIES
 from fedloom.models.flat import FlatModel
 from fedloom.models.hypernetwork import Hypernetwork
-from fedloom.models.mlp import MLP
-from fedloom.models.module_inputs import SingleInput
+from fedloom.models.module_call import SingleInput
+from fedloom.models.networks import MLP
 from fedloom.models.registry import ModuleSettings
 from fedloom.runs.folder import RunFolder
 from fedloom.serving.serve import serve_run
@@ -38,7 +38,7 @@ from fedloom.tasks.registry import task_of
 
 peft = lazy_or_skip("peft")
 lazy_or_skip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 N, CLASSES = 40, 3
 RNG = np.random.default_rng(3)
@@ -169,7 +169,6 @@ def test_a_hypernetwork_initialized_at_a_model_gives_it_to_every_client() -> Non
     assert h(moved, v).std(0).min() > 0  # after one update, models of different clients differ
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [PEFLL, {"name": "pfedhn", "local": LOCAL, "start": "model"}], ids=["pefll", "pfedhn"]
 )
@@ -181,7 +180,6 @@ def test_generated_adapters_start_at_the_pretrained_model(algorithm: dict[str, A
         torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_generated_adapters_differ_between_clients_after_training(tmp_path: Path) -> None:
     run = ran("bert", PEFLL, tmp_path, rounds=3)
     a, b = (model.state_dict() for model in run.models(["a", "b"]).values())
@@ -192,7 +190,6 @@ def test_generated_adapters_differ_between_clients_after_training(tmp_path: Path
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("labels", [True, False])
 def test_the_pretrained_embedding_is_an_mlp_on_standardized_features(labels: bool) -> None:
     model = made()
@@ -276,7 +273,6 @@ def logits_of(model: str, module: nn.Module, personal: Any) -> Tensor:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)  # of a table of odd width: every model and every method occurs
 @pytest.mark.parametrize("model", ["bert", "vit", "gpt"])
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pefll"])
@@ -309,7 +305,6 @@ def run_size(run: fedloom.Run) -> int:
     return int(assemble.make_parts(run.experiment, RunFolder(run.folder).manifest()).setup.model.layout.size)
 
 
-@pytest.mark.slow
 def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> None:
     personal = ran("sentences", FEDAVG, tmp_path).models("a")
     personal.save(tmp_path / "a.peft")
@@ -322,7 +317,6 @@ def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> 
     torch.testing.assert_close(whole.eval()(x).softmax(1), personal(x), rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_saving_an_adapter_over_another_removes_its_files(tmp_path: Path) -> None:
     for name in ("sentences", "bert"):  # only the first trains layers beside the adapter
         ran(name, FEDAVG, tmp_path / name).models("a").save(tmp_path / "a.peft")
@@ -344,7 +338,6 @@ def test_the_command_line_saves_adapters(tmp_path: Path) -> None:
         assert refused.key == "format"
 
 
-@pytest.mark.slow
 def test_a_new_client_saves_its_adapter(tmp_path: Path) -> None:
     run = ran("bert", PEFLL, tmp_path)
     personal = fedloom.personalize(run.folder, TOKENS[:20], LABELS[:20])
@@ -376,7 +369,6 @@ def test_a_server_and_a_folder_give_equal_adapters(tmp_path: Path) -> None:
     assert (tmp_path / "here.peft" / weights).read_bytes() == (tmp_path / "there.peft" / weights).read_bytes()
 
 
-@pytest.mark.slow
 def test_a_resumed_run_has_the_same_adapters(tmp_path: Path) -> None:
     whole, resumed = ran("bert", PEFLL, tmp_path / "whole", rounds=3), ran("bert", PEFLL, tmp_path / "part", rounds=1)
     again = fedloom.run(
@@ -387,7 +379,6 @@ def test_a_resumed_run_has_the_same_adapters(tmp_path: Path) -> None:
             assert torch.equal(tensor, b.state_dict()[name]), name
 
 
-@pytest.mark.slow
 def test_models_without_a_single_adapter_are_rejected(tmp_path: Path) -> None:
     neighbours = ran("bert", {"name": "knn-per", "local": LOCAL}, tmp_path / "knn").models("a")
     with refusing(ExperimentError, ".peft", "adapters"):
@@ -402,7 +393,6 @@ def test_models_without_a_single_adapter_are_rejected(tmp_path: Path) -> None:
         del MODELS["plain"]
 
 
-@pytest.mark.slow
 def test_an_adapter_that_changes_its_base_is_rejected(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights="olora", modules_to_save=["classifier"])
     x, y = inputs("bert")
@@ -435,7 +425,6 @@ FLOWDUP = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [FLOWDUP, {**PEFLL, "hypernetwork": {"start": "model", "subspace": {"size": 20}}}],

@@ -14,13 +14,12 @@ import pytest
 import torch
 from facts import mentions, tells
 from safetensors.torch import load_file
+from vowel_data import vowel_experiment
 
 import fedloom
 from fedloom.api.watch import Watch
 from fedloom.engine.run_data import make_partition
 from fedloom.errors import DataError, ExperimentError
-
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
 
 
 @contextlib.contextmanager
@@ -32,18 +31,12 @@ def refused(kind: type[Exception], *facts: object) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def vowels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("data")
-    (root / "datasets" / "vowel").mkdir(parents=True)
-    shutil.copy(FIXTURE, root / "datasets" / "vowel")
-    return {
-        "name": "vowels",
-        "data": {"dataset": "vowel", "root": str(root), "partition": {"scheme": "natural"}, "held_out_fraction": 0.2},
-        "model": {"name": "mlp", "hidden": [4]},
-        "algorithm": {"name": "fedavg", "local": {"steps": 2}, "personalize_steps": 2},
-        "federation": {"rounds": 2, "clients_per_round": 3},
-        "evaluation": {"every": 1},
-        "runtime": {"workers": 0},
-    }
+    return vowel_experiment(
+        tmp_path_factory.mktemp("vowels"),
+        algorithm={"name": "fedavg", "local": {"steps": 2}, "personalize_steps": 2},
+        federation={"rounds": 2, "clients_per_round": 3},
+        evaluation={"every": 1},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from facts import mentions, refusing
+from vowel_data import vowel_experiment
 from vowel_runs import on_vowels
 
 import fedloom
@@ -26,26 +27,15 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def experiment(root: Path, **changed: Any) -> dict[str, Any]:
-    """Write an experiment on the vowel fixture below a folder."""
-    data = root / "data" / "datasets" / "vowel"
-    data.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
-    return {
-        "name": "small",
-        "data": {
-            "dataset": "vowel",
-            "root": str(root / "data"),
-            "partition": {"scheme": "natural"},
-            "held_out_fraction": 0.2,
-        },
+    """Return an experiment on the vowel fixture below a folder."""
+    sections = {
         "model": {"name": "mlp", "hidden": [16]},
         "algorithm": FEDAVG,
         "federation": {"rounds": 3, "clients_per_round": 12},
         "evaluation": {"every": 3},
-        "runtime": {"workers": 0},
         "storage": str(root / "runs"),
-        **changed,
     }
+    return vowel_experiment(root, **(sections | changed))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
+from vowel_data import vowel_root
 
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
@@ -26,14 +26,14 @@ from fedloom.attacks.canary_data import (
     write_with_clients,
     write_with_examples,
 )
-from fedloom.attacks.guesses import canary_document, guess_counts, normal_estimate, right_guesses
+from fedloom.attacks.canary_evidence import canary_document, guess_counts, normal_estimate, right_guesses
 from fedloom.core.keyed import make_rng
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import NaturalScheme
 from fedloom.errors import ExperimentError
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
 # --- guesses ----------------------------------------------------------------------------------------------------------
@@ -110,9 +110,7 @@ def test_the_bound_is_below_the_claim_with_noise_and_above_without() -> None:
 
 @pytest.fixture(scope="module")
 def vowels(tmp_path_factory: pytest.TempPathFactory) -> FederatedDataset:
-    root = tmp_path_factory.mktemp("vowels")
-    (root / "datasets" / "vowel").mkdir(parents=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", root / "datasets" / "vowel")
+    root = vowel_root(tmp_path_factory.mktemp("vowels"))
     folder = partition_dataset("vowel", PartitionSettings(NaturalScheme(scheme="natural"), 1, 0.2, 0.2), root=root)
     return FederatedDataset.open(folder)
 

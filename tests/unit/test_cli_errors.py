@@ -46,20 +46,10 @@ def test_version_and_help(fedloom: Fedloom) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["nope"],
-        ["--nope"],
-        ["data"],
-        ["data", "fetch"],
-        ["partition"],
-        ["partition", "a", "b"],
-        ["schema", "--out"],
-    ],
+    "words", ["", "nope", "--nope", "data", "data fetch", "partition", "partition a b", "schema --out"]
 )
-def test_usage_errors(fedloom: Fedloom, arguments: list[str]) -> None:
-    code, _, err = fedloom(*arguments)
+def test_usage_errors(fedloom: Fedloom, words: str) -> None:
+    code, _, err = fedloom(*words.split())
     assert code == ExitCode.EXPERIMENT
     assert "Traceback" not in err
 
@@ -73,50 +63,29 @@ def test_an_error_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_missing_file(fedloom: Fedloom) -> None:
-    code, _, err = fedloom("partition", "absent.yaml")
-    assert code == ExitCode.EXPERIMENT
-    assert tells(err, "error: absent.yaml", "no such file")
-    assert err.count("\n") == 1
-
-
-def test_verbose_shows_the_traceback(fedloom: Fedloom) -> None:
-    code, _, err = fedloom("--verbose", "partition", "absent.yaml")
-    assert code == ExitCode.EXPERIMENT
-    assert "Traceback" in err
-
-
-def test_an_existing_output_folder(fedloom: Fedloom, experiment: Path, tmp_path: Path) -> None:
-    code, _, err = fedloom("partition", experiment, "--out", tmp_path)
-    assert code == ExitCode.EXPERIMENT
-    assert "a new folder" in err
-
-
-def test_missing_data_name_the_command_that_fetches_them(fedloom: Fedloom, experiment: Path) -> None:
-    code, _, err = fedloom("partition", experiment)
-    assert code == ExitCode.DATA
-    assert "fedloom data fetch fashion-mnist" in err
+@pytest.mark.parametrize(
+    ("words", "code", "facts", "lines"),
+    [
+        ("partition absent.yaml", ExitCode.EXPERIMENT, ["error: absent.yaml", "no such file"], 1),
+        ("partition small.yaml --out .", ExitCode.EXPERIMENT, ["a new folder"], 1),
+        ("partition small.yaml", ExitCode.DATA, ["fedloom data fetch fashion-mnist"], 2),
+        ("data fetch nope", ExitCode.EXPERIMENT, ["nope", "fashion-mnist"], 1),
+        ("schema --out /dev/full", ExitCode.STORAGE, ["/dev/full", "no space left on device", "free some space"], 2),
+        (
+            "schema --out no/such/s.json",
+            ExitCode.STORAGE,
+            ["error: no/such/s.json ", "no such file", "fix the path"],
+            2,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("experiment")
+def test_an_error_is_one_screen(fedloom: Fedloom, words: str, code: ExitCode, facts: list[str], lines: int) -> None:
+    found, _, err = fedloom(*words.split())
+    assert (found, err.count("\n")) == (code, lines)
+    assert tells(err, *facts)
     assert "Traceback" not in err
-
-
-def test_an_unknown_dataset(fedloom: Fedloom) -> None:
-    code, _, err = fedloom("data", "fetch", "nope")
-    assert code == ExitCode.EXPERIMENT
-    assert "fashion-mnist" in err
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
-def test_a_full_disk(fedloom: Fedloom) -> None:
-    code, _, err = fedloom("schema", "--out", "/dev/full")
-    assert code == ExitCode.STORAGE
-    assert tells(err, "/dev/full", "no space left on device", "free some space")
-
-
-def test_a_missing_folder(fedloom: Fedloom) -> None:
-    code, _, err = fedloom("schema", "--out", "no/such/folder/schema.json")
-    assert code == ExitCode.STORAGE
-    assert tells(err, "error: no/such/folder/schema.json ", "no such file", "fix the path")
-    assert err.count("\n") == 2
+    assert "Traceback" in fedloom("--verbose", *words.split())[2]
 
 
 def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:

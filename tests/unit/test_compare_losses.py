@@ -29,7 +29,7 @@ from fedloom.reporting.compare_tables import latex_table, rows_as_csv, terminal_
 from fedloom.reporting.run_results import MeanStd
 from fedloom.tasks.names import MODEL_LOSS
 
-pytestmark = pytest.mark.xdist_group("losses")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("losses")]
 
 
 def tree(root: Path, **algorithm: Any) -> dict[str, Any]:
@@ -107,7 +107,6 @@ def with_losses(run_folder: Path, values: Sequence[float], validation: float) ->
     put(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.slow
 def test_rows_contain_the_losses_of_their_runs(real: Path) -> None:
     found = compare_runs([real / "one"])
     assert found.headline == MODEL_LOSS

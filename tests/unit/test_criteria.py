@@ -161,6 +161,7 @@ def features(seed: int, n: int = 18) -> Tensor:
     return torch.randn(n, 4, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_the_loop_of_the_modules_author(tmp_path: Path, case: str) -> None:
     make, targets, finish, keys = CASES[case]

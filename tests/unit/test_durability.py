@@ -171,6 +171,7 @@ def test_history_is_unchanged_when_a_run_continues(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("every", "evaluations", "read"), [(1, 2000, 2000), (1, 2001, 1001), (7, 5000, 1251)])
 def test_a_long_history_is_read_only_as_far_as_a_curve_shows(
     tmp_path: Path, every: int, evaluations: int, read: int
@@ -222,6 +223,7 @@ def ends(folder: Path) -> tuple[bytes, list[object]]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["journal.jsonl", "metrics.jsonl"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_with_a_flipped_bit_is_rejected_or_ends_equally(tmp_path: Path, name: str, seed: int) -> None:

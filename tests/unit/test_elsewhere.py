@@ -75,7 +75,7 @@ def test_a_finished_run_is_usable_from_another_folder(elsewhere: Path, source: s
     assert model.classes == ("0", "1", "2")
 
 
-@pytest.mark.parametrize("file", ["../e.yaml", "../r/experiment.yaml"])
+@pytest.mark.parametrize("file", ["../e.yaml", pytest.param("../r/experiment.yaml", marks=pytest.mark.exhaustive)])
 def test_a_run_is_resumed_from_another_folder(elsewhere: Path, file: str) -> None:
     more = ["--set", "federation.rounds=3", "--no-report"]
     done = command("run", file, "--out", "../r", "--resume", *more)

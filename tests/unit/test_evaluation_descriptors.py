@@ -194,6 +194,7 @@ def test_a_resumed_run_keeps_the_maps_of_an_uninterrupted_one() -> None:
     assert documents(stopped, [v[r] for r in stopped]) == documents(rounds, v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, *(pytest.param(every, marks=pytest.mark.exhaustive) for every in (7, 100))])
 def test_the_curve_of_a_long_run_is_thinned_evenly(every: int) -> None:
     def grown(evaluated: Iterable[int]) -> list[int]:

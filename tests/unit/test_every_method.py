@@ -15,7 +15,7 @@ from fedloom.algorithms.base import find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
-from fedloom.models.lstm import LSTM
+from fedloom.models.networks import LSTM
 
 OWN = """\
 name: own
@@ -61,6 +61,7 @@ def test_methods_that_need_a_fixed_roster_are_rejected_in_open_federations(tmp_p
     assert tells(str(error.value), f"line 4, algorithm.{key}: ", "with data.own")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
     """With other validation and test examples all models of a run are equal to the bit, also for an unseen client."""
@@ -74,6 +75,7 @@ def test_held_out_data_change_no_model(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(tensor, other[key]) for key, tensor in found.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_clients_train_together_as_one_by_one(tmp_path: Path, name: str) -> None:
     """Clients of unequal sizes, of which some have a state in the second round and at the end, and others none."""
@@ -118,6 +120,7 @@ NO_STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(NO_STEPS))
 def test_without_own_steps_a_new_client_gets_the_shared_model_to_the_bit(tmp_path: Path, name: str) -> None:
     fields = find_algorithm(name).settings.model_fields

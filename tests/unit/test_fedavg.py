@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import refusing
-from federations import client, clients, federation, group, mean_loss, setup
+from federations import client, clients, close, federation, group, mean_loss, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
@@ -43,10 +43,6 @@ def visit(s: FedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round
     return p.detach()
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 @pytest.mark.usefixtures("each_task")
 def test_one_client_trains_by_sgd(tmp_path: Path) -> None:
     s, problem, data = made(), setup(n=1), clients((10,))
@@ -72,6 +68,7 @@ def test_a_full_batch_step_of_all_clients_is_a_gradient_step_on_the_pooled_data(
     close(run.state["theta"], (theta - s.local.lr * gradient).detach())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize("lost", [None, 0, 2])

@@ -17,14 +17,14 @@ from test_local_data import TASK, people
 
 import fedloom as fl
 from fedloom import experiment as experiments
-from fedloom.cli.use import evaluate_command as evaluate
-from fedloom.cli.use import personalize_command as personalize
+from fedloom.cli.runs import evaluate_command as evaluate
 from fedloom.errors import ExperimentError
 from fedloom.models import factories
 from fedloom.models.factories import FACTORIES
 from fedloom.reporting.report import write_report
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import Publisher
+from fedloom.serving.commands import personalize_command as personalize
 from fedloom.serving.serve import serve_run as serve
 from fedloom.storage import open_store
 

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 from facts import mentions
 from test_local_data import TASK, people
-from typer.testing import CliRunner
 
 import fedloom
-from fedloom.cli.main import app
 from fedloom.engine.log_file import logged_to
 from fedloom.errors import StorageError
 from fedloom.storage.folder import copy_folder
@@ -75,13 +73,6 @@ def test_a_folder_that_cannot_be_copied(tmp_path: Path) -> None:
         copy_folder(tmp_path / "from", tmp_path / "to")
     copy_folder(tmp_path / "from", tmp_path / "to", ignore=shutil.ignore_patterns("b"))
     assert (tmp_path / "to" / "a").stat().st_size == 500
-
-
-def test_a_schema_that_cannot_be_written(tmp_path: Path) -> None:
-    with disk_of(100):
-        done = CliRunner().invoke(app, ["schema", "--out", str(tmp_path / "schema.json")])
-    assert isinstance(done.exception, StorageError)
-    assert mentions(str(done.exception), tmp_path / "schema.json", "file too large")
 
 
 def test_a_log_that_cannot_be_written_goes_on_where_it_is_shown(

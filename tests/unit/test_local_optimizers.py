@@ -30,8 +30,7 @@ from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SMALL = MLP(IMAGE, [5], CLASSES)
 
@@ -99,6 +98,7 @@ def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD) -> Ten
     return local.join(w)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 @pytest.mark.parametrize("name", SETTINGS)

@@ -37,7 +37,7 @@ from fedloom.evaluation.measure import metrics
 from fedloom.experiment import of
 from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
-from fedloom.models.module_inputs import SingleInput
+from fedloom.models.module_call import SingleInput
 from fedloom.models.predictors import predictors_of
 from fedloom.runs.folder import RunFolder
 from fedloom.serving.personal import DescribedRun
@@ -131,6 +131,7 @@ def by_torch(made: nn.Module, m: ModuleModel, theta: Tensor, client: ClientData,
     return m.layout.join({name: tensors[name].detach() for name, _ in m.layout.entries})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", NORMS)
 def test_training_equals_a_bare_loop(norm: str) -> None:
     m, (client,) = model(norm), examples(20)

@@ -131,6 +131,7 @@ def test_segments_cover_a_file_and_stay_as_it_grows(size: int, more: int) -> Non
     assert segments(size + more)[: len(whole)] == whole
 
 
+@pytest.mark.slow
 def test_publishing_copies_only_new_lines(tmp_path: Path) -> None:
     copied: list[int] = []
 

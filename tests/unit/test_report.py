@@ -447,6 +447,7 @@ def test_a_run_that_barely_started(tmp_path: Path) -> None:
     assert "environment.json does not exist" in missing["Environment"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("file", "sections"),
     [
@@ -522,6 +523,7 @@ WRONG: list[tuple[str, tuple[str | int, ...], object]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("file", "keys", "value"), WRONG)
 @UNRENDERED
 def test_an_unexpected_value_is_not_reported_as_a_bug(

@@ -15,13 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from test_partition import SPLITS, labels, official
 from vowel_runs import on_vowels
 
-from fedloom.cli.use import evaluate_command as evaluate
+from fedloom.cli.runs import evaluate_command as evaluate
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest, read_manifest
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.partition import find_partition, partition_dataset
-from fedloom.data.reserve import Reserve, reserved_classes
+from fedloom.data.scheme_base import Reserve, reserved_classes
 from fedloom.data.schemes import Scheme
 from fedloom.errors import ExperimentError
 

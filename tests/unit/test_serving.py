@@ -8,7 +8,6 @@ import json
 import math
 import queue
 import re
-import socket
 import stat
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from facts import refusing, tells
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
+from ports import free_address, free_port
 from run_processes import WAIT_S, started
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -38,13 +38,11 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLTrainRequest, PersonalizedModel
-from fedloom.cli.use import personalize_command as personalize
 from fedloom.core import digests
-from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.problem import Problem
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, Normalization
 from fedloom.engine.assemble import make_parts
 from fedloom.engine.distributed import ServingSettings
 from fedloom.engine.distributed import serving as aggregator_serving
@@ -57,6 +55,7 @@ from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection, ServerOptions
 from fedloom.security.tokens import add_token
+from fedloom.serving.commands import personalize_command as personalize
 from fedloom.serving.personal import RequestingClient
 from fedloom.serving.personalization import PersonalizationRequest
 from fedloom.serving.serve import DurableRounds, model_service
@@ -171,17 +170,6 @@ def test_more_conversations_than_streams_all_complete(run: Path) -> None:
 
     with served(run) as at:
         assert asyncio.run(all_of(at)) >= 501
-
-
-def test_memory_of_one_run_is_not_passed_to_another(run: Path, tmp_path: Path) -> None:
-    on_vowels(tmp_path, METHODS["fedavg"]).run()
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{chosen.getsockname()[1]}"
-    for folder in (run, tmp_path / "run"):
-        with served(folder, listen=at):
-            model = fedloom.personalize(at, *examples(1))
-        assert same(model, fedloom.personalize(str(folder), *examples(1)))
 
 
 def test_a_newer_round_is_loaded_and_open_conversations_end_with_theirs(tmp_path: Path) -> None:
@@ -448,16 +436,16 @@ def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
     [
         ({"x": torch.zeros(5, 8)}, r"x .*\[5, 8\]; .*\[n, 9\]"),
         ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x.*complex64"),
-        ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"x\[:, 0\]: "),
-        ({"x": torch.full((5, 9), float("nan"))}, "x: .* nan"),
+        ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"32-bit .*x\[:, 0\]"),
+        ({"x": torch.full((5, 9), float("nan"))}, r"finite.*x\[0, 0\]: nan"),
         ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000 examples; .*1,000,000"),
         ({"x": torch.zeros(0, 9)}, "x has 0 examples"),
-        ({"x": "abc"}, r"\bx\b.*<U3"),
-        ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
-        ({"y": torch.zeros(4)}, r"y: .*\[4\]"),
-        ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
+        ({"x": "abc"}, r"x is of shape \[\]"),
+        ({"y": torch.full((5,), 11)}, r"5 errors.*\n.*0 to 10.* y\[0\]: 11"),
+        ({"y": torch.zeros(4)}, r"y is of shape \[4\]"),
+        ({"y": torch.full((5,), 0.7)}, r"5 errors.*\n.*0 to 10.* y\[0\]: '0.69"),
         ({"y": [[1], [2, 3]]}, "y: "),
-        ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"y: 1 .*\n.*hid, hId.* y\[3\]: 'umlaut'"),
+        ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"1 error.*\n.*hid, hId.* y\[3\]: 'umlaut'"),
         ({"y": None}, "has no labels"),
         ({"client": "a b"}, "client 'a b'"),
         ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
@@ -479,10 +467,10 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "output"),
     [
-        (torch.full((2, 1, 4, 4), 256), "x has values from 256 to 256; they must be 0 to 255"),
-        (torch.full((2, 1, 4, 4), -1), "x has values from -1 to -1; they must be 0 to 255"),
-        (torch.zeros(2, 1, 4, 4), "x is torch.float32; values must be whole numbers from 0 to 255"),
-        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
+        (torch.full((2, 1, 4, 4), 256), "not an integer from 0 to 255, in 32 places: x[0, 0, 0, 0]: 256"),
+        (torch.full((2, 1, 4, 4), -1), "not an integer from 0 to 255, in 32 places: x[0, 0, 0, 0]: -1"),
+        (torch.zeros(2, 1, 4, 4), "x is float32; pixels must be of an integer type, from 0 to 255"),
+        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x is of shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
     ],
 )
 def test_pixels_of_another_range_or_kind_give_a_one_sentence_error(x: Tensor, output: str) -> None:
@@ -665,20 +653,6 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
         PrivacyAccountant(path, total).charge(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
 
-def test_any_flipped_bit_of_a_ledger_is_detected(tmp_path: Path) -> None:
-    path, promise = tmp_path / "l", PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 50)
-    for _ in range(2):
-        PrivacyAccountant(path).charge(promise, where="here")
-    whole = path.read_bytes()
-    for at in range(len(whole)):
-        changed = bytearray(whole)
-        changed[at] ^= 1 << at % 8
-        path.write_bytes(changed)
-        with pytest.raises(DataError, match=r"l, line \d"):
-            PrivacyAccountant(path).charge(promise, where="here")
-        assert path.read_bytes() == changed
-
-
 @pytest.mark.parametrize(("delta", "n"), [(None, 100_000), (1e-3, 1000), (0.0099, 102)])
 def test_a_meaningless_delta_for_the_number_of_examples_is_rejected(delta: float | None, n: int) -> None:
     with pytest.raises(ExperimentError, match="delta must be below 1/n"):
@@ -760,9 +734,7 @@ def test_a_private_descriptor_is_sent_once(tmp_path: Path) -> None:
     assert torch.equal(first.v, second.v)  # a broken conversation: repeating it reveals nothing more
     with pytest.raises(QuorumError, match="another round"):
         client.speak(2, 0, openings[1])
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        at = f"127.0.0.1:{chosen.getsockname()[1]}"
+    at = free_address()
     with served(run, listen=at, checkpoint="0"):
         fedloom.personalize(at, x, y)
     with served(run, listen=at, checkpoint="2"):  # models cached from round 0 are not used
@@ -865,9 +837,7 @@ def test_an_aggregator_serves_models_of_its_last_durable_round(tmp_path: Path) -
 
 
 def test_serving_exports_prometheus_metrics(run: Path) -> None:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
+    port = free_port()
     with served(run, metrics=f"127.0.0.1:{port}") as at:
         fedloom.personalize(at, *examples(1))
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedloom.cli.cluster import app, seconds
+from fedloom.cluster.commands import app, seconds
 from fedloom.errors import ExperimentError
 from fedloom.runs.listing import (
     StoredFolder,

@@ -42,6 +42,7 @@ def exact_floor(s: Setting) -> float:
     return replace(s, steps=4000).exact()[-1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("alpha", "beta", "growth"),
     [*((alpha, beta, 0.0) for alpha in (0.0, 0.7, 1.0) for beta in (None, 0.02, 0.3)), (0.7, 0.3, 3.0)],

@@ -207,16 +207,18 @@ def test_training_is_counted_beyond_the_budget_and_then_stops_requests(tmp_path:
     assert PrivacyAccountant(tmp_path / "l", budget=total).charge(request()).total_epsilon == total
 
 
-def test_any_flipped_bit_of_a_training_is_detected(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_training_or_a_request_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "l"
     PrivacyAccountant(path).add_training(claimed())
+    PrivacyAccountant(path).charge(request(), where="here")
     whole = path.read_bytes()
-    for at in range(0, len(whole), 7):
+    for at in range(0, len(whole), 3):
         changed = bytearray(whole)
         changed[at] ^= 1 << at % 8
         path.write_bytes(changed)
         with pytest.raises(DataError, match=r"l, line \d"):
-            PrivacyAccountant(path).content()
+            PrivacyAccountant(path).charge(request(), where="here")
+        assert path.read_bytes() == changed
 
 
 @pytest.mark.parametrize("lacking", ["unit", "claim", "releases.times", "delta"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 from federations import Silent
 from torch import nn
+from vowel_data import SPEAKERS, vowel_root
 
 from fedloom import experiment as experiments
 from fedloom.engine import assemble, loops, run_data
@@ -50,9 +50,6 @@ def normalized() -> nn.Module:
 
 
 def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1, own_steps: Sequence[int] | None = None) -> Loop:
-    data = folder / "data" / "datasets" / "vowel"
-    data.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
-    vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "held_out_fraction": 0.2}
+    vowel_root(folder / "data")
     plain, norms = {"name": "mlp", "hidden": [4]}, {"name": "module", "factory": "vowel_runs:normalized"}
-    return loop(folder, vowels, norms if algorithm["name"] == "fedbn" else plain, algorithm, rounds, own_steps)
+    return loop(folder, SPEAKERS, norms if algorithm["name"] == "fedbn" else plain, algorithm, rounds, own_steps)

@@ -15,9 +15,9 @@ from fedloom.engine.options import JobOptions, RunOptions
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from fedloom.engine.jobs import JobObserver
     from fedloom.experiment import Experiment
     from fedloom.experiment.search_space import Make, SearchPlan, SearchSpace
-    from fedloom.tuning.parallel import JobObserver
     from fedloom.tuning.search import SearchResult
 
 

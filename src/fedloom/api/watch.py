@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fedloom.core.words import pluralize, printable
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
-from fedloom.tasks.headline import GROUPS, headline_of, in_words, validation_value, values_of
-from fedloom.tuning.parallel import Job, JobObserver
+from fedloom.tasks.names import GROUPS, headline_of, in_words, validation_value, values_of
 
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError

@@ -35,16 +35,19 @@ from fedloom.attacks.canary_data import (
     write_with_clients,
     write_with_examples,
 )
-from fedloom.attacks.canary_draws import DrawLog, Draws, noise_estimate, sampling_check
-from fedloom.attacks.guesses import (
+from fedloom.attacks.canary_evidence import (
     GUESSES,
     LEAST,
     NOISE,
+    DrawLog,
+    Draws,
     PlannedAudit,
     canary_document,
     has_power,
+    noise_estimate,
     normal_estimate,
     power_document,
+    sampling_check,
     verdict,
 )
 from fedloom.attacks.membership import example_losses
@@ -64,6 +67,7 @@ from fedloom.engine.trained import personalize_each, restore, torch_threads
 from fedloom.engine.training_privacy import Planned, Population, noisy_steps_of
 from fedloom.errors import ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.cohort import Summing
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.releases import count_releases_about
 from fedloom.federation.transport import TRAIN, ConversationKey
@@ -77,7 +81,6 @@ from fedloom.runs.files import JOURNAL
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
 from fedloom.security.files import write_private
-from fedloom.sums.summation import Summation
 
 COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
@@ -115,7 +118,7 @@ class _Audited(RunContext):
         return self.wrap(super().client_algorithm())
 
     @property
-    def summation(self) -> Summation | None:
+    def summation(self) -> Summing | None:
         """Sums of the run, recorded."""
         summation, record = super().summation, self.record
         if summation is None or record is None:
@@ -125,7 +128,7 @@ class _Audited(RunContext):
             if key.purpose == TRAIN and hasattr(sums, UPDATE):
                 record(clients, getattr(sums, UPDATE).value)
 
-        return replace(summation, observe=observe)
+        return summation.observed_by(observe)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Entry point of ``fedloom``: its commands, and the exit codes of failures (docs/troubleshooting.md).
 
-A command is a typed function in a module of this package. Showing ``--help`` imports these modules, so they import
+A command is a typed function in a module of this package, or in ``commands.py`` of an optional part, which registers it
+by an entry point in the group ``fedloom.commands``. Showing ``--help`` imports these modules, so they import
 torch, gRPC and other packages of FedLoom inside functions, never at the top.
 """
 
@@ -12,33 +13,27 @@ import logging
 import os
 import signal
 import sys
+from importlib.metadata import EntryPoint
 from typing import Annotated, Literal, NoReturn
 
 import typer
 
 import fedloom
-from fedloom.cli import (
-    audit,
-    cluster,
-    data,
-    pack,
-    pipeline,
-    privacy,
-    register,
-    run,
-    security,
-    serve,
-    status,
-    tools,
-    use,
-    worker,
-)
+from fedloom.cli import data, pack, run, runs, security, status, tools, worker
 from fedloom.cli.characters import write_anything
 from fedloom.cli.options import Commands
 from fedloom.core.logs import JsonLines, structured
+from fedloom.core.plugins import entries, missing_part
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure, termination_requested
 from fedloom.core.words import printable
-from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
+from fedloom.errors import (
+    STORAGE_FAILURES,
+    ExperimentError,
+    FedloomError,
+    InterruptedRun,
+    arguments_as_options,
+    as_storage_error,
+)
 
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
@@ -57,23 +52,14 @@ app = Commands(
 )
 
 app.command("run")(run.run_command)
-app.command("search")(run.search_command)
 app.command("aggregator")(run.aggregator_command)
 app.command("worker")(worker.worker)
-app.command("serve")(serve.serve_command)
-app.command("personalize")(use.personalize_command)
-app.command("evaluate")(use.evaluate_command)
-app.command("audit")(audit.audit_command)
+app.command("evaluate")(runs.evaluate_command)
+app.command("runs")(runs.runs_command)
 app.command("status")(status.status_command)
 app.command("clients")(status.clients_command)
 app.command("federation")(status.federation_command)
-app.command("runs")(use.runs_command)
-app.command("report")(use.report_command)
-app.command("compare")(use.compare_command)
 app.command("partition")(data.partition_command)
-app.command("register")(register.register_command)
-app.command("privacy")(privacy.privacy_command)
-app.command("ledger")(privacy.ledger_command)
 app.command("schema")(tools.schema)
 app.command("device")(tools.device_command)
 
@@ -82,10 +68,31 @@ data_app.command("fetch")(data.fetch_command)
 data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(security.token_app, name="token")
 app.add_typer(security.certificates_app, name="certificates")
+
+
+def _add_installed(point: EntryPoint) -> None:
+    """Add a command, or a group of commands, of an optional part; one that cannot be loaded says so when it is used."""
+    try:
+        command = point.load()
+    except Exception as error:
+        reason = missing_part(error) or f"{type(error).__name__}: {error}"
+
+        def command(context: typer.Context) -> NoReturn:
+            raise ExperimentError(f"`fedloom {point.name}` cannot be loaded: {reason}")
+
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        app.command(point.name, hidden=True, context_settings=anything)(command)
+        return
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=point.name)
+    else:
+        app.command(point.name)(command)
+
+
+for _point in entries("fedloom.commands"):
+    _add_installed(_point)
 
 
 def _print_version(wanted: bool) -> None:
@@ -155,7 +162,7 @@ def main() -> NoReturn:
     except OSError as error:
         _fail(as_storage_error(error)) if error.errno in STORAGE_FAILURES else _fail_as_bug(error)
     except Exception as error:
-        _fail_as_bug(error)
+        _fail_as_bug(error) if (missing := missing_part(error)) is None else _fail(ExperimentError(missing))
     raise AssertionError("typer's app always exits")
 
 

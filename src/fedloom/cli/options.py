@@ -38,7 +38,25 @@ TrialCount = Annotated[
         metavar="N",
     ),
 ]
+Parallel = Annotated[
+    int, typer.Option(help="Number of parallel runs, each with its share of the cores.", min=1, metavar="N")
+]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
+RunFolderArgument = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
+OtherPartition = Annotated[
+    str | None,
+    typer.Option(
+        "--partition", metavar="DIR|URL", help="Use the clients of another partition of the same kind of data."
+    ),
+]
+OwnFolders = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--data",
+        metavar="DIR",
+        help="For a run with data.own: a packed client, or a folder of packed clients; repeatable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

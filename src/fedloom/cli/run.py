@@ -1,4 +1,4 @@
-"""``fedloom run``, ``search`` and ``aggregator``: runs with own workers, one or many, and with external workers."""
+"""``fedloom run`` and ``aggregator``: runs with own workers, one or many, and with external workers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,17 @@ import typer
 
 from fedloom.cli.options import (
     ExperimentFile,
+    Parallel,
     ServerAccess,
     Set,
-    Space,
-    TrialCount,
     act_at_eof,
     with_options,
 )
-from fedloom.core.garbage import collection_paused
-from fedloom.engine.options import JobOptions, RunOptions, ServingOptions
+from fedloom.core.memory import collection_paused
+from fedloom.engine.options import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
-    from fedloom.experiment import Experiment
-
-Parallel = Annotated[
-    int, typer.Option(help="Number of parallel runs, each with its share of the cores.", min=1, metavar="N")
-]
+    pass
 
 
 @with_options()
@@ -65,47 +60,11 @@ def run_command(
     begun = experiments.begun_in(options.out) if options.resume else None
     points = experiments.points(experiment, overrides, seeds, grid or (), begun=begun)
     from fedloom.api.watch import SweepWatch
-    from fedloom.cli.tables import show_sweep
+    from fedloom.reporting.commands import show_sweep
     from fedloom.tuning.sweep import run_sweep
 
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
     run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, ended=show_sweep)
-
-
-@with_options()
-def search_command(
-    experiment: ExperimentFile,
-    options: JobOptions,
-    space: Space,
-    trials: TrialCount = None,
-    parallel: Parallel = 1,
-    set_: Set = None,
-) -> None:
-    """Find the values of keys that are best on validation data. Test results are shown for the chosen trial only."""
-    from fedloom import experiment as experiments
-    from fedloom.experiment.search_space import plan_search, read_space
-
-    search_space = read_space(space, trials=trials)
-    begun = experiments.begun_in(options.out) if options.resume else None
-
-    def make(changes: Sequence[str]) -> Experiment:
-        return experiments.of(experiment, [*(set_ or ()), *changes], begun=begun)
-
-    plan = plan_search(search_space, make)
-    from fedloom.api.searches import carry_out_search
-    from fedloom.api.watch import SweepWatch
-    from fedloom.cli.tables import print_results, print_table
-    from fedloom.reporting.search_page import PAGE, trial_rows
-
-    search = carry_out_search(plan, make, options, SweepWatch(choosing=True), parallel)
-    headings, rows = trial_rows(search.summary)
-    print_table("Trials, by validation data of the seen clients", headings, rows, texts=(0, len(headings) - 1))
-    typer.echo(f"\nchosen: {search.chosen.folder}")
-    for key, text in search.chosen_texts.items():
-        typer.echo(f"  --set {key}={text}")
-    print_results(search.chosen.summary)
-    if (search.folder / PAGE).exists():
-        typer.echo(f"page: {search.folder / PAGE}")
 
 
 @with_options(without=("packed", "observe", "replay"))

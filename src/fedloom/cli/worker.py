@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli.options import ClientAccess, act_at_eof, with_options
-from fedloom.core.garbage import collection_paused
+from fedloom.core.memory import collection_paused
 from fedloom.core.processes import termination_requested
 from fedloom.engine.options import WorkerOptions
 

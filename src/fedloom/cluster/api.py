@@ -67,6 +67,9 @@ class Api:
 
     Credentials are those of $KUBECONFIG, else of the pod this process runs in, else of ``~/.kube/config``.
 
+    Raise ExperimentError if the extra ``kubernetes`` is not installed, or the kubeconfig cannot be read; RefusedError
+    if there are no credentials.
+
     Parameters
     ----------
     namespace
@@ -77,13 +80,6 @@ class Api:
         (kubernetes/kubernetes#121635).
     say
         Called with a line for the user when rights are lost.
-
-    Raises
-    ------
-    ExperimentError
-        If the extra ``kubernetes`` is not installed, or the kubeconfig cannot be read.
-    RefusedError
-        If there are no credentials.
     """
 
     def __init__(
@@ -146,12 +142,10 @@ class Api:
     def log(self, pod: str, container: str, lines: int = 10_000) -> str:
         """Return the end of a container's log; empty if it does not exist, or no longer exists."""
         query = [("container", container), ("tailLines", str(lines))]
-        try:
-            return (
-                self._call("GET", self._path("Pod", pod) + "/log", query=query, text=True, tolerated=(400, 404)) or ""
-            )
-        except RefusedError:  # its node is lost: a missing log is not an error
-            return ""
+        path = f"{self._path('Pod', pod)}/log"
+        with suppress(RefusedError):  # its node is lost: a missing log is not an error
+            return self._call("GET", path, query=query, text=True, tolerated=(400, 404)) or ""
+        return ""
 
     def follow_log(self, pod: str, container: str) -> Iterator[str]:
         """Yield the lines of a container's log, from the first, until the container ends."""
@@ -178,10 +172,7 @@ class Api:
     def forward(self, pod: str, port: int) -> Any:
         """Return a connection (``websocket.WebSocket``) to a port of a pod; each message begins with a channel number.
 
-        Raises
-        ------
-        Exception
-            Any exception of the underlying libraries, if the connection fails.
+        Raise any exception of the underlying libraries if the connection fails.
         """
         from kubernetes.stream.ws_client import create_websocket, get_websocket_url
 
@@ -209,21 +200,24 @@ class Api:
         """Return the needed rights that these credentials lack, such as ``create jobs``."""
         missing = []
         for verb, group, name in needed:
-            if f"{verb} {name}" in self._allowed:
+            right = f"{verb} {name}"
+            if right in self._allowed:
                 continue
             resource, _, sub = name.partition("/")
             attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": resource}
-            attributes |= {"subresource": sub} if sub else {}
-            review: Manifest = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-            review |= {"spec": {"resourceAttributes": attributes}}
+            review: Manifest = {
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": attributes | ({"subresource": sub} if sub else {})},
+            }
             reviews = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
             answer = self._call("POST", reviews, body=review, tolerated=(403, 404))
             if answer is None:  # rights cannot be queried; then the first request that needs one fails
                 return []
             if answer.get("status", {}).get("allowed", False):
-                self._allowed.add(f"{verb} {name}")
+                self._allowed.add(right)
             else:
-                missing.append(f"{verb} {name}")
+                missing.append(right)
         return missing
 
     def _path(self, kind: str, name: str = "") -> str:
@@ -327,36 +321,34 @@ class Api:
         return response
 
     def _failure(self, error: Any, doing: str) -> FedloomError:
-        message, where = _message(error), f"Kubernetes, namespace {self.namespace}"
-        text = f"{where}: {message}"
-        if error.status == 401:
+        message, status = _message(error), error.status
+        if status == 401:
             return RefusedError(
                 f"the Kubernetes API at {self.server} does not accept these credentials: {message}",
                 hint="log in again, or set KUBECONFIG to a valid kubeconfig",
             )
-        if error.status not in (404, 409) and (refused := diagnose_refusal(message)):
-            kind, hint = refused
-            return kind(text, hint=hint)
-        hints = {
-            400: "change the cluster setting named above",
-            404: f"kubectl create namespace {self.namespace}",
-            409: None,
-            422: "change the cluster setting named above",
+        invalid = (ExperimentError, "change the cluster setting named above")
+        kinds: Mapping[int, tuple[type[FedloomError], str | None]] = {
+            400: invalid,
+            403: (RefusedError, rights_hint(self.namespace)),
+            404: (ExperimentError, f"kubectl create namespace {self.namespace}"),
+            409: (ExperimentError, None),
+            422: invalid,
         }
-        if error.status in hints:
-            return ExperimentError(text, hint=hints[error.status])
-        if error.status == 403:
-            return RefusedError(text, hint=rights_hint(self.namespace))
-        return RefusedError(f"{where}: {doing}: {error.status} {message}")
+        refusal = None if status in (404, 409) else diagnose_refusal(message)
+        kind, hint = refusal or kinds.get(status) or (RefusedError, None)
+        known = refusal or status in kinds
+        text = message if known else f"{doing}: {status} {message}"
+        return kind(f"Kubernetes, namespace {self.namespace}: {text}", hint=hint)
 
 
 def _right(method: str, path: str) -> str:
     """Return the right that a request needs, such as ``get pods/log``."""
-    found = ROUTE.fullmatch(path)
-    if found is None:
+    request = ROUTE.fullmatch(path)
+    if request is None:
         return f"{method} {path}"
-    verb = {"GET": "get" if found["name"] else "list", "POST": "create"}.get(method, method.lower())
-    return f"{verb} {found['resource']}{found['sub'] or ''}"
+    verb = {"GET": "get" if request["name"] else "list", "POST": "create"}.get(method, method.lower())
+    return f"{verb} {request['resource']}{request['sub'] or ''}"
 
 
 def rights_hint(namespace: str) -> str:
@@ -403,10 +395,10 @@ def _message(error: Any) -> str:
     """Return the API server's message, without the surrounding structure."""
     body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
     try:
-        found = parsed_json(body).get("message")
+        message = parsed_json(body).get("message")
     except (ValueError, AttributeError):
-        found = body.strip()[:200]
-    return str(found or error.reason)
+        message = body.strip()[:200]
+    return str(message or error.reason)
 
 
 def _innermost(error: BaseException) -> str:

@@ -12,82 +12,77 @@ from fedloom.cluster.manifests import AGGREGATOR, COMPONENT, FINAL, WORKER, get_
 from fedloom.core.processes import ChildReport
 from fedloom.errors import FAILURES, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError, WorkerLostError
 
-EXCEEDED = re.compile(r"exceeded quota: (?P<quota>[^\s,]+)(?:, requested: (?P<requested>.+?), used: )?")
-UNSPECIFIED = re.compile(r"failed quota: (?P<quota>[^\s:]+): must specify (?P<needed>.+)")
-FOR = re.compile(r"(?P<resources>[a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: (?P<containers>[a-z0-9-]+(?:,[a-z0-9-]+)*)")
-TOO_LOW = re.compile(r'Pod "[^"]*" is invalid: .*must be less than or equal to (?P<resource>[a-z0-9./-]+) limit')
-"""Default limit below a request: a LimitRange sets it before the API server validates the pod."""
-WEBHOOK = re.compile(r'admission webhook "(?P<name>[^"]+)" denied the request')
-UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
-"""Missing right, which is not a refusal of the request's content."""
+REFUSALS: Sequence[tuple[str, type[FedloomError], str]] = (
+    (r"failed quota: (?P<what>[^\s:]+): must specify (?P<needed>.+)", RefusedError,
+     "set {settings}, as required by quota {what}"),
+    (r"exceeded quota: (?P<what>[^\s,]+)(?:, requested: (?P<requested>.+?), used: )?", RefusedError,
+     "request less ({settings}), or have the quota raised: kubectl describe quota {what}"),
+    # A LimitRange sets the limit before the API server validates the pod.
+    (r'Pod "[^"]*" is invalid: .*must be less than or equal to (?P<requested>[a-z0-9./-]+) limit', RefusedError,
+     "set {limits}, or lower {settings}: a LimitRange has a lower limit: kubectl describe limitrange"),
+    (r'admission webhook "(?P<what>[^"]+)" denied the request', RefusedError,
+     "change the cluster setting named above, or ask the operator of {what}"),
+    ("violates PodSecurity", RefusedError, "change the cluster setting named above, or cluster.namespace"),
+    ("no PriorityClass with name", ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"),
+    ("error looking up service account", ExperimentError,
+     "change cluster.service_account: kubectl get serviceaccounts"),
+    (" per Container | per Pod |limit to request ratio", RefusedError,
+     "change {settings}: kubectl describe limitrange"),
+    # A missing right is not a refusal of the request's content.
+    (r'(?s)\A(?!.*User "[^"]*" cannot ).*is forbidden', RefusedError,
+     "change the cluster setting named above (docs/cluster.md)"),
+)  # fmt: skip
+"""Refusals by admission controllers: pattern of the message, error class, and remedy."""
+
+NEEDED = re.compile(r"([a-z0-9./-]+(?:,[a-z0-9./-]+)*) for: ([a-z0-9-]+(?:,[a-z0-9-]+)*)")
+REQUESTED = re.compile(r"(?:^|,)([a-z0-9./-]+)(?:=|$)")
+COUNTED = {
+    "jobs.batch": "fewer federations at once",
+    "services": "fewer federations at once",
+    "pods": "cluster.workers",
+}
+"""Remedies for quotas of objects."""
 
 
 def diagnose_refusal(message: str) -> tuple[type[FedloomError], str] | None:
-    """Return the error class for a refusal by an admission controller, and the remedy.
+    """Return the error class and the remedy for a refusal by an admission controller; None for another message.
 
     Parameters
     ----------
     message
         The API server's message, from its response or from an event.
-
-    Returns
-    -------
-    tuple or None
-        Error class and hint; None if the message is not such a refusal.
     """
-    if found := UNSPECIFIED.search(message):
-        return RefusedError, f"set {_settings(found['needed'])}, as required by quota {found['quota']}"
-    if found := EXCEEDED.search(message):
-        asked = _asked(found["requested"] or "", message)
-        hint = f"request less ({asked}), or have the quota raised: kubectl describe quota {found['quota']}"
-        return RefusedError, hint
-    if found := TOO_LOW.search(message):
-        own = _asked(f"{found['resource']}=", message)
-        raised = own.replace(".requests.", ".limits.")
-        return (
-            RefusedError,
-            f"set {raised}, or lower {own}: a LimitRange has a lower limit: kubectl describe limitrange",
-        )
-    if found := WEBHOOK.search(message):
-        return RefusedError, f"change the cluster setting named above, or ask the operator of {found['name']}"
-    if "violates PodSecurity" in message:
-        return RefusedError, "change the cluster setting named above, or cluster.namespace"
-    if "no PriorityClass with name" in message:
-        return ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"
-    if "error looking up service account" in message:
-        return ExperimentError, "change cluster.service_account: kubectl get serviceaccounts"
-    if " per Container " in message or " per Pod " in message or "limit to request ratio" in message:
-        return RefusedError, f"change {_asked('', message)}: kubectl describe limitrange"
-    if "is forbidden" in message and not UNAUTHORIZED.search(message):
-        return RefusedError, "change the cluster setting named above (docs/cluster.md)"
+    for pattern, kind, hint in REFUSALS:
+        if refusal := re.search(pattern, message):
+            facts = refusal.groupdict()
+            settings = _settings(message, facts.get("requested") or "", facts.get("needed") or "")
+            limits = settings.replace(".requests.", ".limits.")
+            return kind, hint.format(what=facts.get("what"), settings=settings, limits=limits)
     return None
 
 
-def _settings(needed: str) -> str:
-    """Return the settings for a quota's required resources, such as ``limits.memory for: aggregator``."""
-    return ", ".join(
-        f"cluster.{container}.{resource if '.' in resource else f'requests.{resource}'}"
-        for found in FOR.finditer(needed)
-        for container in found["containers"].split(",")
-        for resource in found["resources"].split(",")
-    )
+def _settings(message: str, requested: str, needed: str) -> str:
+    """Return the settings behind the resources that a message names; all possible ones if it names none.
 
-
-def _asked(requested: str, message: str) -> str:
-    """Return the settings behind the requested resources; all possible ones if unknown."""
-    component = next((name for name in ("aggregator", "worker") if f"-{name}-" in message), None)
-    components = [component] if component else ["aggregator", "worker"]
-    named = []
-    for resource in re.findall(r"(?:^|,)([a-z0-9./-]+)=", requested):
-        if resource.removeprefix("count/") in ("jobs.batch", "services"):
-            named.append("fewer federations at once")
-        elif resource.removeprefix("count/") == "pods":
-            named.append("cluster.workers")
-        else:
-            kind = resource if "." in resource else f"requests.{resource}"
-            named += [f"cluster.{component}.{kind}" for component in components]
-    fallback = ["cluster.workers", *(f"cluster.{one}.{kind}" for one in components for kind in ("requests", "limits"))]
-    return ", ".join(dict.fromkeys(named or fallback))
+    Parameters
+    ----------
+    requested
+        Requested resources, such as ``limits.memory=2Gi,pods=1``.
+    needed
+        Resources that a quota requires of containers, such as ``limits.memory for: aggregator``.
+    """
+    concerned = [name for name in ("aggregator", "worker") if f"-{name}-" in message] or ["aggregator", "worker"]
+    pairs = [(resources.split(","), containers.split(",")) for resources, containers in NEEDED.findall(needed)]
+    pairs = pairs or [(REQUESTED.findall(requested), concerned)]
+    named = [
+        COUNTED.get(resource.removeprefix("count/"))
+        or f"cluster.{container}.{resource if '.' in resource else f'requests.{resource}'}"
+        for resources, containers in pairs
+        for resource in resources
+        for container in containers
+    ]
+    every = ["cluster.workers", *(f"cluster.{name}.{kind}" for name in concerned for kind in ("requests", "limits"))]
+    return ", ".join(dict.fromkeys(named or every))
 
 
 class Verdict(Enum):
@@ -99,6 +94,21 @@ class Verdict(Enum):
     """The pod waits for resources that may become free: a node, a GPU."""
     FAIL = "fail"
     """The problem needs the user's action."""
+
+
+IMAGE = "push the image, correct cluster.image, or name its registry's Secret in image_pull_secrets"
+REASONS: Mapping[str, str | None] = {
+    **dict.fromkeys(
+        ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"), IMAGE
+    ),
+    "CreateContainerConfigError": "kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... "
+    "(docs/cluster.md)",
+    **dict.fromkeys(("CreateContainerError", "RunContainerError", "StartError")),
+}
+"""Reasons for which a container waits and that need the user's action, and the remedies that do not need its message.
+"""
+EVENTS = {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"}
+"""Reasons of events that report problems missing from a status."""
 
 
 @dataclass(frozen=True)
@@ -117,54 +127,31 @@ class Diagnosis:
                 f"{text} (waited {waited_s:.0f} s)",
                 hint="request less (gpu, requests, node_selector), add nodes, or raise cluster.pending_timeout_s",
             )
-        if self.reason in IMAGE:
-            return ExperimentError(
-                text, hint="push the image, correct cluster.image, or name its registry's Secret in image_pull_secrets"
-            )
-        if self.reason in CONFIGURATION:
-            return ExperimentError(
-                text, hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... (docs/cluster.md)"
-            )
-        if refused := diagnose_refusal(self.message):
-            kind, hint = refused
-            return kind(text, hint=hint)
-        return ExperimentError(text, hint="change the cluster setting named above (docs/cluster.md)")
-
-
-IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
-CONFIGURATION = {"CreateContainerConfigError"}
-CREATION = {"CreateContainerError", "RunContainerError", "StartError"}
-EVENTS = {"FailedCreate", "FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"}
-"""Reasons of events that report problems missing from a status."""
+        if remedy := REASONS.get(self.reason):
+            return ExperimentError(text, hint=remedy)
+        kind, hint = diagnose_refusal(self.message) or (
+            ExperimentError,
+            "change the cluster setting named above (docs/cluster.md)",
+        )
+        return kind(text, hint=hint)
 
 
 def diagnose(pod: Mapping[str, Any]) -> Diagnosis | None:
-    """Diagnose why a pod does not run.
-
-    Parameters
-    ----------
-    pod
-        As returned by the API.
-
-    Returns
-    -------
-    Diagnosis or None
-        None if it runs, has run, or is being removed.
-    """
+    """Return why a pod, as the API describes it, does not run; None if it runs, has run, or is being removed."""
     status = pod.get("status") or {}
     if phase_of(pod) != "Pending" or pod["metadata"].get("deletionTimestamp"):
         return None
     for container in status.get("containerStatuses") or ():
         waiting = container.get("state", {}).get("waiting") or {}
-        reason = waiting.get("reason", "")
-        if reason in IMAGE | CONFIGURATION | CREATION:
-            message = waiting.get("message") or container.get("image", "")
-            return Diagnosis(Verdict.FAIL, reason, f"{container.get('image', '')}: {message}".removeprefix(": "))
+        if (reason := waiting.get("reason", "")) in REASONS:
+            image = container.get("image", "")
+            message = f"{image}: {waiting.get('message') or image}"
+            return Diagnosis(Verdict.FAIL, reason, message.removeprefix(": "))
     for condition in status.get("conditions") or ():
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            gated = condition.get("reason") == "SchedulingGated"  # a queue holds the pod and will release it
-            verdict = Verdict.START if gated else Verdict.WAIT
-            return Diagnosis(verdict, condition.get("reason", "Unschedulable"), condition.get("message", ""))
+            reason = condition.get("reason", "Unschedulable")
+            verdict = Verdict.START if reason == GATED else Verdict.WAIT  # a queue holds the pod and will release it
+            return Diagnosis(verdict, reason, condition.get("message", ""))
     return Diagnosis(Verdict.START, "", "")
 
 
@@ -186,6 +173,7 @@ def count_missing(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> 
     return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
 
 
+GATED = "SchedulingGated"
 STUCK_S = 120.0
 """Seconds after which a pod that is being deleted is reported: longer than every grace period of a federation."""
 
@@ -225,14 +213,7 @@ class PodMonitor:
     def check(
         self, job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], now: float
     ) -> tuple[bool, FedloomError | None]:
-        """Check a Job's pods.
-
-        Parameters
-        ----------
-        job, pods
-            As returned by the API; the pods are the Job's.
-        now
-            Seconds of a monotonic clock.
+        """Check a Job's pods at a time in seconds.
 
         Returns
         -------
@@ -242,52 +223,49 @@ class PodMonitor:
             Reason to give up the federation, if there is one.
         """
         self._report_stuck(pods, now)
-        found: dict[str, Diagnosis] = {}
-        for pod in pods:
-            seen = diagnose(pod)
-            if seen is not None:
-                found[pod["metadata"]["name"]] = seen
-        name = job["metadata"]["name"]
-        if count_missing(job, pods):
-            found[name] = Diagnosis(Verdict.START, "", f"pods that were not created: {count_missing(job, pods)}")
-        for clocks in (self._pending, self._failing):
-            for who in clocks.keys() - found.keys():
-                del clocks[who]
+        waiting = {pod["metadata"]["name"]: seen for pod in pods if (seen := diagnose(pod)) is not None}
+        if missing := count_missing(job, pods):
+            waiting[job["metadata"]["name"]] = Diagnosis(Verdict.START, "", f"pods that were not created: {missing}")
+        self._pending = {who: self._pending.get(who, now) for who in waiting}
+        self._failing = {who: since for who, since in self._failing.items() if who in waiting}
         errors = []
-        for who, seen in found.items():
-            if seen.reason == "SchedulingGated":
+        for who, seen in waiting.items():
+            if seen.reason == GATED:
                 self._pending[who] = now
                 continue
-            pending_s = now - self._pending.setdefault(who, now)
+            pending_s = now - self._pending[who]
             if seen.verdict is Verdict.START and pending_s >= self._quiet_s:
                 seen = diagnose_events(self._events(who)) or seen
-            self._report(who, seen)
-            if seen.verdict is not Verdict.FAIL:
-                self._failing.pop(who, None)
-                if pending_s >= self._pending_timeout_s:
-                    known = seen.reason or "unknown reason"
-                    errors.append(Diagnosis(Verdict.WAIT, known, seen.message).error(who, pending_s))
-            elif (failing_s := now - self._failing.setdefault(who, now)) >= self._failing_timeout_s:
-                errors.append(seen.error(who, failing_s))
-        return not found, next(iter(errors), None)
+            if seen.verdict is not Verdict.START:
+                self._report(who, seen.reason, f"{who} waits: {seen.reason}: {seen.message}")
+            if seen.verdict is Verdict.FAIL:
+                failing_s = now - self._failing.setdefault(who, now)
+                errors += [seen.error(who, failing_s)] if failing_s >= self._failing_timeout_s else []
+                continue
+            self._failing.pop(who, None)
+            if pending_s >= self._pending_timeout_s:
+                errors.append(
+                    Diagnosis(Verdict.WAIT, seen.reason or "unknown reason", seen.message).error(who, pending_s)
+                )
+        return not waiting, next(iter(errors), None)
 
-    def _report(self, who: str, seen: Diagnosis) -> None:
-        if seen.verdict is not Verdict.START and (who, seen.reason) not in self._said:
-            self._said.add((who, seen.reason))
-            self._say(f"{who} waits: {seen.reason}: {seen.message}")
+    def _report(self, who: str, reason: str, line: str) -> None:
+        """Say a line, once for each pod and reason."""
+        if (who, reason) not in self._said:
+            self._said.add((who, reason))
+            self._say(line)
 
     def _report_stuck(self, pods: Sequence[Mapping[str, Any]], now: float) -> None:
         """Report pods that stay in deletion: on a lost node, only an operator can confirm that they are gone."""
         for pod in pods:
             who, node = pod["metadata"]["name"], (pod.get("spec") or {}).get("nodeName")
-            if not pod["metadata"].get("deletionTimestamp") or node is None:
-                continue
-            if now - self._leaving.setdefault(who, now) >= STUCK_S and (who, "Terminating") not in self._said:
-                self._said.add((who, "Terminating"))
-                self._say(
-                    f"{who} does not end on node {node}, so it is not replaced; if the node is lost: "
-                    f"kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute "
-                    "(docs/cluster.md)"
+            leaving = pod["metadata"].get("deletionTimestamp") and node is not None
+            if leaving and now - self._leaving.setdefault(who, now) >= STUCK_S:
+                self._report(
+                    who,
+                    "Terminating",
+                    f"{who} does not end on node {node}, so it is not replaced; if the node is lost: kubectl taint "
+                    f"nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute (docs/cluster.md)",
                 )
 
 
@@ -348,7 +326,7 @@ def end_of(job: Mapping[str, Any]) -> End | None:
 def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
     """Return the failed containers of a component, in the order in which they ended; pods without one come first."""
     own = [pod for pod in pods if get_label(pod, COMPONENT) == component]
-    found = [
+    terminated = [
         (str(ended.get("finishedAt") or ""), _exit(pod, ended))
         for pod in own
         for container in (pod.get("status") or {}).get("containerStatuses") or ()
@@ -359,7 +337,7 @@ def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
         for pod in own
         if phase_of(pod) == "Failed" and not pod["status"].get("containerStatuses")
     ]
-    return rejected + [failed for _, failed in sorted(found, key=lambda pair: pair[0])]
+    return rejected + [failed for _, failed in sorted(terminated, key=lambda pair: pair[0])]
 
 
 def _exit(pod: Mapping[str, Any], ended: Mapping[str, Any]) -> Exit:
@@ -368,15 +346,7 @@ def _exit(pod: Mapping[str, Any], ended: Mapping[str, Any]) -> Exit:
 
 
 def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
-    """Return the error for an aggregator's failed Job.
-
-    Parameters
-    ----------
-    end
-        Outcome of the Job.
-    failed
-        Failed containers of its pods, the last one last.
-    """
+    """Return the error for an aggregator's failed Job, given its outcome and the failed containers in order."""
     if end.reason == "DeadlineExceeded":
         return QuorumError(
             f"the federation exceeded its time limit: {end.message}", hint=f"raise cluster.deadline_s, then {AGAIN}"
@@ -392,26 +362,17 @@ def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
 def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) -> FedloomError | None:
     """Return the federation's error for an ended workers' Job; None if the federation is unaffected.
 
-    Parameters
-    ----------
-    job
-        The workers' Job; a worker ends successfully once it is notified that the run is over.
-    end
-        Outcome of the Job.
-    failed
-        Failed containers of its pods.
+    A worker ends successfully once it is notified that the run is over.
     """
-    status = job.get("status") or {}
+    spec, status = job.get("spec") or {}, job.get("status") or {}
     if end.complete or status.get("completedIndexes"):
         return None
     if end.reason == "DeadlineExceeded":
         return aggregator_failure(end, ())
-    spec = job.get("spec") or {}
+    text = f"the workers failed: {end.reason}: {end.message}"
     if which := status.get("failedIndexes"):
         text = f"{count_indexes(which)} of {spec.get('completions')} workers failed permanently (index {which}), and "
         text += f"cluster.max_failed_workers allows {spec.get('maxFailedIndexes')}"
-    else:
-        text = f"the workers failed: {end.reason}: {end.message}"
     if not failed:
         return WorkerLostError(text, hint=AGAIN)
     last = failed[-1]

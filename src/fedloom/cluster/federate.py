@@ -29,9 +29,10 @@ from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
-from fedloom.storage import is_url
-from fedloom.storage.base import CREDENTIALS, ENDPOINT, REGION
-from fedloom.storage.folder import claim_place, write_atomically
+from fedloom.storage import location_of, open_store
+from fedloom.storage.base import ENDPOINT
+from fedloom.storage.folder import write_atomically
+from fedloom.storage.locations import pod_environment
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher
@@ -64,6 +65,8 @@ def federate(
 ) -> None:
     """Run a federation, and leave the complete run folder in ``out``.
 
+    Raise the federation's error, of the class in docs/troubleshooting.md; its message gives the remedy.
+
     Parameters
     ----------
     experiment
@@ -87,11 +90,6 @@ def federate(
         True if it may run without a launcher indefinitely, unless ``orphan_after_s`` is set.
     say
         Called with lines of progress.
-
-    Raises
-    ------
-    FedloomError
-        The error of the failed federation, of the class in docs/troubleshooting.md; its message gives the remedy.
     """
     if backend == "local":
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, local.terminable(say, ""):
@@ -112,6 +110,8 @@ def federate(
 def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> list[str]:
     """Delete every remaining federation of a pipeline run; for exit handlers, which run after any outcome.
 
+    Return ``Kind name`` of each deleted object. Raise FedloomError if the cluster cannot be reached, or denies access.
+
     Parameters
     ----------
     run_id
@@ -120,16 +120,6 @@ def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> 
         Namespace of the federations; None is the launcher's own.
     say
         Called with a line for each object.
-
-    Returns
-    -------
-    list[str]
-        ``Kind name`` of each deleted object; empty if none was left.
-
-    Raises
-    ------
-    FedloomError
-        If the cluster cannot be reached, or denies access.
     """
     from fedloom.cluster.launcher import delete
 
@@ -152,16 +142,14 @@ def submit_federation(
 ) -> Submitted:
     """Start a detached federation on Kubernetes, or attach to a running one.
 
+    Raise FedloomError if it cannot be started. The objects that this call created, or of a federation that has failed,
+    are removed.
+
     Parameters
     ----------
     experiment, partition, cluster, run_id, say
         As for :func:`federate`; calling that with the same arguments and ``unattended`` waits for the federation to
         end.
-
-    Raises
-    ------
-    FedloomError
-        If it cannot be started. The objects that this call created, or of a federation that has failed, are removed.
     """
     step = _Step(experiment, partition, cluster, run_id, "federate", TaskConfig(), True, say)
     if cluster.orphan_after_s is not None:
@@ -259,7 +247,7 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
     check_cluster_settings(step.experiment, cluster, step.task_config)
     experiment = step.experiment.located()  # as the aggregator records it
     manifest = read_manifest(step.partition)
-    store, plain = _store(experiment, cluster)
+    store = _store(experiment, cluster)
     run = store.under(run_path(experiment.name, step.run_id, step.task))
     store.check()
     if is_finished(run, experiment):
@@ -288,7 +276,8 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
         threads=experiment.runtime.threads,
         clients_at_once=experiment.runtime.clients_at_once,
         # Pods may call the code that the launcher's own experiment names.
-        storage_environment={**plain, **({FACTORIES: ",".join(experiment.code)} if experiment.code else {})},
+        storage_environment=storage_environment(cluster, store.url)
+        | ({FACTORIES: ",".join(experiment.code)} if experiment.code else {}),
         orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if watched else None),
     )
     workers = pluralize(federation.workers, "worker")
@@ -305,21 +294,19 @@ def _prepared(step: _Step, logs: Path | None = None) -> tuple[Store, Launcher | 
     return run, Launcher(federation, api, say, owners=_owners(api), inside=inside, finished=finished, logs=logs)
 
 
-def storage_environment(cluster: ClusterSettings) -> dict[str, str]:
-    """Return the variables by which pods reach the store; credentials come from a Secret."""
-    plain = {name: os.environ[name] for name in (ENDPOINT, REGION) if os.environ.get(name)}
-    return plain if cluster.s3_endpoint is None else {**plain, ENDPOINT: cluster.s3_endpoint}
+def storage_environment(cluster: ClusterSettings, *urls: str | None) -> dict[str, str]:
+    """Return the variables by which pods reach these stores; credentials come from a Secret."""
+    own = {} if cluster.s3_endpoint is None else {ENDPOINT: cluster.s3_endpoint}
+    return pod_environment(urls, {**os.environ, **own})
 
 
-def _store(experiment: Experiment, cluster: ClusterSettings) -> tuple[Store, dict[str, str]]:
-    """Return the experiment's store, and the variables by which pods reach it; credentials come from a Secret."""
-    from fedloom.storage import open_store
-
-    plain, own, endpoint_from = storage_environment(cluster), dict(os.environ), None
-    if cluster.s3_endpoint is not None and not own.get(ENDPOINT):  # a launcher outside may have another address of it
-        own[ENDPOINT] = cluster.s3_endpoint
+def _store(experiment: Experiment, cluster: ClusterSettings) -> Store:
+    """Return the experiment's store; a launcher outside of the cluster may reach it at another address than pods."""
+    environment, endpoint_from = dict(os.environ), None
+    if cluster.s3_endpoint is not None and not environment.get(ENDPOINT):
+        environment[ENDPOINT] = cluster.s3_endpoint
         endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
-    return open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from), plain
+    return open_store(str(experiment.storage).rstrip("/"), environment, endpoint_from=endpoint_from)
 
 
 def _check_rights(api: Api, cluster: ClusterSettings, *, inside: bool) -> None:
@@ -341,12 +328,10 @@ def _check_rights(api: Api, cluster: ClusterSettings, *, inside: bool) -> None:
 def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:
     """Reject settings that cannot run on any cluster.
 
-    Raises
-    ------
-    ExperimentError
-        Names the key.
+    Raise ExperimentError, which names the key.
     """
-    if not is_url(experiment.storage or ""):
+    location = location_of(experiment.storage or "")
+    if location is None:
         raise ExperimentError(
             f"storage is {experiment.storage or 'not set'}; with backend kubernetes set it to s3://BUCKET/PREFIX, or "
             "in one cluster pvc://CLAIM/PATH, where pods find partition, checkpoints and states",
@@ -355,38 +340,27 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
         )
     if cluster.image is None:
         raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
-    without = claim_place(experiment.storage or "") is not None or CREDENTIALS[0] in cluster.env
-    if cluster.storage_secret is None and not without:
+    needed = location.credentials
+    if cluster.storage_secret is None and needed and cluster.env.keys().isdisjoint(needed):
         raise ExperimentError(
             "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
-            hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... "
-            "--from-literal=AWS_SECRET_ACCESS_KEY=...",
+            hint="kubectl create secret generic NAME " + " ".join(f"--from-literal={name}=..." for name in needed),
             key="cluster.storage_secret",
         )
     _check_device(experiment.runtime.device, cluster, task_config)
 
 
 def _check_device(device: str, cluster: ClusterSettings, task_config: TaskConfig) -> None:
-    own = {} if cluster.gpu is None else {cluster.gpu.resource: cluster.gpu.count}
-    workers = resources(cluster.worker, own, task_config.resources)
-    for component, needs in (("worker", workers), ("aggregator", resources(cluster.aggregator))):
-        limits = needs.get("limits", {})
-        for resource, amount in needs.get("requests", {}).items():
-            if "/" in resource and limits.get(resource) != amount:
-                raise ExperimentError(
-                    f"cluster.{component}.requests has {resource}: {amount}, and its limit is "
-                    f"{limits.get(resource, 'not set')}; set the limit alone: Kubernetes requests as many devices",
-                    key=f"cluster.{component}.requests",
-                    found=amount,
-                )
-    devices = [resource for resource in workers.get("limits", {}) if "/" in resource]
-    if device == "cpu" and any(map(is_gpu, devices)):
+    gpu = {} if cluster.gpu is None else {cluster.gpu.resource: cluster.gpu.count}
+    limits = resources(cluster.worker, gpu, task_config.resources).get("limits", {})
+    gpus = ", ".join(filter(is_gpu, limits))
+    if device == "cpu" and gpus:
         raise ExperimentError(
-            f"cluster.gpu asks for a GPU for each worker ({', '.join(filter(is_gpu, devices))}), and runtime.device "
-            "is cpu; set that to cuda, or remove cluster.gpu",
+            f"cluster.gpu asks for a GPU for each worker ({gpus}), and runtime.device is cpu; set that to cuda, or "
+            "remove cluster.gpu",
             key="cluster.gpu",
         )
-    if device == "cuda" and not devices:
+    if device == "cuda" and not any("/" in resource for resource in limits):
         raise ExperimentError(
             "cluster.gpu is not set, and runtime.device is cuda; set cluster.gpu, or runtime.device to cpu",
             key="cluster.gpu",
@@ -434,10 +408,7 @@ def is_finished(run: Store, experiment: Experiment) -> bool:
 def publish_experiment(run: Store, experiment: Experiment) -> None:
     """Publish a run's experiment for its aggregator.
 
-    Raises
-    ------
-    ExperimentError
-        If another experiment has the same run id and task.
+    Raise ExperimentError if another experiment has the same run id and task.
     """
     from fedloom.storage import Taken
 
@@ -463,10 +434,7 @@ def _is_of(run: Store, experiment: Experiment) -> bool:
 def collect(run: Store, out: Path, say: Callable[[str], None]) -> None:
     """Fetch a finished run's folder, and print its location.
 
-    Raises
-    ------
-    DataError
-        If the run is incomplete.
+    Raise DataError if the run is incomplete.
     """
     from fedloom.runs.files import SUMMARY
     from fedloom.runs.published import STORE_FOLDERS

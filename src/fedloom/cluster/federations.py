@@ -76,29 +76,26 @@ def federations(api: Api, selector: str = OURS) -> list[Status]:
     """Return the status of each federation in the namespace, oldest first."""
     jobs, pods = api.select("Job", selector)[0], api.select("Pod", selector)[0]
     roots = [job for job in jobs if get_label(job, COMPONENT) == AGGREGATOR]
-    found = []
+    statuses = []
     for root in sorted(roots, key=lambda job: str(job["metadata"].get("creationTimestamp"))):
         name = get_label(root, INSTANCE)
         workers = [job for job in jobs if get_label(job, INSTANCE) == name and get_label(job, COMPONENT) == WORKER]
-        found.append(_status(api, root, workers, [pod for pod in pods if get_label(pod, INSTANCE) == name]))
-    return found
+        statuses.append(_status(api, root, workers, [pod for pod in pods if get_label(pod, INSTANCE) == name]))
+    return statuses
 
 
 def find_federation(api: Api, name: str) -> Status:
     """Return the federation with a name or a run id.
 
-    Raises
-    ------
-    ExperimentError
-        If there is none, or several have that run id.
+    Raise ExperimentError if there is none, or several have that run id.
     """
     there = federations(api)
-    found = [one for one in there if name == one.name or label(name) == one.run_id]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(f"{one.name} ({one.run_id})" for one in found or there)
+    matches = [one for one in there if name == one.name or label(name) == one.run_id]
+    if len(matches) == 1:
+        return matches[0]
+    known = ", ".join(f"{one.name} ({one.run_id})" for one in matches or there)
     raise ExperimentError(
-        f"namespace {api.namespace} has {len(found) or 'no'} federations called {name}"
+        f"namespace {api.namespace} has {len(matches) or 'no'} federations called {name}"
         + (f"; choose from {known}" if known else ""),
         hint="fedloom cluster status lists them; objects are removed an hour after the end; runs stay in the store",
     )
@@ -119,17 +116,14 @@ def federation_progress(api: Api, status: Status) -> Activity | None:
 def federation_logs(api: Api, status: Status, *, worker: int | None = None, followed: bool = False) -> Iterator[str]:
     """Yield the log lines of a federation's aggregator, or of one of its workers, from its newest pod.
 
+    Raise ExperimentError if there is no such pod, or it has not started; the message has the reason.
+
     Parameters
     ----------
     worker
         Index of the worker; None is the aggregator.
     followed
         Wait for further lines until the pod ends.
-
-    Raises
-    ------
-    ExperimentError
-        If there is no such pod, or it has not started; the message has the reason.
     """
     component = AGGREGATOR if worker is None else WORKER
     selector = f"{INSTANCE}={status.name},{COMPONENT}={component}" + ("" if worker is None else f",{INDEX}={worker}")
@@ -155,13 +149,7 @@ def federation_logs(api: Api, status: Status, *, worker: int | None = None, foll
 
 
 def stop_federation(api: Api, status: Status) -> list[str]:
-    """Stop a federation: its pods are asked to stop and its objects are deleted; published results stay.
-
-    Returns
-    -------
-    list[str]
-        ``Kind name`` of each object.
-    """
+    """Delete a federation's objects, and return ``Kind name`` of each; published results stay."""
     return delete(api, f"{INSTANCE}={status.name}")
 
 

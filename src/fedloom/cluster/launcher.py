@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedloom.cluster.api import AWAY, FORWARDING, Api
-from fedloom.cluster.diagnosis import Exit, PodMonitor, aggregator_failure, end_of, exits, name_of, workers_failure
+from fedloom.cluster.diagnosis import PodMonitor, aggregator_failure, end_of, exits, name_of, workers_failure
 from fedloom.cluster.manifests import (
     AGGREGATOR,
     COMPONENT,
@@ -118,11 +118,8 @@ class Launcher:
     def run(self) -> None:
         """Create or adopt the federation, and return when it has ended successfully.
 
-        Raises
-        ------
-        FedloomError
-            The federation's error, or this launcher's. The objects still exist: see ``over``, :meth:`save_logs` and
-            :meth:`remove`.
+        Raise the federation's error, or this launcher's. The objects still exist: see ``over``, :meth:`save_logs` and
+        :meth:`remove`.
         """
         address = self.ensure()
         if address is None:
@@ -158,20 +155,13 @@ class Launcher:
                 yield tunnel.address
 
     def ensure(self) -> str | None:
-        """Create missing objects, and adopt existing ones.
+        """Create missing objects, adopt existing ones, and return the aggregator's address, ``host:port``.
 
-        Returns
-        -------
-        str or None
-            Address of the aggregator, ``host:port``; None if it has already ended successfully.
+        Return None if the federation has already ended successfully.
 
-        Raises
-        ------
-        Occupied
-            If an object of one of these names exists with another specification.
-        FedloomError
-            If an adopted federation has failed in a way that another attempt would only repeat, or an object cannot be
-            created; those that this call created are then removed.
+        Raise Occupied if an object of one of these names exists with another specification; FedloomError if an adopted
+        federation has failed in a way that another attempt would only repeat, or an object cannot be created; those
+        that this call created are then removed.
         """
         try:
             return self._ensure()
@@ -204,10 +194,10 @@ class Launcher:
                 self.save_logs(self._logs)
             self.remove(wait=True)
         owners = [owner(root)]
-        found = self._create_or_adopt(completed(service(self._federation), self._digest, owners))
+        existing = self._create_or_adopt(completed(service(self._federation), self._digest, owners))
         self._create_or_adopt(completed(worker_job(self._federation), self._digest, owners))
         self.attached = True
-        host = found.get("spec", {}).get("clusterIP") or f"{self._federation.name}.{self._federation.namespace}.svc"
+        host = existing.get("spec", {}).get("clusterIP") or f"{self._federation.name}.{self._federation.namespace}.svc"
         return f"[{host}]:{PORT}" if ":" in host else f"{host}:{PORT}"
 
     def save_logs(self, folder: Path) -> None:
@@ -218,16 +208,13 @@ class Launcher:
     def remove(self, *, wait: bool = False) -> None:
         """Delete the objects that this launcher created or adopted; with ``wait``, return when they no longer exist.
 
-        Raises
-        ------
-        WorkerLostError
-            If an object, or one of its pods, still exists after two minutes.
+        Raise WorkerLostError if an object, or one of its pods, still exists after two minutes.
         """
         self._delete(self._own)
         until = time.monotonic() + DELETE_TIMEOUT_S
         while wait and (left := self._owned((*KINDS, "Pod"), self._own)):
             if time.monotonic() > until:
-                names = ", ".join(f"{kind} {found['metadata']['name']}" for kind, found in left)
+                names = ", ".join(f"{kind} {existing['metadata']['name']}" for kind, existing in left)
                 raise WorkerLostError(
                     f"these objects still exist {DELETE_TIMEOUT_S:.0f} s after their deletion: {names}",
                     hint="see why with kubectl describe, then start again with the same run id",
@@ -236,8 +223,8 @@ class Launcher:
 
     def _delete(self, uids: set[str]) -> None:
         # Look up all objects first: deleting a Job may delete what it owns.
-        for kind, found in self._owned(KINDS, uids):
-            self._api.delete(kind, found["metadata"]["name"], found["metadata"]["uid"])
+        for kind, existing in self._owned(KINDS, uids):
+            self._api.delete(kind, existing["metadata"]["name"], existing["metadata"]["uid"])
 
     def _create_or_adopt(self, manifest: Manifest) -> Manifest:
         """Adopt the object of a name, or create it.
@@ -249,18 +236,18 @@ class Launcher:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         until = time.monotonic() + DELETE_TIMEOUT_S
         while time.monotonic() < until:
-            found = self._api.read(kind, name)
-            if found is None:
-                made = self._create(kind, manifest)
-                if made is not None:
-                    self._own.add(made["metadata"]["uid"])
-                    self._created.add(made["metadata"]["uid"])
+            existing = self._api.read(kind, name)
+            if existing is None:
+                created = self._create(kind, manifest)
+                if created is not None:
+                    self._own.add(created["metadata"]["uid"])
+                    self._created.add(created["metadata"]["uid"])
                     self._say(f"created {kind} {name}")
-                    return made
-            elif not found["metadata"].get("deletionTimestamp"):
-                if (kind == "Job" and name.endswith(AGGREGATOR)) or _owners(found) == _owners(manifest):
-                    return self._adopted(found)
-                if not _owners(found):
+                    return created
+            elif not existing["metadata"].get("deletionTimestamp"):
+                if (kind == "Job" and name.endswith(AGGREGATOR)) or _owners(existing) == _owners(manifest):
+                    return self._adopted(existing)
+                if not _owners(existing):
                     raise Occupied(f"{kind} {name} already exists, and belongs to no federation")
                 # An object owned by another Job belongs to an earlier attempt, and will be garbage-collected.
             time.sleep(0.5)
@@ -276,9 +263,9 @@ class Launcher:
                 return None
             raise
 
-    def _adopted(self, found: Manifest) -> Manifest:
-        metadata, f = found["metadata"], self._federation
-        what = f"{found['kind']} {metadata['name']}"
+    def _adopted(self, existing: Manifest) -> Manifest:
+        metadata, f = existing["metadata"], self._federation
+        what = f"{existing['kind']} {metadata['name']}"
         if (metadata.get("annotations") or {}).get(DIGEST) != self._digest:
             raise Occupied(
                 f"{what} already exists for the same run id ({f.run_id}) and task ({f.task}), with another "
@@ -288,7 +275,7 @@ class Launcher:
             )
         self._own.add(metadata["uid"])
         self._say(f"adopted {what}")
-        return found
+        return existing
 
     def _watch(self, client: ProgressClient) -> None:
         ended: Manifest | None = None  # the workers' Job, once it has ended without failing the federation
@@ -349,24 +336,21 @@ class Launcher:
         return job
 
     def _report_exits(self, pods: Sequence[Manifest]) -> None:
-        failed: list[Exit] = [*exits(pods, AGGREGATOR), *exits(pods, WORKER)]
-        for one in failed:
-            if one.pod not in self._reported:
-                self._reported.add(one.pod)
-                reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
-                ended = f"ended with code {one.code} ({name_of(one.code)}{reason})" if one.code else f"failed{reason}"
-                self._say(f"{one.pod} {ended}: {one.summary}")
+        for failed in (*exits(pods, AGGREGATOR), *exits(pods, WORKER)):
+            if failed.pod not in self._reported:
+                self._reported.add(failed.pod)
+                reason = f", {failed.reason}" if failed.reason not in ("", "Error") else ""
+                ended = f"ended with code {failed.code} ({name_of(failed.code)}{reason})"
+                self._say(f"{failed.pod} {ended if failed.code else f'failed{reason}'}: {failed.summary}")
 
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""
-        phases: dict[str, list[str]] = {AGGREGATOR: [], WORKER: []}
-        for pod in pods:
-            component = get_label(pod, COMPONENT)
-            if component in phases and not pod["metadata"].get("deletionTimestamp"):
-                phases[component].append(phase_of(pod))
-        (*_, aggregator) = ("not created", *phases[AGGREGATOR])
-        line = f"aggregator: {aggregator.lower()}, workers running: {phases[WORKER].count('Running')} "
-        line += f"of {self._federation.workers}"
+        phases = [
+            (get_label(pod, COMPONENT), phase_of(pod)) for pod in pods if not pod["metadata"].get("deletionTimestamp")
+        ]
+        aggregator = ["not created", *(phase.lower() for component, phase in phases if component == AGGREGATOR)][-1]
+        running = phases.count((WORKER, "Running"))
+        line = f"aggregator: {aggregator}, workers running: {running} of {self._federation.workers}"
         if line != self._said_last:
             self._said_last = line
             self._say(line)
@@ -378,11 +362,11 @@ class Launcher:
         """Return the existing objects with these uids and those that they own, whose uids are added."""
         owned = []
         for kind in kinds:
-            for found in self._api.select(kind, self._federation.selector)[0]:
-                uid = found["metadata"]["uid"]
-                if uid in uids or _owners(found) & uids:
+            for existing in self._api.select(kind, self._federation.selector)[0]:
+                uid = existing["metadata"]["uid"]
+                if uid in uids or _owners(existing) & uids:
                     uids.add(uid)
-                    owned.append((kind, found))
+                    owned.append((kind, existing))
         return owned
 
 
@@ -399,15 +383,9 @@ def save_logs(api: Api, pods: Sequence[Manifest], folder: Path) -> None:
 
 
 def delete(api: Api, selector: str) -> list[str]:
-    """Delete all Jobs (with their pods) and Services that match a selector.
-
-    Returns
-    -------
-    list[str]
-        ``Kind name`` of each.
-    """
+    """Delete all Jobs (with their pods) and Services that match a selector; return ``Kind name`` of each."""
     # Look up all objects first: deleting a Job may delete what it owns.
-    there = [(kind, found["metadata"]["name"]) for kind in KINDS for found in api.select(kind, selector)[0]]
+    there = [(kind, existing["metadata"]["name"]) for kind in KINDS for existing in api.select(kind, selector)[0]]
     for kind, name in there:
         api.delete(kind, name)
     return [f"{kind} {name}" for kind, name in there]
@@ -422,9 +400,9 @@ def aggregator_pod(pods: Sequence[Manifest]) -> str | None:
         and phase_of(pod) == "Running"
         and not pod["metadata"].get("deletionTimestamp")
     ]
-    newest = max(running, key=lambda found: str(found.get("creationTimestamp")), default=None)
+    newest = max(running, key=lambda existing: str(existing.get("creationTimestamp")), default=None)
     return None if newest is None else str(newest["name"])
 
 
-def _owners(found: Any) -> set[str]:
-    return {reference["uid"] for reference in found["metadata"].get("ownerReferences") or ()}
+def _owners(existing: Any) -> set[str]:
+    return {reference["uid"] for reference in existing["metadata"].get("ownerReferences") or ()}

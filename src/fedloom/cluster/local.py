@@ -48,6 +48,8 @@ def run_locally(
 ) -> None:
     """Run an experiment on a partition in separate processes.
 
+    Raise the error with which the run ended.
+
     Parameters
     ----------
     experiment
@@ -62,11 +64,6 @@ def run_locally(
         Maximum duration of the run.
     say
         Called with the run's lines of progress.
-
-    Raises
-    ------
-    FedloomError
-        The error with which the run ended.
     """
     command = python("-c", _ENDS_WITH_ITS_PARENT, str(os.getpid()))
     command += ["run", str(experiment), "--partition", str(partition)]
@@ -122,10 +119,7 @@ class Stopped(InterruptedRun):
 def terminable(say: Callable[[str], None], note: str) -> Iterator[None]:
     """Turn SIGTERM in the block into an exception, like Ctrl-C.
 
-    Raises
-    ------
-    Stopped
-        On SIGTERM.
+    Raise Stopped on SIGTERM.
     """
 
     def handle(number: int, frame: object) -> None:

@@ -11,22 +11,25 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
+
+import yaml
 
 from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
 from fedloom.core.processes import TELL_PARENT
-from fedloom.core.words import shortened
-from fedloom.errors import ExitCode, ExperimentError, argument
+from fedloom.errors import ExitCode
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.security.options import TOKEN
 
 Manifest: TypeAlias = dict[str, Any]
 
-PORT = 7733
-TERMINATION_LOG = "/dev/termination-log"
-"""File in a pod whose content becomes the container's termination message."""
-USER = 65532
+COMMON: Manifest = yaml.safe_load(Path(__file__).with_name("objects.yaml").read_text(encoding="utf-8"))
+"""Parts of the objects that are the same for every federation."""
+PORT = int(COMMON["service"]["ports"][0]["port"])
+USER = int(COMMON["pod"]["securityContext"]["runAsUser"])
 RUN_ID, TASK, DIGEST, ATTEMPT = (f"{OWN}{word}" for word in ("run-id", "task", "spec-digest", "attempt"))
 NAME, INSTANCE, COMPONENT, MANAGED_BY = (
     f"app.kubernetes.io/{word}" for word in ("name", "instance", "component", "managed-by")
@@ -40,12 +43,6 @@ UNRETRIED = (*FINAL, int(ExitCode.ABANDONED))
 
 CHECKPOINT_GRACE_S = 60
 WORKER_GRACE_S = 15
-STARTUP_S = 600
-"""Seconds that an aggregator may take to serve: image pull, imports, and fetching its last checkpoint."""
-
-
-LONGEST_NAME = 40
-"""Maximum length of a name to which Katib appends."""
 
 SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 """Default topology spread constraint of workers. It has no zone: a node without the label of one constraint is ignored
@@ -67,18 +64,6 @@ def label(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     return hashlib.sha256(text.encode()).hexdigest()[:40]
-
-
-def check_short_name(name: str) -> str:
-    """Return the name of objects to which Katib appends; raise ExperimentError if it is not valid."""
-    if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", name):
-        raise ExperimentError(
-            f"{argument('name')} must be at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter "
-            f"to a letter or digit (got {shortened(name)}).",
-            key="name",
-            found=name,
-        )
-    return name
 
 
 @dataclass(frozen=True)
@@ -152,12 +137,7 @@ class FederationSpec:
 
 def service(federation: FederationSpec) -> Manifest:
     """Return the Service through which workers and the launcher reach the aggregator, whichever pod it runs in."""
-    spec = {
-        "selector": {INSTANCE: federation.name, COMPONENT: AGGREGATOR},
-        # Clients connect as soon as an aggregator listens; it reports its own readiness.
-        "publishNotReadyAddresses": True,
-        "ports": [{"name": "grpc", "port": PORT, "targetPort": PORT, "protocol": "TCP", "appProtocol": "grpc"}],
-    }
+    spec = {"selector": {INSTANCE: federation.name, COMPONENT: AGGREGATOR}, **deepcopy(COMMON["service"])}
     return _object(federation, "v1", "Service", federation.name, AGGREGATOR, spec)
 
 
@@ -175,12 +155,7 @@ def aggregator_job(federation: FederationSpec) -> Manifest:
     container["env"] += [{"name": key, "value": value} for key, value in own.items()]
     if s.aggregator.env_secrets:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in s.aggregator.env_secrets]
-    probe = {"grpc": {"port": PORT}, "periodSeconds": 2, "timeoutSeconds": 5}
-    container |= {
-        "ports": [{"name": "grpc", "containerPort": PORT, "protocol": "TCP"}],
-        "startupProbe": {**probe, "failureThreshold": STARTUP_S // 2},
-        "readinessProbe": {**probe, "periodSeconds": 10},
-    }
+    container |= deepcopy(COMMON["aggregator"])
     pod = pod_spec(s, container, CHECKPOINT_GRACE_S, s.aggregator, None)
     spec = {
         "completions": 1,
@@ -211,11 +186,11 @@ def worker_job(federation: FederationSpec) -> Manifest:
     of_task = {entry["name"] for entry in task.env or ()}
     container["env"] = [entry for entry in container["env"] if entry["name"] not in of_task] + [*(task.env or ())]
     container["volumeMounts"] += [*(task.volume_mounts or ())]
-    where = AggregatorPod(
+    placement = AggregatorPod(
         tolerations=(*s.tolerations, *(task.tolerations or ())),
         node_selector={**s.node_selector, **(task.node_selector or {})},
     )
-    pod = pod_spec(s, container, WORKER_GRACE_S, where, task.affinity or s.affinity)
+    pod = pod_spec(s, container, WORKER_GRACE_S, placement, task.affinity or s.affinity)
     pod["volumes"] += [*(task.volumes or ())]
     if s.runtime_class is not None:
         pod["runtimeClassName"] = s.runtime_class
@@ -268,9 +243,9 @@ def _reference(owning: Mapping[str, Any]) -> Manifest:
     return {**known, "controller": False, "blockOwnerDeletion": False}
 
 
-def get_label(found: Mapping[str, Any], key: str) -> str:
+def get_label(item: Mapping[str, Any], key: str) -> str:
     """Return a label of an object; empty if it has none of that name."""
-    return str((found["metadata"].get("labels") or {}).get(key, ""))
+    return str((item["metadata"].get("labels") or {}).get(key, ""))
 
 
 def attempt_number(aggregator: Mapping[str, Any]) -> int:
@@ -348,33 +323,21 @@ def pod_template(settings: ClusterSettings, labels: Mapping[str, str], pod: Mani
 
 
 def pod_spec(
-    settings: ClusterSettings, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
+    settings: ClusterSettings, container: Manifest, grace_s: int, placement: AggregatorPod, affinity: Manifest | None
 ) -> Manifest:
     """Return the ``spec`` of a pod with one container, without privileges or a service account token."""
     optional = {
         "serviceAccountName": settings.service_account,
         "priorityClassName": settings.priority_class,
         "imagePullSecrets": [{"name": name} for name in settings.image_pull_secrets],
-        "nodeSelector": where.node_selector,
-        "tolerations": [*where.tolerations],
+        "nodeSelector": placement.node_selector,
+        "tolerations": [*placement.tolerations],
         "affinity": affinity,
     }
-    return {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": grace_s,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [container],
-        "volumes": [{"name": "work", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}, *settings.volumes],
-        **{key: value for key, value in optional.items() if value},
-    }
+    spec = deepcopy(COMMON["pod"])
+    spec["volumes"] += settings.volumes
+    added = {"terminationGracePeriodSeconds": grace_s, "containers": [container]}
+    return {**spec, **added, **{key: value for key, value in optional.items() if value}}
 
 
 def container_spec(
@@ -386,7 +349,8 @@ def container_spec(
     needs: Mapping[str, Any],
 ) -> Manifest:
     """Return a container that runs ``fedloom`` with these arguments, and the credentials of a worker or of storage."""
-    plain = {"HOME": "/work", TELL_PARENT: TERMINATION_LOG, **storage_environment, **s.env}
+    spec = deepcopy(COMMON["container"])
+    plain = {"HOME": "/work", TELL_PARENT: spec["terminationMessagePath"], **storage_environment, **s.env}
     env: list[Manifest] = [{"name": key, "value": value} for key, value in plain.items()]
     secret = s.worker_secret or s.storage_secret if name == WORKER else s.storage_secret
     if secret is not None:
@@ -396,28 +360,8 @@ def container_spec(
         ]
     if s.token_secret is not None:
         env.append({"name": TOKEN, "valueFrom": {"secretKeyRef": {"name": s.token_secret, "key": "token"}}})
-    return {
-        "name": name,
-        "image": image,
-        "command": ["fedloom"],
-        "args": arguments,
-        "env": env,
-        "resources": {**needs},
-        # The process reports its error there as JSON; a process that reports nothing has the end of its log.
-        "terminationMessagePath": TERMINATION_LOG,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "workingDir": "/work",
-        "volumeMounts": [
-            {"name": "work", "mountPath": "/work"},
-            {"name": "tmp", "mountPath": "/tmp"},
-            *s.volume_mounts,
-        ],
-    }
+    spec["volumeMounts"] += s.volume_mounts
+    return {"name": name, "image": image, "args": arguments, "env": env, "resources": {**needs}, **spec}
 
 
 def _seconds(seconds: float) -> str:

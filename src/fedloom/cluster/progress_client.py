@@ -19,7 +19,7 @@ from fedloom.core.words import pluralize
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError
 from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.security.options import ClientOptions, Credentials
-from fedloom.tasks.headline import GROUPS, in_words
+from fedloom.tasks.names import GROUPS, in_words
 from fedloom.transport.control import follow
 
 log = logging.getLogger("fedloom.cluster")
@@ -128,10 +128,7 @@ LOST_AFTER_S = 60.0
 def launchers_credentials() -> Credentials:
     """Return a launcher's credentials, from the environment as for a worker; plaintext is allowed, as on pod networks.
 
-    Raises
-    ------
-    RefusedError, ExperimentError
-        If the environment's token or certificate is invalid.
+    Raise RefusedError or ExperimentError if the environment's token or certificate is invalid.
     """
     return Credentials(ClientOptions.from_folder(insecure=True))
 

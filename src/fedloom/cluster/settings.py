@@ -16,7 +16,8 @@ from fedloom.errors import ExperimentError, without_secrets
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.storage.base import CREDENTIALS
-from fedloom.storage.folder import claims_of, read_file
+from fedloom.storage.folder import read_file
+from fedloom.storage.locations import claims_of
 
 OWN = "fedloom.dev/"
 """Prefix of FedLoom's own labels and annotations."""
@@ -34,10 +35,8 @@ IMAGE = re.compile(
 def check_image(image: str) -> str:
     """Return an image's name, if it is pinned by a tag or a digest.
 
-    Raises
-    ------
-    ValueError
-        If it has neither a tag nor a digest, or its tag is ``latest``: the image could change between two runs.
+    Raise ValueError if it has neither a tag nor a digest, or its tag is ``latest``: the image could change between two
+    runs.
     """
     parts = IMAGE.fullmatch(image)
     if parts is None or (parts["digest"] is None and parts["tag"] in (None, "latest")):
@@ -221,31 +220,28 @@ class ClusterSettings(Settings):
     def from_json(cls, text: str, *, source: str = "cluster settings") -> ClusterSettings:
         """Read settings from JSON, as pipelines pass them.
 
+        Raise ExperimentError if it is not a JSON object, or a setting is invalid; lists every error with the values
+        allowed.
+
         Parameters
         ----------
         text
             A JSON object; empty text gives the defaults.
         source
             Name of the text in messages.
-
-        Raises
-        ------
-        ExperimentError
-            If it is not a JSON object, or a setting is invalid; lists every error with the values allowed.
         """
         return _read(cls, text or "{}", source)
 
     def with_claims(self, *urls: str | None) -> Self:
         """Return settings whose pods mount the PersistentVolumeClaims of these locations (``pvc://CLAIM/PATH``)."""
         mounted = {mount.get("mountPath") for mount in self.volume_mounts}
-        claims = [place for place in claims_of(urls) if place.mount not in mounted]
-        volumes = [
-            {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": place.claim}}
-            for i, place in enumerate(claims)
-        ]
-        mounts = [{"name": f"claim-{i}", "mountPath": place.mount} for i, place in enumerate(claims)]
+        claims = [(claim, path) for claim, path in claims_of(urls).items() if path not in mounted]
         if not claims:
             return self
+        volumes = [
+            {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim}} for i, (claim, _) in enumerate(claims)
+        ]
+        mounts = [{"name": f"claim-{i}", "mountPath": path} for i, (_, path) in enumerate(claims)]
         changed = {"volumes": (*self.volumes, *volumes), "volume_mounts": (*self.volume_mounts, *mounts)}
         return self.model_copy(update=changed)
 
@@ -265,10 +261,7 @@ class TaskConfig(Settings):
     def read(cls, value: Mapping[str, Any] | None) -> TaskConfig:
         """Validate Kubeflow's values; integers that it turned into floats become integers again.
 
-        Raises
-        ------
-        ExperimentError
-            If a field is unknown or has another type.
+        Raise ExperimentError if a field is unknown or has another type.
         """
         return _read(cls, json.dumps(_whole(dict(value or {}))), "task_config")
 
@@ -276,23 +269,10 @@ class TaskConfig(Settings):
 _S = TypeVar("_S", bound=Settings)
 
 
-def completed_from(settings: _S, variables: Mapping[str, str], environment: Mapping[str, str]) -> _S:
-    """Return settings whose missing values are those of environment variables, given the variable of each key."""
-    missing = {
-        key: environment[name]
-        for key, name in variables.items()
-        if getattr(settings, key) is None and environment.get(name)
-    }
-    return settings.model_copy(update=missing)
-
-
 def settings_from_file(settings: type[_S], path: Path) -> _S:
     """Read settings from a YAML file; an empty file gives the defaults.
 
-    Raises
-    ------
-    ExperimentError
-        If the file cannot be read or is not YAML, or a setting is invalid.
+    Raise ExperimentError if the file cannot be read or is not YAML, or a setting is invalid.
     """
     try:
         value, _ = parse_yaml(read_file(path).decode("utf-8"), str(path))
@@ -313,8 +293,8 @@ def _read(settings: type[_S], text: str, source: str) -> _S:
     try:
         return settings.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        found = explain(error, settings.model_json_schema(), value)
-        raise ExperimentError(listing(source, found, {})) from None
+        errors = explain(error, settings.model_json_schema(), value)
+        raise ExperimentError(listing(source, errors, {})) from None
 
 
 def _whole(value: Any) -> Any:

@@ -149,3 +149,14 @@ def _without_comment(content: bytes) -> bytes:
     if short_digest(rest) != found[1]:
         raise Damaged("its digest does not match the lines below it (remove the first line if you have edited them)")
     return rest
+
+
+def combined_digest(*parts: bytes | str | float) -> bytes:
+    """Return the SHA-256 of a sequence of values; equal digests mean equal sequences."""
+    encoded = (part if isinstance(part, bytes) else repr(part).encode() for part in parts)
+    return hashlib.sha256(b"fedloom question 1" + b"".join(map(length_prefixed, encoded))).digest()
+
+
+def length_prefixed(part: bytes) -> bytes:
+    """Return bytes preceded by their length, so that a sequence of them has one reading."""
+    return len(part).to_bytes(8, "big") + part

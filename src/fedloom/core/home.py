@@ -11,15 +11,12 @@ from fedloom.errors import ExperimentError
 def expanded(path: str | Path, variable: str = "HOME") -> Path:
     """Return a path with a leading ``~`` replaced by the home folder.
 
+    Raise ExperimentError if the home folder is unknown.
+
     Parameters
     ----------
     variable
         Environment variable that sets this path, for the error's hint.
-
-    Raises
-    ------
-    ExperimentError
-        If the home folder is unknown.
     """
     try:
         return Path(path).expanduser()

@@ -28,17 +28,14 @@ def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 def plugins(group: str, kind: type[T]) -> list[T]:
     """Load everything that installed packages register in a group, sorted by name.
 
+    Raise ExperimentError if an object cannot be loaded, or is of another class.
+
     Parameters
     ----------
     group
         ``fedloom.datasets``, ``fedloom.tasks`` or ``fedloom.models``.
     kind
         Required class of each object.
-
-    Raises
-    ------
-    ExperimentError
-        If an object cannot be loaded, or is of another class.
     """
     return [load_plugin(point, kind) for point in entries(group)]
 
@@ -63,25 +60,30 @@ def capability(name: str, user: str | None = None) -> Any:
             try:
                 return point.load()
             except ModuleNotFoundError as error:
-                if not (error.name or "").startswith("fedloom."):
+                reason = missing_part(error)
+                if reason is None:
                     raise
-    if user is not None:
-        raise ExperimentError(f"{user} needs FedLoom's part {name!r}, which this installation lacks.")
+                if user is not None:
+                    raise ExperimentError(f"{user}: {reason}") from error
     return None
+
+
+def missing_part(error: Exception) -> str | None:
+    """Return the message for an import of an optional part that this installation lacks; None for other errors."""
+    if not isinstance(error, ModuleNotFoundError) or not (error.name or "").startswith("fedloom."):
+        return None
+    return f"this installation lacks FedLoom's part {str(error.name).split('.')[1]!r}"
 
 
 def load_plugin(point: EntryPoint, kind: type[T]) -> T:
     """Load the object behind an entry point.
 
+    Raise ExperimentError if it cannot be loaded, or is of another class: package, name and reason.
+
     Parameters
     ----------
     kind
         Required class of the object.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot be loaded, or is of another class: package, name and reason.
     """
     try:
         loaded = point.load()

@@ -33,15 +33,13 @@ def start_tracing(service: str) -> None:
 
     If the collector is slow or absent, spans are lost; there is no other effect.
 
+    Raise ExperimentError if OpenTelemetry is not installed, or the environment selects a protocol other than OTLP over
+    gRPC.
+
     Parameters
     ----------
     service
         Name of the process, unless ``OTEL_SERVICE_NAME`` sets one.
-
-    Raises
-    ------
-    ExperimentError
-        If OpenTelemetry is not installed, or the environment selects a protocol other than OTLP over gRPC.
     """
     global _provider, _tracer
     for name in PROTOCOLS:

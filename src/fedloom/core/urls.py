@@ -12,17 +12,14 @@ def service_url(text: str, name: str, form: str, *, key: str, path: bool) -> str
 
     User information is refused, because it would be sent to the service or ignored, depending on the library.
 
+    Raise ExperimentError if it is not an HTTP URL, or has user information, a query or a fragment.
+
     Parameters
     ----------
     name, form, key
         Name of the setting and form of the URL in messages, and the error's key.
     path
         Whether the URL may have a path.
-
-    Raises
-    ------
-    ExperimentError
-        If it is not an HTTP URL, or has user information, a query or a fragment.
     """
     if without_secrets(text) != text:
         raise ExperimentError(f"{name} must be {form}, without a user name and password.", key=key)

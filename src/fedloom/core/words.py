@@ -69,7 +69,7 @@ def named_twice(names: Sequence[str]) -> str | None:
     return None
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+def first_of(names: Sequence[str], most: int = 12) -> str:
     """Return the first of some names for a message, and the number of the others: ``a, b and 7 more``."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -83,16 +83,13 @@ def shortened(text: str, most: int = 60) -> str:
 def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     """Return the value of a JSON text.
 
+    Raise ValueError if it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it
+    has an unpaired surrogate (``\\ud800``), which no terminal can show.
+
     Parameters
     ----------
     deepest
         Maximum nesting of lists and objects, for input from a peer; None for no limit but Python's.
-
-    Raises
-    ------
-    ValueError
-        If it is not JSON, is nested too deeply, or has a number that is not finite; or, from a peer, if it has an
-        unpaired surrogate (``\\ud800``), which no terminal can show.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import os
-import pkgutil
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,25 +13,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import check_example_privacy
+from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.algorithms.sums import sums_of
 from fedloom.core import digests
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, FederatedDataset, Manifest
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
+from fedloom.engine.sums import sums_part
 from fedloom.engine.training_privacy import check_private_buffers
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.plan import KEY as METRICS_KEY
 from fedloom.evaluation.plan import EvaluationPlan
+from fedloom.evaluation.planning import make_plan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
+from fedloom.federation.cohort import Summing
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
@@ -44,22 +44,11 @@ from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import open_store
-from fedloom.sums.held_answers import HeldAnswers
-from fedloom.sums.messages import combined_digest
-from fedloom.sums.revealed_sums import RevealedSums
-from fedloom.sums.summation import Summation
-from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
-from fedloom.tasks.registry import agreed_task
-from fedloom.tasks.trial import trial_targets
 
 DTYPE = torch.float32
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs below ``/dev``: NVIDIA's, AMD's, and those of Windows' subsystem for Linux."""
-
-TRIAL_EXAMPLES = 4
-"""Examples on which a metric is tried."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +77,7 @@ class RunContext:
         return self.experiment.algorithm.settings
 
     @property
-    def summation(self) -> Summation | None:
+    def summation(self) -> Summing | None:
         """Answers in training that are only summed: under secure aggregation, or with privacy of clients."""
         federation = self.experiment.federation
         privacy = federation.privacy if federation.privacy is not None and federation.privacy.of == "clients" else None
@@ -98,7 +87,7 @@ class RunContext:
         if secure is not None:
             fields |= sums_of(SummedMetrics)
         own = isinstance(self.experiment.data, OwnData)
-        return Summation(
+        return sums_part().Summation(
             fields,
             secure,
             privacy,
@@ -168,7 +157,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     parts.algorithm.check_model(parts.settings, model)
     if experiment.protects_examples:
         check_example_privacy(parts.algorithm, parts.settings)
-    if experiment.evaluation.label_mask and not (plan.task.target_kind == "classification" and setup.classes):
+    if experiment.evaluation.label_mask and not (plan.task.is_classification and setup.classes):
         raise ExperimentError(
             f"evaluation.label_mask must be false unless the task is classification (the task is {plan.task.name}).",
             key="evaluation.label_mask",
@@ -254,7 +243,7 @@ def client_side(
     *,
     secret: bytes | None = None,
     signing: Signing = NO_SIGNING,
-    revealed: RevealedSums | None = None,
+    revealed: object = None,
     only_sums: bool = False,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
@@ -297,7 +286,7 @@ def client_side(
         augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
         held=None
         if parts.summation is None
-        else HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
+        else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
         examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(
@@ -362,43 +351,10 @@ def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPla
     unknown, fails, or may not be called in this process.
     """
     targets = manifest.spec.targets or Targets("classification", (), manifest.spec.classes, manifest.spec.class_names)
-    task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)
-    own = [name for name in experiment.evaluation.metrics if ":" in name]
-    asked = [name for name in experiment.evaluation.metrics if ":" not in name]
-    if own and not targets.outputs:
-        raise ExperimentError(
-            f"{METRICS_KEY}: data without targets have no metrics but the model's loss", key=METRICS_KEY
-        )
-    metrics = [_own_metric(name, task, targets) for name in own]
     # A sketch tells something of a member's own model, so only simulations measure it.
     simulated = not isinstance(experiment.data, OwnData) and experiment.federation.secure_aggregation is None
-    return EvaluationPlan.of(targets, task, asked, metrics, sketches=simulated)
-
-
-def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:
-    """Return a metric of the user's own, after trying it on outputs of zeros."""
-    function: Any = remembered_metric(name) if name.startswith(MEMORY) else _imported(name)
-    return OwnMetric(name, function, _trial(task, targets), targets.mean, targets.std)
-
-
-def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
-    shape = task.output_shape(targets.outputs, targets.shape)
-    predictions = task.predictions(torch.zeros(TRIAL_EXAMPLES, *shape))
-    return predictions, trial_targets(task, TRIAL_EXAMPLES, targets.outputs, targets.shape)
-
-
-def _imported(name: str) -> Any:
-    """Import a metric named as ``package:function``."""
-    check_permitted(name, METRICS_KEY)
-    try:
-        return pkgutil.resolve_name(name)
-    except Exception as error:
-        raise ExperimentError(
-            f"{METRICS_KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
-            hint="install its package, or name its folder in PYTHONPATH",
-            key=METRICS_KEY,
-            found=name,
-        ) from error
+    names = experiment.evaluation.metrics
+    return make_plan(experiment.task, targets, manifest.dataset, names, check_permitted, sketches=simulated)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
@@ -433,4 +389,4 @@ def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
     federation = {key: settings["federation"][key] for key in shaping}
     figures = manifest.spec.normalization
     described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
-    return combined_digest(json.dumps(described, sort_keys=True))
+    return digests.combined_digest(json.dumps(described, sort_keys=True))

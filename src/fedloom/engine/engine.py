@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.core.garbage import imports_frozen
 from fedloom.core.logs import lines_about
+from fedloom.core.memory import imports_frozen
 from fedloom.core.plugins import capability
 from fedloom.engine import loops, results
 from fedloom.engine.assemble import RunContext, fingerprint, make_parts, use_device
 from fedloom.engine.constants import check_run_constants, write_constants
 from fedloom.engine.distributed import Serving, ServingSettings, serving
-from fedloom.engine.examples import write_examples
 from fedloom.engine.log_file import log_kept
 from fedloom.engine.observer import RunObserver
 from fedloom.engine.options import RunOptions, ServingOptions
@@ -300,7 +299,9 @@ class Engine:
         seconds = self._earlier_s + time.perf_counter() - self.started_at
         summary = results.conclude(parts, loop, final, seconds)
         if self.options.report and self.dataset is not None:  # data of a simulation, none of whose clients is private
-            write_examples(self.folder, parts.plan.task.target_kind, parts.plan.targets)
+            write_examples = capability("examples")
+            if write_examples is not None:
+                write_examples(self.folder, parts.plan.task.target_kind, parts.plan.targets)
         reported = self.options.report and write_report_if_possible(self.folder, self.observer)
         self.folder.tidy()
         self.publication.finish()

@@ -9,17 +9,17 @@ import time
 import uuid
 
 from fedloom.core.address import dialable
-from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
+from fedloom.data.spec import Normalization
 from fedloom.engine.assemble import RunContext, make_parts
 from fedloom.engine.distributed import welcome, with_workers
 from fedloom.engine.engine import Engine, RunResult
 from fedloom.engine.run_data import has_normalization, open_manifest
+from fedloom.engine.sums import sums_part
 from fedloom.errors import QuorumError
 from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
 from fedloom.privacy.settings import SMALLEST_SUM
-from fedloom.sums.measuring import securely_measured_normalization
 from fedloom.transport.aggregator import Aggregator
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def _measured_securely(
         clients = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen and entry.id not in silent}
         if len(clients) >= SMALLEST_SUM:
             try:
-                return securely_measured_normalization(
+                return sums_part().securely_measured_normalization(
                     server,
                     engine.own,
                     clients,

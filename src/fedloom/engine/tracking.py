@@ -15,7 +15,7 @@ from queue import Full, Queue
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fedloom.core.plugins import entries
+from fedloom.core.plugins import entries, missing_part
 from fedloom.core.processes import tell_notice
 from fedloom.engine.observer import RunObserver
 from fedloom.errors import ExperimentError, without_secrets
@@ -68,6 +68,8 @@ def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
         try:
             found[name] = known[name].load()
         except ImportError as error:
+            if reason := missing_part(error):
+                raise ExperimentError(f"tracking: {reason}", key="tracking") from error
             missing = (error.name or str(error)).partition(".")[0]
             hint = f"pip install 'fedloom[{name}]'" if known[name].value.startswith("fedloom.") else None
             raise ExperimentError(

@@ -16,11 +16,11 @@ from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.address import split_address
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
-from fedloom.data.own import AGAIN, ClientCard, OwnClients, own_manifest, read_own_shard
-from fedloom.data.requirements import Own
+from fedloom.data.own import AGAIN, ClientCard, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.engine import assemble, run_data
 from fedloom.engine.constants import check_constants
 from fedloom.engine.options import WorkerOptions
+from fedloom.engine.sums import sums_part
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument, spelled
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuredClients, measuring_side
@@ -30,9 +30,6 @@ from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
 from fedloom.storage import is_url
 from fedloom.storage.folder import storing
-from fedloom.sums.measuring import securely_measuring_side
-from fedloom.sums.revealed_sums import RevealedSums
-from fedloom.sums.vector import weaker_graph
 from fedloom.transport.limits import parse_bandwidth
 from fedloom.transport.stream import Introduction, Joined
 from fedloom.transport.worker import Session, serve
@@ -62,7 +59,7 @@ class Worker:
         self._device = assemble.use_device(settings.runtime.device, settings.runtime.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = None if self._own is None else os.urandom(32)
-        self._revealed: RevealedSums | None = None  # kept across aggregators in this process
+        self._revealed: object = None  # kept across aggregators in this process
         self._introduction = Introduction(
             worker=name,
             clients=self._provider.clients,
@@ -102,7 +99,7 @@ class Worker:
             cards = self._own.measured_cards(shared)
             if secure is None:
                 return measuring_side(cards, MeasuredClients(cards))
-            return securely_measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
+            return sums_part().securely_measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
         dataset = self._provider.dataset(shared, about)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts, _digests(about), "the aggregator's model")
@@ -117,7 +114,7 @@ class Worker:
             only_sums=options.only_sums,
         )
 
-    def _remembered(self) -> RevealedSums:
+    def _remembered(self) -> object:
         """Return the secure sums that clients with their own data have helped to reveal, on disk if there is a folder.
 
         Raise DataError if their record is damaged; StorageError if it cannot be written.
@@ -135,7 +132,7 @@ class Worker:
                 "of this machine (%s) to remember them",
                 spelled(argument("states")),
             )
-        self._revealed = RevealedSums(folder)
+        self._revealed = sums_part().RevealedSums(folder)
         return self._revealed
 
 
@@ -150,7 +147,7 @@ def check_only_sums(secure: SecureAggregation | None, members: int) -> None:
             f"the experiment has no secure aggregation with signed keys, which this worker requires "
             f"({argument('only_sums')})"
         )
-    if (weaker := weaker_graph(secure, members)) is not None:
+    if (weaker := sums_part().weaker_graph(secure, members)) is not None:
         raise RefusedError(f"this worker requires only sums ({argument('only_sums')}): {weaker}")
 
 

@@ -32,15 +32,14 @@ from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
 from fedloom.data.manifest import MeasuredOn
-from fedloom.data.own import OWN
-from fedloom.data.requirements import Own
+from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
-from fedloom.storage import check_place, is_url
+from fedloom.storage import is_url, location_of
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
 from fedloom.tasks.registry import TaskSettings
@@ -88,7 +87,7 @@ def _located_source(source: LocalFiles, dataset: str) -> LocalFiles:
 
 def _place(text: str) -> str:
     try:
-        check_place(text)
+        location_of(text)
     except ExperimentError as error:
         raise ValueError(str(error)) from None
     return text

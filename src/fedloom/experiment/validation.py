@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from fedloom.algorithms.base import Algorithm, available, find_algorithm
-from fedloom.algorithms.example_privacy import check_example_privacy
+from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
 from fedloom.data.local import log_notes

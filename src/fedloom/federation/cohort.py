@@ -21,7 +21,7 @@ from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
-from fedloom.messages import Message, Metrics, Replies, Shapes, stack
+from fedloom.messages import Message, Metrics, Replies, Shapes, Sums, stack
 from fedloom.privacy.accounting import Release
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
@@ -48,6 +48,9 @@ class Summing(Protocol):
 
     def covers(self, answer: type[Message]) -> bool:
         """Return whether answers of this class are summed."""
+
+    def observed_by(self, observe: Callable[[ConversationKey, Sequence[str], Sums[Any]], None]) -> Summing:
+        """Return the same sums, each of which is also given to a function."""
 
     def in_process(self) -> Summing:
         """Return the same sums of clients in this process, which sign nothing."""

@@ -43,11 +43,8 @@ def component(name: str) -> Any:
 def component_image() -> str:
     """Return the image that the components are compiled for: ``$FEDLOOM_IMAGE``, else this version's.
 
-    Raises
-    ------
-    ExperimentError
-        If it has neither a tag nor a digest, or its tag is ``latest``. Kubeflow's cache compares image names, so a
-        moving tag would make cached results untraceable.
+    Raise ExperimentError if it has neither a tag nor a digest, or its tag is ``latest``. Kubeflow's cache compares
+    image names, so a moving tag would make cached results untraceable.
     """
     try:
         return check_image(os.environ.get(IMAGE_VARIABLE) or f"fedloom/components:{fedloom.__version__}")
@@ -58,10 +55,7 @@ def component_image() -> str:
 def use_image(image: str | None) -> None:
     """Set the image to compile for, if one is given; call this before the first pipeline is loaded.
 
-    Raises
-    ------
-    ExperimentError
-        As :func:`component_image`.
+    Raise ExperimentError like :func:`component_image`.
     """
     if image is not None:
         os.environ[IMAGE_VARIABLE] = image
@@ -77,10 +71,7 @@ def __getattr__(name: str) -> str:
 def check_name(name: str) -> str:
     """Return the name of a pipeline; hyphens and underscores are equivalent.
 
-    Raises
-    ------
-    ExperimentError
-        If there is no pipeline of that name.
+    Raise ExperimentError if there is no pipeline of that name.
     """
     if (known := name.replace("-", "_")) in NAMES:
         return known
@@ -92,10 +83,7 @@ def check_name(name: str) -> str:
 def pipeline(name: str) -> Any:
     """Return a pipeline for kfp, given its name.
 
-    Raises
-    ------
-    ExperimentError
-        If there is no pipeline of that name, or kfp is not installed.
+    Raise ExperimentError if there is no pipeline of that name, or kfp is not installed.
     """
     known = check_name(name)
     try:

@@ -6,6 +6,7 @@ namespace in the home folder, and gives a run no description by which it is foun
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 from pydantic import Field
 
-from fedloom.cluster.settings import completed_from, settings_from_file
+from fedloom.cluster.settings import settings_from_file
 from fedloom.core.settings import Settings
 from fedloom.core.urls import service_url
 from fedloom.core.words import parsed_json
@@ -81,31 +82,31 @@ class KubeflowSettings(Settings):
     def from_option(cls, text: str | None, environment: Mapping[str, str] = os.environ) -> KubeflowSettings:
         """Return the settings of an installation, completed from the environment.
 
+        Raise ExperimentError if the file cannot be read, or a setting is invalid.
+
         Parameters
         ----------
         text
             URL of Kubeflow Pipelines, ``in-cluster``, a YAML file with these settings, or None.
-
-        Raises
-        ------
-        ExperimentError
-            If the file cannot be read, or a setting is invalid.
         """
         if text is None or text == IN_CLUSTER or "://" in text:
             settings = cls(host=text)
         else:
             settings = settings_from_file(cls, Path(text))
         identified = settings.token or settings.token_command or settings.host == IN_CLUSTER
-        return completed_from(settings, VARIABLES if identified else VARIABLES | TOKEN_VARIABLES, environment)
+        variables = VARIABLES if identified else VARIABLES | TOKEN_VARIABLES
+        missing = {
+            key: environment[name]
+            for key, name in variables.items()
+            if getattr(settings, key) is None and environment.get(name)
+        }
+        return settings.model_copy(update=missing)
 
 
 def read_token(text: str) -> str:
     """Return a bearer token, read from its file if it is given as ``@FILE``.
 
-    Raises
-    ------
-    RefusedError
-        If it cannot be read, or is not one line of visible characters; the message does not show it.
+    Raise RefusedError if it cannot be read, or is not one line of visible characters; the message does not show it.
     """
     source = text[1:] if text.startswith("@") else "the token"
     try:
@@ -121,12 +122,8 @@ def read_token(text: str) -> str:
 class TokenCommand:
     """Bearer token that a command prints; its output is never shown.
 
-    Raises
-    ------
-    ExperimentError
-        If it is not a command.
-    RefusedError
-        If it fails at first; later failures are ``StorageError``, since the network may return.
+    Raise ExperimentError if it is not a command; RefusedError if it fails at first; later failures are
+    ``StorageError``, since the network may return.
     """
 
     def __init__(self, command: str) -> None:
@@ -159,25 +156,17 @@ class TokenCommand:
 def token_source(settings: KubeflowSettings) -> Callable[[], str] | None:
     """Return a function that reads the current token; None if none is given.
 
-    Raises
-    ------
-    ExperimentError
-        If two are given.
-    RefusedError
-        If it cannot be read.
+    Raise ExperimentError if two are given; RefusedError if it cannot be read.
     """
     token = settings.token
     if settings.host == IN_CLUSTER:
         token = token or f"@{os.environ.get('KF_PIPELINES_SA_TOKEN_PATH') or TOKEN_FILE}"
-    if token is not None and settings.token_command is not None:
-        raise ExperimentError("Give either token or token_command.", key="kubeflow.token")
-    if settings.token_command is not None:
-        return TokenCommand(settings.token_command)
     if token is None:
-        return None
-    text = token
-    read_token(text)
-    return lambda: read_token(text)
+        return None if settings.token_command is None else TokenCommand(settings.token_command)
+    if settings.token_command is not None:
+        raise ExperimentError("Give either token or token_command.", key="kubeflow.token")
+    read_token(token)
+    return functools.partial(read_token, token)
 
 
 class Conflict(ExperimentError):
@@ -187,17 +176,8 @@ class Conflict(ExperimentError):
 class Kubeflow:
     """API of one installation.
 
-    Parameters
-    ----------
-    settings
-        The installation.
-
-    Raises
-    ------
-    ExperimentError
-        If the settings name no installation, or kfp is not installed.
-    RefusedError
-        If the token cannot be read.
+    Raise ExperimentError if the settings name no installation, or kfp is not installed; RefusedError if the token
+    cannot be read.
     """
 
     def __init__(self, settings: KubeflowSettings) -> None:
@@ -224,7 +204,7 @@ class Kubeflow:
         if (token := token_source(settings)) is not None:
             configuration.api_key["authorization"] = ""  # the hook, which is called before each request, fills it in
             configuration.api_key_prefix["authorization"] = "Bearer"
-            configuration.refresh_api_key_hook = lambda found: found.api_key.update(authorization=token())
+            configuration.refresh_api_key_hook = lambda current: current.api_key.update(authorization=token())
         configuration.retries = Retry(
             total=5,  # about 15 s in all, in which a port-forward may restart
             backoff_factor=0.5,
@@ -241,10 +221,7 @@ class Kubeflow:
     def check(self) -> None:
         """Check that this is Kubeflow Pipelines, and that a namespace is given exactly if it is needed.
 
-        Raises
-        ------
-        FedloomError
-            If another kind of server responds, or the namespace is missing or not allowed.
+        Raise FedloomError if another kind of server responds, or the namespace is missing or not allowed.
         """
         try:
             health = self.call("read its health", "healthz_service_get_healthz")
@@ -261,21 +238,15 @@ class Kubeflow:
     def call(self, what: str, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of kfp's generated client; only GET and DELETE are repeated after a failure.
 
+        Raise RefusedError if the installation denies access; StorageError if it cannot be reached or fails;
+        ExperimentError if it rejects the request: :class:`Conflict` for a name that is taken.
+
         Parameters
         ----------
         what
             Description for messages: "cannot WHAT".
         method, arguments, named
             Name of the method, and what it is called with.
-
-        Raises
-        ------
-        RefusedError
-            If the installation denies access.
-        StorageError
-            If it cannot be reached or fails.
-        ExperimentError
-            If it rejects the request: :class:`Conflict` for a name that is taken.
         """
         from urllib3.exceptions import HTTPError
 
@@ -324,18 +295,20 @@ class Kubeflow:
         """Return host and namespace."""
         return self.host + (f", namespace {self.namespace}" if self.namespace else "")
 
-    def named(self, what: str, method: str, items: str, name: str, *arguments: Any, **named: Any) -> Any:
-        """Return the object of a list with this display name; None if there is none."""
+    def named(self, kind: str, name: str, *parents: str, **owner: str) -> Any:
+        """Return the object of a kind, such as ``pipeline_version``, with this display name; None if there is none."""
         by_name = {"predicates": [{"operation": 1, "key": "display_name", "stringValue": name}]}  # 1: equals
-        page = self.call(f"look for {what} {name}", method, *arguments, filter=json.dumps(by_name), **named)
-        return next(iter(getattr(page, items) or ()), None)
+        method = f"{kind.removesuffix('_version')}_service_list_{kind}s"
+        page = self.call(f"look for {kind} {name}", method, *parents, filter=json.dumps(by_name), **owner)
+        return next(iter(getattr(page, f"{kind}s") or ()), None)
 
-    def pages(self, what: str, method: str, items: str, **named: Any) -> Iterator[Any]:
-        """Yield the items of every page of a list."""
+    def recurring_runs(self, **owner: str) -> Iterator[Any]:
+        """Yield the recurring runs of every page of their list."""
         token: str | None = ""
         while token is not None:
-            page = self.call(what, method, page_token=token, page_size=PAGE_SIZE, **named)
-            yield from getattr(page, items) or ()
+            method = "recurring_run_service_list_recurring_runs"
+            page = self.call("list the schedules", method, page_token=token, page_size=PAGE_SIZE, **owner)
+            yield from page.recurring_runs or ()
             token = page.next_page_token or None
 
     def in_namespace(self) -> dict[str, str]:

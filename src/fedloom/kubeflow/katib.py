@@ -18,7 +18,6 @@ from fedloom.cluster.federate import check_cluster_settings, storage_environment
 from fedloom.cluster.manifests import (
     CHECKPOINT_GRACE_S,
     INSTANCE,
-    LONGEST_NAME,
     MANAGED_BY,
     NAME,
     UNRETRIED,
@@ -40,7 +39,7 @@ from fedloom.kubeflow import planning
 from fedloom.storage import is_url
 from fedloom.tasks.names import Headline
 from fedloom.tasks.registry import task_of
-from fedloom.trackers.katib_lines import EPSILON, KATIB_FILE, METRICS_PATH, objective_name
+from fedloom.trackers.katib import EPSILON, KATIB_FILE, METRICS_PATH, objective_name
 from fedloom.tuning.trials import STARTUP, Schedule
 
 TEMPLATE = Path(__file__).with_name("katib.yaml")
@@ -48,6 +47,9 @@ TEMPLATE = Path(__file__).with_name("katib.yaml")
 
 MOUNTED = "/etc/fedloom"
 """Folder of a trial's pod with the experiment file."""
+
+LONGEST_NAME = 40
+"""Maximum length of a name to which Katib appends."""
 
 PARALLEL = 3
 """Default number of parallel trials, as Katib's."""
@@ -101,15 +103,13 @@ def plan_katib_search(
 ) -> KatibSearch:
     """Check a search for Katib, and return the input for its objects.
 
+    Raise ExperimentError if the space, the experiment or a setting of the pods is invalid, or Katib cannot search the
+    space.
+
     Parameters
     ----------
     text, overrides, partition, parallel
         As in :class:`KatibSearch`; by default three trials run in parallel.
-
-    Raises
-    ------
-    ExperimentError
-        If the space, the experiment or a setting of the pods is invalid, or Katib cannot search the space.
     """
     planning.plan(text, overrides)  # refuses data that are on this machine alone
 
@@ -145,10 +145,7 @@ def plan_katib_search(
 def search_objects(search: KatibSearch) -> list[Manifest]:
     """Return the objects of a search: a ConfigMap with the experiment file, and Katib's Experiment.
 
-    Raises
-    ------
-    ExperimentError
-        If Katib cannot pass on a value of the space, or the direction of the objective is not known.
+    Raise ExperimentError if Katib cannot pass on a value of the space, or the direction of the objective is not known.
     """
     labels = {**search.cluster.labels, NAME: "search", INSTANCE: search.title, MANAGED_BY: "fedloom"}
     metadata: Manifest = {"name": search.title, "labels": labels}
@@ -193,12 +190,8 @@ def search_objects(search: KatibSearch) -> list[Manifest]:
 def submit_search(api: Api, objects: Sequence[Manifest]) -> None:
     """Create the objects of a search; none is left if one cannot be created.
 
-    Raises
-    ------
-    ExperimentError
-        If there is a search of that name, or Katib is not installed.
-    FedloomError
-        If the cluster cannot be reached, or denies access.
+    Raise ExperimentError if there is a search of that name, or Katib is not installed; FedloomError if the cluster
+    cannot be reached, or denies access.
     """
     file, experiment = objects
     name = experiment["metadata"]["name"]
@@ -224,10 +217,7 @@ def submit_search(api: Api, objects: Sequence[Manifest]) -> None:
 def known_headline(e: Experiment) -> Headline:
     """Return the headline metric of an experiment, determined without its data.
 
-    Raises
-    ------
-    ExperimentError
-        If the task cannot be determined without the data.
+    Raise ExperimentError if the task cannot be determined without the data.
     """
     if e.task is not None:
         return e.task.headline
@@ -258,7 +248,8 @@ def _complete_job(job: Manifest, search: KatibSearch, labels: Mapping[str, str],
     s, container_name = search.cluster, "trial"
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
     image, needs = s.worker_image or s.image, resources(s.worker, gpu)
-    container = container_spec(s, storage_environment(s), container_name, image, [_command(search, named)], needs)
+    environment = storage_environment(s, search.base.storage, search.partition)
+    container = container_spec(s, environment, container_name, image, [_command(search, named)], needs)
     # Katib joins command and arguments by spaces and hands them to a shell; it takes a shell's own argument as it is.
     container["command"] = ["sh", "-c"]
     values = {name.upper(): f"${{trialParameters.{name}}}" for name in (*named, "trial")}

@@ -49,6 +49,9 @@ def run_pipeline(
 ) -> None:
     """Run a pipeline to its end.
 
+    Raise the error of the task that failed; InterruptedRun if it was stopped; no process that it started
+    is left running.
+
     Parameters
     ----------
     name
@@ -60,13 +63,6 @@ def run_pipeline(
         ``runs/``, ``report.html`` or ``compare.html``, and the same as ``.md``.
     say
         Called with lines of progress or, with ``everything``, with all of the runner's output.
-
-    Raises
-    ------
-    FedloomError
-        The error of the task that failed.
-    InterruptedRun
-        If it was stopped; no process that it started is left running.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
@@ -74,7 +70,7 @@ def run_pipeline(
         out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         root, log = Path(folder) / "root", Path(folder) / LOG
-        made = re.compile(rf"{re.escape(str(root))}/[^/\s]+")  # these files will be moved to ``out``
+        temporary_path = re.compile(rf"{re.escape(str(root))}/[^/\s]+")  # these files will be moved to ``out``
         order = {"name": name, "arguments": dict(arguments), "root": str(root)}
         process = subprocess.Popen(
             python("-m", "fedloom.kubeflow.local"),
@@ -87,7 +83,7 @@ def run_pipeline(
             with suppress(BrokenPipeError), process.stdin:  # it exited immediately: its output gives the reason
                 process.stdin.write(json.dumps(order))
             for line in process.stdout:
-                line = without_secrets(made.sub(str(out), line))
+                line = without_secrets(temporary_path.sub(str(out), line))
                 with storing(log):
                     file.write(line)
                 if everything or (shown := PROGRESS.search(COLOURS.sub("", line))):
@@ -105,7 +101,7 @@ def run_pipeline(
         with storing(out):
             _keep(root, log, out)
     if failure is not None:
-        message = made.sub(str(out), str(failure))
+        message = temporary_path.sub(str(out), str(failure))
         raise type(failure)(f"{message}\n  partial results: {out}, log: {out / LOG}")
 
 

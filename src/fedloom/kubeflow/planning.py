@@ -31,19 +31,9 @@ class Plan(NamedTuple):
 
 
 def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
-    """Validate an experiment, and return its plan.
+    """Validate an experiment file's text (YAML or JSON), and return its plan.
 
-    Parameters
-    ----------
-    experiment
-        Text of an experiment file, YAML or JSON.
-    overrides
-        ``key=value`` each, as for ``fedloom run --set``.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot run; lists every error, each with its key.
+    Raise ExperimentError if it cannot run; lists every error, each with its key. Overrides are those of ``--set``.
     """
     e = experiments.parse_experiment(experiment, overrides)
     return Plan(_as_json(e), _data_of(e), e.data.dataset, _dealt(e).root or "")
@@ -51,6 +41,8 @@ def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
 
 def grid(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> list[dict[str, str]]:
     """Return the runs of a comparison: every method with every seed.
+
+    Raise ExperimentError if one of them cannot run, two are the same, or they use several data sets.
 
     Parameters
     ----------
@@ -63,11 +55,6 @@ def grid(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> lis
     -------
     list of dict
         ``label``, unique, and ``experiment`` and ``data`` as in :class:`Plan`.
-
-    Raises
-    ------
-    ExperimentError
-        If one of them cannot run, two are the same, or they use several data sets.
     """
     chosen: list[int | None] = [*_whole(seeds)] or [None]
     points: dict[str, dict[str, str]] = {}
@@ -82,9 +69,9 @@ def grid(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> lis
                 )
             label = f"{e.algorithm.name}-{number}-seed-{e.seed}"
             points[text] = {"label": label, "experiment": text, "data": _data_of(e)}
-    found = sorted({json.loads(point["data"])["dataset"] for point in points.values()})
-    if len(found) > 1:
-        raise ExperimentError(f"methods must use one data set for all runs (got {', '.join(found)})", key="methods")
+    datasets = sorted({json.loads(point["data"])["dataset"] for point in points.values()})
+    if len(datasets) > 1:
+        raise ExperimentError(f"methods must use one data set for all runs (got {', '.join(datasets)})", key="methods")
     return list(points.values())
 
 

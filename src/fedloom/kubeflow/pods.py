@@ -18,7 +18,7 @@ from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.validation_errors import abbreviated, closest
 from fedloom.kubeflow.catalog import edited
-from fedloom.storage.folder import ClaimPlace, claims_of
+from fedloom.storage.locations import claims_of
 
 EXECUTOR = "exec-"
 """Prefix of a task's executor in the compiled form; our pipelines use each component once, so it names one task."""
@@ -79,22 +79,22 @@ class TaskPod(Settings):
         default=None, description="Affinity to nodes, `{nodeAffinity: {...}}`."
     )
     labels: Annotated[Words, AfterValidator(_checked)] = Field(default={}, description="Labels of the pod.")
-    annotations: Annotated[Words, AfterValidator(lambda found: _checked(found, values=False))] = Field(
+    annotations: Annotated[Words, AfterValidator(lambda labels: _checked(labels, values=False))] = Field(
         default={}, description="Annotations of the pod."
     )
 
     def updated(self, other: TaskPod) -> TaskPod:
         """Return these settings, changed by others: mappings are merged, lists joined, other values replaced."""
-        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for key in type(self).model_fields:
             mine, theirs = getattr(self, key), getattr(other, key)
             if isinstance(mine, Mapping) and key != "affinity":
-                found[key] = {**mine, **theirs}
+                merged[key] = {**mine, **theirs}
             elif isinstance(mine, tuple):
-                found[key] = (*mine, *(one for one in theirs if one not in mine))
+                merged[key] = (*mine, *(one for one in theirs if one not in mine))
             else:
-                found[key] = mine if theirs is None else theirs
-        return TaskPod.model_construct(**found)
+                merged[key] = mine if theirs is None else theirs
+        return TaskPod.model_construct(**merged)
 
 
 class PodSettings(Settings):
@@ -120,15 +120,12 @@ class PodSettings(Settings):
     def apply(self, path: Path, locations: Iterable[str | None] = ()) -> None:
         """Change a compiled pipeline in place; without settings the file is not touched.
 
+        Raise ExperimentError if a task does not exist, or Kubeflow cannot represent a setting.
+
         Parameters
         ----------
         locations
             Places that the tasks read and write; they mount the claims among them.
-
-        Raises
-        ------
-        ExperimentError
-            If a task does not exist, or Kubeflow cannot represent a setting.
         """
         claims = claims_of([*locations, *(f"pvc://{name}" for name in self.claims)])
         if self == PodSettings(image=self.image) and not claims:
@@ -146,7 +143,10 @@ class PodSettings(Settings):
                     spec["components"][f"comp-{name}"].pop("taskConfigPassthroughs", None)
             for config in executors.values():
                 if "secretAsEnv" in config and claims:
-                    config["pvcMount"] = [_mount(place) for place in claims]
+                    config["pvcMount"] = [
+                        {"constant": claim, "pvcNameParameter": _constant(claim), "mountPath": mount}
+                        for claim, mount in claims.items()
+                    ]
             _check(executors)
 
     def _pods(self, spec: Mapping[str, Any]) -> Iterator[tuple[str, TaskPod]]:
@@ -174,21 +174,21 @@ def _tasks(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _set_resources(container: dict[str, Any], pod: TaskPod) -> None:
     """Set requests, limits and accelerators; a limit without a request replaces the pipeline's own request."""
-    found = dict(container.get("resources", {}))
+    resources = dict(container.get("resources", {}))
     for resource in RESOURCES:
         limit, request = pod.limits.get(resource), pod.requests.get(resource)
         for kind, quantity in (("Request", request), ("Limit", limit)):
             new, old = f"resource{resource.title()}{kind}", f"{resource}{kind}"
             if quantity is not None:
-                found[new] = str(quantity)
-                found.pop(old, None)  # the deprecated form, as a number
+                resources[new] = str(quantity)
+                resources.pop(old, None)  # the deprecated form, as a number
             elif kind == "Request" and limit is not None:
-                found.pop(new, None)
-                found.pop(old, None)
+                resources.pop(new, None)
+                resources.pop(old, None)
     if pod.gpu is not None:
-        found["accelerator"] = {"resourceType": pod.gpu.resource, "resourceCount": str(pod.gpu.count)}
-    if found:
-        container["resources"] = found
+        resources["accelerator"] = {"resourceType": pod.gpu.resource, "resourceCount": str(pod.gpu.count)}
+    if resources:
+        container["resources"] = resources
 
 
 def _set_platform(config: dict[str, Any], pod: TaskPod) -> None:
@@ -208,10 +208,6 @@ def _set_platform(config: dict[str, Any], pod: TaskPod) -> None:
         config["podMetadata"] = {key: words for key, words in metadata.items() if words}
 
 
-def _mount(place: ClaimPlace) -> dict[str, Any]:
-    return {"constant": place.claim, "pvcNameParameter": _constant(place.claim), "mountPath": place.mount}
-
-
 def _constant(value: Any) -> dict[str, Any]:
     return {"runtimeValue": {"constant": value}}
 
@@ -219,10 +215,8 @@ def _constant(value: Any) -> dict[str, Any]:
 def _check(executors: Mapping[str, Any]) -> None:
     """Check the platform's part of every executor against Kubeflow's definition.
 
-    Raises
-    ------
-    ExperimentError
-        If a Kubernetes object of the user, such as a toleration, has an unknown key or a value of the wrong type.
+    Raise ExperimentError if a Kubernetes object of the user, such as a toleration, has an unknown key or a value of the
+    wrong type.
     """
     from google.protobuf.json_format import ParseDict, ParseError
     from kfp.kubernetes.kubernetes_executor_config_pb2 import KubernetesExecutorConfig

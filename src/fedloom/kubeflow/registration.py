@@ -15,10 +15,13 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlencode
+
+from pydantic import BaseModel, Field, ValidationError
 
 import fedloom
 from fedloom.cluster.api import SERVICE_ACCOUNT
@@ -32,9 +35,10 @@ from fedloom.runs.files import EXPERIMENT, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 from fedloom.storage.folder import read_file
-from fedloom.tasks.headline import GROUPS, headline_of, metrics_of, validation_value
+from fedloom.tasks.names import GROUPS, headline_of, metrics_of, validation_value
 
 API = "/api/model_registry/v1alpha3"
+NEEDED = f"{argument('registry')} is the URL to which {API} is appended"
 TIMEOUT_S = 30.0
 """Timeout to connect, and between two parts of an answer, in seconds."""
 ANSWER_BYTES = 16 << 20
@@ -59,6 +63,23 @@ class _Conflict(ExperimentError):
     """An object of this name exists."""
 
 
+class _Entry(BaseModel):
+    """Object of the registry, as far as it is read."""
+
+    id: str
+    name: str | None = None
+    uri: str | None = None
+    properties: dict[str, dict[str, Any]] | None = Field(default=None, alias="customProperties")
+
+
+class _Page(BaseModel):
+    items: list[_Entry]
+    next: str | None = Field(default=None, alias="nextPageToken")
+
+
+T = TypeVar("T", _Entry, _Page)
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Treat redirects as errors: a registry sends none, and a login page must not receive the token."""
 
@@ -69,10 +90,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 class ModelRegistry:
     """Model registry at a URL, with the token of ``$FEDLOOM_REGISTRY_TOKEN``; ``$SSL_CERT_FILE`` names certificates.
 
-    Raises
-    ------
-    ExperimentError
-        If the URL is missing or invalid.
+    Raise ExperimentError if the URL is missing or invalid.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -80,104 +98,68 @@ class ModelRegistry:
         self.url = service_url(url or "", option, form, key="registry", path=True).removesuffix(API)
         self._opener = urllib.request.build_opener(_NoRedirect)
 
-    def ensure(self, listing: str, path: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def ensure(self, listing: str, path: str, body: Mapping[str, Any]) -> tuple[_Entry, bool]:
         """Find an object by its name in a list, or create it; return it, and True if it was created.
+
+        Raise RefusedError if the registry denies access; StorageError if it cannot be reached or fails; ExperimentError
+        if the URL is not a registry's, or it rejects the request; DataError if an answer is not of its API.
 
         Parameters
         ----------
         listing, path
             Paths of the list, and for the request that creates it.
-
-        Raises
-        ------
-        RefusedError
-            If the registry denies access.
-        StorageError
-            If it cannot be reached or fails.
-        ExperimentError
-            If the URL is not a registry's, or it rejects the request.
-        DataError
-            If an answer is not of its API.
         """
         if (known := self._named(listing, body["name"])) is not None:
             return known, False
         try:
-            return self._with_id(self._ask("POST", path, body)), True
+            return self._call(_Entry, path, body), True
         except _Conflict:  # another process has just created it
             if (known := self._named(listing, body["name"])) is None:
                 raise
             return known, False
 
-    def _named(self, path: str, name: str) -> dict[str, Any] | None:
-        return next((self._with_id(item) for item in self._items(path) if item.get("name") == name), None)
-
-    def _items(self, path: str) -> Iterator[dict[str, Any]]:
-        token = ""
+    def _named(self, listing: str, name: str) -> _Entry | None:
+        query = {"pageSize": str(PAGE)}
         for _ in range(MOST_PAGES):
-            query = {"pageSize": str(PAGE), **({"nextPageToken": token} if token else {})}
-            page = self._ask("GET", f"{path}?{urlencode(query)}")
-            items, token = page.get("items"), str(page.get("nextPageToken") or "")
-            if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-                raise self._other_service(f"the list {path} has no items")
-            yield from items
-            if not token:
-                return
-        raise self._other_service(f"the list {path} does not end")
+            page = self._call(_Page, f"{listing}?{urlencode(query)}")
+            if (entry := next((item for item in page.items if item.name == name), None)) is not None:
+                return entry
+            if not page.next:
+                return None
+            query["nextPageToken"] = page.next
+        raise self._other_service(f"the list {listing} does not end")
 
-    def _with_id(self, item: dict[str, Any]) -> dict[str, Any]:
-        if not isinstance(item.get("id"), str):
-            raise self._other_service("an object has no id")
-        return item
-
-    def _ask(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request, and return the object that answers it."""
+    def _call(self, answer_type: type[T], path: str, body: Mapping[str, Any] | None = None) -> T:
+        """Send a GET request or, with a body, a POST request, and return its answer."""
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}{API}{path}", data, headers, method=verb)
+        request = urllib.request.Request(f"{self.url}{API}{path}", data, headers)
         if token := os.environ.get(TOKEN_VARIABLE):
             request.add_unredirected_header("Authorization", f"Bearer {read_token(token)}")
         try:
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                content: bytes = answer.read(ANSWER_BYTES + 1)
+                return answer_type.model_validate_json(answer.read(ANSWER_BYTES))
+        except ValidationError as error:
+            raise self._other_service(f"{error.errors()[0]['msg']} in an answer") from error
         except urllib.error.HTTPError as error:
-            raise self._failure(f"{verb} {path.partition('?')[0]}", error) from error
+            raise self._failure(f"{request.get_method()} {path.partition('?')[0]}", error) from error
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
             why = getattr(error, "reason", None) or error
             raise StorageError(f"{self.url} cannot be reached: {why}", hint="check the URL and the network") from error
-        reply = _object(content)
-        if reply is None or len(content) > ANSWER_BYTES:
-            raise self._other_service("an answer is not a JSON object")
-        return reply
 
     def _other_service(self, why: str) -> DataError:
-        return DataError(f"{self.url} does not answer as a model registry does: {why}.", hint=self._needed)
-
-    @property
-    def _needed(self) -> str:
-        return f"{argument('registry')} is the URL to which {API} is appended"
+        return DataError(f"{self.url} does not answer as a model registry does: {why}.", hint=NEEDED)
 
     def _failure(self, what: str, error: urllib.error.HTTPError) -> FedloomError:
-        status = error.code
-        try:
-            reply = _object(error.read(ANSWER_BYTES)) or {}
-        except (OSError, http.client.HTTPException):
-            reply = {}
-        message = " ".join(str(reply.get("message") or error.reason or "").split())[:500]
-        failure = f"{self.url}: {what}: {message} (status {status})"
+        status, message = error.code, str(error.reason)
+        with suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            message = parsed_json(error.read(ANSWER_BYTES))["message"]
+        failure = f"{self.url}: {what}: {' '.join(str(message).split())[:500]} (status {status})"
         if status in (401, 403) or 300 <= status < 400:  # a redirect to a login page
             return RefusedError(failure, hint=f"set ${TOKEN_VARIABLE} to a valid token, or to @FILE")
         if 400 <= status < 500 and status != 429:
-            return (_Conflict if status == 409 else ExperimentError)(failure, hint=self._needed, key="registry")
+            return (_Conflict if status == 409 else ExperimentError)(failure, hint=NEEDED, key="registry")
         return StorageError(failure, hint="retry later")
-
-
-def _object(content: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of an answer; None for any other content."""
-    try:
-        value = parsed_json(content.decode("utf-8"))
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 class Registered(NamedTuple):
@@ -204,6 +186,9 @@ def register_run(
 
     The same checkpoint under the same names is registered once, whatever happens in between.
 
+    Raise DataError if the run is not finished, or has no such checkpoint; ExperimentError if a name is invalid, or the
+    version exists with another checkpoint or URI; FedloomError as :meth:`ModelRegistry.ensure`.
+
     Parameters
     ----------
     run
@@ -216,15 +201,6 @@ def register_run(
         URL of the run's folder for those who serve the model; None: the URL of a published run, else none.
     pipeline_run
         Id of the Kubeflow run in which the model was trained.
-
-    Raises
-    ------
-    DataError
-        If the run is not finished, or has no such checkpoint.
-    ExperimentError
-        If a name is invalid, or the version exists with another checkpoint or URI.
-    FedloomError
-        As :meth:`ModelRegistry.ensure`.
     """
     folder = RunFolder.open(run)
     if not folder.is_finished:
@@ -243,16 +219,16 @@ def register_run(
     described = f"{summary['algorithm']}, {summary['dataset']}, seed {summary['seed']}"
     about = {"name": name, "description": f"Personalized federated model of {summary['dataset']}"}
     parent, _ = registry.ensure("/registered_models", "/registered_models", about)
-    body: dict[str, Any] = {"name": version, "registeredModelId": parent["id"], "state": "LIVE"}
+    body: dict[str, Any] = {"name": version, "registeredModelId": parent.id, "state": "LIVE"}
     body |= {"description": f"{described}, round {round}", "customProperties": known}
-    entry, created = registry.ensure(f"/registered_models/{parent['id']}/versions", "/model_versions", body)
-    _check_same(name, version, _text_property(entry, DIGEST), digest, DIGEST)
-    path = f"/model_versions/{entry['id']}/artifacts"
+    entry, created = registry.ensure(f"/registered_models/{parent.id}/versions", "/model_versions", body)
+    _check_same(name, version, ((entry.properties or {}).get(DIGEST) or {}).get("string_value"), digest, DIGEST)
+    path = f"/model_versions/{entry.id}/artifacts"
     artifact: dict[str, Any] = {"artifactType": "model-artifact", "name": version, "state": "LIVE"}
     artifact |= {"modelFormatName": "fedloom", "modelFormatVersion": "1", **_source(pipeline_run)}
     artifact |= {"customProperties": {DIGEST: known[DIGEST]}, **({} if uri is None else {"uri": uri})}
-    _check_same(name, version, registry.ensure(path, path, artifact)[0].get("uri"), uri, "uri")
-    return Registered(name, version, parent["id"], entry["id"], created)
+    _check_same(name, version, registry.ensure(path, path, artifact)[0].uri, uri, "uri")
+    return Registered(name, version, parent.id, entry.id, created)
 
 
 @step
@@ -344,16 +320,6 @@ def _source(pipeline_run: str | None) -> dict[str, str]:
     source = {"modelSourceKind": "pipelines", "modelSourceClass": "pipelinerun", "modelSourceId": pipeline_run}
     namespace = SERVICE_ACCOUNT / "namespace"  # of the pod, in a pipeline
     return source | ({"modelSourceGroup": namespace.read_text().strip()} if namespace.exists() else {})
-
-
-def _text_property(item: Mapping[str, Any], key: str) -> str | None:
-    """Return a custom property that is a text; None without."""
-    match item.get("customProperties"):
-        case {**known}:
-            match known.get(key):
-                case {"string_value": str(value)}:
-                    return value
-    return None
 
 
 def _check_same(model: str, version: str, registered: str | None, wanted: str | None, what: str) -> None:

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.tasks.headline import GROUPS, RESULT_HEADINGS, headline_of, result_rows, values_of
+from fedloom.tasks.names import GROUPS, RESULT_HEADINGS, headline_of, result_rows, values_of
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare import RunComparison
 
 
 def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of each group of a summary or an evaluation, flat, with those of its headline metric.
-
-    Parameters
-    ----------
-    statistics
-        Groups ``seen``, ``unseen`` and ``global``, as in ``summary.json``.
-    """
+    """Return the numbers of each group in ``summary.json`` or an evaluation, flat, with its headline metric."""
     headline = headline_of(statistics)
     result: dict[str, float] = {}
     for name in GROUPS:

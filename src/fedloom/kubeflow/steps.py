@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
 from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, QuorumError, as_storage_error
-from fedloom.storage.folder import claim_place, copy_atomically, copy_folder, storing, write_atomically
+from fedloom.storage.folder import copy_atomically, copy_folder, storing, write_atomically
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -94,6 +94,8 @@ def grid_task(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -
 def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str, Any]:
     """Copy a data set to a folder; fetch it first unless this machine has it.
 
+    Raise DataError if it cannot be fetched.
+
     Parameters
     ----------
     out
@@ -108,28 +110,28 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
     -------
     dict
         Metadata: ``dataset``, ``title``, ``classes``, ``licence``, ``bytes``.
-
-    Raises
-    ------
-    DataError
-        If it cannot be fetched.
     """
     from fedloom.data import datasets
     from fedloom.data.folders import data_root
 
-    found, size = datasets.find_dataset(dataset), 0
+    data_set, size = datasets.find_dataset(dataset), 0
     with storing(out):
         (out / "datasets").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
         in_pod = "KFP_POD_NAME" in os.environ  # a pod keeps nothing for the next task, and may have no home
         home = data_root(root or (folder if in_pod else None))
-        if not found.synthetic:
+        if not data_set.synthetic:
             files = _source_files(source, Path(folder) / "brought")
-            datasets.fetch_dataset(found, home, copy_from=files, on_progress=_Lines(dataset))
-        for stored in (one.folder(home) for one in (found, *found.needs) if not one.synthetic):
+            datasets.fetch_dataset(data_set, home, copy_from=files, on_progress=_Lines(dataset))
+        for stored in (one.folder(home) for one in (data_set, *data_set.needs) if not one.synthetic):
             copy_folder(stored, out / "datasets" / stored.name)
             size += sum(file.stat().st_size for file in stored.rglob("*") if file.is_file())
-    about = {"dataset": dataset, "title": found.title, "classes": found.spec.classes, "licence": found.licence}
+    about = {
+        "dataset": dataset,
+        "title": data_set.title,
+        "classes": data_set.spec.classes,
+        "licence": data_set.licence,
+    }
     write_atomically(out / "about.json", f"{json.dumps(about)}\n".encode())  # a store keeps no empty folder
     return about | {"bytes": size}
 
@@ -137,6 +139,8 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
 @step
 def partition_task(data: str, files: Path, out: Path) -> dict[str, Any]:
     """Partition a data set among clients, into a folder with a manifest and one file per client.
+
+    Raise ExperimentError if the data cannot satisfy the scheme; DataError if the data are missing or damaged.
 
     Parameters
     ----------
@@ -149,13 +153,6 @@ def partition_task(data: str, files: Path, out: Path) -> dict[str, Any]:
     -------
     dict
         Metadata: ``fingerprint``, ``dataset``, ``scheme``, ``seed``, ``clients``, ``unseen_clients``.
-
-    Raises
-    ------
-    ExperimentError
-        If the data cannot satisfy the scheme.
-    DataError
-        If the data are missing or damaged.
     """
     from pydantic import TypeAdapter
 
@@ -198,6 +195,8 @@ def federate_task(
 ) -> dict[str, Any]:
     """Run a federation, and leave the complete run folder in ``out``.
 
+    Raise the federation's error, of the class in docs/troubleshooting.md.
+
     Parameters
     ----------
     experiment
@@ -219,11 +218,6 @@ def federate_task(
     -------
     dict
         Metadata: description of the run, and accuracies of the last round.
-
-    Raises
-    ------
-    FedloomError
-        The error of the federation, of the class in docs/troubleshooting.md.
     """
     from fedloom.cluster.settings import ClusterSettings
 
@@ -239,9 +233,11 @@ def federate_task(
     else:
         from fedloom import experiment as experiments
         from fedloom.cluster.federate import federate as launch
+        from fedloom.storage import location_of
 
         e = experiments.parse_experiment(experiment)
-        if settings.storage_secret is None and storage_secret and claim_place(e.storage or "") is None:
+        place = location_of(e.storage or "")
+        if settings.storage_secret is None and storage_secret and place is not None and place.credentials:
             settings = settings.model_copy(update={"storage_secret": storage_secret})
         launch(
             e,
@@ -314,11 +310,11 @@ def evaluate_task(
                 found=checkpoint,
             )
         given = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
-        found = evaluate_served(model, serve, shards, ClientOptions.from_folder(credentials if given else None))
+        result = evaluate_served(model, serve, shards, ClientOptions.from_folder(credentials if given else None))
     else:
-        found = trained.evaluate(model, checkpoint, shards)
-    mask = found.parts.experiment.evaluation.label_mask
-    manifest, evaluation = read_manifest(shards), found.evaluation
+        result = trained.evaluate(model, checkpoint, shards)
+    mask = result.parts.experiment.evaluation.label_mask
+    manifest, evaluation = read_manifest(shards), result.evaluation
     copy_folder(model, out, ignore=WITHOUT)
     for stale in ("summary.json", "descriptors.json", "uncertainty.json", "examples.json", "journal.jsonl"):
         (out / stale).unlink(missing_ok=True)
@@ -338,20 +334,12 @@ def evaluate_task(
     task_results.write_task_results(evaluated, evaluation, manifest.spec.class_names)
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
     confusion = {"class_names": list(manifest.spec.class_names), "rows": rows} if evaluation.classes else None
-    return {**found.statistics, "confusion": confusion}
+    return {**result.statistics, "confusion": confusion}
 
 
 @step
 def report_task(run: Path, statistics: Path, page: Path, table: Path) -> None:
-    """Write a run's report as one HTML page, and the results of an evaluation as a Markdown table.
-
-    Parameters
-    ----------
-    run
-        A run's folder, or one from :func:`evaluate_task`.
-    statistics
-        JSON file with the result of :func:`evaluate_task`.
-    """
+    """Write a run's report as one HTML page, and the results of :func:`evaluate_task` (JSON) as a Markdown table."""
     from fedloom.kubeflow import results
     from fedloom.reporting.report import write_report
 
@@ -363,13 +351,7 @@ def report_task(run: Path, statistics: Path, page: Path, table: Path) -> None:
 
 @step
 def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path) -> None:
-    """Compare runs side by side: an HTML page, a Markdown table, and a folder as from ``fedloom compare --out``.
-
-    Parameters
-    ----------
-    runs
-        Label and folder of each run.
-    """
+    """Compare runs, by label: an HTML page, a Markdown table, and a folder as from ``fedloom compare --out``."""
     from fedloom.kubeflow import results
     from fedloom.reporting.compare import compare_runs
     from fedloom.reporting.compare_page import write_comparison
@@ -380,14 +362,17 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
     with tempfile.TemporaryDirectory() as folder:  # runs are named by their folders, artifacts all alike
         for label, run in runs:
             copy_folder(run, Path(folder) / label, ignore=WITHOUT)
-        found = compare_runs([Path(folder)])
-        copy_atomically(write_comparison(found, out), page)
-    write_atomically(table, results.comparison(found).encode())
+        compared = compare_runs([Path(folder)])
+        copy_atomically(write_comparison(compared, out), page)
+    write_atomically(table, results.comparison(compared).encode())
 
 
 @step
 def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, out: Path) -> dict[str, Any]:
     """Save the models of a partition's clients for KServe; return metadata.
+
+    Raise ExperimentError if the format is not one of these, or the models cannot be exported; QuorumError if a client
+    got no model.
 
     Parameters
     ----------
@@ -399,13 +384,6 @@ def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, o
         ``fedloom``: a copy of the run with ``models/ID.pt2``, for ``fedloom serve``. ``onnx``: ``ID/1/model.onnx``.
     out
         New folder, or an empty one.
-
-    Raises
-    ------
-    ExperimentError
-        If the format is not one of these, or the models cannot be exported.
-    QuorumError
-        If a client got no model.
     """
     from fedloom.serving.client_models import save_models
     from fedloom.serving.saved_models import MODELS
@@ -419,18 +397,18 @@ def export_task(model: Path, shards: Path, checkpoint: str, model_format: str, o
         )
     with tempfile.TemporaryDirectory() as folder:
         suffix = ".pt2" if model_format == "fedloom" else ".onnx"
-        made = save_models(model, Path(folder) / MODELS, checkpoint, shards, suffix=suffix)
-        if made.lost:
-            client, reason = next(iter(made.lost.items()))
-            raise QuorumError(f"{len(made.lost)} clients got no model; client {client}: {reason}")
+        export = save_models(model, Path(folder) / MODELS, checkpoint, shards, suffix=suffix)
+        if export.lost:
+            client, reason = next(iter(export.lost.items()))
+            raise QuorumError(f"{len(export.lost)} clients got no model; client {client}: {reason}")
         if model_format == "fedloom":
             copy_folder(model, out)
-        for client in made.saved:
+        for client in export.saved:
             place = out / MODELS / f"{client}.pt2" if model_format == "fedloom" else out / client / "1" / "model.onnx"
             with storing(place):
                 place.parent.mkdir(parents=True, exist_ok=True)
             copy_atomically(Path(folder) / MODELS / f"{client}{suffix}", place)
-    return {"format": model_format, "clients": len(made.saved)}
+    return {"format": model_format, "clients": len(export.saved)}
 
 
 @step

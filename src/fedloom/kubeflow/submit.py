@@ -52,10 +52,7 @@ class Order:
 def parameters_from(words: Sequence[str]) -> dict[str, Any]:
     """Return the pipeline parameters given as ``KEY=VALUE``: ``methods`` repeatedly, ``seeds`` as ``1,2,3`` or ``1-3``.
 
-    Raises
-    ------
-    ExperimentError
-        If one is not of this form, is given twice, or has an argument of its own.
+    Raise ExperimentError if one is not of this form, is given twice, or has an argument of its own.
     """
     from fedloom.experiment import seeds_of
 
@@ -86,17 +83,14 @@ def plan_order(
 ) -> Order:
     """Check a run, and return its order; nothing is sent.
 
+    Raise ExperimentError if the run would be refused.
+
     Parameters
     ----------
     pipeline, arguments
         Name of the pipeline, and its parameters, with ``experiment`` and ``overrides``.
     cluster, pods
         Settings of the client pods, and of the tasks and their pods.
-
-    Raises
-    ------
-    ExperimentError
-        If the run would be refused.
     """
     name, pods = catalog.check_name(pipeline), pods or PodSettings()
     catalog.use_image(pods.image)
@@ -136,17 +130,14 @@ def _checked_experiments(name: str, arguments: Mapping[str, Any]) -> list[Experi
 def trigger_of(kubeflow: Kubeflow, text: str) -> tuple[Any, str]:
     """Return the trigger of a schedule, and its description.
 
+    Raise ExperimentError if it is neither; Kubeflow checks the fields of a cron expression.
+
     Parameters
     ----------
     text
         Interval such as ``90m``, ``6h`` or ``1d``; or a cron expression with five fields, or six with seconds first.
         Kubeflow's own cron (``github.com/robfig/cron`` v1.2.0) would take five fields for second to month without an
         error, so they get the second 0.
-
-    Raises
-    ------
-    ExperimentError
-        If it is neither; Kubeflow checks the fields of a cron expression.
     """
     models, fields = kubeflow.models, text.split()
     if interval := re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", text.strip()):
@@ -171,10 +162,7 @@ def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> str:
     The version is named by its content, so that the same pipeline is uploaded once. A run whose start was interrupted,
     or whose answer was lost, is removed again.
 
-    Raises
-    ------
-    FedloomError
-        If the pipeline cannot be compiled, or Kubeflow rejects a request or fails.
+    Raise FedloomError if the pipeline cannot be compiled, or Kubeflow rejects a request or fails.
     """
     return str(_create(kubeflow, "run", kubeflow.models.V2beta1Run(**_upload(kubeflow, order, say)), say).run_id)
 
@@ -202,29 +190,26 @@ def _upload(kubeflow: Kubeflow, order: Order, say: Say) -> dict[str, Any]:
         order.pods.apply(file, order.locations)
         version_name = catalog.version_of(file)
         description = catalog.pipeline(order.pipeline).component_spec.description or ""
+        body = models.V2beta1Pipeline(display_name=name, description=description, **owner)
         pipeline = _ensure(
-            lambda: kubeflow.named("pipeline", "pipeline_service_list_pipelines", "pipelines", name, **owner),
-            lambda: call(
-                f"create pipeline {name}",
-                "pipeline_service_create_pipeline",
-                models.V2beta1Pipeline(display_name=name, description=description, **owner),
-            ),
-        ).pipeline_id
-        listing = ("pipeline_service_list_pipeline_versions", "pipeline_versions")
+            kubeflow, "pipeline", name, lambda what: call(what, "pipeline_service_create_pipeline", body), **owner
+        )
         upload = {"name": version_name, "pipelineid": pipeline, "description": "Uploaded by fedloom."}
         version = _ensure(
-            lambda: kubeflow.named("version", *listing, version_name, pipeline),
-            lambda: call(f"upload version {version_name}", "upload_pipeline_version", str(file), **upload),
-        ).pipeline_version_id
-    listing = ("experiment_service_list_experiments", "experiments")
+            kubeflow,
+            "pipeline_version",
+            version_name,
+            lambda what: call(what, "upload_pipeline_version", str(file), **upload),
+            pipeline,
+        )
+    group = models.V2beta1Experiment(display_name=settings.experiment, **owner)
     experiment = _ensure(
-        lambda: kubeflow.named("experiment", *listing, settings.experiment, **owner),
-        lambda: call(
-            f"create experiment {settings.experiment}",
-            "experiment_service_create_experiment",
-            models.V2beta1Experiment(display_name=settings.experiment, **owner),
-        ),
-    ).experiment_id
+        kubeflow,
+        "experiment",
+        settings.experiment,
+        lambda what: call(what, "experiment_service_create_experiment", group),
+        **owner,
+    )
     say(f"pipeline {name}, version {version_name}")
     return {
         "display_name": order.name,
@@ -237,16 +222,17 @@ def _upload(kubeflow: Kubeflow, order: Order, say: Say) -> dict[str, Any]:
     }
 
 
-def _ensure(find: Callable[[], Any], create: Callable[[], Any]) -> Any:
-    """Find an object or create it, perhaps while another process does so."""
-    if (known := find()) is not None:
-        return known
-    try:
-        return create()
-    except Conflict:
-        if (known := find()) is None:
-            raise
-        return known
+def _ensure(kubeflow: Kubeflow, kind: str, name: str, create: Callable[[str], Any], *parents: str, **owner: str) -> str:
+    """Find an object by its name or create it, perhaps while another process does so; return its id."""
+    known = kubeflow.named(kind, name, *parents, **owner)
+    if known is None:
+        try:
+            known = create(f"create {kind} {name}")
+        except Conflict:
+            known = kubeflow.named(kind, name, *parents, **owner)
+            if known is None:
+                raise
+    return str(getattr(known, f"{kind}_id"))
 
 
 def _create(kubeflow: Kubeflow, kind: str, body: Any, say: Say) -> Any:
@@ -256,9 +242,9 @@ def _create(kubeflow: Kubeflow, kind: str, body: Any, say: Say) -> Any:
         return kubeflow.call(f"create {what} {body.display_name}", f"{service}_create_{kind}", body)
     except BaseException as error:
         if isinstance(error, StorageError) or not isinstance(error, Exception):  # it may have been received
-            where = {"experiment_id": body.experiment_id, **kubeflow.in_namespace()}
+            group = {"experiment_id": body.experiment_id, **kubeflow.in_namespace()}
             try:
-                left = kubeflow.named(what, f"{service}_list_{kind}s", f"{kind}s", body.display_name, **where)
+                left = kubeflow.named(kind, body.display_name, **group)
                 if left is not None:
                     kubeflow.call(f"delete {what}", f"{service}_delete_{kind}", getattr(left, f"{kind}_id"))
             except FedloomError as failure:
@@ -269,18 +255,13 @@ def _create(kubeflow: Kubeflow, kind: str, body: Any, say: Say) -> Any:
 def schedules(kubeflow: Kubeflow) -> Iterator[str]:
     """Yield a line for each recurring run in the Kubeflow experiment of the settings.
 
-    Raises
-    ------
-    FedloomError
-        If Kubeflow rejects a request or fails.
+    Raise FedloomError if Kubeflow rejects a request or fails.
     """
     name, owner = kubeflow.settings.experiment, kubeflow.in_namespace()
-    experiment = kubeflow.named("experiment", "experiment_service_list_experiments", "experiments", name, **owner)
+    experiment = kubeflow.named("experiment", name, **owner)
     if experiment is None:
         return
-    method = "recurring_run_service_list_recurring_runs"
-    where = {"experiment_id": experiment.experiment_id, **owner}
-    for one in kubeflow.pages("list the schedules", method, "recurring_runs", **where):
+    for one in kubeflow.recurring_runs(experiment_id=experiment.experiment_id, **owner):
         state, trigger, times = "active" if one.status == "ENABLED" else "paused", one.trigger, "no trigger"
         if trigger is not None and trigger.cron_schedule is not None:
             times = f"cron {trigger.cron_schedule.cron}"
@@ -292,10 +273,7 @@ def schedules(kubeflow: Kubeflow) -> Iterator[str]:
 def change_schedule(kubeflow: Kubeflow, action: str, schedule: str) -> None:
     """Pause, resume or delete a recurring run; its runs in progress continue, and past runs remain.
 
-    Raises
-    ------
-    FedloomError
-        If there is no such recurring run, or Kubeflow rejects the request or fails.
+    Raise FedloomError if there is no such recurring run, or Kubeflow rejects the request or fails.
     """
     # By default Kubernetes would also delete the workflows in progress, which the recurring run owns
     # (``backend/src/crd/controller/scheduledworkflow/util/scheduled_workflow.go``, ``SetOwnerReferences``).

@@ -6,17 +6,10 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
+from fedloom.storage.base import S3_VARIABLES
+
 MINUTE, HOUR, DAY = 60, 3600, 86400
-CREDENTIALS = {
-    name: name
-    for name in (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "AWS_REGION",
-        "FEDLOOM_S3_ENDPOINT",
-    )
-}
+CREDENTIALS = {name: name for name in S3_VARIABLES}
 """Keys of a storage Secret, and the environment variables that they become; any of them may be missing."""
 
 CONFIG = dsl.PipelineConfig(active_deadline_seconds=14 * DAY)

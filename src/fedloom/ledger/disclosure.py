@@ -9,8 +9,8 @@ from typing import Any
 
 from fedloom.algorithms.base import Algorithm
 from fedloom.algorithms.sums import SummedFields
-from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
+from fedloom.data.spec import Normalization
 from fedloom.engine import assemble, run_data
 from fedloom.engine.run_data import own_of
 from fedloom.engine.worker import member_of
@@ -20,7 +20,6 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments
 from fedloom.messages import Message, Metrics, SummedMetrics
-from fedloom.sums.measuring import MomentDigits
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,11 @@ def answers(
 
 def moment_tensors(*, only_summed: bool = False) -> list[DisclosedTensor]:
     """Return the tensors that a client sends, once, when asked for the moments of its inputs."""
-    answer = MomentDigits if only_summed else InputMoments
+    answer: type[Message] = InputMoments
+    if only_summed:
+        from fedloom.sums.measuring import MomentDigits
+
+        answer = MomentDigits
     return _tensors(answer, {field.name: field.shape for field in answer.fields()}, only_summed)
 
 

@@ -43,8 +43,17 @@ from fedloom.reporting.report_setup import summary_of
 from fedloom.reporting.run_results import GROUPS
 from fedloom.reporting.words import GROUP_TITLES, ClientRow, Document, client_column, is_masked
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import headline_of, metrics_of, values_of
-from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline, metric_heading, shown_metric, significant
+from fedloom.tasks.names import (
+    ACCURACY,
+    MODEL_LOSS,
+    Headline,
+    headline_of,
+    metric_heading,
+    metrics_of,
+    shown_metric,
+    significant,
+    values_of,
+)
 
 NAMED = 10
 """Maximum number of rows of a small table."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fedloom.core.allocator import keep_freed_memory
+from fedloom.core.memory import keep_freed_memory
 from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.engine import assemble
 from fedloom.engine.assemble import RunContext

@@ -12,6 +12,8 @@ from fedloom.errors import StorageError
 ENDPOINT, REGION = "FEDLOOM_S3_ENDPOINT", "AWS_REGION"
 """Environment variables of a service's address and region."""
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+S3_VARIABLES = (*CREDENTIALS, "AWS_SESSION_TOKEN", REGION, ENDPOINT)
+"""Environment variables of a service: required credentials, and optional ones."""
 
 
 class Absent(StorageError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import stat
 import threading
@@ -12,10 +11,10 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
-from fedloom.errors import ExperimentError, StorageError, argument
-from fedloom.storage.base import Absent, Store, StoredObject, Taken, has_plain_parts, parts_of
+from fedloom.errors import StorageError, argument
+from fedloom.storage.base import Absent, Store, StoredObject, Taken, parts_of
 
 PARTIAL = ".partial"
 """Suffix of files being written; their names start with a dot."""
@@ -94,12 +93,12 @@ class FolderStore(Store):
         """Yield all objects whose names start with a prefix, sorted by name."""
         above, _, start = prefix.rpartition("/")
         folder = self._path(above) if above else self._folder
-        found = []
+        entries = []
         for path, size, modified in _files(folder):
             name = f"{above}/{path}" if above else path
             if path.startswith(start):
-                found.append(StoredObject(name, size, modified))
-        yield from sorted(found, key=lambda entry: entry.name.encode())
+                entries.append(StoredObject(name, size, modified))
+        yield from sorted(entries, key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects."""
@@ -275,8 +274,8 @@ def sync(path: Path) -> None:
 
 def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int, float]]:
     """Yield relative path, size and time of every complete file below a folder; skip files removed meanwhile."""
-    with storing(folder, "read"), suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
-        for entry in found:
+    with storing(folder, "read"), suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as children:
+        for entry in children:
             name = f"{above}{entry.name}"
             if entry.is_dir():
                 yield from _files(folder / entry.name, f"{name}/")
@@ -295,48 +294,8 @@ def _reading(path: Path) -> Iterator[None]:
             raise Absent(f"{path} does not exist") from error
 
 
-SCHEME = "pvc://"
-MOUNTS = "/mnt/claims"
-"""Folder in which pods mount each claim under its name."""
 VARIABLE = "FEDLOOM_CLAIMS"
 """Environment variable that names another folder of claims."""
-
-
-class ClaimPlace(NamedTuple):
-    """Name of a claim in the pods' namespace, and a path in its volume without slashes at its ends, possibly empty."""
-
-    claim: str
-    path: str
-
-    @property
-    def mount(self) -> str:
-        """Path at which pods mount the claim."""
-        return f"{MOUNTS}/{self.claim}"
-
-
-def claim_place(url: str | Path) -> ClaimPlace | None:
-    """Return the claim and path of a URL; None for a folder or another URL.
-
-    Raise ExperimentError if the URL is malformed.
-    """
-    text = str(url)
-    if not text.startswith(SCHEME):
-        return None
-    claim, _, path = text.removeprefix(SCHEME).partition("/")
-    path, why = path.rstrip("/"), None
-    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", claim):
-        why = "the claim in pvc://CLAIM/PATH must be at most 63 lower-case letters, digits and '-'"
-    elif path and not has_plain_parts(path):
-        why = "the path in pvc://CLAIM/PATH must have no empty parts, '.' and '..'"
-    if why is not None:
-        raise ExperimentError(f"{text} is not a valid storage location: {why}.", found=text)
-    return ClaimPlace(claim, path)
-
-
-def claims_of(urls: Iterable[str | None]) -> list[ClaimPlace]:
-    """Return the different claims that pods must mount to reach these locations, sorted by name."""
-    found = (claim_place(url) for url in urls if url)
-    return [ClaimPlace(claim, "") for claim in sorted({place.claim for place in found if place is not None})]
 
 
 class ClaimStore(FolderStore):
@@ -345,22 +304,22 @@ class ClaimStore(FolderStore):
     Raise StorageError if the claim is not mounted in this pod or on this machine.
     """
 
-    def __init__(self, place: ClaimPlace) -> None:
-        self._place = place
-        mount = Path(os.environ.get(VARIABLE) or MOUNTS, place.claim)
+    def __init__(self, claim: str, path: str, mounts: str) -> None:
+        self._claim, self._path_in_claim, self._mounts = claim, path, mounts
+        mount = Path(os.environ.get(VARIABLE) or mounts, claim)
         if not mount.is_dir():
             raise StorageError(
-                f"{self.url}: the claim {place.claim} is not mounted here, at {mount}",
+                f"{self.url}: the claim {claim} is not mounted here, at {mount}",
                 hint="only pods that mount the claim have access to it (docs/storage.md)",
             )
-        super().__init__(mount / place.path)
+        super().__init__(mount / path)
 
     @property
     def url(self) -> str:
         """URL of the folder, the same in every pod."""
-        return f"{SCHEME}{self._place.claim}/{self._place.path}".rstrip("/")
+        return f"pvc://{self._claim}/{self._path_in_claim}".rstrip("/")
 
     def under(self, prefix: str) -> ClaimStore:
         """Return the part of this store below a folder."""
-        path = PurePosixPath(self._place.path, *parts_of(prefix))
-        return ClaimStore(self._place._replace(path=str(path)))
+        path = PurePosixPath(self._path_in_claim, *parts_of(prefix))
+        return ClaimStore(self._claim, str(path), self._mounts)

@@ -43,8 +43,8 @@ CHECK_S = 8.0
 """Timeout for a response while a store is checked; there are two attempts."""
 
 _MEANINGS: Sequence[tuple[Collection[str], type[FedloomError], str, str | None]] = (
-    (("NoSuchKey", "NoSuchObject"), Absent, "{where} does not exist", None),
-    (("PreconditionFailed",), Taken, "{where} already exists", None),
+    (("NoSuchKey", "NoSuchObject"), Absent, "{place} does not exist", None),
+    (("PreconditionFailed",), Taken, "{place} already exists", None),
     (
         ("NoSuchBucket",),
         StorageError,
@@ -61,7 +61,7 @@ _MEANINGS: Sequence[tuple[Collection[str], type[FedloomError], str, str | None]]
     (
         ("AccessDenied", "AllAccessDisabled", "AccountProblem"),
         RefusedError,
-        "{where} may not be {doing} with these credentials ({code})",
+        "{place} may not be {doing} with these credentials ({code})",
         f"allow it in the policy of {CREDENTIALS[0]}, or use other credentials",
     ),
     (("RequestTimeTooSkewed",), RefusedError, "{endpoint} rejects this machine's clock ({code})", "correct the clock"),
@@ -74,7 +74,7 @@ _MEANINGS: Sequence[tuple[Collection[str], type[FedloomError], str, str | None]]
     (
         ("NotImplemented", "MethodNotAllowed"),
         RefusedError,
-        "{where} cannot be {doing}: {endpoint} does not support the operation ({code})",
+        "{place} cannot be {doing}: {endpoint} does not support the operation ({code})",
         None,
     ),
 )  # fmt: skip
@@ -175,7 +175,7 @@ class Connection:
                 hint=f"change {service.endpoint_from} or AWS_REGION",
             ) from None
 
-    def insist(self, doing: str, where: str, request: Callable[[], T]) -> T:
+    def insist(self, doing: str, place: str, request: Callable[[], T]) -> T:
         """Repeat a request until it succeeds; raise the error that explains a failure that retries cannot fix."""
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, self.attempts + 1):
@@ -184,23 +184,23 @@ class Connection:
             except (MinioException, HTTPError, ParseError) as error:
                 if attempt == self.attempts or not _is_transient(error):
                     # Not "from error": urllib3's message may hold a signed URL.
-                    raise self.explained(error, doing, where) from None
-                log.info("%s: cannot be %s (%s); retrying in %g s", where, doing, type(error).__name__, pause_s)
+                    raise self.explained(error, doing, place) from None
+                log.info("%s: cannot be %s (%s); retrying in %g s", place, doing, type(error).__name__, pause_s)
             time.sleep(pause_s)
             pause_s *= 2
         raise AssertionError("at least one attempt")
 
-    def explained(self, error: Exception, doing: str, where: str) -> FedloomError:
+    def explained(self, error: Exception, doing: str, place: str) -> FedloomError:
         """Return the error for a failure, with its meaning and the remedy."""
         endpoint, change = self.service.endpoint, f"change {self.service.endpoint_from}"
         if isinstance(error, S3Error):
-            return self._refusal(error, doing, where)
+            return self._refusal(error, doing, place)
         if isinstance(error, (InvalidResponseError, ParseError)):
             return StorageError(
-                f"{where} cannot be {doing}: the response of {endpoint} is not that of an S3 service", hint=change
+                f"{place} cannot be {doing}: the response of {endpoint} is not that of an S3 service", hint=change
             )
         if isinstance(error, ServerError):
-            return StorageError(f"{where} cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
+            return StorageError(f"{place} cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
         cause = (error.reason if isinstance(error, MaxRetryError) else None) or error
         if isinstance(cause, SSLError):
             return StorageError(
@@ -213,15 +213,15 @@ class Connection:
             hint=f"set {self.service.endpoint_from} to the service's address, or check whether it runs",
         )
 
-    def _refusal(self, error: S3Error, doing: str, where: str) -> FedloomError:
+    def _refusal(self, error: S3Error, doing: str, place: str) -> FedloomError:
         code = error.code or ""
-        default = ((), StorageError, "{where} cannot be {doing}: {endpoint} reports {code}: {reason}", None)
+        default = ((), StorageError, "{place} cannot be {doing}: {endpoint} reports {code}: {reason}", None)
         _, kind, message, hint = next((meaning for meaning in _MEANINGS if code in meaning[0]), default)
         facts = {
             "code": code,
             "reason": error.message,
-            "bucket": "/".join(where.split("/")[:3]),
-            "where": where,
+            "bucket": "/".join(place.split("/")[:3]),
+            "place": place,
             "doing": doing,
             "endpoint": self.service.endpoint,
             "region": self.service.region,
@@ -322,14 +322,14 @@ class S3Store(Store):
         above = f"{self._prefix}/" if self._prefix else ""
 
         def listed() -> list[StoredObject]:
-            found = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
+            listing = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
             return [
                 StoredObject(
                     (item.object_name or "").removeprefix(above),
                     item.size or 0,
                     item.last_modified.timestamp() if item.last_modified else 0.0,
                 )
-                for item in found
+                for item in listing
                 if not item.is_dir
             ]
 
@@ -343,10 +343,10 @@ class S3Store(Store):
         def delete() -> None:
             for error in self._client.remove_objects(self._bucket, [DeleteObject(key) for key in keys]):
                 if error.code not in ("NoSuchKey", "NoSuchObject"):
-                    where = f"s3://{self._bucket}/{error.name}"
+                    place = f"s3://{self._bucket}/{error.name}"
                     if error.code == "AccessDenied":
-                        raise RefusedError(f"{where} may not be removed with these credentials ({error.code})")
-                    raise StorageError(f"{where} cannot be removed: {error.code}: {error.message}")
+                        raise RefusedError(f"{place} may not be removed with these credentials ({error.code})")
+                    raise StorageError(f"{place} cannot be removed: {error.code}: {error.message}")
 
         if keys:
             self._insist("removed", "", delete)

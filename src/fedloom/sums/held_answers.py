@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.core.digests import combined_digest
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, RefusedError
 from fedloom.federation.private_sums import (
@@ -42,7 +43,6 @@ from fedloom.sums.messages import (
     ShareDelivery,
     SumSession,
     Survivors,
-    combined_digest,
     digest_of_tensors,
     names_from_bytes,
 )

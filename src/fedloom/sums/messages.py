@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.core.digests import combined_digest, length_prefixed
 from fedloom.messages import Message, Quantity, broadcast, rows
 
 
@@ -165,16 +166,6 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
         content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest.update(_framed(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode()))
+        digest.update(length_prefixed(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode()))
         digest.update(content)
     return digest.digest()
-
-
-def combined_digest(*parts: bytes | str | float) -> bytes:
-    """Return the SHA-256 of a sequence of values; equal digests mean equal sequences."""
-    encoded = (part if isinstance(part, bytes) else repr(part).encode() for part in parts)
-    return hashlib.sha256(b"fedloom question 1" + b"".join(map(_framed, encoded))).digest()
-
-
-def _framed(part: bytes) -> bytes:
-    return len(part).to_bytes(8, "big") + part

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed, SummedFields, learned_fields
+from fedloom.core.digests import combined_digest
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
 from fedloom.federation.cohort import RemoteCohort
 from fedloom.federation.private_sums import (
@@ -51,7 +52,6 @@ from fedloom.sums.messages import (
     ShareDelivery,
     SumSession,
     Survivors,
-    combined_digest,
     names_as_bytes,
 )
 from fedloom.sums.secure_sum import (
@@ -112,6 +112,10 @@ class Summation:
             )
         numbers = (str(self.secure), str(self.privacy), self.clients_per_round, clip, self.largest(members))
         return combined_digest(self.run, key.purpose, key.round, opening.digest, answer.__name__, *numbers, *members)
+
+    def observed_by(self, observe: Callable[[ConversationKey, Sequence[str], Sums[Any]], None]) -> Summation:
+        """Return the same sums, each of which is also given to a function."""
+        return replace(self, observe=observe)
 
     @property
     def vocabulary(self) -> Mapping[str, type[Message]]:

@@ -47,15 +47,15 @@ class MLflow(NumberTracker):
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
         """Start an MLflow run, or continue the earlier one."""
-        kept = self._folder / NAME
-        if kept.exists():
-            self._run = kept.read_text(encoding="utf-8").strip()
+        id_file = self._folder / NAME
+        if id_file.exists():
+            self._run = id_file.read_text(encoding="utf-8").strip()
             self._client.update_run(self._run, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedloom")
-        found = self._client.get_experiment_by_name(name)
+        group = self._client.get_experiment_by_name(name)
         try:
-            number = found.experiment_id if found is not None else self._client.create_experiment(name)
+            number = group.experiment_id if group is not None else self._client.create_experiment(name)
         except MlflowException:  # another run has just created it
             number = self._client.get_experiment_by_name(name).experiment_id
         self._run = self._client.create_run(
@@ -65,7 +65,7 @@ class MLflow(NumberTracker):
         params = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
         for start in range(0, len(params), MOST):
             self._client.log_batch(self._run, params=params[start : start + MOST])
-        kept.write_text(f"{self._run}\n", encoding="utf-8")
+        id_file.write_text(f"{self._run}\n", encoding="utf-8")
 
     def ended(self) -> None:
         """End the MLflow run."""

@@ -30,23 +30,23 @@ class NumberTracker(RunObserver, ABC):
 
 def attempt_numbers(attempt: Attempt) -> dict[str, float]:
     """Return the numbers of a round: ``train/loss`` and other statistics, seconds, bytes."""
-    found = {f"train/{name}": float(value) for name, value in attempt.statistics.items()}
-    found["round/seconds"] = attempt.seconds
-    found |= {f"round/{name}_s": seconds for name, seconds in attempt.phases.items()}
+    numbers = {f"train/{name}": float(value) for name, value in attempt.statistics.items()}
+    numbers["round/seconds"] = attempt.seconds
+    numbers |= {f"round/{name}_s": seconds for name, seconds in attempt.phases.items()}
     for name in ("payload_up", "payload_down", "wire_up", "wire_down"):
         if (value := getattr(attempt, name)) is not None:
-            found[f"round/{name}"] = float(value)
-    return found
+            numbers[f"round/{name}"] = float(value)
+    return numbers
 
 
 def evaluation_numbers(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Return the numbers of an evaluation, named like ``seen/accuracy_mean``, without those of training."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in line.items():
         if name == "train" and not prefix:
             continue
         if isinstance(value, Mapping):
-            found |= evaluation_numbers(value, f"{prefix}{name}/")
+            numbers |= evaluation_numbers(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and (prefix or name != "round"):
-            found[f"{prefix}{name}" if prefix else f"evaluation/{name}"] = float(value)
-    return found
+            numbers[f"{prefix}{name}" if prefix else f"evaluation/{name}"] = float(value)
+    return numbers

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.core.words import pluralize
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.options import RunOptions
 from fedloom.engine.run_data import check_roster
 from fedloom.errors import ExperimentError, FedloomError, QuorumError, argument
@@ -18,9 +19,8 @@ from fedloom.experiment.search_space import Make, SearchPlan
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.runs.files import EXPERIMENT, SUMMARY, RunFiles
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import GROUPS, headline_of, validation_value, values_of
-from fedloom.tasks.names import Headline
-from fedloom.tuning.parallel import EarlyStop, Job, JobObserver, Jobs, run_jobs
+from fedloom.tasks.names import GROUPS, Headline, headline_of, validation_value, values_of
+from fedloom.tuning.parallel import EarlyStop, Jobs, run_jobs
 from fedloom.tuning.sweep import check_folder_of_runs, check_parallel, job_options
 from fedloom.tuning.trials import LOG, Schedule, Trial, Trials, import_optuna
 

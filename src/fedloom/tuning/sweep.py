@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fedloom.core.words import pluralize
+from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.options import RunOptions
 from fedloom.engine.resume import check_folder, finished
 from fedloom.engine.run_data import check_roster
@@ -16,7 +17,7 @@ from fedloom.experiment import Experiment, Point
 from fedloom.models.module import MEMORY
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
-from fedloom.tuning.parallel import Job, JobObserver, Jobs, run_jobs
+from fedloom.tuning.parallel import Jobs, run_jobs
 
 
 def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> bool:

@@ -1,0 +1,293 @@
+"""``fedloom pipeline``: compile, run locally, submit, schedule, wait for and stop Kubeflow pipelines."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fedloom.cli.options import Checkpoint, Commands, Set, Space
+from fedloom.storage.folder import copy_atomically, storing
+
+if TYPE_CHECKING:
+    from fedloom.kubeflow.client import Kubeflow
+    from fedloom.kubeflow.pods import PodSettings
+
+app = Commands(help="Kubeflow pipelines.", no_args_is_help=True, rich_markup_mode=None)
+
+Name = Annotated[
+    str, typer.Argument(help="personalized_federation, compare_methods or unseen_clients.", metavar="NAME")
+]
+ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT")]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--param",
+        metavar="KEY=VALUE",
+        help="Parameter of the pipeline, such as checkpoint=best, source=s3://BUCKET/PREFIX, model=RUN, seeds=1-3, or "
+        "methods=CHANGES once for each method (docs/kubeflow.md); repeatable.",
+    ),
+]
+KubeflowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kubeflow",
+        help="URL of Kubeflow Pipelines; in-cluster, in a pod; or a YAML file with host, token, namespace and other "
+        "settings (docs/kubeflow.md). By default $KF_PIPELINES_ENDPOINT.",
+        metavar="URL|FILE|in-cluster",
+    ),
+]
+Pods = Annotated[
+    Path | None,
+    typer.Option(
+        help="YAML file: image, caching, and the pods' resources, GPUs and nodes (docs/kubeflow.md).", metavar="FILE"
+    ),
+]
+Run = Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")]
+
+
+@app.command("compile")
+def _compile(
+    name: Annotated[str | None, typer.Argument(help="The pipeline; by default all.", metavar="[NAME]")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
+    pods: Pods = None,
+) -> None:
+    """Compile a pipeline to YAML. The file can be uploaded by hand, or archived."""
+    from fedloom.kubeflow import catalog
+
+    settings = _pods(pods)
+    names = [catalog.check_name(name)] if name else list(catalog.NAMES)
+    catalog.use_image(settings.image)
+    with tempfile.TemporaryDirectory() as folder:
+        for one in names:
+            catalog.compile_to(one, Path(folder) / f"{one}.yaml")
+            settings.apply(Path(folder) / f"{one}.yaml")
+        with storing(out):
+            out.mkdir(parents=True, exist_ok=True)
+        for one in names:
+            copy_atomically(Path(folder) / f"{one}.yaml", out / f"{one}.yaml")
+            typer.echo(f"{out / f'{one}.yaml'}: version {catalog.version_of(out / f'{one}.yaml')}")
+
+
+@app.command("local")
+def _local(
+    name: Name,
+    experiment: ExperimentFile,
+    out: Annotated[Path, typer.Option(help="New folder for the tasks' outputs.", metavar="DIR")],
+    set_: Set = None,
+    param: Parameters = None,
+) -> None:
+    """Run a pipeline on this machine, with processes instead of pods."""
+    from fedloom.kubeflow import catalog, local
+
+    known = catalog.check_name(name)
+    arguments = _arguments(experiment, set_, param)
+    if known != "unseen_clients":
+        arguments["backend"] = "local"
+    everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
+    local.run_pipeline(known, arguments, out, say=_say, everything=everything)
+    for page in sorted(out.glob("*.md")):
+        typer.echo(page.read_text(encoding="utf-8"))
+    for result in sorted((*out.glob("*.html"), *out.glob("run"), *out.glob("runs"))):
+        typer.echo(f"{result.stem}: {result}")
+
+
+@app.command("submit")
+def _submit(
+    name: Name,
+    experiment: ExperimentFile,
+    set_: Set = None,
+    param: Parameters = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
+    ] = None,
+    pods: Pods = None,
+    kubeflow: KubeflowOption = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Create a schedule instead: an interval such as 90m, 6h or 1d, or times in the time zone of the "
+            "installation (UTC): minute, hour, day of month, month, day of week; or six fields with seconds first.",
+            metavar="'M H D M W'|INTERVAL",
+        ),
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code gives the outcome.")] = False,
+) -> None:
+    """Run a pipeline on Kubeflow; with --schedule, create a schedule that runs it repeatedly."""
+    from fedloom.cluster.settings import ClusterSettings, settings_from_file
+    from fedloom.errors import ExperimentError
+    from fedloom.kubeflow import submit
+    from fedloom.kubeflow.client import Kubeflow, KubeflowSettings
+
+    if schedule is not None and wait:
+        raise ExperimentError("--wait is for a single run, not for a schedule.", key="wait")
+    settings = KubeflowSettings.from_option(kubeflow)
+    clients = None if cluster is None else settings_from_file(ClusterSettings, cluster)
+    arguments = _arguments(experiment, set_, param)
+    order = submit.plan_order(name, arguments, settings, cluster=clients, pods=_pods(pods))
+    api = Kubeflow(settings)
+    if schedule is not None:
+        trigger, times = submit.trigger_of(api, schedule)
+        identity = submit.schedule_pipeline(api, order, trigger, _say)
+        typer.echo(f"schedule {identity}: {times}: {api.link(identity, kind='recurringrun')}")
+        return
+    run = submit.submit_pipeline(api, order, _say)
+    typer.echo(f"run {run}: {api.link(run)}")
+    if wait:
+        _await(api, run)
+
+
+@app.command("search")
+def _search(
+    experiment: ExperimentFile,
+    space: Space,
+    cluster: Annotated[
+        Path, typer.Option(help="YAML file: settings of the trials' pods (docs/cluster.md).", metavar="FILE")
+    ],
+    partition: Annotated[
+        str,
+        typer.Option(
+            help="The partition that all trials use, published by `fedloom partition EXPERIMENT --out`.",
+            metavar="s3://BUCKET/PREFIX",
+        ),
+    ],
+    set_: Set = None,
+    parallel: Annotated[
+        int | None, typer.Option(help="Number of parallel trials; by default 3.", min=1, metavar="N")
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Create the search on the cluster of $KUBECONFIG.")] = False,
+) -> None:
+    """Print a search as an Experiment of Katib, for `kubectl apply -f -`. A trial is a Job."""
+    from fedloom.cluster.manifests import as_documents
+    from fedloom.cluster.settings import ClusterSettings, settings_from_file
+    from fedloom.experiment.search_space import read_space
+    from fedloom.kubeflow import katib
+
+    settings = settings_from_file(ClusterSettings, cluster)
+    search = katib.plan_katib_search(_text(experiment), set_ or (), read_space(space), settings, partition, parallel)
+    objects = katib.search_objects(search)
+    if submit:
+        from fedloom.cluster.api import Api
+
+        api = Api(settings.namespace)
+        katib.submit_search(api, objects)
+        typer.echo(f"{search.title}: kubectl get -n {api.namespace} experiments.kubeflow.org,trials {search.title}")
+    else:
+        typer.echo(as_documents(objects), nl=False)
+
+
+@app.command("wait")
+def _wait(run: Run, kubeflow: KubeflowOption = None) -> None:
+    """Wait for a run on Kubeflow; the exit code gives its outcome."""
+    _await(_connected(kubeflow), run)
+
+
+@app.command("stop")
+def _stop(run: Run, kubeflow: KubeflowOption = None) -> None:
+    """Stop a run on Kubeflow, its federations and their pods."""
+    from fedloom.kubeflow import runs
+
+    api = _connected(kubeflow)
+    words = {None: "stopping", "CANCELING": "is already being stopped:"}
+    typer.echo(f"{words.get(runs.stop_run(api, run), 'has already ended:')} {api.link(run)}")
+
+
+@app.command("schedules")
+def _schedules(
+    action: Annotated[Literal["list", "pause", "resume", "delete"], typer.Argument(help="What to do.")],
+    schedule: Annotated[str | None, typer.Argument(help="Id of the schedule; not for list.")] = None,
+    kubeflow: KubeflowOption = None,
+) -> None:
+    """List, pause, resume or delete the schedules that `fedloom pipeline submit --schedule` creates."""
+    from fedloom.errors import ExperimentError
+    from fedloom.kubeflow import submit
+
+    if (schedule is None) != (action == "list"):
+        raise ExperimentError(f"{action} needs {'no' if schedule else 'the id of a'} schedule.", key="schedule")
+    api = _connected(kubeflow)
+    if schedule is None:
+        for line in submit.schedules(api):
+            typer.echo(line)
+        return
+    submit.change_schedule(api, action, schedule)
+    typer.echo(f"{action.rstrip('e')}ed {schedule}")
+
+
+def _arguments(experiment: Path, overrides: list[str] | None, parameters: list[str] | None) -> dict[str, Any]:
+    from fedloom.kubeflow.submit import parameters_from
+
+    return {"experiment": _text(experiment), "overrides": overrides or [], **parameters_from(parameters or ())}
+
+
+def _text(experiment: Path) -> str:
+    """Return the text of an experiment file; raise ExperimentError if it cannot be read."""
+    from fedloom.errors import ExperimentError
+    from fedloom.storage.folder import read_file
+
+    try:
+        return read_file(experiment).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
+        raise ExperimentError(f"{experiment} cannot be read: {why}") from error
+
+
+def _pods(path: Path | None) -> PodSettings:
+    from fedloom.cluster.settings import settings_from_file
+    from fedloom.kubeflow.pods import PodSettings
+
+    return PodSettings() if path is None else settings_from_file(PodSettings, path)
+
+
+def _await(kubeflow: Kubeflow, run: str) -> None:
+    from fedloom.kubeflow import runs
+
+    runs.wait_for_run(kubeflow, run, _say)
+    typer.echo("succeeded")
+
+
+def _connected(option: str | None) -> Kubeflow:
+    """Return the API of the installation given by ``--kubeflow``, after checking that it responds as one."""
+    from fedloom.kubeflow.client import Kubeflow, KubeflowSettings
+
+    api = Kubeflow(KubeflowSettings.from_option(option))
+    api.check()
+    return api
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def register_command(
+    run: Annotated[str, typer.Argument(help="Folder of the finished run, or its URL.", metavar="RUN|URL")],
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of the model registry; its token is $FEDLOOM_REGISTRY_TOKEN.",
+            metavar="URL",
+            envvar="FEDLOOM_REGISTRY",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; by default the experiment's.")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Name of the version; by default the round and the checkpoint's digest.")
+    ] = None,
+    checkpoint: Checkpoint = "last",
+    uri: Annotated[
+        str | None,
+        typer.Option(
+            help="URI of the run's folder for those who serve it; by default the URL of a published run.",
+            metavar="URI",
+        ),
+    ] = None,
+) -> None:
+    """Register a run's model in the Kubeflow Model Registry. The same checkpoint is registered once."""
+    from fedloom.kubeflow.registration import ModelRegistry, register_run
+
+    api = ModelRegistry(registry)
+    entry = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri)
+    done = "registered" if entry.created else "is already registered"
+    typer.echo(f"{entry.model} {entry.version} {done}: {api.url}, model {entry.model_id}, version {entry.version_id}")

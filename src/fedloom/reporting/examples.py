@@ -1,0 +1,119 @@
+"""Test examples and their predictions, for the report of a run whose data are on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.data.federated import ClientData
+from fedloom.data.inputs import Inputs, each, take
+from fedloom.data.spec import Targets
+from fedloom.engine.trained import personalize_each, restore, torch_threads
+from fedloom.models.predictors import Predictor
+from fedloom.runs.folder import RunFolder
+from fedloom.tasks.names import headline_of
+
+EXAMPLES = "examples.json"
+
+CLIENTS = {"regression": 12, "segmentation": 4}
+"""Tasks whose reports show examples, and the number of clients shown: those with the worst results."""
+
+MOST = 100
+"""Maximum number of test examples of a client."""
+
+SIDE = 96
+"""Maximum height and width of a shown image, in pixels; larger ones are thinned."""
+
+
+def write_examples(folder: RunFolder, task: str, targets: Targets) -> None:
+    """Write ``examples.json`` of a finished run: predictions for the clients with the worst results.
+
+    Nothing is written for tasks other than those of :data:`CLIENTS`, and for fields of numbers. The personalized models
+    are those of the last checkpoint; the clients' data are read from the run's partition.
+
+    Raise DataError if the partition is missing or damaged.
+    """
+    if task not in CLIENTS or (task == "regression" and len(targets.shape) > 1):
+        return
+    summary = folder.json("summary.json")
+    headline = headline_of(summary)
+    column = f"personal_{headline.name}_unmasked"
+    rows = [row for row in folder.clients() if row.get(column)]
+    rows.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
+    worst = {row["id"]: row for row in rows[: CLIENTS[task]]}
+    describe = _numbers if task == "regression" else _picture
+    found = {
+        client: describe(x, y, predictions, targets)
+        for client, (x, y, predictions) in predicted(folder, [*worst]).items()
+        if len(y)
+    }
+    clients = [{"id": client, "seen": worst[client]["seen"] == "true", **shown} for client, shown in found.items()]
+    document = {"round": summary["rounds"], "task": task, "names": list(targets.names), "outputs": targets.outputs}
+    folder.write_json(EXAMPLES, {**document, "clients": clients})
+
+
+def predicted(folder: RunFolder, clients: Sequence[str]) -> dict[str, tuple[Inputs, Tensor, Tensor]]:
+    """Return inputs, targets and the personalized model's predictions of up to :data:`MOST` test examples by client.
+
+    Clients without a personalized model, or without targets, are left out.
+    """
+    found: dict[str, tuple[Inputs, Tensor, Tensor]] = {}
+    with torch_threads(1):  # restores the number of threads, which is changed inside
+        parts, evaluator, dataset = restore(folder.path)
+
+        def keep(client: ClientData, named: Mapping[str, Predictor]) -> None:
+            if "personal" in named and client.test.y is not None:
+                x: Any = take(client.test.x, slice(MOST))
+                y = client.test.y[:MOST]
+                found[client.id] = x, y.cpu(), named["personal"].predictions(x).cpu()
+
+        personalize_each(parts, evaluator, dataset, clients, keep)
+    return {client: found[client] for client in clients if client in found}
+
+
+def _numbers(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dict[str, Any]:
+    """Return true and predicted numbers ``[n][k]`` in the targets' own units; the inputs ``x`` are not shown."""
+    mean = torch.tensor(targets.mean or [0.0] * targets.outputs, dtype=torch.float64)
+    std = torch.tensor(targets.std or [1.0] * targets.outputs, dtype=torch.float64)
+    true, found = (t.reshape(len(y), -1).double() * std + mean for t in (y, predictions))
+    return {"true": _rounded(true), "predicted": _rounded(found)}
+
+
+def _rounded(values: Tensor) -> list[list[float]]:
+    return [[float(f"{value:.6g}") for value in row] for row in values.nan_to_num().tolist()]
+
+
+def _picture(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dict[str, Any]:
+    """Return the image, or the slice of a volume, with the most wrong pixels, with its true and predicted classes."""
+    found = predictions.argmax(1)
+    if y.dim() > 3:
+        y, found, x = y.flatten(0, 1), found.flatten(0, 1), each(x, lambda t: _slices(t, targets.shape[0]))
+    wrong = ((found != y) & (y < targets.outputs) & (y >= 0)).flatten(1).sum(1)
+    worst = int(wrong.argmax())
+    step = math.ceil(max(y.shape[1:]) / SIDE)
+    thin = slice(None, None, step)
+    shown = {"true": y[worst, thin, thin].tolist(), "predicted": found[worst, thin, thin].tolist()}
+    image = _image(x, worst, tuple(y.shape[1:]))
+    return shown if image is None else {"image": image[thin, thin].tolist(), **shown}
+
+
+def _slices(x: Tensor, depth: int) -> Tensor:
+    """Return the slices of volumes, ``[n, c, d, h, w] -> [n d, c, h, w]``; other inputs once for each slice."""
+    return x.transpose(1, 2).flatten(0, 1) if x.dim() == 5 else x.repeat_interleave(depth, 0)
+
+
+def _image(x: Inputs, i: int, shape: tuple[int, ...]) -> Tensor | None:
+    """Return an input as a picture, ``[h, w]`` or ``[h, w, 3]`` of 0 to 255; None if no input has the masks' shape."""
+    for tensor in x.values() if isinstance(x, Mapping) else [x]:
+        picture = tensor[i].cpu().float()
+        picture = picture if picture.dim() == 3 else picture[None]
+        if tuple(picture.shape[1:]) == shape:
+            picture = (picture if len(picture) == 3 else picture[:1]).nan_to_num()
+            low, high = picture.min(), picture.max()
+            levels = (255 * (picture - low) / (high - low).clamp(min=1e-9)).round().to(torch.int64)
+            return levels.permute(1, 2, 0) if len(levels) == 3 else levels[0]
+    return None
