@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedloom.data.datasets.base import DataFile, Dataset
-from fedloom.data.datasets.digits import read_mnist
+from fedloom.data.datasets.binary import read_mnist
 from fedloom.data.spec import DataSpec
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.data.datasets.vowel import read_vowel
+from fedloom.data.datasets.binary import read_vowel
 
 FILE = Path(__file__).parent / "fixtures" / "Vowel.rda"
 SPEAKERS = {"dataset": "vowel", "partition": {"scheme": "natural"}, "held_out_fraction": 0.2}

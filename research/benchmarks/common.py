@@ -51,9 +51,8 @@ def describe(about: dict[str, Any]) -> str:
 
 def made_up_manifest(dataset: str, clients: Iterable[str], classes: int, per_class: int) -> Manifest:
     """Return a manifest of seen clients without data, with ``per_class`` images of each class in each split."""
-    from fedloom.data.input_spec import Normalization
     from fedloom.data.manifest import VERSION, ClientEntry, Manifest
-    from fedloom.data.spec import DataSpec
+    from fedloom.data.spec import DataSpec, Normalization
 
     n, spec = classes * per_class, DataSpec.single("pixels", (1, 28, 28), tuple(f"class {c}" for c in range(classes)))
     counts = dict.fromkeys(("train", "validation", "test"), (per_class,) * classes)

@@ -23,9 +23,9 @@ from vowel_data import vowel_examples
 from fedloom.cluster.api import Api
 from fedloom.cluster.progress_client import Tunnel
 from fedloom.data.datasets import find_dataset
+from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.requirements import Own
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import add_token
 
@@ -138,7 +138,7 @@ def test_a_release_survives_crashes_upgrades_and_drains(place: Place, case: Case
 def packed(folder: Path) -> list[Path]:
     """Pack each speaker of the vowel data as a separate member."""
     x, y, owners = vowel_examples()
-    kind = Request(Own(kind="features", input_shape=(9,), classes=CLASS_NAMES))
+    kind = Request(Own(kind="features", input_shape=(9,), classes=CLASS_NAMES).spec)
     found = []
     for speaker in range(MEMBERS + 1):
         found.append(folder / f"s{speaker}")

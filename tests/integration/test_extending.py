@@ -18,7 +18,7 @@ import yaml
 from facts import tells
 from forked import run
 
-from fedloom.data.datasets.vowel import read_vowel
+from fedloom.data.datasets.binary import read_vowel
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "docs" / "examples"

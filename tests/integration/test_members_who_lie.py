@@ -12,7 +12,7 @@ import torch
 from facts import tells
 from transport_support import Hostile, Sum, make_aggregator, until
 
-from fedloom.data.requirements import Own
+from fedloom.data.own import Own
 from fedloom.errors import QuorumError
 from fedloom.federation.measuring import VOCABULARY, InputMoments, measured_normalization
 from fedloom.federation.roster import AvailableClients

@@ -28,10 +28,10 @@ from vowel_data import vowel_examples
 
 from fedloom.algorithms.base import find_algorithm
 from fedloom.data.datasets import find_dataset
-from fedloom.data.input_spec import Normalization
+from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.requirements import Own
+from fedloom.data.spec import Normalization
 from fedloom.engine.options import RunOptions
 from fedloom.engine.run_data import open_manifest
 from fedloom.engine.run_experiment import replay_segments, run_experiment
@@ -69,7 +69,7 @@ def members(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x, y, owners = vowel_examples()
     for speaker in range(6):
         np.savez(root / "source.npz", x=x[owners == speaker], y=y[owners == speaker])
-        pack(root / "source.npz", root / f"s{speaker}", PackSettings(f"speaker-{speaker}", Request(OWN)))
+        pack(root / "source.npz", root / f"s{speaker}", PackSettings(f"speaker-{speaker}", Request(OWN.spec)))
     return root
 
 
@@ -221,16 +221,16 @@ def test_a_rejected_member_gets_the_reason_and_the_others_continue(
     assert tells(output, "speaker-1", "another worker")
     np.savez(tmp_path / "other.npz", x=np.eye(9, dtype=np.float32), y=np.arange(9) % 2)
     other = Own(kind="features", input_shape=(9,), classes=("a", "b"))
-    pack(tmp_path / "other.npz", tmp_path / "other", PackSettings("other", Request(other)))
+    pack(tmp_path / "other.npz", tmp_path / "other", PackSettings("other", Request(other.spec)))
     output = fedloom(*at, "--data", tmp_path / "other", "--name", "third", code=3)
     assert tells(output, "other", "classes", "a, b", "data.own", "hid")
     wide = Own(kind="features", input_shape=(10,), classes=CLASS_NAMES)
     np.savez(tmp_path / "wide.npz", x=np.eye(22, 10, dtype=np.float32), y=np.arange(22) % 11)
-    pack(tmp_path / "wide.npz", tmp_path / "wide", PackSettings("wide", Request(wide)))
+    pack(tmp_path / "wide.npz", tmp_path / "wide", PackSettings("wide", Request(wide.spec)))
     output = fedloom(*at, "--data", tmp_path / "wide", "--name", "fourth", code=3)
     assert tells(output, "wide", "input_shape", "[10]", "data.own", "[9]")
     np.savez(tmp_path / "bare.npz", x=np.random.default_rng(1).normal(size=(40, 9)))
-    pack(tmp_path / "bare.npz", tmp_path / "bare", PackSettings("bare", Request(OWN, labelled=False)))
+    pack(tmp_path / "bare.npz", tmp_path / "bare", PackSettings("bare", Request(OWN.spec, labelled=False)))
     output = fedloom(*at, "--data", tmp_path / "bare", "--name", "fifth", code=3)
     assert tells(output, "bare", "no labels", "--observe")
     federation.more_rounds()

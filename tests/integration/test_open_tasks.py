@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import fedloom as python
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.engine.options import RunOptions
 from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import OwnData, load_experiment
@@ -110,7 +110,7 @@ def test_members_train_and_new_clients_get_predictions_in_own_units(
         rows = slice(i * N, (i + 1) * N)
         arrays = {f"x.{name}": each for name, each in part(x, rows).items()} if isinstance(x, dict) else {"x": x[rows]}
         np.savez(tmp_path / "source.npz", y=y[rows], **arrays)
-        pack(tmp_path / "source.npz", tmp_path / f"s{i}", PackSettings(f"c{i}", Request(experiment.data.own)))
+        pack(tmp_path / "source.npz", tmp_path / f"s{i}", PackSettings(f"c{i}", Request(experiment.data.own.spec)))
     address = free_address()
     run, new = tmp_path / "run", slice(3 * N, 4 * N)
     with contextlib.ExitStack() as processes:

@@ -14,9 +14,9 @@ from facts import tells
 from ports import free_address
 from run_processes import ended, experiment, fedloom, rounds, started, until
 
+from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.requirements import Own
 from fedloom.engine.options import RunOptions
 from fedloom.engine.run_experiment import run_experiment
 from fedloom.experiment import load_experiment
@@ -53,7 +53,7 @@ def test_a_paused_federation_survives_a_kill_and_its_replay_is_equal(tmp_path: P
     random = np.random.default_rng(3)
     for name in MEMBERS:
         np.savez(tmp_path / "source.npz", x=random.normal(size=(40, 4)), y=np.arange(40) % 2)
-        pack(tmp_path / "source.npz", tmp_path / name, PackSettings(name, Request(OWN)))
+        pack(tmp_path / "source.npz", tmp_path / name, PackSettings(name, Request(OWN.spec)))
     (tmp_path / "members.yaml").write_text(EXPERIMENT)
     make_ca(tmp_path / "ca")
     make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])

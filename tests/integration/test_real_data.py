@@ -18,7 +18,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.partition import partition_dataset
-from fedloom.data.reserve import Reserve
+from fedloom.data.scheme_base import Reserve
 from fedloom.data.schemes import ClassesScheme, DirichletScheme
 from fedloom.errors import DataError
 

@@ -14,12 +14,11 @@ import torch
 from facts import mentions
 from transport_support import make_aggregator, until
 
-from fedloom.data.input_spec import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
-from fedloom.data.own import ClientCard, read_card
+from fedloom.data.own import ClientCard, Own, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.requirements import Own
+from fedloom.data.spec import Normalization
 from fedloom.errors import QuorumError
 from fedloom.federation.client_side import ClientSide, InProcess
 from fedloom.federation.measuring import (
@@ -71,7 +70,7 @@ def packed(
     for i in range(CLIENTS):
         x = inputs(own, i)
         np.savez(root / "source.npz", x=x, y=np.arange(len(x)) % 2)
-        pack(root / "source.npz", root / f"c{i}", PackSettings(f"c{i}", Request(own)))
+        pack(root / "source.npz", root / f"c{i}", PackSettings(f"c{i}", Request(own.spec)))
         cards[f"c{i}"] = read_card(root / f"c{i}")
     return own, cards
 

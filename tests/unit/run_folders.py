@@ -13,9 +13,8 @@ from torch import Tensor
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core import digests
 from fedloom.core.words import as_csv
-from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.core.words import as_csv
-from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, Normalization
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal
 from fedloom.tasks.names import METRICS

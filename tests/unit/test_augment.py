@@ -26,13 +26,12 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_from
 from fedloom.data.augment import Augmentation, augmentation, check_augment, describe_transforms, made
 from fedloom.data.federated import ClientData, Normalization, Split, standardize
-from fedloom.data.input_spec import InputSpec
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, InputSpec
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.experiment.loading import of_run
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 

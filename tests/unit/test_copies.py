@@ -21,14 +21,14 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.data.apportion import choose_about, equal_inputs, first_groups
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
-from fedloom.data.copies import choose_about, equal_inputs, first_groups
 from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.datasets.base import DataFile, Owners
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
 from fedloom.data.partition import notes_of, partition_dataset
-from fedloom.data.reserve import Reserve
+from fedloom.data.scheme_base import Reserve
 from fedloom.data.schemes import (
     ClassesScheme,
     DirichletScheme,

@@ -8,7 +8,7 @@ import torch
 from vowel_runs import on_vowels
 
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.reporting.examples import MOST, SIDE, _numbers, _picture, predicted, write_examples
 from fedloom.runs.folder import RunFolder
 from fedloom.serving.client_models import client_models

@@ -21,10 +21,9 @@ from fedloom.data.assignment import PartitionSettings
 from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
 from fedloom.data.datasets.base import DataFile
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
-from fedloom.data.input_spec import InputSpec, Normalization, TensorKind
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import ClassesScheme, NaturalScheme
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, InputSpec, Normalization, TensorKind
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
 SCHEME = ClassesScheme(clients=6, classes_per_client=2)
@@ -205,29 +204,6 @@ def test_examples_that_contradict_their_source_are_rejected(
     assert [path for path in (root / "partitions").iterdir() if path.suffix != ".lock"] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "damage", "words"),
-    [
-        ("features", lambda t: t.update(test_x=t["test_x"].double()), "test examples in .*float64 .*float32"),
-        ("features", lambda t: t["test_x"].fill_(float("nan")), "test examples in .*feature.*nan"),
-        ("tokens", lambda t: t.update(test_x=t["test_x"].float()), "test examples in .*uint8"),
-        ("tokens", lambda t: t["test_x"].fill_(7), "test examples in .*token.* 7.*0 to 2"),
-    ],
-)  # fmt: skip
-def test_a_shard_of_another_kind_is_rejected(
-    kind: TensorKind,
-    damage: Callable[[dict[str, torch.Tensor]], None],
-    words: str,
-    other_source: Callable[[TensorKind, RawDataset], Path],
-) -> None:
-    folder = make_other(other_source(kind, MAKERS[kind][0]()))
-    tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
-    damage(tensors)
-    rewrite(folder, "client-0001", tensors)
-    with pytest.raises(DataError, match=words):
-        FederatedDataset.open(folder).client("client-0001")
-
-
 def test_a_manifest_round_trips_through_json(folder: Path) -> None:
     manifest = FederatedDataset.open(folder).manifest
     again = Manifest.from_json(manifest.to_json())
@@ -347,18 +323,12 @@ def change_input(**values: Any) -> Callable[[dict[str, Any]], None]:
         (change_input(kind="features", shape=[6]), ["give 6 of each"]),
         (change_input(shape=[1, 0, 6]), ["input_shape: [1, 0, 6]"]),
         (change_spec(class_names="five"), ["class_names"]),
-        (change_spec(class_names=["a"]), ["class_counts"]),
         (change_spec(class_names=["a", "a", "b", "c", "d"]), ["classes", "'a' occurs twice"]),
         (change_input(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["2 means", "give 1"]),
         (change_input(normalization={"mean": [0.1], "std": [0.0]}), ["above 0"]),
-        (change_input(normalization={"mean": [], "std": []}), ["normalization"]),
-        (change(clients=[]), ["no clients"]),
-        (change_client(id="client-0000"), ["occurs twice"]),
         (change_client(id="../../etc/passwd"), ["clients.1.id"]),
         (change_client(sha256="abc"), ["clients.1.sha256"]),
-        (change_client(train=1), ["class_counts of client-0001: train", "sum"]),
         (change_client(test=-1), ["clients.1.test"]),
-        (change_client(class_counts={"train": [1] * 5}), ["class_counts of client-0001"]),
         (lambda manifest: manifest.pop("seed"), ["seed"]),
     ],
 )
@@ -397,7 +367,7 @@ def test_invalid_manifests_are_rejected(text: str) -> None:
 
 
 def test_an_unknown_client_is_rejected_with_the_known_ones(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"'client-9' .*client-0000 .*client-0005"):
+    with pytest.raises(DataError, match=r"'client-9' .*client-0000.* more"):
         FederatedDataset.open(folder).client("client-9")
 
 
@@ -418,27 +388,6 @@ def test_an_unlabelled_client_has_no_class_mix(folder: Path) -> None:
     counts = {**manifest.clients[0].class_counts, "train": (0, 0, 0, 0, 0)}
     unlabelled = replace(manifest, clients=(replace(manifest.clients[0], class_counts=counts), *manifest.clients[1:]))
     assert Manifest.from_json(unlabelled.to_json()).class_proportions()[0].tolist() == [0.0] * 5
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda t: t.pop("train_x"), r"train examples in .*\b0\b.*24"),
-        (lambda t: t.update(test_x=t["test_x"].float()), "test examples in .*float32"),
-        (lambda t: t.update(test_x=t["test_x"][1:].clone()), "test examples in .*client-0001"),
-        (lambda t: t.update(train_y=t["train_y"] + 5), "train examples in .*label.*0 to 4"),
-        (lambda t: t.update(train_y=t["train_y"] - 5), "train examples in .*label.*0 to 4"),
-        (lambda t: t.update(train_y=t["train_y"][1:].clone()), "train examples in .*labels"),
-    ],
-)
-def test_a_shard_that_contradicts_the_manifest_is_rejected(
-    damage: Callable[[dict[str, torch.Tensor]], None], words: str, folder: Path
-) -> None:
-    tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
-    damage(tensors)
-    rewrite(folder, "client-0001", tensors)
-    with pytest.raises(DataError, match=words):
-        FederatedDataset.open(folder).client("client-0001")
 
 
 def test_a_shard_that_is_not_safetensors_is_rejected(folder: Path) -> None:

@@ -17,16 +17,16 @@ import fedloom
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
 from fedloom.data.newcomer import Newcomer
+from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.problem import Problem
-from fedloom.data.requirements import Own
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import parse_experiment
+from fedloom.tasks.base import MetricSums
 from fedloom.tasks.next_token import NextToken
 from fedloom.tasks.segmentation import Segmentation
-from fedloom.tasks.sums import MetricSums
 
 N = 30
 RNG = np.random.default_rng(3)
@@ -112,7 +112,7 @@ def test_packed_masks_keep_pixels_without_a_class(tmp_path: Path) -> None:
             Image.fromarray(values).save(tmp_path / "data" / kind / f"{i}.png")
     targets = {"task": "segmentation", "shape": [6, 6], "outputs": 3}
     own = Own.model_validate({"kind": "pixels", "input_shape": [3, 6, 6], "targets": targets})
-    packed = pack(tmp_path / "data", tmp_path / "out", PackSettings("ann", Request(own)))
+    packed = pack(tmp_path / "data", tmp_path / "out", PackSettings("ann", Request(own.spec)))
     assert any(mentions(note, "255") for note in packed.notes)
     assert packed.card.spec.targets == Targets("segmentation", (6, 6), 3)
 

@@ -26,11 +26,9 @@ from pydantic import ValidationError
 
 import fedloom
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.own import OwnClients
-from fedloom.data.pack import PackSettings, pack
+from fedloom.data.own import Own, OwnClients
+from fedloom.data.pack import Packed, PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.pack.folder import Packed
-from fedloom.data.requirements import Own
 from fedloom.errors import DataError
 from fedloom.experiment import of
 
@@ -59,7 +57,7 @@ def folder(root: Path, *shape: int, classes: tuple[str, ...] = ("cat", "dog"), e
 def packed(source: Path, **request: Any) -> tuple[Packed, NDArray[np.uint8]]:
     """Return the result of packing, and all inputs."""
     out = source.with_name(f"{source.name}-packed")
-    done = pack(source, out, PackSettings("a", Request(None, **request)))
+    done = pack(source, out, PackSettings("a", Request(**request)))
     tensors = safetensors.numpy.load_file(out / "shard.safetensors")
     return done, np.concatenate([tensors[f"{split}_x"] for split in ("train", "validation", "test")])
 
@@ -173,7 +171,7 @@ def test_both_unicode_forms_of_a_class_are_one_class(form: Any, tmp_path: Path) 
     done, _ = packed(source)
     assert done.card.spec.class_names == ("bar", one)
     own = Own(kind="pixels", input_shape=(1, 4, 5), classes=(unicodedata.normalize(form, "café"), "bar"))
-    card = pack(source, tmp_path / "out", PackSettings("a", Request(own))).card
+    card = pack(source, tmp_path / "out", PackSettings("a", Request(own.spec))).card
     assert card.class_counts["train"][0] > card.class_counts["train"][1] > 0
     OwnClients.open([source.with_name(f"{source.name}-packed")]).check(
         own.model_copy(update={"classes": ("bar", other)})
@@ -181,7 +179,7 @@ def test_both_unicode_forms_of_a_class_are_one_class(form: Any, tmp_path: Path) 
     rows = [f"{i},{(one, other, 'bar')[i % 3]}" for i in range(60)]
     (tmp_path / "t.csv").write_text("\n".join(["u,label", *rows]), encoding="utf-8")
     table = Own(kind="features", input_shape=(1,), classes=own.classes)
-    counts = pack(tmp_path / "t.csv", tmp_path / "table", PackSettings("a", Request(table))).card.class_counts
+    counts = pack(tmp_path / "t.csv", tmp_path / "table", PackSettings("a", Request(table.spec))).card.class_counts
     assert sum(of_split[0] for of_split in counts.values()) == 40
 
 
@@ -485,5 +483,5 @@ def test_an_image_beside_split_folders_is_rejected(tmp_path: Path) -> None:
         folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
     Image.fromarray(pixels(6, 6, 3)).save(tmp_path / "pictures" / "stray.png")
     with pytest.raises(DataError) as error:
-        pack(tmp_path / "pictures", tmp_path / "out", PackSettings(id="a", request=Request(None, labelled=False)))
+        pack(tmp_path / "pictures", tmp_path / "out", PackSettings(id="a", request=Request(labelled=False)))
     assert tells(str(error.value), "folders of splits, in 1 place: stray.png")

@@ -14,11 +14,10 @@ from facts import tells
 from PIL import Image
 
 import fedloom
-from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack.items import read_items
 from fedloom.data.problem import Problem
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, Normalization
 from fedloom.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -252,7 +251,7 @@ def test_new_clients_pixels_may_have_any_integer_type(dtype: str) -> None:
         x[1, 0, 2, 3] = 300
         with pytest.raises(DataError) as caught:
             Newcomer.from_arrays("eve", x.astype(dtype), None, WANTED)
-        assert tells(str(caught.value), "x", 300, 255)
+        assert tells(str(caught.value), 255, "x", 300)
 
 
 def test_a_pixel_model_rejects_floats_that_would_be_scaled_twice(tmp_path: Path) -> None:

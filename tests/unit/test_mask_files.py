@@ -115,7 +115,7 @@ def masked(folder: Path, make: Callable[[int, NDArray[Any]], Image.Image], endin
 
 def packed(folder: Path, out: Path, **request: Any) -> Packed:
     """Pack a folder of images and masks."""
-    return pack(folder, out, PackSettings(request=Request(None, **request)))
+    return pack(folder, out, PackSettings(request=Request(**request)))
 
 
 @pytest.mark.parametrize(

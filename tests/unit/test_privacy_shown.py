@@ -15,9 +15,8 @@ from run_folders import put, write_run
 
 from fedloom.cli.status import status_lines
 from fedloom.core.words import rounded_up
-from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.problem import Problem, TrainedPrivately
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, InputSpec, Normalization
 from fedloom.errors import DataError
 from fedloom.federation.activity import Activity, PrivacySpent
 from fedloom.privacy.accounting import EVERYONE, sampled

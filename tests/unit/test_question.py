@@ -13,7 +13,7 @@ from federations import setup
 from lying_aggregator import Ask, Measure, ToldApart
 
 from fedloom.algorithms.base import available, find_algorithm
-from fedloom.data.input_spec import Normalization
+from fedloom.data.spec import Normalization
 from fedloom.engine.assemble import answers_digest
 from fedloom.engine.run_data import open_manifest
 from fedloom.errors import ExperimentError

@@ -21,7 +21,7 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest, read_manifest
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.partition import find_partition, partition_dataset
-from fedloom.data.reserve import Reserve, reserved_classes
+from fedloom.data.scheme_base import Reserve, reserved_classes
 from fedloom.data.schemes import Scheme
 from fedloom.errors import ExperimentError
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
-from fedloom.data.own import own_manifest
-from fedloom.data.requirements import Own
+from fedloom.data.own import Own, own_manifest
+from fedloom.data.spec import Normalization
 from fedloom.errors import DataError, InterruptedRun
 from fedloom.federation.roster import AvailableClients, Change, Member, OpenRoster, ReplayedRoster, Roster, between
 from fedloom.federation.silence import Silence

@@ -274,7 +274,7 @@ def test_fixed_counts_are_met_exactly_or_rejected(
         # papers/003 needs more examples of MNIST's scarcest class than remain after validation.
         (
             MNIST, 10, 900, 300,
-            ["6,750", "class 5", "6,313", "5 clients", 900, 150, 300, "validation_from: train", "62"],
+            ["6,750", "class 5", "6,313", "5 clients", 900, 150, 300, "validation_from: train"],
         ),
         (
             CIFAR10, 20, 450, 150,
@@ -289,13 +289,6 @@ def test_an_exhausted_class_is_named(
     scheme = FixedScheme(clients=clients, train_per_class=train, test_per_class=test, labels_per_client=5)
     message = refusal(counts, scheme)
     assert tells(message, f"data.partition.train_per_class: {train}", *words)
-
-
-def test_suggested_remedies_work() -> None:
-    scheme = FixedScheme(clients=10, train_per_class=900, test_per_class=300, labels_per_client=5)
-    dealt = deal(MNIST, scheme, validation=62 / 900)
-    assert [len(hand) for hand in dealt.examples["validation"]] == [5 * 62] * 10
-    assert "900" in refusal(MNIST, scheme, validation=63 / 900)
 
 
 def test_validation_leaves_training_examples() -> None:

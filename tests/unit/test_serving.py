@@ -39,11 +39,10 @@ from fedloom.algorithms.base import available
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PeFLLTrainRequest, PersonalizedModel
 from fedloom.core import digests
-from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.problem import Problem
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, Normalization
 from fedloom.engine.assemble import make_parts
 from fedloom.engine.distributed import ServingSettings
 from fedloom.engine.distributed import serving as aggregator_serving
@@ -437,16 +436,16 @@ def test_a_silent_client_only_delays_its_tile(tmp_path: Path) -> None:
     [
         ({"x": torch.zeros(5, 8)}, r"x .*\[5, 8\]; .*\[n, 9\]"),
         ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x.*complex64"),
-        ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"x\[:, 0\]: "),
-        ({"x": torch.full((5, 9), float("nan"))}, "x: .* nan"),
+        ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"32-bit .*x\[:, 0\]"),
+        ({"x": torch.full((5, 9), float("nan"))}, r"finite.*x\[0, 0\]: nan"),
         ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000 examples; .*1,000,000"),
         ({"x": torch.zeros(0, 9)}, "x has 0 examples"),
-        ({"x": "abc"}, r"\bx\b.*<U3"),
-        ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
-        ({"y": torch.zeros(4)}, r"y: .*\[4\]"),
-        ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
+        ({"x": "abc"}, r"x is of shape \[\]"),
+        ({"y": torch.full((5,), 11)}, r"5 errors.*\n.*0 to 10.* y\[0\]: 11"),
+        ({"y": torch.zeros(4)}, r"y is of shape \[4\]"),
+        ({"y": torch.full((5,), 0.7)}, r"5 errors.*\n.*0 to 10.* y\[0\]: '0.69"),
         ({"y": [[1], [2, 3]]}, "y: "),
-        ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"y: 1 .*\n.*hid, hId.* y\[3\]: 'umlaut'"),
+        ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"1 error.*\n.*hid, hId.* y\[3\]: 'umlaut'"),
         ({"y": None}, "has no labels"),
         ({"client": "a b"}, "client 'a b'"),
         ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
@@ -468,10 +467,10 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "output"),
     [
-        (torch.full((2, 1, 4, 4), 256), "x has values from 256 to 256; they must be 0 to 255"),
-        (torch.full((2, 1, 4, 4), -1), "x has values from -1 to -1; they must be 0 to 255"),
-        (torch.zeros(2, 1, 4, 4), "x is torch.float32; values must be whole numbers from 0 to 255"),
-        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
+        (torch.full((2, 1, 4, 4), 256), "not an integer from 0 to 255, in 32 places: x[0, 0, 0, 0]: 256"),
+        (torch.full((2, 1, 4, 4), -1), "not an integer from 0 to 255, in 32 places: x[0, 0, 0, 0]: -1"),
+        (torch.zeros(2, 1, 4, 4), "x is float32; pixels must be of an integer type, from 0 to 255"),
+        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x is of shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
     ],
 )
 def test_pixels_of_another_range_or_kind_give_a_one_sentence_error(x: Tensor, output: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedloom.data import datasets
-from fedloom.data.datasets.shakespeare import character_codes, roles, windows
+from fedloom.data.datasets.leaf import character_codes, roles, windows
 from fedloom.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -14,15 +14,15 @@ from torch import Tensor
 
 import fedloom
 from fedloom.algorithms.base import find_algorithm
-from fedloom.data.input_spec import Normalization
 from fedloom.data.own import own_manifest
+from fedloom.data.spec import Normalization
 from fedloom.engine.assemble import evaluation_plan
 from fedloom.evaluation.group_statistics import spreads
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.evaluation.spread import SKETCH, add_sketches, implausible_sketch
 from fedloom.experiment import Experiment, OwnData
 from fedloom.messages import VALUE_LIMIT
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.predictors import Ensemble, ModelPredictor
 
 PLAN = EvaluationPlan.of(EvaluationPlan.of_classes(CLASSES).targets, sketches=True)

@@ -18,16 +18,14 @@ from PIL import Image
 
 import fedloom
 from fedloom.data.federated import FederatedDataset, OwnDataset
-from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.overlap import overlap
-from fedloom.data.own import OwnClients, own_manifest, read_card
+from fedloom.data.own import Own, OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.problem import Problem
-from fedloom.data.requirements import Own
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, InputSpec, Normalization
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.loading import of
 from fedloom.models.fitting import fitted
@@ -625,7 +623,7 @@ def packed(tmp_path: Path, own: Own) -> OwnClients:
     """Pack two clients, and open them."""
     for name, rows in (("a", slice(0, N)), ("b", slice(N, None))):
         np.savez(tmp_path / f"{name}.npz", **{"x.row": FEATURES[rows], "x.codes": CODES[rows], "y": PRICES[rows]})
-        pack(tmp_path / f"{name}.npz", tmp_path / "packed" / name, PackSettings(request=Request(own)))
+        pack(tmp_path / f"{name}.npz", tmp_path / "packed" / name, PackSettings(request=Request(own.spec)))
     return OwnClients.open([tmp_path / "packed"])
 
 
@@ -682,12 +680,12 @@ def test_packing_checks_targets_against_the_experiment(tmp_path: Path) -> None:
     )
     table = frame()[["p", "q", "r", "s", "low", "high"]]
     table.to_csv(tmp_path / "t.csv", index=False)
-    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own))).card
+    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own.spec))).card
     assert read_card(tmp_path / "out") == card
     assert (card.spec.targets, card.features) == (own.spec.targets, ("p", "q", "r", "s"))
     np.savez(tmp_path / "t.npz", x=FEATURES, y=RNG.integers(0, 2, (2 * N, 3)))
     with pytest.raises(DataError) as error:
-        pack(tmp_path / "t.npz", tmp_path / "other", PackSettings(request=Request(own)))
+        pack(tmp_path / "t.npz", tmp_path / "other", PackSettings(request=Request(own.spec)))
     assert mentions(str(error.value), "t.npz", "3", "2")
 
 

@@ -17,12 +17,11 @@ import fedloom
 from fedloom.cli.main import app
 from fedloom.data.manifest import Manifest
 from fedloom.data.newcomer import Newcomer
-from fedloom.data.own import OwnClients, own_manifest, read_card
+from fedloom.data.own import Own, OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request, TextColumn, ValidationErrors
 from fedloom.data.pack.texts import tokenized
 from fedloom.data.problem import Problem
-from fedloom.data.requirements import Own
 from fedloom.engine.run_data import make_data
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import Data
@@ -172,7 +171,8 @@ def test_packed_clients_record_the_digest_of_their_tokenizer(folder: str, tmp_pa
     frame()[["review", "label"]].to_csv(path, index=False)
 
     def packed(name: str, own: Own | None, **settings: Any) -> Path:
-        pack(path, tmp_path / name, PackSettings(name, Request(own, text=column(**{"folder": folder} | settings))))
+        needs = None if own is None else own.spec
+        pack(path, tmp_path / name, PackSettings(name, Request(needs, text=column(**{"folder": folder} | settings))))
         return tmp_path / name
 
     plain = read_card(packed("plain", own_texts()))
@@ -204,7 +204,7 @@ def test_packed_clients_record_the_digest_of_their_tokenizer(folder: str, tmp_pa
 def test_ids_of_unknown_origin_are_rejected_if_a_tokenizer_is_required(folder: str, tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(0, 7, (40, 5))
     np.savez(tmp_path / "t.npz", **{"x.input_ids": ids, "x.attention_mask": ids % 2, "y": ids[:, 0] % 2})
-    pack(tmp_path / "t.npz", tmp_path / "ids", PackSettings(request=Request(own_texts())))
+    pack(tmp_path / "t.npz", tmp_path / "ids", PackSettings(request=Request(own_texts().spec)))
     clients = OwnClients.open([tmp_path / "ids"])
     clients.check(own_texts())
     with refusing(DataError, "tokenizer", "0" * 64):

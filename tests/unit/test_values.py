@@ -16,7 +16,6 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-import safetensors.numpy
 import torch
 from facts import tells
 from torch import nn
@@ -24,14 +23,12 @@ from torch import nn
 import fedloom
 from fedloom.data.datasets.base import FetchFailed
 from fedloom.data.datasets.locations import uncompressed
-from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer
-from fedloom.data.own import OwnClients
+from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.problem import Problem
-from fedloom.data.requirements import Own
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, Normalization
 from fedloom.data.values import as_numbers, number
 from fedloom.engine.run_data import make_partition
 from fedloom.errors import DataError, ExperimentError
@@ -473,7 +470,7 @@ def test_a_small_file_that_would_fill_the_memory_is_rejected(tmp_path: Path) -> 
     column = pyarrow.DictionaryArray.from_arrays(np.zeros(rows, dtype=np.int8), [1.0])
     pyarrow.parquet.write_table(pyarrow.table({"label": column}), tmp_path / "t.parquet")
     with pytest.raises(DataError) as error:
-        pack(tmp_path / "t.parquet", tmp_path / "out", PackSettings(request=Request(None, labelled=False)))
+        pack(tmp_path / "t.parquet", tmp_path / "out", PackSettings(request=Request(labelled=False)))
     assert tells(str(error.value), "t.parquet", "unpacks")
 
 
@@ -484,28 +481,6 @@ def test_a_small_gzip_file_that_would_fill_the_memory_is_rejected() -> None:
         uncompressed(piece * 17, "labels.gz")
     assert tells(str(error.value), "labels.gz", f"{2**30:,}")
     assert uncompressed(piece, "labels.gz") == bytes(2**26)
-
-
-def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
-    import hashlib
-
-    from fedloom.data.federated import OwnDataset
-    from fedloom.data.own import own_manifest, read_card
-
-    table(np.arange(N) % 2).to_csv(tmp_path / "t.csv", index=False)
-    pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(id="a"))
-    shard = safetensors.numpy.load_file(tmp_path / "out" / "shard.safetensors")
-    shard["train_y"] = np.full(len(shard["train_y"]), 0.7, dtype=np.float32)
-    content = safetensors.numpy.save(shard)
-    (tmp_path / "out" / "shard.safetensors").write_bytes(content)
-    card = replace(read_card(tmp_path / "out"), sha256=hashlib.sha256(content).hexdigest())
-    (tmp_path / "out" / "client.json").write_text(card.to_json())
-    own = Own(kind="features", input_shape=(1,), classes=("0", "1"))
-    clients = OwnClients.open([tmp_path / "out"])
-    dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))
-    with pytest.raises(DataError) as error:
-        dataset.client("a")
-    assert tells(str(error.value), "train examples", "float32", "int64")
 
 
 # --- codes of categories ----------------------------------------------------------------------------------------------
@@ -625,9 +600,9 @@ def test_cells_that_mark_missing_values_are_no_owners_features_or_targets(tmp_pa
     cells = ["NA" if i == 7 else str(i % 5) for i in range(N)]
     table(np.arange(N) % 2, cell=cells).to_csv(tmp_path / "t.csv", index=False)
     for request, what in (
-        (Request(None, client="cell"), "client missing"),
-        (Request(None), "value missing"),
-        (Request(None, targets=("cell",), task="regression"), "value missing"),
+        (Request(client="cell"), "client missing"),
+        (Request(), "value missing"),
+        (Request(targets=("cell",), task="regression"), "value missing"),
     ):
         with pytest.raises(DataError) as error:
             pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=request))
@@ -638,7 +613,7 @@ def test_a_given_class_may_have_the_name_of_a_marker(tmp_path: Path) -> None:
     regions = ["NA", "EU"] * 30
     own = Own(kind="features", input_shape=(1,), classes=("NA", "EU"))
     table(regions).to_csv(tmp_path / "t.csv", index=False)
-    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own))).card
+    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own.spec))).card
     assert sum(card.class_counts[split][0] for split in card.class_counts) == N // 2
     given = {"a": (np.random.default_rng(0).normal(size=(N, 1)), regions)}
     data = fedloom.Federated.from_arrays(given, classes=["NA", "EU"], root=tmp_path).open()
@@ -659,7 +634,11 @@ def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
     for name, write in (("t.csv", frame.to_csv), ("t.parquet", frame.to_parquet)):
         write(tmp_path / name, index=False)
         out = tmp_path / f"out {name}"
-        pack(tmp_path / name, out, PackSettings(id="a", request=Request(own, label=composed + "s")))
+        pack(
+            tmp_path / name,
+            out,
+            PackSettings(id="a", request=Request(own.spec, features=own.features, label=composed + "s")),
+        )
         OwnClients.open([out]).check(own)
     data = fedloom.Federated.from_frame(frame, label=composed + "s", scheme=DEALT, root=tmp_path)
     assert data.open().manifest.spec.class_names == ("a", composed)

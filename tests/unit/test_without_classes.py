@@ -15,9 +15,8 @@ from federations import Silent
 
 from fedloom import experiment as experiments
 from fedloom.data import datasets
-from fedloom.data.assignment import PartitionSettings
+from fedloom.data.assignment import PartitionSettings, client_means
 from fedloom.data.federated import ClientData, FederatedDataset, Split
-from fedloom.data.means import client_means
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.engine import assemble, loops, results, run_data
@@ -25,8 +24,8 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
 from fedloom.federation.evaluator import LoopHooks
+from fedloom.models.networks import Quadratic
 from fedloom.models.predictors import ModelPredictor
-from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.run_results import read_results

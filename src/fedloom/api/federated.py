@@ -314,7 +314,7 @@ def _holds_arrays(given: Any) -> bool:
 
 
 def _input_name(name: Any, where: str) -> str:
-    from fedloom.data.input_spec import INPUT_NAME
+    from fedloom.data.spec import INPUT_NAME
 
     if not isinstance(name, str) or not INPUT_NAME.fullmatch(name):
         raise DataError(f"{where} must have names of letters, digits and underscores (got {name!r}).", key="clients")
@@ -325,8 +325,8 @@ def _request(**options: Any) -> Request:
     """Return the request by which data in memory are read; raise ExperimentError for an unknown task or axis."""
     from typing import get_args
 
-    from fedloom.data.input_spec import ChannelAxis
     from fedloom.data.pack.examples import Request
+    from fedloom.data.spec import ChannelAxis
     from fedloom.tasks.names import TaskName
 
     for key, allowed in (("task", get_args(TaskName)), ("channel_axis", get_args(ChannelAxis))):
@@ -334,15 +334,15 @@ def _request(**options: Any) -> Request:
         if found is not None and found not in allowed:
             message = f"{key} must be one of {', '.join(allowed)} (got {found!r})."
             raise ExperimentError(message, key=key, found=found, allowed=allowed)
-    return Request(None, **options)
+    return Request(**options)
 
 
 def _text(given: Mapping[str, Any]) -> TextColumn:
     """Return the settings of a column of texts; raise ExperimentError if a key is wrong."""
     from pydantic import ValidationError
 
+    from fedloom.data.folders import text_fault
     from fedloom.data.pack.examples import TextColumn
-    from fedloom.data.spec import text_fault
 
     try:
         return TextColumn.model_validate(given)

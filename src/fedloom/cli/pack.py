@@ -47,15 +47,14 @@ def pack_command(
     import json
 
     from fedloom import experiment as experiments
-    from fedloom.core.words import pluralize
+    from fedloom.core.words import first_of, pluralize
     from fedloom.data.local import LocalFiles
     from fedloom.data.pack import PackSettings
     from fedloom.data.pack import pack as pack_client
-    from fedloom.data.pack.examples import listed
     from fedloom.errors import ExperimentError
     from fedloom.experiment.loading import settings_of
 
-    own = None
+    needs = features = None
     files = settings_of(LocalFiles, (f"path={json.dumps(str(source))}", *(read or ())), "--read", "--read ")
     if experiment is not None:
         data = experiments.load_experiment(experiment, set_ or ()).data
@@ -64,12 +63,12 @@ def pack_command(
                 f"--experiment must have data.own, the requirements on clients' data; {experiment} has none.",
                 key="experiment",
             )
-        own = data.own
+        needs, features = data.own.spec, data.own.features
         if files.outputs is not None:
             raise ExperimentError("outputs cannot be combined with --experiment, which states them.", key="outputs")
     elif set_:
         raise ExperimentError("--set needs --experiment.", key="set")
-    request = files.request(own=own, labelled=not unlabelled, keys="--read ")
+    request = files.request(needs=needs, features=features, labelled=not unlabelled, keys="--read ")
     with show_progress() as report:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), report)
     card = packed.card
@@ -83,7 +82,7 @@ def pack_command(
         f"{card.id}: {card.train:,} train, {card.validation:,} validation and {card.test:,} test examples of {shape} "
         f"{card.spec.kind}, {classes}",
         f"split: {how or 'as in the source'}",
-        *([] if card.features is None else [f"features: {listed(card.features)}"]),
+        *([] if card.features is None else [f"features: {first_of(card.features)}"]),
         *([] if card.spec.tokenizer is None else [f"tokenizer: {card.spec.tokenizer}"]),
         *packed.notes,
         f"in {out}",

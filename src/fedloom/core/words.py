@@ -69,7 +69,7 @@ def named_twice(names: Sequence[str]) -> str | None:
     return None
 
 
-def first_of(names: Sequence[str], most: int) -> str:
+def first_of(names: Sequence[str], most: int = 12) -> str:
     """Return the first of some names for a message, and the number of the others: ``a, b and 7 more``."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 

@@ -13,20 +13,21 @@ so that all splits of a client have the same class mix:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.keyed import make_rng, shuffled
-from fedloom.core.words import pluralize
+from fedloom.core.words import first_of, pluralize
 from fedloom.data.apportion import Mixes, quotas
-from fedloom.data.datasets import Dataset, RawDataset
+from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.manifest import SPLITS, MeasuredOn
 from fedloom.data.natural import assign_owners
-from fedloom.data.reserve import Reserved, reserved_classes
-from fedloom.data.scheme_base import ByClass, MixScheme
+from fedloom.data.scheme_base import ByClass, MixScheme, Reserved, partition_error, reserved_classes
 from fedloom.data.schemes import (
     ClassesScheme,
     FixedScheme,
@@ -54,14 +55,6 @@ class PartitionSettings:
 
     def check(self, source: Dataset) -> None:
         """Raise ExperimentError, naming the key, if the settings do not fit a data set; no data are read."""
-        for key, found, fits, range_ in (
-            ("held_out_fraction", self.held_out_fraction, 0 <= self.held_out_fraction < 1, "0 or more, and below 1"),
-            ("validation_fraction", self.validation_fraction, 0 < self.validation_fraction < 1, "between 0 and 1"),
-        ):
-            if not fits:
-                raise ExperimentError(
-                    f"data.{key}: {found} is out of range; set it to a number {range_}", key=f"data.{key}", found=found
-                )
         self.scheme.check_data(source.spec)
 
 
@@ -110,7 +103,7 @@ def assign_examples(
     or none of a class that its scheme assigns to it. ``classes`` is the number of classes, or of groups of examples.
     """
     scheme = settings.scheme
-    assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
+    assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.assignment)"
     if not isinstance(scheme, NaturalScheme):
         return _assign_by_mix(official, classes, scheme, settings)
     owned = assign_owners(official, scheme, settings.validation_fraction, settings.seed, dataset)
@@ -151,7 +144,12 @@ def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settin
         if _unused(scheme, split, size, used[split], int(available[split].sum())):
             unused.append(split)
     if unused:
-        notes.append(_note_unused(unused, used, available, mixes))
+        demand, pool_sizes = mixes.sum(0), available[unused[0]]
+        scarce = int(np.divide(pool_sizes, demand, out=np.full(classes, np.inf), where=demand > 0).argmin())
+        idle = [str(c) for c in np.flatnonzero((demand == 0) & (pool_sizes > 0))]
+        dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in unused)
+        why = f"no client has class {first_of(idle, 10)}" if idle else f"class {scarce} limits each client that has it"
+        notes.append(f"only {dealt} are assigned: {why}; use more clients, or another scheme")
     pool = np.sort(np.concatenate(pools["train"]))
     of_unseen = [mine for mine, is_seen in zip(examples["train"], seen, strict=True) if not is_seen]
     measured = np.setdiff1d(pool, np.concatenate(of_unseen), assume_unique=True) if of_unseen else pool
@@ -234,24 +232,6 @@ def _unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used: int, a
     return not asked and available - used > max(UNUSED * available, scheme.clients)
 
 
-def _note_unused(
-    splits: Sequence[str], used: Mapping[str, int], available: Mapping[str, NDArray[np.int64]], mixes: Mixes
-) -> str:
-    """Return a note on the unassigned examples of these splits and on the class that limits the assignment."""
-    demand, pool = mixes.sum(0), available[splits[0]]
-    scarce = int(np.divide(pool, demand, out=np.full(len(demand), np.inf), where=demand > 0).argmin())
-    dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in splits)
-    if idle := np.flatnonzero((demand == 0) & (pool > 0)).tolist():
-        named = ", ".join(map(str, idle[:10])) + (", ..." if len(idle) > 10 else "")
-        return (
-            f"only {dealt} are assigned: no client's mix has class {named}. Use more clients or more classes per client"
-        )
-    return (
-        f"only {dealt} are assigned: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
-        "use more, leave that class out, or choose a scheme that needs less of it"
-    )
-
-
 def _refuse_shortfall(
     counts: NDArray[np.int64],
     size: NDArray[np.int64],
@@ -261,31 +241,79 @@ def _refuse_shortfall(
     available: NDArray[np.int64],
 ) -> None:
     """Reject a split in which a client has no example, lacks one of its classes, or falls short of an exact size."""
-    empty = counts.sum(1) == 0
-    if empty.any():
-        remedy = "fewer clients, or a larger data.validation_fraction" if split == "validation" else "fewer clients"
-        pool = f"the {split} pool has {available.sum()}"
-        absent = np.flatnonzero((available == 0) & (mixes[empty] > 0).any(0))
-        if len(absent):
-            pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes require"
-            remedy = "a scheme without these classes in its mixes, such as natural, or data that have all classes"
-        raise ExperimentError(
-            f"data.partition.clients: of {scheme.clients} clients {empty.sum()} have no {split} example ({pool}); "
-            f"use {remedy}",
-            key="data.partition.clients",
-            found=scheme.clients,
+    if empty := int((counts.sum(1) == 0).sum()):
+        remedy = " or a larger data.validation_fraction" if split == "validation" else ""
+        absent = [str(c) for c in np.flatnonzero((available == 0) & (mixes > 0).any(0))]
+        lacks = f", and lacks class {first_of(absent)}" if absent else ""
+        raise partition_error(
+            "clients",
+            scheme.clients,
+            f"leaves {empty} clients without a {split} example (the {split} pool has {available.sum()}{lacks})",
+            f"use fewer clients{remedy}, or a scheme that needs less",
         )
     if isinstance(scheme, ClassesScheme) and split == "train":
         lacking = int(((counts == 0) & (mixes > 0)).any(1).sum())
         if lacking:
-            raise ExperimentError(
-                f"data.partition.classes_per_client: with {scheme.classes_per_client}, {lacking} of {scheme.clients} "
-                "clients would have no training example of one of their classes; use fewer classes per client, fewer "
-                "clients, or less unequal shares"
+            raise partition_error(
+                "classes_per_client",
+                scheme.classes_per_client,
+                f"leaves {lacking} of {scheme.clients} clients without a training example of one of their classes",
+                "use fewer classes per client, fewer clients, or less unequal shares",
             )
     if isinstance(scheme, ImbalancedScheme) and split == "train" and not np.array_equal(counts.sum(1), size):
-        raise ExperimentError(
-            f"data.partition.large_size: {scheme.large_size} (small_size {scheme.small_size}) would use nearly all of "
-            f"{available.sum():,} training examples, and the mixes cannot be met in whole examples; use smaller or "
-            "fewer clients"
-        )
+        fault = f"would use nearly all of {available.sum():,} training examples, and the mixes cannot be met"
+        raise partition_error("large_size", scheme.large_size, fault, "use smaller or fewer clients")
+
+
+def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDArray[np.float64]:
+    """Return the mean of every client, ``[n, dimension]``: m_0 for the first seen one, m_0 plus a bias for others."""
+    d = scheme.dimension
+    own = scheme.distance * _direction(seed, d, "user")
+    means = np.tile(own + scheme.bias * _direction(seed, d, "helpers"), (scheme.clients, 1))
+    for client in range(scheme.clients):
+        means[client] += scheme.spread * _direction(seed, d, "spread", client)
+    means[int(np.flatnonzero(seen)[0])] = own
+    return means
+
+
+def draw_means(
+    source: Dataset, scheme: MeansScheme, settings: PartitionSettings
+) -> tuple[Dataset, RawDataset, Assignment]:
+    """Draw examples and assign them; also return the source with the shape of the examples.
+
+    A client's validation examples are the last ``validation_fraction`` of those not used for testing.
+    """
+    seen = draw_seen(scheme.clients, settings.held_out_fraction, settings.seed)
+    means = client_means(scheme, seen, settings.seed)
+    pools = {}
+    for split, size in (("train", scheme.train_per_client), ("test", scheme.test_per_client)):
+        examples = [
+            mean + scheme.noise * _normals(settings.seed, (size, scheme.dimension), "examples", split, client)
+            for client, mean in enumerate(means)
+        ]
+        inputs = np.concatenate(examples).astype(np.float32)
+        pools[split] = Pool(inputs, np.zeros(len(inputs), dtype=np.int64))
+    held_out = min(max(1, round(settings.validation_fraction * scheme.train_per_client)), scheme.train_per_client - 1)
+    positions = np.arange(len(pools["train"])).reshape(scheme.clients, -1)
+    cut = scheme.train_per_client - held_out
+    test = len(pools["train"]) + np.arange(len(pools["test"])).reshape(scheme.clients, -1)
+    split_positions = {"train": list(positions[:, :cut]), "validation": list(positions[:, cut:]), "test": list(test)}
+    pool = np.sort(positions[:, :cut].reshape(-1))
+    measured = np.sort(positions[seen, :cut].reshape(-1))
+    assignment = Assignment(seen, split_positions, pool, measured, (None,) * scheme.clients)
+    shaped = dataclasses.replace(source, spec=scheme.drawn_spec(source.spec))
+    return shaped, RawDataset(pools["train"], pools["test"]), assignment
+
+
+def _normals(seed: int, shape: tuple[int, ...], *purpose: str | int) -> NDArray[np.float64]:
+    """Return standard normal numbers by Box-Muller: numpy keeps only its uniform stream stable across releases."""
+    uniform = make_rng(seed, "means", *purpose).random((2, *shape))
+    normals: NDArray[np.float64] = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * math.pi * uniform[1])
+    return normals
+
+
+def _direction(seed: int, dimension: int, *purpose: str | int) -> NDArray[np.float64]:
+    """Return a random unit vector."""
+    drawn = _normals(seed, (dimension,), "direction", *purpose)
+    direction: NDArray[np.float64] = drawn / np.linalg.norm(drawn)
+    return direction

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fedloom.core.draws import drawing_from
 from fedloom.data.federated import standardize
-from fedloom.data.input_spec import InputSpec, Normalization
-from fedloom.data.requirements import AsTuple
-from fedloom.data.spec import DataSpec
+from fedloom.data.own import AsTuple
+from fedloom.data.spec import DataSpec, InputSpec, Normalization
 from fedloom.errors import ExperimentError
 
 KEY = "data.augment"

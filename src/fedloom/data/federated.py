@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.core.home import expanded
-from fedloom.data.input_spec import InputSpec, Normalization, input_key, unnamed
 from fedloom.data.inputs import Inputs, count, each_named
 from fedloom.data.manifest import (
     FIX,
@@ -26,8 +25,7 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.own import AGAIN, SHARD, OwnClients, read_own_shard
 from fedloom.data.remote import Remote
-from fedloom.data.spec import DataSpec
-from fedloom.data.targets import Targets
+from fedloom.data.spec import DataSpec, InputSpec, Normalization, Targets, input_key
 from fedloom.errors import DataError, argument
 from fedloom.storage import is_url, open_store
 
@@ -177,29 +175,18 @@ class FederatedDataset:
         try:
             return safetensors.torch.load(content)
         except SafetensorError as error:
-            where = self.shard_file(entry.id)
-            raise DataError(f"the shard {where} is not a safetensors file: {error}", hint=self.hint) from error
+            path = self.shard_file(entry.id)
+            raise DataError(f"the shard {path} is not a safetensors file: {error}", hint=self.hint) from error
 
     def _load(self, entry: ClientEntry) -> ClientData:
-        path, tensors = self.shard_file(entry.id), self.tensors(entry.id)
-        train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
-        return ClientData(entry.id, train, validation, test, self.manifest.spec.classes)
-
-    def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
-        spec = self.manifest.spec
-        found = {key: tensors.get(input_key(name, key)) for key in spec.inputs}
-        y, x = tensors.get(f"{name}_y"), {key: each for key, each in found.items() if each is not None}
-        sizes = {len(each) for each in x.values()} if len(x) == len(found) else {0}
-        fault = None
-        if sizes != {entry.size(name)} or len(x) < len(found):
-            has = " and ".join(map(str, sorted(sizes)))
-            fault = f"it has {has} examples; according to the manifest it must have {entry.size(name)}"
-        else:
-            arrays = {key: each.numpy() for key, each in x.items()}
-            fault = spec.examples_fault(unnamed(arrays), None if y is None else y.numpy())
-        if fault is not None:
-            raise DataError(f"{name} examples in {path}: {fault}", hint=self.hint)
-        return normalized_split(x, y, spec)
+        tensors, spec = self.tensors(entry.id), self.manifest.spec
+        train, validation, test = (
+            normalized_split(
+                {key: tensors[input_key(split, key)] for key in spec.inputs}, tensors.get(f"{split}_y"), spec
+            )
+            for split in SPLITS
+        )
+        return ClientData(entry.id, train, validation, test, spec.classes)
 
 
 class OwnDataset(FederatedDataset):

@@ -1,21 +1,29 @@
-"""Data root, folder locks, and atomic publication of folders."""
+"""Data root, folder locks, atomic publication of folders, and the files below a folder."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TypeVar
 
+from pydantic import TypeAdapter, ValidationError
+
+from fedloom.core import digests
 from fedloom.core.home import expanded
-from fedloom.errors import StorageError
-from fedloom.storage.folder import storing, sync
+from fedloom.core.words import parsed_json
+from fedloom.errors import DataError, StorageError, as_storage_error
+from fedloom.storage.folder import read_file, storing, sync
 
 log = logging.getLogger("fedloom.data")
+
+T = TypeVar("T")
 
 
 def data_root(root: Path | str | None = None) -> Path:
@@ -65,6 +73,29 @@ def naming_owner(path: Path) -> Iterator[None]:
         ) from error
 
 
+def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> bytes:
+    """Return the content of a file of a data set, which is ``shared`` if it is in the data root.
+
+    Raise DataError with the message ``missing`` if it does not exist; DataError or StorageError if it cannot be read.
+    """
+    try:
+        with naming_owner(path) if shared else nullcontext():
+            return read_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{missing}: {path} does not exist", hint=hint) from None
+    except OSError as error:
+        if shared:
+            raise as_storage_error(error) from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
+
+
+def check_digest(content: bytes, sha256: str, source: str, hint: str) -> None:
+    """Check the content of a file, which errors call ``source``, against its hash; raise DataError if they differ."""
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != sha256:
+        raise DataError(f"{source} is damaged: its sha256 is {digest}; it must be {sha256}", hint=hint)
+
+
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
@@ -108,3 +139,100 @@ def published(folder: Path) -> Iterator[Path]:
             sync(folder.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+LEFT_BEHIND = frozenset(
+    {
+        "thumbs.db",
+        "ehthumbs.db",
+        "ehthumbs_vista.db",
+        "desktop.ini",
+        "$recycle.bin",
+        "system volume information",
+        "__macosx",
+        "icon\r",
+        "@eadir",
+        "#recycle",
+        "lost+found",
+    }
+)
+"""Names, in lower case, of files and folders that Windows, macOS and network drives add to a user's own."""
+
+MOST_FOLDERS = 1_000_000
+"""Maximum number of folders to walk: a few folders linked to each other can make an unbounded number of paths."""
+
+
+def is_passed_over(name: str) -> bool:
+    """Return True if a name is hidden or one that an operating system leaves behind."""
+    return name.startswith(".") or name.lower() in LEFT_BEHIND
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield every file below a folder in a deterministic order: the files of each folder before its subfolders.
+
+    Links to folders are followed. Hidden files and those of :data:`LEFT_BEHIND` are skipped.
+
+    Raise DataError if a folder cannot be read, a link leads to a folder above it, or there are more than
+    :data:`MOST_FOLDERS` folders.
+    """
+    waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
+    walked = 0
+    while waiting:
+        at, above = waiting.pop()
+        walked += 1
+        if walked > MOST_FOLDERS:
+            raise DataError(
+                f"{folder} has more than {MOST_FOLDERS:,} folders, counting those that links lead to; remove the "
+                "links between its folders"
+            )
+        files, folders, here = _entries(at)
+        if here in above:
+            raise DataError(f"{at} is a link to a parent folder, which forms a cycle; remove the link")
+        yield from (at / name for name in files)
+        waiting += [(at / name, above | {here}) for name in reversed(folders)]
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Return the sorted names of the folders directly in a folder; raises and skips like :func:`files_below`."""
+    return _entries(folder)[1]
+
+
+def _entries(folder: Path) -> tuple[list[str], list[str], tuple[int, int]]:
+    """Return the sorted names of files and of folders, and the (device, inode) pair that identifies this folder."""
+    files: list[str] = []
+    folders: list[str] = []
+    try:
+        about = folder.stat()
+        with os.scandir(folder) as found:
+            for entry in found:
+                if not is_passed_over(entry.name):
+                    (folders if entry.is_dir() else files).append(entry.name)
+    except OSError as error:
+        raise DataError(
+            f"{folder} cannot be read ({(error.strerror or str(error)).lower()}); change its permissions, or move it "
+            "elsewhere"
+        ) from error
+    return sorted(files), sorted(folders), (about.st_dev, about.st_ino)
+
+
+def parse_document(adapter: TypeAdapter[T], content: bytes, source: str, version: int, hint: str) -> T:
+    """Return the object in a JSON text with a compact digest; raise DataError if damaged or of another version."""
+    try:
+        return adapter.validate_json(digests.without_compact_digest(content))
+    except (digests.Damaged, ValidationError) as error:
+        try:
+            stated = parsed_json(content)["version"]
+        except (ValueError, TypeError, KeyError):
+            stated = version
+        if stated == version:
+            raise DataError(f"{source} is damaged: {text_fault(error)}", hint=hint) from error
+        fault = f"has version {stated}; this FedLoom reads version {version}"
+        raise DataError(f"{source} {fault}", hint=hint) from error
+
+
+def text_fault(error: digests.Damaged | ValidationError) -> str:
+    """Return the key and the error of an invalid JSON text."""
+    if isinstance(error, digests.Damaged):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole text'}: {first['msg']:.200}"

@@ -24,28 +24,26 @@ from pydantic import Field, TypeAdapter, ValidationError
 from fedloom.core.home import expanded
 from fedloom.core.keyed import make_rng
 from fedloom.core.settings import Settings
-from fedloom.core.words import parsed_json, pluralize
-from fedloom.data.copies import draw_splits, equal_inputs
+from fedloom.core.words import first_of, parsed_json, pluralize
+from fedloom.data.apportion import draw_splits, equal_inputs
 from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDataset
-from fedloom.data.folders import data_root, locked, naming_owner, published
-from fedloom.data.input_spec import (
+from fedloom.data.folders import data_root, files_below, locked, naming_owner, published, read_stored, text_fault
+from fedloom.data.own import Words
+from fedloom.data.pack.arrays import array_columns, class_names, read_arrays, read_medmnist
+from fedloom.data.pack.examples import Columns, Examples, Reader, Request, TextColumn, ValidationErrors
+from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
+from fedloom.data.pack.packer import examples_of
+from fedloom.data.pack.saved import read_saved
+from fedloom.data.pack.tables import PARQUET, read_csv, read_frame, read_parquet
+from fedloom.data.spec import (
     ChannelAxis,
+    DataSpec,
     RawInputs,
     input_key,
     named_arrays,
     shard_tensors,
     unnamed,
 )
-from fedloom.data.listing import files_below
-from fedloom.data.manifest import read_stored
-from fedloom.data.pack.arrays import examples_in_memory, read_arrays, read_medmnist
-from fedloom.data.pack.examples import Columns, Examples, OnProgress, Request, TextColumn, ValidationErrors, listed
-from fedloom.data.pack.images import HOW_TO_READ, is_medical, read_images
-from fedloom.data.pack.packer import examples_of
-from fedloom.data.pack.saved import read_saved
-from fedloom.data.pack.tables import PARQUET, read_csv, read_frame, read_parquet
-from fedloom.data.requirements import Words
-from fedloom.data.spec import DataSpec, text_fault
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.tasks.names import TaskName
@@ -59,8 +57,6 @@ LOCAL = ("arrays", "folder", "huggingface", "medmnist", "table")
 CARD, EXAMPLES = "dataset.json", "examples.safetensors"
 TEST_FRACTION = 0.2
 """Fraction of the examples used for testing, where neither the source nor a scheme sets a test split."""
-
-Reader = Callable[[Path, Request, ValidationErrors, OnProgress], Columns]
 
 READERS: Mapping[str, Mapping[str, Reader]] = {
     "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
@@ -138,7 +134,7 @@ class LocalFiles(Settings):
     def request(self, **options: Any) -> Request:
         """Return the reading options; ``options`` are others than the keys of this section."""
         keys = {key: value for key, value in self if key != "path"}
-        return Request(**{"own": None, **keys, **options})
+        return Request(**{**keys, **options})
 
 
 log = logging.getLogger("fedloom.data")
@@ -218,7 +214,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     name = keep(dataset, examples, str(path), root)
     log_targets(examples, str(path))
     if examples.features is not None:
-        log.info("%s: features %s", path, listed(examples.features))
+        log.info("%s: features %s", path, first_of(examples.features))
     with naming_owner(record):
         record.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
@@ -233,9 +229,9 @@ def log_notes(notes: Sequence[str]) -> None:
 
 def log_targets(examples: Examples, where: str) -> None:
     """Log the task, unless the targets are classes, and the inputs that stay integers."""
-    if (targets := examples.targets) is not None:
+    if (targets := examples.spec.targets) is not None:
         log.info("%s: task %s, targets %s, %d outputs", where, targets.task, list(targets.shape), targets.outputs)
-    for name, spec in examples.specs.items():
+    for name, spec in examples.spec.inputs.items():
         if spec.kind == "integers":
             log.info("%s: %s: integers from 0 to %d", where, f"x.{name}" if name else "x", (spec.high or 1) - 1)
 
@@ -364,9 +360,11 @@ def of_arrays(
 ) -> Path:
     """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
-    Parameters and errors are those of :func:`~fedloom.data.pack.arrays.examples_in_memory`.
+    Parameters and errors are those of :func:`~fedloom.data.pack.arrays.array_columns`; ``request`` has the task,
+    outputs and channel axis (None: inferred).
     """
-    return keep_in_memory(examples_in_memory(parts, classes, request), "the arrays", root)
+    names = None if classes is None else class_names(classes)
+    return _keep_in_memory("the arrays", lambda *to: array_columns(parts, names, *to), request or Request(), root)
 
 
 def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Path:
@@ -374,15 +372,17 @@ def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Pat
 
     Raise DataError if the frame is invalid: it lists all errors, with a count of each kind.
     """
-    errors = ValidationErrors("the frame")
-    examples = examples_of(read_frame(frame, request, errors), request, errors)
-    errors.refuse()
-    return keep_in_memory(examples, "the frame", root)
+    return _keep_in_memory("the frame", lambda *to: read_frame(frame, *to), request, root)
 
 
-def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:
+def _keep_in_memory(
+    source: str, read: Callable[[Request, ValidationErrors], Columns], request: Request, root: Path | str | None
+) -> Path:
     """Store in-memory examples, log the notes on them, and return their folder."""
-    folder = data_root(root) / "datasets" / keep("arrays", examples, where, root)
-    log_notes([f"{where} ({folder.name}): {note}" for note in examples.notes])
-    log_targets(examples, where)
+    errors = ValidationErrors(source)
+    examples = examples_of(read(request, errors), request, errors)
+    errors.refuse()
+    folder = data_root(root) / "datasets" / keep("arrays", examples, source, root)
+    log_notes([f"{source} ({folder.name}): {note}" for note in examples.notes])
+    log_targets(examples, source)
     return folder

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Field, TypeAdapter
 
 from fedloom.core import digests
-from fedloom.data.folders import naming_owner
-from fedloom.data.reserve import Reserved
-from fedloom.data.spec import DataSpec, parse_document
-from fedloom.errors import DataError, as_storage_error
-from fedloom.storage.folder import read_file
+from fedloom.core.words import first_of
+from fedloom.data.folders import check_digest, parse_document, read_stored
+from fedloom.data.scheme_base import Reserved
+from fedloom.data.spec import DataSpec
+from fedloom.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,13 +113,6 @@ class Manifest:
     shift_groups: tuple[int, ...] | None = None
     measured_on: MeasuredOn = "seen"
 
-    def __post_init__(self) -> None:
-        """Raise ValueError if the clients contradict each other, the classes or the scheme."""
-        if len({client.id for client in self.clients}) != len(self.clients):
-            raise ValueError("a client id occurs twice")
-        if self.shift_groups is not None and len(self.shift_groups) != len(self.clients):
-            raise ValueError(f"shift_groups has {len(self.shift_groups)} numbers for {len(self.clients)} clients")
-
     @cached_property
     def roster(self) -> tuple[str, ...]:
         """Ids of the seen clients, in order."""
@@ -140,30 +132,23 @@ class Manifest:
     def _entries(self) -> dict[str, ClientEntry]:
         return {client.id: client for client in self.clients}
 
-    @cached_property
-    def _owned(self) -> dict[str, ClientEntry]:
-        return {client.owner: client for client in self.clients if client.owner is not None}
-
     def entry(self, client: str) -> ClientEntry:
         """Return the entry of a client; raise DataError if there is no such client."""
-        if client not in self._entries and not self.clients:
-            raise DataError(f"client {client!r} is not in the roster, which is empty")
         if client not in self._entries:
-            first, last = self.clients[0].id, self.clients[-1].id
-            allowed = first if first == last else f"one of its {len(self.clients)} clients, {first} to {last}"
-            raise DataError(f"client {client!r} is not in the partition of {self.dataset}; choose {allowed}")
+            raise DataError(
+                f"client {client!r} is not in the partition of {self.dataset}; its clients are "
+                f"{first_of([*self._entries], 5) or 'none yet'}"
+            )
         return self._entries[client]
 
     def named(self, client: str) -> ClientEntry:
         """Return the entry of a client, given its id or its owner's name; raise DataError if there is none."""
-        if client in self._owned:
-            return self._owned[client]
-        try:
-            return self.entry(client)
-        except DataError as error:
-            owners = sorted(self._owned)
-            also = f", or an owner's name, {owners[0]} to {owners[-1]}" if owners else ""
-            raise DataError(f"{error}{also}") from None
+        by_owner = {entry.owner: entry for entry in self.clients if entry.owner is not None}
+        if client not in by_owner and client not in self._entries and by_owner:
+            raise DataError(
+                f"client {client!r} is not in the partition of {self.dataset}; its owners are {first_of([*by_owner])}"
+            )
+        return by_owner[client] if client in by_owner else self.entry(client)
 
     def class_proportions(self, clients: Sequence[str] | None = None) -> Tensor:
         """Return the class mixes π of train splits, ``[n, C]`` float64, default all clients; zeros if unlabelled."""
@@ -186,49 +171,14 @@ class Manifest:
         """
         content = text.encode() if isinstance(text, str) else text
         manifest = parse_document(_ADAPTER, content, source, VERSION, FIX)
-        fault = None if manifest.spec.is_normalized else "spec: the normalization is missing"
-        if not manifest.clients and manifest.dataset != "own":  # clients may join later
-            fault = "it has no clients"
-        fault = fault or next(
-            filter(None, (counts_fault(each, manifest.spec.classes) for each in manifest.clients)), None
-        )
         try:
-            manifest.fingerprint  # noqa: B018 - computed now, so that it fails here
+            manifest.fingerprint  # noqa: B018 - computed now, so that numbers that are not finite fail here
         except ValueError as error:
-            fault = f"scheme: {error}"
-        if fault is not None:
-            raise DataError(f"{source} is damaged: {fault}", hint=FIX)
+            raise DataError(f"{source} is damaged: scheme: {error}", hint=FIX) from error
         return manifest
 
 
 _ADAPTER = TypeAdapter(Manifest)
-
-
-def counts_fault(client: ClientEntry, classes: int) -> str | None:
-    """Return a contradiction between a client's class counts, its sizes and the number of classes, or None."""
-    if set(client.class_counts) != set(SPLITS):
-        return f"class_counts of {client.id} has {sorted(client.class_counts)}; it must have {sorted(SPLITS)}"
-    for split in SPLITS:
-        size, counts = client.size(split), client.class_counts[split]
-        if len(counts) != classes or sum(counts) not in (0, size):
-            return f"class_counts of {client.id}: {split} must have {classes} counts, whose sum is {size} or 0"
-    return None
-
-
-def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> bytes:
-    """Return the content of a file of a data set, which is ``shared`` if it is in the data root.
-
-    Raise DataError with the message ``missing`` if it does not exist; DataError or StorageError if it cannot be read.
-    """
-    try:
-        with naming_owner(path) if shared else nullcontext():
-            return read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{missing}: {path} does not exist", hint=hint) from None
-    except OSError as error:
-        if shared:
-            raise as_storage_error(error) from error
-        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -246,12 +196,5 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
     """Return the bytes of a client's shard; raise DataError if it is missing, or does not match its hash."""
     path = shard_path(folder, entry.id)
     content = read_stored(path, f"the shard of client {entry.id} is missing", FIX)
-    check_shard(content, entry.sha256, str(path), FIX)
+    check_digest(content, entry.sha256, f"the shard {path}", FIX)
     return content
-
-
-def check_shard(content: bytes, sha256: str, source: str, hint: str) -> None:
-    """Check the bytes of a client's shard against their hash; raise DataError with the hint if they differ."""
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != sha256:
-        raise DataError(f"the shard {source} is damaged: its sha256 is {digest}; it must be {sha256}", hint=hint)

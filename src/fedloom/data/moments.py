@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.input_spec import InputSpec, Normalization, RawInputs, named_arrays
-from fedloom.data.spec import DataSpec, Measured
+from fedloom.data.spec import DataSpec, InputSpec, Measured, Normalization, RawInputs, named_arrays
 
 CHUNK = 4096
 """Number of examples whose pixels are counted at once."""

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.keyed import make_rng, shuffled
-from fedloom.core.words import pluralize
-from fedloom.data.apportion import held_out, stratified
-from fedloom.data.copies import firsts_of
+from fedloom.core.words import first_of, pluralize
+from fedloom.data.apportion import firsts_of, held_out, stratified
 from fedloom.data.datasets import RawDataset
 from fedloom.data.manifest import SPLITS
-from fedloom.data.reserve import Reserved, reserved_owners
+from fedloom.data.scheme_base import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
 from fedloom.errors import ExperimentError
 
 TEST_FRACTION = 0.2
 """Fraction of an owner's examples for testing, where neither the data set nor the user sets a split (as in LEAF)."""
-
-
-NAMED = 5
-"""Maximum number of owners named in a note."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +109,8 @@ def _qualified(
 ) -> tuple[list[int], tuple[str, ...]]:
     """Return the owners that can become clients, and a note that names the others with the reasons."""
     owners = np.flatnonzero(allowed).tolist()
-    few = [owner for owner in owners if sum(divided[owner].sizes) < scheme.min_examples]
-    empty = [owner for owner in owners if min(divided[owner].sizes) == 0 and owner not in {*few}]
+    few = [owner for owner in owners if sum(map(len, divided[owner])) < scheme.min_examples]
+    empty = [owner for owner in owners if min(map(len, divided[owner])) == 0 and owner not in {*few}]
     unfit = {*few, *empty}
     qualified = [owner for owner in owners if owner not in unfit]
     if not qualified or len(qualified) < (scheme.clients or 0):
@@ -129,26 +125,21 @@ def _qualified(
             found=found,
         )
     reasons = ((few, f"fewer than {scheme.min_examples} examples (min_examples)"), (empty, "an empty split"))
-    why = [f"{_named(which, names)} ({len(which)} with {reason})" for which, reason in reasons if which]
+    why = [
+        f"{first_of([names[owner] for owner in which], 5)} ({len(which)} with {reason})"
+        for which, reason in reasons
+        if which
+    ]
     note = f"{len(unfit)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
     return qualified, (note,) if why else ()
 
 
-def _named(owners: Sequence[int], names: Sequence[str]) -> str:
-    return ", ".join(names[owner] for owner in owners[:NAMED]) + (", ..." if len(owners) > NAMED else "")
-
-
-@dataclass(frozen=True, eq=False)
-class _Parts:
+class _Parts(NamedTuple):
     """Positions of one owner's examples in each split, ascending."""
 
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
     test: NDArray[np.int64]
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return len(self.train), len(self.validation), len(self.test)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,69 +2,57 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
+import safetensors.numpy
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch import Tensor
 
 from fedloom.core.words import composed
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalized_split
-from fedloom.data.input_spec import DTYPES, InputSpec, input_key, unnamed
-from fedloom.data.inputs import Inputs, take
+from fedloom.data.inputs import take
+from fedloom.data.local import log_notes
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
 from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard, same_names
-from fedloom.data.pack.arrays import with_channels
-from fedloom.data.pack.examples import ValidationErrors
-from fedloom.data.pack.labels import label_positions
-from fedloom.data.pack.packer import pixel_classes, tokens_to_predict
+from fedloom.data.pack.arrays import array_columns
+from fedloom.data.pack.examples import Request, ValidationErrors
+from fedloom.data.pack.packer import examples_of
 from fedloom.data.problem import Problem
-from fedloom.data.spec import DataSpec
-from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
+from fedloom.data.spec import RawInputs, input_key, named_arrays
+from fedloom.data.values import EXACT, as_array
 from fedloom.errors import DataError
-
-log = logging.getLogger("fedloom.data")
 
 MOST_EXAMPLES = 1_000_000
 """Maximum number of examples of a client: more would fill its memory without improving its description."""
 
 
 class Newcomer(FederatedDataset):
-    """Data set of one client that never trains; raise DataError if its data do not meet the run's requirements.
+    """Data set of one client that never trains.
 
     Parameters
     ----------
     client
         Its id.
     x
-        ``[n, *input_shape]``, raw: pixels uint8, features float32, tokens uint8, integers int64; or such tensors by
-        name.
+        Inputs as shards hold them.
     y
-        ``[n]`` int64, or other targets of the run's task, in their own units; or None.
+        Targets as shards hold them, or None.
     problem
-        Requirements of the run.
+        Requirements of the run, which the data meet.
     """
 
-    def __init__(self, client: str, x: Inputs, y: Tensor | None, problem: Problem) -> None:
+    def __init__(self, client: str, x: RawInputs, y: NDArray[Any] | None, problem: Problem) -> None:
         if not CLIENT_ID.fullmatch(client):
             raise DataError(
                 f"client {client[:80]!r} must be up to 128 letters, digits, '.', '_' and '-'.", key="client"
             )
-        spec = problem.spec
-        inputs = _stored_inputs(x, spec)
-        size = len(next(iter(inputs.values())))
-        y = None if y is None else _stored_targets(y, spec)
-        arrays = unnamed({name: each.numpy() for name, each in inputs.items()})
-        if (fault := spec.examples_fault(arrays, None)) is not None:
-            raise DataError(f"x: {fault}", key="x")
-        if y is not None and (fault := spec.examples_fault(arrays, y.numpy())) is not None:
-            raise DataError(f"y: {fault}", key="y")
+        spec, inputs = problem.spec, {name: _tensor(each) for name, each in named_arrays(x).items()}
+        size = _checked_size(next(iter(inputs.values())))
         counts = dict.fromkeys(SPLITS, (0,) * spec.classes)
         manifest = Manifest(
             version=VERSION,
@@ -78,7 +66,7 @@ class Newcomer(FederatedDataset):
             clients=(ClientEntry(client, False, size, 0, 0, counts, "0" * 64),),
         )
         super().__init__(Path(), manifest)
-        train = normalized_split(inputs, y, spec)
+        train = normalized_split(inputs, None if y is None else _tensor(y), spec)
         nothing = Split(take(train.x, slice(0, 0)), None if train.y is None else train.y[:0])
         self._loaded[client] = ClientData(client, train, nothing, nothing, spec.classes)
 
@@ -86,9 +74,10 @@ class Newcomer(FederatedDataset):
     def from_arrays(
         cls, client: str, x: Any, y: Any, problem: Problem, features: tuple[str, ...] | None = None
     ) -> Newcomer:
-        """Accept tensors, arrays, or anything numpy converts to arrays, or a dict of them; labels may be class names.
+        """Accept tensors, arrays, or anything numpy converts to arrays, or a dict of them, as packing does.
 
-        A DataFrame must have the columns ``features``, in order; None: any.
+        ``x`` is ``[n, *input_shape]``, raw, or such arrays by name; ``y`` the targets of the run's task, in their own
+        units (labels may be class names), or None. A DataFrame must have the columns ``features``, in order; None: any.
 
         Raise DataError if the data do not meet the requirements.
         """
@@ -97,16 +86,29 @@ class Newcomer(FederatedDataset):
             raise DataError(
                 f"x has the columns {', '.join(columns)}; they must be {', '.join(features)}, in this order"
             )
-        named = {f"x[{name!r}]": (name, each) for name, each in x.items()} if isinstance(x, Mapping) else {"x": ("", x)}
-        inputs: dict[str, Tensor] = {}
-        for what, (name, each) in named.items():
-            array = as_array(each, what)
-            spec = problem.spec.inputs.get(name)
-            if spec is not None and spec.kind == "pixels":
-                array = with_channels(array)
-            inputs[name] = _tensor(array, what)
-        labels = None if y is None else _positions(_converted(as_array(y, "y"), inputs, problem.spec), problem.spec)
-        return cls(client, inputs.get("", inputs), labels, problem)
+        given: dict[str, RawInputs] = {
+            "x": {name: as_array(each, f"x[{name!r}]") for name, each in x.items()}
+            if isinstance(x, Mapping)
+            else as_array(x, "x")
+        }
+        for each in named_arrays(given["x"]).values():
+            _checked_size(each)
+        if y is not None:
+            given["y"] = as_array(y, "y")
+        # Integers of new clients may exceed those of the data.
+        spec = problem.spec
+        inputs = {
+            name: replace(each, high=EXACT + 1) if each.kind == "integers" else each
+            for name, each in spec.inputs.items()
+        }
+        request = Request(replace(spec, inputs=inputs), labelled=y is not None, needed_by="the run")
+        errors = ValidationErrors("the data", outcome="")
+        examples = examples_of(array_columns([(None, given)], None, request, errors), request, errors)
+        errors.refuse()
+        if (fault := examples.spec.mismatch(spec, "the run", skip=() if y is not None else ("targets",))) is not None:
+            raise DataError(f"y: {fault}", key="y")
+        log_notes(examples.notes)
+        return cls(client, examples.x, examples.y, problem)
 
     @classmethod
     def from_folder(cls, folder: Path, problem: Problem, features: tuple[str, ...] | None = None) -> Newcomer:
@@ -130,14 +132,13 @@ class Newcomer(FederatedDataset):
                 f"{', '.join(problem.spec.class_names)}"
             )
         try:
-            tensors = safetensors.torch.load(read_own_shard(folder, card))
-            x = {name: tensors[input_key("train", name)] for name in card.spec.inputs}
-        except (SafetensorError, KeyError) as error:
+            tensors = safetensors.numpy.load(read_own_shard(folder, card))
+        except SafetensorError as error:
             raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
         y = tensors.get("train_y")
         if y is not None and names:
-            y = torch.tensor([place[name] for name in names])[_whole(y, "y", len(names) - 1).long()]
-        return cls(card.id, x.get("", x), y, problem)
+            y = np.array([place[name] for name in names])[y]
+        return cls(card.id, {name: tensors[input_key("train", name)] for name in card.spec.inputs}, y, problem)
 
     @property
     def client_id(self) -> str:
@@ -148,92 +149,13 @@ class Newcomer(FederatedDataset):
         """Do nothing, since the data were checked on construction."""
 
 
-def _stored_inputs(x: Inputs, spec: DataSpec) -> dict[str, Tensor]:
-    """Return inputs by name, in the types in which shards hold them; raise DataError if values or names do not fit."""
-    named = {"": x} if isinstance(x, Tensor) else dict(x)
-    if set(named) != set(spec.inputs):
-        has, needs = (", ".join(sorted(filter(None, each))) or "one tensor" for each in (named, spec.inputs))
-        raise DataError(f"x has {has}; the run's inputs are {needs}", key="x")
-    return {name: _stored(named[name], f"x[{name!r}]" if name else "x", each) for name, each in spec.inputs.items()}
+def _checked_size(x: NDArray[Any] | torch.Tensor) -> int:
+    """Return the number of examples; raise DataError if there are none, or too many to convert."""
+    size = len(x) if x.ndim else 1
+    if not 1 <= size <= MOST_EXAMPLES:
+        raise DataError(f"x has {size:,} examples; give 1 to {MOST_EXAMPLES:,}.", key="x")
+    return size
 
 
-def _stored(x: Tensor, what: str, spec: InputSpec) -> Tensor:
-    if x.dim() == 0 or x.shape[1:] != spec.shape:
-        needed = ", ".join(map(str, ("n", *spec.shape)))
-        raise DataError(f"{what} has the shape {list(x.shape)}; it must be [{needed}].", key="x")
-    if not 1 <= len(x) <= MOST_EXAMPLES:
-        raise DataError(f"{what} has {len(x):,} examples; give 1 to {MOST_EXAMPLES:,}.", key="x")
-    if spec.kind != "features":
-        most = EXACT if spec.kind == "integers" else 255
-        return torch.from_numpy(_whole(x, what, most).numpy().astype(DTYPES[spec.kind]))
-    try:
-        values = as_numbers((x.double() if x.is_floating_point() else x).numpy())
-    except ValueError as error:
-        raise DataError(f"{what}: {error}; features are numbers") from None
-    kept = x.float()
-    rounding = Rounding(spec.numbers)  # judged like the run's training data
-    rounding.add(spec.rows(values).T, spec.rows(kept.numpy()).T)
-    if lost := rounding.lost(spec.normalization.std):
-        raise DataError(
-            f"{what}[:, {lost[0]}]: values of this size lose too much precision as 32-bit floats; scale them like the "
-            "run's data"
-        )
-    return kept
-
-
-def _stored_targets(y: Tensor, spec: DataSpec) -> Tensor:
-    """Return targets in the type in which shards hold them; raise DataError for other values."""
-    targets = spec.targets
-    if targets is None:
-        return _whole(y, "y", spec.classes - 1).long()
-    if targets.task == "regression":
-        if y.is_complex():
-            raise DataError(f"y is {y.dtype}; targets are numbers.", key="y")
-        return y.float()
-    whole = y.long() if y.dtype == torch.bool or bool((y == y.round()).all()) else y
-    counted = whole if targets.ignored is None else whole.where(whole != targets.ignored, 0)
-    _whole(counted, "y", 1 if targets.task == "multilabel" else targets.outputs - 1)
-    return torch.from_numpy(whole.numpy().astype(targets.stored))
-
-
-def _whole(values: Tensor, name: str, most: int) -> Tensor:
-    """Return integers; reject other numbers, and integers outside 0 to ``most``."""
-    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise DataError(f"{name} is {values.dtype}; values must be whole numbers from 0 to {most}.", key=name)
-    array = values.numpy()  # torch cannot compute these for unsigned types
-    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= most:
-        raise DataError(f"{name} has values from {array.min()} to {array.max()}; they must be 0 to {most}.", key=name)
-    return values
-
-
-def _converted(y: NDArray[Any], inputs: Mapping[str, Tensor], spec: DataSpec) -> NDArray[Any]:
-    """Return targets changed as packing changes them: black and white masks, and tokens that equal the inputs."""
-    if spec.targets is not None and y.shape[1:] == spec.targets.shape:
-        if spec.targets.task == "segmentation":
-            masks, notes = pixel_classes(y, spec.targets.outputs, "y")
-            for note in notes:
-                log.warning("y: %s", note)
-            return masks
-        if spec.targets.task == "next_token":
-            return tokens_to_predict({name: x.numpy() for name, x in inputs.items()}, y)[0]
-    return y
-
-
-def _positions(y: NDArray[Any], spec: DataSpec) -> Tensor:
-    """Return class names or positions as positions in the run's classes, and other targets unchanged."""
-    if y.ndim != 1 or not spec.class_names:
-        return _tensor(y, "y")  # checked with its task
-    errors = ValidationErrors("y", outcome="")
-    in_order = spec.kind == "tokens"
-    positions, _ = label_positions(y, spec.class_names, lambda i: f"y[{i}]", errors, in_order=in_order)
-    errors.refuse()
-    return torch.from_numpy(positions)
-
-
-def _tensor(array: NDArray[Any], what: str) -> Tensor:
-    array = np.ascontiguousarray(array)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch takes no other byte order
-    try:
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except TypeError as error:
-        raise DataError(f"{what} has values of type {array.dtype}; give an array of numbers") from error
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.require(array, requirements="W"))

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.input_spec import input_key
 from fedloom.data.manifest import SPLITS, Manifest
-from fedloom.data.shift import Shift
+from fedloom.data.scheme_base import Shift
+from fedloom.data.spec import input_key
 
 
 @dataclass(frozen=True)

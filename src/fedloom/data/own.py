@@ -1,36 +1,155 @@
-"""Clients with their own data: the cards of packed clients, and their manifest."""
+"""Clients with their own data: what an experiment requires of them, their cards, and their manifest."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import TypeAdapter
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
 
 from fedloom.core import digests
+from fedloom.core.settings import Settings
 from fedloom.core.words import composed, first_of
-from fedloom.data.input_spec import NOTHING, Normalization
-from fedloom.data.manifest import (
-    SPLITS,
-    VERSION,
-    ClientEntry,
-    ClientId,
-    Manifest,
-    Sha256,
-    Size,
-    check_shard,
-    counts_fault,
-    read_stored,
-)
+from fedloom.data.folders import check_digest, parse_document, read_stored
+from fedloom.data.manifest import VERSION, ClientEntry, ClientId, Manifest, Sha256, Size
 from fedloom.data.moments import Moments, pooled_normalization
-from fedloom.data.requirements import Given, Own
-from fedloom.data.spec import DataSpec, parse_document
+from fedloom.data.spec import NOTHING, ChannelAxis, DataSpec, InputSpec, Kind, Normalization, Targets
 from fedloom.errors import DataError, argument
+from fedloom.tasks.names import TaskName
+
+AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Numbers: TypeAlias = Annotated[tuple[float, ...], AsTuple]
+Words: TypeAlias = Annotated[tuple[str, ...], AsTuple]
+
+TOKENIZER = (
+    "For integers made of texts: digest of the tokenizer that every client must use, as `fedloom data pack` prints it; "
+    "null: any."
+)
+"""Description of a key."""
+
+
+class Given(Settings):
+    """Normalization given in advance: of the inputs (named ones sorted by name), then of the targets of regression."""
+
+    mean: Numbers = Field(description="Mean of each channel (of pixels scaled to 0 ... 1) or feature, then target.")
+    std: Numbers = Field(description="Standard deviation of each channel or feature, above 0.")
+
+
+class NamedInput(Settings):
+    """Requirements on one of several named inputs."""
+
+    kind: Literal["pixels", "features", "integers"] = Field(description="Kind of input (docs/data.md).")
+    shape: Annotated[tuple[int, ...], AsTuple] = Field(description="Shape of one input.")
+    channel_axis: ChannelAxis = Field(
+        default="first", description="Axis along which it is standardized: first or last."
+    )
+    high: int | None = Field(default=None, ge=1, description="Exclusive upper bound of integers.")
+    tokenizer: str | None = Field(default=None, description=TOKENIZER)
+
+    @property
+    def spec(self) -> InputSpec:
+        """Description of the input, without a normalization."""
+        return InputSpec(self.kind, self.shape, NOTHING, self.channel_axis, self.high, self.tokenizer)
+
+
+class OwnTargets(Settings):
+    """Requirements on targets that are not classes."""
+
+    task: Literal["multilabel", "regression", "segmentation", "next_token"] = Field(description="Task of the targets.")
+    shape: Annotated[tuple[int, ...], AsTuple] = Field(
+        default=(),
+        description="Shape of one target: [labels], [] or [numbers], [height, width], or [tokens].",
+    )
+    outputs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of labels, numbers, classes of a pixel, or tokens; null, for labels and numbers: from the "
+        "shape.",
+    )
+    names: Words = Field(default=(), description="Names of the labels, numbers or classes; empty: none.")
+
+    @property
+    def targets(self) -> Targets:
+        """Description of the targets, without a normalization."""
+        return Targets(self.task, self.shape, self.outputs or math.prod(self.shape), self.names)
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> OwnTargets:
+        if self.outputs is None and self.task in ("segmentation", "next_token"):
+            raise ValueError(f"outputs: {self.task} needs the number of classes or tokens")
+        return self
+
+
+class Own(Settings):
+    """Requirements on every client's data."""
+
+    kind: Kind = Field(
+        description="Kind of input: pixels, features, tokens, integers, or named for several inputs (docs/data.md)."
+    )
+    input_shape: Annotated[tuple[int, ...], AsTuple] = Field(
+        default=(),
+        description="Shape of one input: [channels, height, width], [features] or any axes, or [tokens]; empty for "
+        "named inputs.",
+    )
+    channel_axis: ChannelAxis = Field(
+        default="first", description="Axis along which features and integers are standardized: first or last."
+    )
+    high: int | None = Field(default=None, ge=1, description="Exclusive upper bound of integers.")
+    tokenizer: str | None = Field(default=None, description=TOKENIZER)
+    inputs: dict[str, NamedInput] | None = Field(default=None, description="Named inputs, by name; null: a single one.")
+    classes: Words = Field(
+        default=(), description="Names of the classes, in label order; for tokens, the vocabulary. Empty with targets."
+    )
+    targets: OwnTargets | None = Field(default=None, description="Targets that are not classes; null: classes.")
+    features: Words | None = Field(
+        default=None, description="For tables: names of the columns of inputs, in order. Null: any."
+    )
+    normalization: Literal["measured"] | Given = Field(
+        default="measured",
+        description="measured: mean and std of all clients' training examples, from the counts, sums and sums of "
+        "squares that clients announce; or {mean, std}, each a list.",
+    )
+
+    @property
+    def spec(self) -> DataSpec:
+        """Inputs and targets, without normalizations."""
+        if self.inputs is not None:
+            inputs = {name: each.spec for name, each in sorted(self.inputs.items())}
+        else:
+            assert self.kind != "named", "checked: there are no named inputs"
+            inputs = {"": InputSpec(self.kind, self.input_shape, NOTHING, self.channel_axis, self.high, self.tokenizer)}
+        return DataSpec(inputs, self.classes, None if self.targets is None else self.targets.targets)
+
+    @property
+    def task(self) -> TaskName:
+        """Name of the task that the targets are for."""
+        return self.spec.task
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Own:
+        if (self.kind == "named") != (self.inputs is not None) or (self.inputs is not None and self.input_shape):
+            raise ValueError(f"kind: {self.kind}; named inputs need inputs, each with a shape, and others input_shape")
+        if not self.classes and self.targets is None:
+            raise ValueError("classes: the list is empty; give at least one name, or targets that are not classes")
+        spec = self.spec
+        if self.features is not None:
+            if any(each.kind in ("pixels", "tokens") or len(each.shape) > 1 for each in spec.inputs.values()):
+                raise ValueError(f"features: names are only for features and integers of a table (got {self.kind})")
+            if len(set(map(composed, self.features))) != (
+                numbers := sum(each.numbers for each in spec.inputs.values())
+            ):
+                raise ValueError(f"features: must be {numbers} different names (got {list(self.features)})")
+        if isinstance(self.normalization, Given):
+            given = Normalization(self.normalization.mean, self.normalization.std)
+            if not spec.with_normalization(given).is_normalized:
+                raise ValueError(f"normalization: give {spec.numbers} means and deviations")
+        return self
+
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
@@ -99,25 +218,7 @@ def read_card(folder: Path) -> ClientCard:
     """Return the card of a packed folder; raise DataError if there is none, or it is damaged or of another version."""
     path = folder / CARD
     text = read_stored(path, "there is no packed client", AGAIN, shared=False)
-    card = parse_document(_CARD, text, str(path), CARD_VERSION, AGAIN)
-    if (fault := _contradiction(card)) is not None:
-        raise DataError(f"{path} is damaged: {fault}", hint=AGAIN)
-    return card
-
-
-def _contradiction(card: ClientCard) -> str | None:
-    columns = sum(spec.numbers for spec in card.spec.inputs.values())
-    if card.features is not None and len(card.features) != columns:
-        return f"features must have {columns} names"
-    measured = card.spec.measured if card.labelled else replace(card.spec, targets=None).measured
-    numbers, moments = sum(each.numbers for each in measured), card.moments
-    if not len(moments.sum) == len(moments.squares) == numbers:
-        return f"moments must have {numbers} sums and squares"
-    if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
-        return "moments must have finite numbers and a count of at least 1"
-    if (empty := next((split for split in SPLITS if not card.entry().size(split)), None)) is not None:
-        return f"{empty} is 0; it must be at least 1"
-    return counts_fault(card.entry(), card.spec.classes)
+    return parse_document(_CARD, text, str(path), CARD_VERSION, AGAIN)
 
 
 @dataclass(frozen=True)
@@ -251,7 +352,7 @@ def read_own_shard(folder: Path, card: ClientCard) -> bytes:
     """Return the bytes of a packed client's shard; raise DataError if it is missing, or does not match its hash."""
     path = folder / SHARD
     content = read_stored(path, f"the shard of client {card.id} is missing", AGAIN, shared=False)
-    check_shard(content, card.sha256, str(path), AGAIN)
+    check_digest(content, card.sha256, f"the shard {path}", AGAIN)
     return content
 
 

@@ -17,18 +17,10 @@ from numpy.typing import NDArray
 
 from fedloom.core.words import pluralize
 from fedloom.data import datasets
-from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples, grouped_by_target
-from fedloom.data.copies import input_digests
-from fedloom.data.datasets import Dataset, Pool, RawDataset
+from fedloom.data.apportion import input_digests
+from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples, draw_means, grouped_by_target
+from fedloom.data.datasets import Dataset, RawDataset
 from fedloom.data.folders import data_root, locked, published
-from fedloom.data.input_spec import (
-    InputSpec,
-    Normalization,
-    RawInputs,
-    named_arrays,
-    shard_tensors,
-    unnamed,
-)
 from fedloom.data.manifest import (
     FIX,
     SPLITS,
@@ -39,10 +31,17 @@ from fedloom.data.manifest import (
     read_shard,
     shard_path,
 )
-from fedloom.data.means import draw_means
 from fedloom.data.moments import CHUNK, pixel_sums
 from fedloom.data.schemes import MeansScheme
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import (
+    DataSpec,
+    InputSpec,
+    Normalization,
+    RawInputs,
+    named_arrays,
+    shard_tensors,
+    unnamed,
+)
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
@@ -131,8 +130,6 @@ def _make(
             source, official, assignment = draw_means(source, scheme, settings)
         else:
             official = datasets.load_dataset(source, root)
-            for name, pool in (("train", official.train), ("test", official.test)):
-                check_pool(source, name, pool)
             groups, classified = scheme.groups(source.spec), source.spec.targets is None
             labelled = official if classified else grouped_by_target(official, groups)
             assignment = assign_examples(labelled, groups, settings, source.name)
@@ -168,17 +165,6 @@ def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path |
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == manifest.fingerprint:
             return path.parent
     return None
-
-
-def check_pool(source: Dataset, name: str, pool: Pool) -> None:
-    """Reject examples that do not match the description of their source.
-
-    Raise DataError if inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are
-    not below C, or if labels are outside 0 ... C - 1, or targets are not those of its task.
-    """
-    fault = source.spec.examples_fault(pool.inputs, pool.labels)
-    if fault is not None:
-        raise DataError(f"{name} examples of {source.name}: {fault}")
 
 
 def take_positions(official: RawDataset, positions: NDArray[np.int64]) -> tuple[RawInputs, NDArray[Any]]:

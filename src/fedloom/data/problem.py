@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from fedloom.core.words import rounded_up
-from fedloom.data.spec import DataSpec, text_fault
+from fedloom.data.folders import text_fault
+from fedloom.data.spec import DataSpec
 from fedloom.errors import DataError
 
 LONGEST = 16 * 2**20

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fedloom.data.assignment import PartitionSettings
-from fedloom.data.manifest import ClientEntry, Manifest, check_shard, read_manifest, read_shard, shard_path
+from fedloom.data.folders import check_digest
+from fedloom.data.manifest import ClientEntry, Manifest, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
 from fedloom.storage import Absent, Store
 from fedloom.storage.folder import FolderStore, make_private, write_atomically
@@ -136,7 +137,7 @@ class Remote:
                 hint=f"remove {self._store.url}/{MANIFEST}, and publish the partition again",
             ) from None
         again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
-        check_shard(content, entry.sha256, f"{self._store.url}/{name}", again)
+        check_digest(content, entry.sha256, f"the shard {self._store.url}/{name}", again)
         # No fsync: a shard truncated by a power cut does not match its hash, and is fetched again.
         write_atomically(path, content, durably=False, private=True)
         return content

@@ -1,21 +1,208 @@
-"""Base classes of partition schemes."""
+"""Base classes of partition schemes, and their options: a reserve for new clients, and shifted data."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from fedloom.data.apportion import Mixes, feasible_sizes
-from fedloom.data.copies import hold_out
-from fedloom.data.reserve import Reserve
-from fedloom.data.shift import Shift
+from fedloom.core.keyed import make_rng, shuffled
+from fedloom.data.apportion import Mixes, feasible_sizes, first_groups, hold_out
 from fedloom.data.spec import DataSpec
 from fedloom.errors import ExperimentError
+
+_SEED = 0
+"""Seed of the reserve's order: not the experiment's, so that all experiments reserve the same examples."""
+
+
+class Reserve(BaseModel):
+    """Size of the reserve, and whether clients get the reserved examples or the others."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float | None = Field(
+        default=None, gt=0, lt=1, description="Fraction of each class (natural: of the owners) to reserve."
+    )
+    count: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "Number of official training examples of each class (natural: owners) to reserve, with the same fraction "
+            "of its test examples; set exactly one of share and count."
+        ),
+    )
+    deal: bool = Field(
+        default=False,
+        description="Assign the reserved examples instead of the others: for clients that are new to a run.",
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Reserve:
+        if (self.share is None) == (self.count is None):
+            raise ValueError(f"give exactly one of share and count (share is {self.share}, count is {self.count})")
+        return self
+
+    def size(self, whole: int, what: str) -> int:
+        """Return how many of ``whole`` items, which messages call ``what``, are reserved.
+
+        Raise ExperimentError if a count leaves none.
+        """
+        if self.count is None:
+            assert self.share is not None
+            return math.floor(self.share * whole + 0.5)
+        if self.count >= whole:
+            raise ExperimentError(
+                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; reserve fewer",
+                key="data.partition.reserve.count",
+                found=self.count,
+            )
+        return self.count
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Number of reserved examples (natural: owners) of a partition, and the SHA-256 of their identities, hex.
+
+    They are equal for partitions with the same reserve.
+    """
+
+    examples: int
+    sha256: str
+
+
+def reserved_classes(
+    train: Sequence[NDArray[np.int64]],
+    test: Sequence[NDArray[np.int64]],
+    reserve: Reserve,
+    group: NDArray[np.int64],
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
+    """Return the positions of each class available to clients, for train and for test, and the reserve.
+
+    A group of equal inputs (:mod:`fedloom.data.apportion`) is reserved as a whole or not at all; ``group`` ``[n]`` is
+    that of each example.
+
+    Raise ExperimentError if no example of a class would be left.
+    """
+    sizes = np.bincount(group, minlength=len(group))
+    back = np.zeros(len(group), dtype=np.bool_)
+    for c, (of_train, of_test) in enumerate(zip(train, test, strict=True)):
+        kept = reserve.size(len(of_train), f"training examples of class {c}")
+        of_tests = math.floor(kept / max(len(of_train), 1) * len(of_test) + 0.5)
+        for name, members, size in (("train", of_train, kept), ("test", of_test, of_tests)):
+            firsts = members[group[members] == members]
+            order = firsts[shuffled(make_rng(_SEED, "reserve", name, c), len(firsts))]
+            target = math.floor(size * int(sizes[order].sum()) / max(len(members), 1) + 0.5)
+            back[order[first_groups(sizes[order], target)]] = True
+    given = [[members[back[group[members]] == reserve.deal] for members in pool] for pool in (train, test)]
+    every = np.concatenate([*train, *test])
+    return given[0], given[1], _named(every[back[group[every]]].tolist())
+
+
+def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
+    """Return which owners may become clients, ``[len(names)]`` bool, and the reserve.
+
+    Raise ExperimentError if no owner would be left.
+    """
+    chosen = np.zeros(len(names), dtype=np.bool_)
+    order = shuffled(make_rng(_SEED, "reserve", "owners"), len(names))
+    chosen[order[: reserve.size(len(names), "owners")]] = True
+    which = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
+    return (chosen if reserve.deal else ~chosen), _named(which)
+
+
+def _named(which: Sequence[int] | Sequence[str]) -> Reserved:
+    text = "\n".join(sorted(str(each) for each in which))
+    return Reserved(len(which), hashlib.sha256(text.encode()).hexdigest())
+
+
+_SEED = 0
+"""Seed of the groups' permutations: not the experiment's, so that they are the same for all experiments."""
+
+TURNS = 4
+
+X: TypeAlias = NDArray[Any]
+
+
+class Shift(BaseModel):
+    """Shift of clients' data beyond their class mix."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["labels", "rotation"] = Field(
+        description=(
+            "labels: permute the labels of a client's examples (concept shift). rotation: rotate its images (feature "
+            "shift)."
+        )
+    )
+    groups: int | None = Field(
+        default=None,
+        ge=2,
+        description=(
+            "Number of equal random groups of clients, each with its own permutation (the first keeps the data set's "
+            "labels), or rotation: 2 of 0 and 180 degrees, or 4 of 0, 90, 180 and 270. Null: with labels, a "
+            "permutation per client."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _check_rotation(self) -> Shift:
+        if self.kind == "rotation" and self.groups not in (2, TURNS):
+            raise ValueError(f"groups: {self.groups} cannot be rotated evenly; with kind rotation set 2 or {TURNS}")
+        return self
+
+    def check(self, spec: DataSpec) -> None:
+        """Raise ExperimentError if inputs cannot be rotated, or labels permuted; it names the key."""
+        fault, kind, shape, task = None, spec.kind, spec.input_shape, spec.task
+        if self.kind == "labels" and task != "classification":
+            fault = f"kind: labels permutes classes, but the task is {task}; use rotation, or null"
+        elif self.kind == "labels" and kind == "tokens":
+            fault = "kind: labels of tokens are the next tokens, which cannot be permuted; use pixels or features"
+        elif self.kind == "rotation" and kind != "pixels":
+            fault = f"kind: rotation needs images, but the inputs are {kind}"
+        elif self.kind == "rotation" and self.groups == TURNS and shape[-1] != shape[-2]:
+            fault = f"groups: {self.groups} needs square images, but these are {shape[-2]}x{shape[-1]}; set 2"
+        if fault is not None:
+            raise ExperimentError(f"data.partition.shift.{fault}")
+
+    def deal(self, clients: int, seed: int) -> tuple[int, ...]:
+        """Return the group of each client; without groups, each client is its own group."""
+        if self.groups is None:
+            return tuple(range(clients))
+        dealt = shuffled(make_rng(seed, "shift"), clients) % self.groups
+        return tuple(int(group) for group in dealt)
+
+    def shifted(self, x: X, y: NDArray[Any], group: int, classes: int, seed: int) -> tuple[X, NDArray[Any]]:
+        """Return a client's inputs and targets after the shift; masks are rotated with their images.
+
+        The seed is that of the partition.
+        """
+        if self.kind == "rotation":
+            return self._turned(x, group), self._turned(y, group) if y.ndim == 3 else y
+        return x, self.permutation(group, classes, seed)[y]
+
+    def undone(self, x: X, y: NDArray[Any], group: int, classes: int, seed: int) -> tuple[X, NDArray[Any]]:
+        """Return a client's examples before the shift: the inverse of :meth:`shifted`."""
+        if self.kind == "rotation":
+            return self._turned(x, -group), self._turned(y, -group) if y.ndim == 3 else y
+        return x, np.argsort(self.permutation(group, classes, seed))[y]
+
+    def permutation(self, group: int, classes: int, seed: int) -> NDArray[np.int64]:
+        """Return the label that a group uses for each label of the data set, ``[C]``."""
+        if self.groups is None:
+            return shuffled(make_rng(seed, "shift", "client", group), classes)
+        return shuffled(make_rng(_SEED, "shift", group), classes) if group else np.arange(classes)
+
+    def _turned(self, x: NDArray[Any], group: int) -> NDArray[Any]:
+        assert self.groups is not None, "checked: rotation has groups"
+        return np.ascontiguousarray(np.rot90(x, group * (TURNS // self.groups), axes=(-2, -1)))
+
 
 ByClass: TypeAlias = Sequence[NDArray[np.int64]]
 """Positions of the examples of each class, C arrays."""
@@ -140,7 +327,7 @@ class MixScheme(ReservingScheme):
         """Return the disjoint pools that the three splits are drawn from.
 
         The test pool is the official test set; ``validation_fraction`` of each class of the official train set is held
-        out. Groups of equal inputs, ``[n]``, stay whole (:mod:`fedloom.data.copies`).
+        out. Groups of equal inputs, ``[n]``, stay whole (:mod:`fedloom.data.apportion`).
         """
         kept, validation = hold_out(train, group, validation_fraction, seed)
         return {"train": kept, "validation": validation, "test": test}

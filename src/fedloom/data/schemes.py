@@ -4,7 +4,7 @@ Six schemes assign examples to clients by class. Such a scheme defines one row Ï
 examples that come from each class; the shared rule of ``fedloom.data.assignment`` does the rest. A scheme may also set
 client sizes (``imbalanced``) or the examples in the pools (``fixed``). The seventh scheme, ``natural``, follows the
 known owners of the examples (``fedloom.data.natural``). The last, ``means``, draws the examples themselves
-(``fedloom.data.means``).
+(``fedloom.data.assignment``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fedloom.core.keyed import make_rng, shuffled
-from fedloom.data.apportion import Mixes, partition_classes
-from fedloom.data.copies import fill_pools
+from fedloom.data.apportion import Mixes, fill_pools, partition_classes
 from fedloom.data.manifest import SPLITS
 from fedloom.data.scheme_base import CLIENTS, ByClass, MixScheme, ReservingScheme, SchemeSettings, partition_error
 from fedloom.data.spec import DataSpec
@@ -290,7 +289,16 @@ class FixedScheme(MixScheme):
         held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
         holders = np.bincount(held.reshape(-1), minlength=len(train))
         joined = [np.concatenate(both) for both in zip(train, test, strict=True)]
-        self._refuse_shortage(holders, np.array([len(members) for members in joined]), per_client)
+        short = holders * per_client.sum() - np.array([len(members) for members in joined])
+        if short.max() > 0:
+            c = int(short.argmax())
+            fault = (
+                f"needs {holders[c] * per_client.sum():,} examples of class {c}, but there are {len(joined[c]):,}: "
+                f"{holders[c]} clients hold it, each with {kept} training, {validation} validation, "
+                f"{self.test_per_class} test examples"
+            )
+            remedy = f"use validation_from: train, a smaller data.validation_fraction, or {FEWER}"
+            raise partition_error("train_per_class", self.train_per_class, fault, remedy)
         mixed = [members[shuffled(make_rng(seed, "fixed", c), len(members))] for c, members in enumerate(joined)]
         needed = holders[:, None] * per_client
         pools = dict(zip(SPLITS, fill_pools(mixed, needed, group), strict=True))
@@ -303,26 +311,6 @@ class FixedScheme(MixScheme):
                 )
                 raise partition_error("train_per_class", self.train_per_class, fault, f"use {FEWER}")
         return pools
-
-    def _refuse_shortage(
-        self, holders: NDArray[np.int64], available: NDArray[np.int64], per_client: NDArray[np.int64]
-    ) -> None:
-        short = holders * per_client.sum() - available
-        c = int(short.argmax())
-        if short[c] <= 0:
-            return
-        train, validation, test = per_client.tolist()
-        remedy = FEWER
-        spare = int(available[c] // holders[c]) - train - test
-        if spare >= 1 and self.validation_from == "rest":
-            remedy = f"at most {spare} for validation (a smaller data.validation_fraction), or {remedy}"
-        if spare >= 0 and self.validation_from == "rest":
-            remedy = f"validation_from: train, or {remedy}"
-        fault = (
-            f"needs {holders[c] * per_client.sum():,} examples of class {c}, but there are {available[c]:,}: "
-            f"{holders[c]} clients hold it, each with {train} training, {validation} validation, {test} test examples"
-        )
-        raise partition_error("train_per_class", self.train_per_class, fault, f"use {remedy}")
 
 
 class NaturalScheme(ReservingScheme):

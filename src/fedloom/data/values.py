@@ -116,18 +116,18 @@ class Rounding:
         self._rising = self._rising[((some[1:] > some[:-1]) & (some[1:] == np.floor(some[1:]))).all(0)]
         self._last, self._rows = values[-1], self._rows + len(values)
 
-    def shares(self, spread: Sequence[float] | None = None) -> NDArray[np.float64]:
+    def shares(self, spread: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
         """Return the largest rounding error of each column, as a fraction of its range or of a known spread.
 
         It is 0 where all values are equal.
         """
         extent = self._high - self._low
-        scale = extent if spread is None else np.asarray(spread, dtype=np.float64)
+        scale = extent if spread is None else spread
         shares: NDArray[np.float64] = np.zeros_like(self._error)
         np.divide(self._error, scale, out=shares, where=(extent > 0) & (scale > 0))
         return shares
 
-    def lost(self, spread: Sequence[float] | None = None) -> list[int]:
+    def lost(self, spread: NDArray[np.float64] | None = None) -> list[int]:
         """Return the columns for which 32 bits lose too much precision."""
         return [int(i) for i in np.flatnonzero(self.shares(spread) > COARSE)]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from fedloom.algorithms.base import Algorithm
 from fedloom.algorithms.sums import SummedFields
-from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
+from fedloom.data.spec import Normalization
 from fedloom.engine import assemble, run_data
 from fedloom.engine.run_data import own_of
 from fedloom.engine.sums import sums_part

@@ -9,8 +9,8 @@ import time
 import uuid
 
 from fedloom.core.address import dialable
-from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
+from fedloom.data.spec import Normalization
 from fedloom.engine.assemble import RunContext, make_parts
 from fedloom.engine.distributed import welcome, with_workers
 from fedloom.engine.engine import Engine, RunResult

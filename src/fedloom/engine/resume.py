@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.requirements import Own
+from fedloom.data.own import Own
 from fedloom.engine.assemble import fixed_when_open, states_of
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment

@@ -8,9 +8,8 @@ from pathlib import Path
 from fedloom.algorithms.base import find_algorithm
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
-from fedloom.data.own import OWN, OwnClients, own_manifest, own_normalization
+from fedloom.data.own import OWN, Given, Own, OwnClients, own_manifest, own_normalization
 from fedloom.data.partition import partition_dataset
-from fedloom.data.requirements import Given, Own
 from fedloom.engine.assemble import make_parts
 from fedloom.engine.options import RunOptions
 from fedloom.errors import ExperimentError, argument

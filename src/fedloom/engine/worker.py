@@ -16,8 +16,7 @@ from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.address import split_address
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
-from fedloom.data.own import AGAIN, ClientCard, OwnClients, own_manifest, read_own_shard
-from fedloom.data.requirements import Own
+from fedloom.data.own import AGAIN, ClientCard, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.engine import assemble, run_data
 from fedloom.engine.constants import check_constants
 from fedloom.engine.options import WorkerOptions

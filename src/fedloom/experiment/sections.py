@@ -27,8 +27,7 @@ from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
 from fedloom.data.manifest import MeasuredOn
-from fedloom.data.own import OWN
-from fedloom.data.requirements import Own
+from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
 from fedloom.experiment.algorithm_section import AlgorithmSection

@@ -17,10 +17,9 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.input_spec import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
-from fedloom.data.own import ClientCard
-from fedloom.data.requirements import Own
+from fedloom.data.own import ClientCard, Own
+from fedloom.data.spec import Normalization
 from fedloom.errors import DataError, QuorumError, argument
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.transport import AnswerHolder, Call, ConversationKey, Lost, Transport

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fedloom.core import digests
 from fedloom.core.words import DEEPEST, first_of, parsed_json, printable
-from fedloom.data.spec import text_fault
+from fedloom.data.folders import text_fault
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.federation.releases import count_releases_about
 from fedloom.privacy.accounting import EVERYONE

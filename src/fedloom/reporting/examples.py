@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import Inputs, each, take
-from fedloom.data.targets import Targets
+from fedloom.data.spec import Targets
 from fedloom.engine.trained import personalize_each, restore, torch_threads
 from fedloom.models.predictors import Predictor
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import headline_of
+from fedloom.tasks.names import headline_of
 
 EXAMPLES = "examples.json"
 

@@ -31,7 +31,7 @@ from starlette.routing import Route
 import fedloom
 from fedloom.core.address import split_address
 from fedloom.core.words import printable
-from fedloom.data.input_spec import DTYPES, InputSpec
+from fedloom.data.spec import DTYPES, InputSpec
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.security.access import Access, Action, Denied, Identity, PeerCredentials
 from fedloom.security.audit import Audit

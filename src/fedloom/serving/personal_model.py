@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from fedloom.core.home import expanded
 from fedloom.core.words import printable
-from fedloom.data.input_spec import DTYPES, InputSpec
 from fedloom.data.problem import Problem, TrainedPrivately
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DTYPES, DataSpec, InputSpec
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.adapters import BESIDE, adapter_files
 from fedloom.models.predictors import ModelPredictor, Predictor

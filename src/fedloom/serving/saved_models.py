@@ -16,9 +16,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from fedloom.core.words import parsed_json, printable
-from fedloom.data.input_spec import DTYPES, InputSpec
 from fedloom.data.manifest import CLIENT_ID
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DTYPES, DataSpec, InputSpec
 from fedloom.errors import DataError
 from fedloom.serving.personal_model import CARD
 

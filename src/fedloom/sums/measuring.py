@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.sums import sums_of
-from fedloom.data.input_spec import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
-from fedloom.data.own import ClientCard
-from fedloom.data.requirements import Own
+from fedloom.data.own import ClientCard, Own
+from fedloom.data.spec import Normalization
 from fedloom.errors import DataError
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.cohort import RoundConfig, TooFewReplies

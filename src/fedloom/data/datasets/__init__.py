@@ -1,7 +1,8 @@
 """Published data sets and their registry.
 
 ``datasets.toml`` describes each: its examples, files, checksums, and the locations of the files. A module for each
-format reads them. Another package adds data sets through the entry point ``fedloom.datasets`` (docs/extending.md).
+family of formats reads them. Another package adds data sets through the entry point ``fedloom.datasets``
+(docs/extending.md).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from importlib import import_module
 from pathlib import Path
 
 from fedloom.core.plugins import plugins
-from fedloom.data.datasets import leaf
 from fedloom.data.datasets.base import DataFile, Dataset, FetchProgress, Owners, OwnFiles, Pool, RawDataset
 from fedloom.data.datasets.fetching import checksums, fetch_dataset, load_dataset, size_on_disk
+from fedloom.data.datasets.leaf import OWN_FILES
 from fedloom.data.spec import DataSpec
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import ExperimentError
 
 __all__ = [
     "DATASETS",
@@ -35,36 +36,28 @@ __all__ = [
 ]
 
 
-def _reader(name: str | None) -> Callable[[Mapping[str, bytes]], RawDataset]:
-    """Return the function ``MODULE:FUNCTION`` of this package; None: one that refuses, because there are no files."""
-    if name is None:
-        return _refuse
+def _reader(name: str) -> Callable[[Mapping[str, bytes]], RawDataset]:
+    """Return the function ``MODULE:FUNCTION`` of this package."""
     module, _, function = name.partition(":")
     reader: Callable[[Mapping[str, bytes]], RawDataset] = getattr(import_module(f"{__name__}.{module}"), function)
     return reader
 
 
-def _refuse(contents: Mapping[str, bytes]) -> RawDataset:
-    raise DataError(
-        "gaussian has no files: its examples are drawn when a partition is created", hint="fedloom partition EXPERIMENT"
-    )
-
-
 def _registry() -> dict[str, Dataset]:
     """Return the data sets of ``datasets.toml``, and those of other packages."""
     known: dict[str, Dataset] = {}
-    for name, about in tomllib.loads((Path(__file__).parent / "datasets.toml").read_text("utf-8")).items():
+    for name, entry in tomllib.loads((Path(__file__).parent / "datasets.toml").read_text("utf-8")).items():
         known[name] = Dataset(
             name,
-            about["title"],
-            DataSpec.single(about["kind"], tuple(about["input_shape"]), tuple(about["classes"])),
-            about["licence"],
-            _reader(about.get("reader")),
-            tuple(DataFile(file, *content) for file, content in about.get("files", {}).items()),
-            tuple(about.get("locations", ())),
-            needs=tuple(known[needed] for needed in about.get("needs", ())),
-            own=leaf.OWN_FILES if about.get("leaf") else None,
-            synthetic="reader" not in about,
+            entry["title"],
+            DataSpec.single(entry["kind"], tuple(entry["input_shape"]), tuple(entry["classes"])),
+            entry["licence"],
+            _reader(entry.get("reader", "base:no_files")),
+            tuple(DataFile(file, *content) for file, content in entry.get("files", {}).items()),
+            tuple(entry.get("locations", ())),
+            needs=tuple(known[needed] for needed in entry.get("needs", ())),
+            own=OWN_FILES if entry.get("leaf") else None,
+            synthetic="reader" not in entry,
         )
     return known | {each.name: each for each in plugins("fedloom.datasets", Dataset)}
 

@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.input_spec import RawInputs, named_arrays
-from fedloom.data.spec import DataSpec
+from fedloom.data.spec import DataSpec, RawInputs
 from fedloom.errors import DataError
 
 
@@ -25,7 +24,7 @@ class Pool:
         ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features, int64 for integers (see
         :data:`Kind`); or such arrays by name.
     labels
-        ``[n]`` int64; or other targets, as shards hold them (:class:`~fedloom.data.targets.Targets`).
+        ``[n]`` int64; or other targets, as shards hold them (:class:`~fedloom.data.spec.Targets`).
     owners
         ``[n]`` int64, the owner of each example as an index into ``Owners.names``; None where owners are unknown.
     """
@@ -33,14 +32,6 @@ class Pool:
     inputs: RawInputs
     labels: NDArray[Any]
     owners: NDArray[np.int64] | None = None
-
-    def __post_init__(self) -> None:
-        counts = {f"inputs {name}".strip(): len(each) for name, each in named_arrays(self.inputs).items()}
-        counts["labels"] = len(self.labels)
-        if self.owners is not None:
-            counts["owners"] = len(self.owners)
-        if len(set(counts.values())) > 1:
-            raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; their numbers must be equal")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -86,22 +77,8 @@ class RawDataset:
 
     @property
     def group(self) -> NDArray[np.int64]:
-        """Group of equal inputs that each example belongs to, ``[n]`` (:mod:`fedloom.data.copies`)."""
+        """Group of equal inputs that each example belongs to, ``[n]`` (:mod:`fedloom.data.apportion`)."""
         return np.arange(len(self.train) + len(self.test)) if self.equal is None else self.equal
-
-    def __post_init__(self) -> None:
-        """Reject owners that are given only in part, or out of range."""
-        for name, pool in (("train", self.train), ("test", self.test)):
-            if (pool.owners is None) != (self.owners is None):
-                raise DataError(
-                    f"the {name} examples have {'no ' if pool.owners is None else ''}owners, unlike the rest"
-                )
-            if pool.owners is not None and self.owners is not None and len(pool):
-                low, high = int(pool.owners.min()), int(pool.owners.max())
-                if not 0 <= low <= high < len(self.owners.names):
-                    raise DataError(
-                        f"the {name} owners are {low} to {high}; they must be 0 to {len(self.owners.names) - 1}"
-                    )
 
 
 @dataclass(frozen=True)
@@ -190,3 +167,10 @@ class Dataset:
     def folder(self, root: Path) -> Path:
         """Return the folder of the data set's files under a data root."""
         return self.at or root / "datasets" / self.name
+
+
+def no_files(contents: Mapping[str, bytes]) -> RawDataset:
+    """Raise DataError: the reader of a synthetic data set."""
+    raise DataError(
+        "gaussian has no files: its examples are drawn when a partition is created", hint="fedloom partition EXPERIMENT"
+    )

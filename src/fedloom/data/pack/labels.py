@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.core.words import composed, pluralize
-from fedloom.data.pack.examples import SPLIT_NAMES, ValidationErrors, listed
+from fedloom.core.words import composed, first_of, pluralize
+from fedloom.data.pack.examples import SPLIT_NAMES, ValidationErrors
 from fedloom.data.values import FEW, are_numbers, found_classes, label_text, measured, plain_numbers
 from fedloom.errors import DataError
 
@@ -59,7 +59,7 @@ def label_positions(
     elif numeric and classes != found_classes(classes):
         raise DataError(
             f"{errors.source}: the labels are integers, and so are the names of the classes, but in another order "
-            f"({listed(classes)}); give the labels as text, so that they are names of classes"
+            f"({first_of(classes)}); give the labels as text, so that they are names of classes"
         )
     return _positions(names, classes, place, errors), classes
 
@@ -119,14 +119,15 @@ def notes_of_classes(classes: Sequence[str], several: str) -> tuple[str, ...]:
     if are_numbers(classes):
         if tuple(classes) == tuple(map(str, range(len(classes)))):
             return ()
-        return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+        return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {first_of(classes)}",)
     for mark in SEPARATORS:
         parts = {name: [part.strip() for part in name.split(mark)] for name in classes if mark in name}
         known = Counter(part for name in classes for part in parts.get(name, [name]))
         if lists := [name for name, own in parts.items() if all(own) and any(known[part] > 1 for part in own)]:
+            several_are = pluralize(len(lists), "class is a list", "classes are lists")
             return (
-                f"{pluralize(len(lists), 'class is a list', 'classes are lists')} of others: {listed(lists, 5)}; if an "
-                f"example has several labels, give {several} for multilabel (pandas: label.str.get_dummies({mark!r}))",
+                f"{several_are} of others: {first_of(lists, 5)}; if an example has several labels, give {several} for "
+                f"multilabel (pandas: label.str.get_dummies({mark!r}))",
             )
     return ()
 
@@ -139,7 +140,7 @@ def _positions(
     y = np.array([known.get(label or "", -1) for label in labels], dtype=np.int64)
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
     consecutive = tuple(classes) == tuple(map(str, range(len(classes))))
-    allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
+    allowed = f"0 to {len(classes) - 1}" if consecutive and classes else first_of(classes)
     shown = (labels[i] if are_numbers((labels[i] or "",)) else repr(labels[i]) for i in unknown)
     errors.add_many(
         f"unknown label; labels are {allowed}",

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.input_spec import DTYPES, InputSpec, TensorKind, unnamed
-from fedloom.data.pack.examples import Columns, Examples, Request, ValidationErrors, described_shape, listed
+from fedloom.core.words import first_of
+from fedloom.data.pack.examples import Columns, Examples, Request, ValidationErrors, described_shape
 from fedloom.data.pack.labels import label_positions, notes_of_classes
-from fedloom.data.targets import RANKS, SHAPES, Targets
+from fedloom.data.spec import DTYPES, RANKS, SHAPES, DataSpec, InputSpec, SpecError, Targets, TensorKind, unnamed
 from fedloom.data.values import EXACT, Rounding, as_numbers, found_classes
 from fedloom.errors import DataError
-from fedloom.tasks.names import IGNORED, TaskName
-from fedloom.tasks.tokens import next_tokens
+from fedloom.tasks.names import IGNORED, TaskName, next_tokens
 
 VALUES = 2**22
 """Number of values converted at once, unless one example has more."""
@@ -34,12 +33,15 @@ def examples_of(columns: Columns, request: Request, errors: ValidationErrors) ->
     """
     x, specs, notes = _inputs(columns, request, errors)
     y, targets, classes, of_targets = _targets(columns, x, specs, request, errors)
+    try:
+        spec = DataSpec(specs, classes, targets)
+    except SpecError as error:
+        errors.refuse()
+        raise DataError(f"{errors.source}: {error}") from error
     examples = Examples(
-        specs=specs,
-        classes=classes,
+        spec=spec,
         x=unnamed(x),
         y=y,
-        targets=targets,
         place=columns.places.row,
         split=columns.split,
         owners=None if columns.owners is None else tuple(columns.owners),
@@ -72,15 +74,24 @@ def _inputs(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, InputSpec], tuple[str, ...]]:
     """Return the inputs by name in the types of their kinds, their descriptions, and notes on changes."""
     x, specs, notes = dict[str, NDArray[Any]](), dict[str, InputSpec](), tuple[str, ...]()
-    places, classes = columns.places, 0 if request.own is None else len(request.own.classes)
+    places = columns.places
     for name, spec in columns.specs.items():
-        high = classes if spec.kind == "tokens" else spec.high
+        high = len(_given_classes(columns, request) or ()) if spec.kind == "tokens" else spec.high
         named = partial(places.cell, name), partial(places.column, name)
-        x[name], of_input = _stored(columns.x[name], spec.kind, *named, errors, high=high)
+        spread = (
+            np.broadcast_to(np.reshape(spec.normalization.std, spec.broadcast), (1, *spec.shape)).reshape(-1)
+            if spec.normalization.std
+            else None
+        )
+        x[name], of_input = _stored(columns.x[name], spec.kind, *named, errors, high=high, spread=spread)
         notes += of_input if spec.tokenizer is None else ()  # ids of tokens are no numbers
         unbounded = spec.kind == "integers" and spec.high is None
         specs[name] = replace(spec, high=int(x[name].max(initial=0)) + 1) if unbounded else spec
     return x, specs, notes
+
+
+def _given_classes(columns: Columns, request: Request) -> tuple[str, ...] | None:
+    return columns.classes if request.needs is None else request.needs.class_names
 
 
 def _stored(
@@ -91,6 +102,7 @@ def _stored(
     errors: ValidationErrors,
     *,
     high: int | None = None,
+    spread: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return numbers ``[n, ...]`` in the type of a kind, and notes; record those that the type cannot hold.
 
@@ -102,6 +114,8 @@ def _stored(
         Returns the name of the j-th number of every example.
     high
         Exclusive upper bound of integers and tokens, if it is known.
+    spread
+        ``[numbers]``: standard deviations that rounding is compared with; None: the range of the numbers.
     """
     if kind == "pixels" and x.dtype == np.uint8:
         return np.ascontiguousarray(x), ()
@@ -133,7 +147,7 @@ def _stored(
             errors.add_many(
                 fault, int(wrong.sum()), (f"{cell(start + int(i), int(j))}: {values[i, j]:g}" for i, j in places)
             )
-    lost = rounding.lost()
+    lost = rounding.lost(spread)
     errors.add_many(
         "values that 32-bit floats cannot distinguish (subtract an offset first, or leave the column out)",
         len(lost),
@@ -141,10 +155,10 @@ def _stored(
     )
     notes = []
     if noted := rounding.noted():
-        notes.append(f"rounded to the precision of 32-bit floats: {listed(list(map(column, noted)))}")
+        notes.append(f"rounded to the precision of 32-bit floats: {first_of(list(map(column, noted)))}")
     if counting := rounding.counting():
         notes.append(
-            f"another whole number in each row, in order: {listed(list(map(column, counting)))}; if it is an id or "
+            f"another whole number in each row, in order: {first_of(list(map(column, counting)))}; if it is an id or "
             "numbers the rows, leave it out: it tells nothing of new examples"
         )
     return stored.reshape(x.shape), tuple(notes)
@@ -170,8 +184,7 @@ def _targets(
 
     Raise DataError if they do not have the shape or type that their task needs.
     """
-    own = request.own
-    given = columns.classes if own is None else own.classes
+    given = _given_classes(columns, request)
     if columns.y is None:
         return None, None, given or (), ()
     y = _without_ones(columns.y, request.wanted_task, specs)
@@ -179,7 +192,7 @@ def _targets(
     if task == "classification":
         labels, classes, notes = _classes(y, given, columns, request, errors)
         return labels, None, classes, notes
-    wanted = None if own is None else own.spec.targets
+    wanted = None if request.needs is None else request.needs.targets
     names, outputs = columns.outputs or columns.classes or (), request.outputs
     if wanted is not None:
         names, outputs = wanted.names, wanted.outputs
@@ -241,7 +254,7 @@ def _classes(
         if len(classes) != y.shape[1]:
             raise DataError(
                 f"{errors.source}: targets have {y.shape[1]} columns, one for each class; the classes are "
-                f"{listed(classes)}"
+                f"{first_of(classes)}"
             )
         return y.argmax(1), classes, ()
     in_order = columns.classes is not None or any(spec.kind == "tokens" for spec in columns.specs.values())
@@ -367,7 +380,7 @@ def _check_numbers(masks: NDArray[Any], source: str) -> None:
     else:
         return
     raise DataError(
-        f"{source}: the masks have the {used:,} numbers {listed([f'{number}' for number in numbers])}, and {fault}.",
+        f"{source}: the masks have the {used:,} numbers {first_of([f'{number}' for number in numbers])}, and {fault}.",
         hint=f"number the classes from 0 in the masks, or set outputs to the number of classes ({most + 1} or more)",
         key="outputs",
     )

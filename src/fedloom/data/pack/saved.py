@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.input_spec import INPUT_NAME, InputSpec, RawInputs
+from fedloom.core.words import first_of
 from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.arrays import array_columns
-from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Request, ValidationErrors, listed
+from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Request, ValidationErrors
 from fedloom.data.pack.items import read_items
 from fedloom.data.pack.tables import read_frame
 from fedloom.data.pack.texts import IDS, tokenized
+from fedloom.data.spec import INPUT_NAME, InputSpec, RawInputs
 from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def read_saved(path: Path, request: Request, errors: ValidationErrors, on_progre
     lists = [name for name in features if frames and _has_lists(next(iter(frames.values()))[name])]
     if ((images or lists) and request.label not in features) or len(images) > 1:
         raise DataError(
-            f"{path}: it has the columns {listed(list(features))}; one column of labels ({request.called('label')}) "
+            f"{path}: it has the columns {first_of(list(features))}; one column of labels ({request.called('label')}) "
             "and at most one of images are needed; images with masks are read from a folder of both, or from arrays"
         )
     if images:
@@ -85,10 +86,10 @@ def _splits(path: Path) -> tuple[dict[int | None, Any], list[str]]:
     parts: dict[int | None, Any] = {SPLIT_NAMES[name.lower()]: whole[name] for name in known}
     if 0 not in parts or len(parts) < len(known):
         raise DataError(
-            f"{path}: the splits are {listed(list(whole))}; they must be train, validation (or val) and test, each once"
+            f"{path}: the splits are {first_of(list(whole))}; give train, validation (or val) and test, each once"
         )
     left_out = [name for name in whole if name not in known]
-    notes = [f"splits left out: {listed(left_out)}"] * bool(left_out)
+    notes = [f"splits left out: {first_of(left_out)}"] * bool(left_out)
     if len(parts) == 1:
         return {None: parts[0]}, notes
     if 2 not in parts:
@@ -134,7 +135,7 @@ def _of_lists(
         inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
         if text is not None:
             if text.column not in frame.columns:
-                raise DataError(f"{errors.source}: there is no column {text.column!r}; it has {listed([*frame])}")
+                raise DataError(f"{errors.source}: there is no column {text.column!r}; it has {first_of([*frame])}")
             cells = frame[text.column].astype(object).where(frame[text.column].notna(), None).tolist()
             tokens, specs = tokenized(cells, text, lambda i: f"row {i + 1}, column {text.column}", errors)
             inputs |= {name or IDS: each for name, each in tokens.items()}

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.core.words import composed, named_twice
-from fedloom.data.input_spec import InputSpec
+from fedloom.core.words import composed, first_of, named_twice
 from fedloom.data.pack.examples import (
     Columns,
     OnProgress,
@@ -24,12 +23,12 @@ from fedloom.data.pack.examples import (
     Request,
     ValidationErrors,
     check_unpacked,
-    listed,
     undecodable_line,
 )
 from fedloom.data.pack.labels import owner_names, split_positions
 from fedloom.data.pack.packer import has_fraction
 from fedloom.data.pack.texts import tokenized
+from fedloom.data.spec import InputSpec
 from fedloom.data.values import EXACT, MISSING, TRUTHS, as_numbers, is_whole, number
 from fedloom.errors import DataError, ExperimentError
 
@@ -178,48 +177,31 @@ def _fault(cell: str, value: float | None, truth: float | None) -> str | None:
 def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
     """Read a Parquet file with one column for each number of an input.
 
-    Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
-    feature column that is not numeric.
+    Raise ExperimentError if pyarrow or pandas is not installed; DataError if the file is not Parquet, lacks a column,
+    or has a feature column that is not numeric.
     """
     try:
+        import pandas
         import pyarrow
         from pyarrow import parquet
     except ImportError:
         raise ExperimentError(
-            f"reading {path} needs pyarrow, which is not installed",
+            f"reading {path} needs pyarrow and pandas, which are not installed",
             hint="pip install 'fedloom[parquet]', or pack a CSV file",
         ) from None
+    on_progress("reading rows", 0, None)
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             index = [name for name in (schema.pandas_metadata or {}).get("index_columns", ()) if isinstance(name, str)]
             layout = _layout(schema.names, request, errors.source, index)
             check_unpacked(path, 8 * file.metadata.num_rows * (len(layout.inputs) + 1))
-            return _columns(layout, _parquet_chunks(file, layout, errors, on_progress), "row ", request, errors)
+            table = file.read(columns=list(dict.fromkeys((*layout.numeric, *layout.others))))
+        frame = table.to_pandas(types_mapper=pandas.ArrowDtype, ignore_metadata=True)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
-
-
-def _parquet_chunks(file: Any, layout: _Layout, errors: ValidationErrors, on_progress: OnProgress) -> Iterator[Rows]:
-    """Yield the rows of a Parquet file."""
-    from pyarrow.types import is_boolean, is_floating, is_integer
-
-    kinds = {name: file.schema_arrow.field(name).type for name in layout.numeric}
-    wrong = [name for name, kind in kinds.items() if not (is_integer(kind) or is_floating(kind) or is_boolean(kind))]
-    errors.add(NOT_NUMBERS, *(f"{name}: {kinds[name]}" for name in wrong))
-    errors.refuse()
-    done = 0
-    for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys((*layout.numeric, *layout.others)))):
-        on_progress("reading rows", done, file.metadata.num_rows)
-        places = [str(done + i) for i in range(1, batch.num_rows + 1)]
-        values = np.zeros((batch.num_rows, len(layout.numeric)))
-        for j, (name, kind) in enumerate(kinds.items()):
-            column = batch.column(name)
-            whole = column.fill_null(False if is_boolean(kind) else 0).to_numpy(zero_copy_only=False)
-            missing = column.is_null().to_numpy(zero_copy_only=False)
-            values[:, j] = _checked_column(name, whole, missing, places, errors)
-        yield places, values, {name: batch.column(name).to_pylist() for name in layout.others}
-        done += batch.num_rows
+    frame.index = range(1, len(frame) + 1)
+    return _frame_columns(frame, layout, request, errors)
 
 
 def read_frame(frame: DataFrame, request: Request, errors: ValidationErrors) -> Columns:
@@ -241,6 +223,10 @@ def read_frame(frame: DataFrame, request: Request, errors: ValidationErrors) -> 
         if label.dtype.kind == "f" and has_fraction(label.to_numpy(dtype=np.float64, na_value=np.nan)):
             request = replace(request, task="regression")
     layout = _layout(header, request, errors.source)
+    return replace(_frame_columns(frame, layout, request, errors), by_owner=True)
+
+
+def _frame_columns(frame: DataFrame, layout: _Layout, request: Request, errors: ValidationErrors) -> Columns:
     wrong = [name for name in layout.numeric if frame[name].dtype.kind not in NUMERIC]
     errors.add(NOT_NUMBERS, *(f"{name}: {frame[name].dtype}" for name in wrong))
     errors.refuse()
@@ -251,14 +237,14 @@ def read_frame(frame: DataFrame, request: Request, errors: ValidationErrors) -> 
             places = [repr(place) for place in rows.index.tolist()]
             values = np.zeros((len(rows), len(layout.numeric)))
             for j, name in enumerate(layout.numeric):
-                missing = rows[name].isna().to_numpy()
+                missing = rows[name].isna().to_numpy(dtype=bool)
                 whole = np.zeros(len(rows), dtype=NUMERIC[rows[name].dtype.kind])
                 whole[~missing] = rows[name][~missing].to_numpy(dtype=whole.dtype)
                 values[:, j] = _checked_column(name, whole, missing, places, errors)
             cells = {name: rows[name].astype(object).where(rows[name].notna(), None) for name in layout.others}
             yield places, values, {name: column.tolist() for name, column in cells.items()}
 
-    return replace(_columns(layout, chunks(), "row ", request, errors), by_owner=True)
+    return _columns(layout, chunks(), "row ", request, errors)
 
 
 def _checked_column(
@@ -298,12 +284,12 @@ def _columns(layout: _Layout, chunks: Iterable[Rows], noun: str, request: Reques
     if request.text is not None:
         text = request.text.column
         x, specs = tokenized(
-            cells[layout.text or text], request.text, lambda i: f"{places.row(i)}, column {text}", errors, request.own
+            cells[layout.text or text], request.text, lambda i: f"{places.row(i)}, column {text}", errors, request
         )
         places.columns = {name: [text] * math.prod(spec.shape) for name, spec in specs.items()}
     y: NDArray[Any] | None = None
     if layout.targets:
-        wanted = None if request.own is None else request.own.spec.targets
+        wanted = None if request.needs is None else request.needs.targets
         several = request.targets if wanted is None else wanted.shape
         y = values[:, start:] if several else values[:, start]
     elif layout.label is not None:
@@ -341,11 +327,11 @@ def _layout(header: Sequence[str], request: Request, source: str, index: Sequenc
 
     def column(name: str, key: str) -> str:
         if composed(name) not in names:
-            raise DataError(f"{source}: there is no column {name!r} ({key}); the columns are {listed(header)}")
+            raise DataError(f"{source}: there is no column {name!r} ({key}); the columns are {first_of(header)}")
         return names[composed(name)]
 
-    own = request.own
-    required = () if own is None or own.targets is None else own.targets.names
+    needs = request.needs
+    required = () if needs is None or needs.targets is None else needs.targets.names
     several = (request.targets or required) if request.labelled else ()
     numeric = request.labelled and (bool(request.targets) or request.wanted_task not in (None, "classification"))
     key = request.called("targets" if several else "label")
@@ -359,18 +345,19 @@ def _layout(header: Sequence[str], request: Request, source: str, index: Sequenc
     if text is not None:
         inputs, why = [], "columns left out; the input is the text"
         ignored = [name for name in rest if name != text]
-    elif own is not None and own.features is not None:
-        inputs, why = [column(name, "data.own.features") for name in own.features], "columns ignored"
+    elif request.features is not None:
+        inputs = [column(name, f"{request.needed_by}.features") for name in request.features]
+        why = "columns ignored"
         ignored = [name for name in rest if name not in inputs]
     else:
         inputs, why = _without_index(rest, header, index, source), "columns left out, as an index that numbers the rows"
         ignored = [repr(name) if name else "the first, without a name" for name in rest if name not in inputs]
     if text is None:
-        integers = request.integers if own is None and isinstance(request.integers, tuple) else ()
+        integers = request.integers if needs is None and isinstance(request.integers, tuple) else ()
         last = [column(name, request.called("integers")) for name in integers]
         inputs = [*(name for name in inputs if name not in last), *last]
         specs = _specs(inputs, len(last), request, source)
-    notes = (f"{why}: {listed(ignored)}",) if ignored else ()
+    notes = (f"{why}: {first_of(ignored)}",) if ignored else ()
     return _Layout(inputs, targets, chosen["label"], chosen["split"], chosen["client"], text, specs, notes)
 
 
@@ -393,8 +380,7 @@ def _specs(inputs: Sequence[str], integers: int, request: Request, source: str) 
 
     Raise DataError if there are no columns, or their number does not fit what an experiment requires.
     """
-    own = request.own
-    if own is None:
+    if request.needs is None:
         if not inputs:
             raise DataError(f"{source}: it has no feature columns")
         if 0 < integers < len(inputs):
@@ -403,12 +389,15 @@ def _specs(inputs: Sequence[str], integers: int, request: Request, source: str) 
                 INTEGERS: InputSpec("integers", (integers,)),
             }
         return {"": InputSpec("integers" if request.integers else "features", (len(inputs),))}
-    if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in own.spec.inputs.values())):
-        key = "data.own.inputs" if own.inputs is not None else f"data.own.input_shape {list(own.input_shape)}"
-        raise DataError(f"{source} has {len(inputs):,} columns of inputs; {key} needs {needed:,}")
-    if "" not in own.spec.inputs and set(own.spec.inputs) - {FEATURES, INTEGERS}:
+    specs = request.needs.inputs
+    if "" not in specs and set(specs) - {FEATURES, INTEGERS}:
         raise DataError(
-            f"{source}: data.own.inputs has {listed(sorted(own.spec.inputs))}; a table has only {FEATURES} and "
+            f"{source}: {request.needed_by}.inputs has {first_of(sorted(specs))}; a table has only {FEATURES} and "
             f"{INTEGERS}"
         )
-    return own.spec.inputs
+    if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in specs.values())):
+        shapes = ", ".join(f"{name or 'input_shape'} {list(spec.shape)}" for name, spec in specs.items())
+        raise DataError(
+            f"{source} has {len(inputs):,} columns of inputs; {request.needed_by} needs {needed:,} ({shapes})"
+        )
+    return specs

@@ -14,7 +14,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from fedloom.core.home import expanded
-from fedloom.data.input_spec import InputSpec
 from fedloom.data.pack.examples import (
     Columns,
     OnProgress,
@@ -24,7 +23,7 @@ from fedloom.data.pack.examples import (
     ValidationErrors,
     undecodable_line,
 )
-from fedloom.data.requirements import Own
+from fedloom.data.spec import InputSpec
 from fedloom.errors import DataError, ExperimentError, argument
 
 ROWS = 4096
@@ -39,7 +38,7 @@ def tokenized(
     how: TextColumn,
     place: Callable[[int], str],
     errors: ValidationErrors,
-    own: Own | None = None,
+    request: Request | None = None,
 ) -> tuple[dict[str, NDArray[np.int64]], dict[str, InputSpec]]:
     """Return the tokens of texts as inputs by name, ``[n, length]`` each, and their descriptions.
 
@@ -56,7 +55,8 @@ def tokenized(
     tokenizer = _opened(how, errors.source)
     ids = InputSpec("integers", (how.length,), high=len(tokenizer), tokenizer=tokenizer_digest(tokenizer))
     specs = {MASK: InputSpec("integers", (how.length,), high=2), IDS: ids} if how.mask else {"": ids}
-    specs = specs if own is None else _fitting(specs, own, errors.source)
+    if request is not None and request.needs is not None:
+        specs = _fitting(specs, request.needs.inputs, request.needed_by, errors.source)
     checked = [text if isinstance(text, str) and text.strip() else "" for text in texts]
     for i, text in enumerate(texts):
         if not checked[i]:
@@ -118,15 +118,15 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _fitting(specs: Mapping[str, InputSpec], own: Own, source: str) -> dict[str, InputSpec]:
-    """Return the inputs that an experiment requires, with the tokenizer's digest; raise DataError if they differ."""
-    for name in {*specs, *own.spec.inputs}:
-        needed, given = own.spec.inputs.get(name), specs.get(name)
-        if needed is None or given is None or not _fits(given, needed):
-            raise DataError(
-                f"{source}: a text gives the inputs {_described(specs)}; data.own needs {_described(own.spec.inputs)}"
-            )
-    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in own.spec.inputs.items()}
+def _fitting(
+    specs: Mapping[str, InputSpec], needed: Mapping[str, InputSpec], needed_by: str, source: str
+) -> dict[str, InputSpec]:
+    """Return the inputs that are required, with the tokenizer's digest; raise DataError if they differ."""
+    if set(specs) != set(needed) or not all(_fits(specs[name], needed[name]) for name in needed):
+        raise DataError(
+            f"{source}: a text gives the inputs {_described(specs)}; {needed_by} needs {_described(needed)}"
+        )
+    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in needed.items()}
 
 
 def _fits(given: InputSpec, needed: InputSpec) -> bool:
@@ -147,8 +147,8 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, on_p
 
     The classes are its characters, and ``input_shape`` sets the characters per input.
     """
-    own = request.own
-    if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
+    needs = request.needs
+    if needs is None or needs.kind != "tokens" or any(len(name) != 1 for name in needs.class_names):
         raise ExperimentError(
             f"{path} is a text, which needs {argument('experiment')} with kind: tokens in data.own, and classes of one "
             "character each."
@@ -163,22 +163,22 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, on_p
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: line {undecodable_line(path)} is not UTF-8 text") from error
-    codes = {name: i for i, name in enumerate(own.classes)}
+    codes = {name: i for i, name in enumerate(needs.class_names)}
     unknown = "unknown character; data.own.classes must list it"
     for number, line in enumerate(text.split("\n"), start=1):
         errors.add(unknown, *(f"line {number}: {each!r}" for each in line if each not in codes))
     if "\n" in text and "\n" not in codes:
         errors.add(unknown, "line 1: '\\n', the end of a line")
     errors.refuse()
-    window = own.input_shape[0]
+    window = needs.input_shape[0]
     if len(text) <= window:
         raise DataError(f"{path}: it has {len(text)} characters, but one input needs {window}; give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Columns(
         {"": np.ascontiguousarray(sliding_window_view(characters, window)[:-1])},
-        own.spec.inputs,
+        needs.inputs,
         characters[window:],
         Places(range(1, len(text)), "character "),
-        classes=own.classes,
+        classes=needs.class_names,
         overlap=window,
     )
