@@ -30,8 +30,7 @@ from fedloom.algorithms.base import Algorithm, ServerAlgorithm, Setup, find_algo
 from fedloom.errors import QuorumError
 from fedloom.messages import Message, Replies, answer_shapes
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SEARCH, TESTS = 1, (2, 3, 4, 5, 6)
 FOUND, COSTS = "found.json", "costs.json"

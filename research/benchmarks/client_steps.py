@@ -39,8 +39,7 @@ from fedloom.federation.transport import Call, Lost
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 

@@ -49,7 +49,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.messages import Message, Metrics, Quantity, Replies, broadcast, rows
-from fedloom.models.lenet import LeNet
+from fedloom.models.networks import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.certificates import make_ca, make_certificate

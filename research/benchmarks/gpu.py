@@ -53,10 +53,7 @@ from fedloom.federation.states import States, Versions
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import answer_shapes
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
-from fedloom.models.resnet import ResNet20
+from fedloom.models.networks import LSTM, MLP, LeNet, ResNet20
 from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 

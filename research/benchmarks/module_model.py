@@ -84,7 +84,7 @@ def group_of(model: Model) -> Any:
 def module_of(model: Model) -> Any:
     """Return FedLoom's model of a module."""
     from fedloom.models.module import ModuleModel
-    from fedloom.models.module_inputs import SingleInput
+    from fedloom.models.module_call import SingleInput
     from fedloom.tasks.registry import OWN_TASKS
 
     shape: Any = model.shape
@@ -126,7 +126,7 @@ def speed(name: str, pairs: int) -> dict[str, Any]:
     model = MODELS[name]
     sides = {"bare": bare_visit(model), "module": fedloom_visit(module_of(model), model)}
     if name == "LeNet":
-        from fedloom.models.lenet import LeNet
+        from fedloom.models.networks import LeNet
 
         sides["built in"] = fedloom_visit(LeNet((1, 28, 28), model.outputs), model)
     seconds: dict[str, list[float]] = {side: [] for side in sides}

@@ -25,8 +25,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 IMAGE, CLASSES, CLIENTS, EXAMPLES = (1, 28, 28), 10, 50, 50
 SGD = LocalSGD(epochs=1, batch_size=10, lr=0.03, momentum=0.0)

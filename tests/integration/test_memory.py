@@ -9,7 +9,7 @@ from run_processes import WAIT_S, ended, experiment, started, until
 
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.federation.randomness import generator
-from fedloom.models.lenet import LeNet
+from fedloom.models.networks import LeNet
 
 MB = 1 << 20
 

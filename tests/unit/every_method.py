@@ -10,9 +10,8 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, problem
 
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.federated import ClientData
-from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, BatchNormConvNet
 from fedloom.privacy.examples import ExamplePrivacy
 
 SIZES = (4, 9, 6)

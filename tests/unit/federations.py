@@ -38,7 +38,7 @@ from fedloom.federation.roster import Roster
 from fedloom.federation.states import States
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.tally import Tally
@@ -50,6 +50,11 @@ from fedloom.sums.summation import Summation
 
 CLASSES = 3
 IMAGE = (1, 16, 16)  # the smallest size that a LeNet accepts
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    """Check that tensors are equal up to rounding in float64."""
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=atol)
 
 
 def split(n: int, random: torch.Generator, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> Split:

@@ -33,7 +33,7 @@ from fedloom.federation.round_attempt import RoundAttempt
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, MissingConversation, Refusals, Traffic
 from fedloom.messages import Message, Quantity, broadcast, rows
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runs.journal import Attempt
 from fedloom.security.signing import KeySigner, KeyVerifier, RegisteredKey, Signing

@@ -29,8 +29,8 @@ from fedloom.models.embedding import EmbeddingSettings, PretrainedEmbedding
 from fedloom.models.factories import FACTORIES
 from fedloom.models.flat import FlatModel
 from fedloom.models.hypernetwork import Hypernetwork
-from fedloom.models.mlp import MLP
-from fedloom.models.module_inputs import SingleInput
+from fedloom.models.module_call import SingleInput
+from fedloom.models.networks import MLP
 from fedloom.models.registry import ModuleSettings
 from fedloom.runs.folder import RunFolder
 from fedloom.serving.serve import serve_run

@@ -21,8 +21,8 @@ from fedloom.algorithms.fedsa_lora import FEDSA_LORA
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import MLP
 
 peft = lazy_or_skip("peft")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import Federation, clients, federation, group, mean_loss, setup
+from federations import Federation, clients, close, federation, group, mean_loss, setup
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -47,10 +47,6 @@ def theta_of(f: Federation, round: int, client: str, name: str = "personal") -> 
 def kept(folder: Path, client: str, round: int) -> dict[str, Tensor]:
     (path,) = (folder / "states" / client).glob(f"{round}-*.safetensors")
     return load_file(path)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("mix", [{"alpha": 0.0, "adaptive": False}, {"alpha": 0.7}], ids=["none", "adaptive"])

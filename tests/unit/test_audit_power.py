@@ -13,15 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedloom.attacks.canary_draws import DrawLog, Draws, log_ratios, noise_estimate, sampling_check, signals
-from fedloom.attacks.guesses import (
+from fedloom.attacks.canary_evidence import (
     GUESSES,
     NOISE,
     PROBABILITY,
+    DrawLog,
+    Draws,
     PlannedAudit,
     canary_document,
     has_power,
+    log_ratios,
+    noise_estimate,
     power_document,
+    sampling_check,
+    signals,
     verdict,
 )
 from fedloom.core.words import rounded_down

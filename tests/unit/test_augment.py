@@ -31,7 +31,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.experiment.loading import of_run
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
 

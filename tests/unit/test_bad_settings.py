@@ -40,6 +40,8 @@ def refusal(tmp_path: Path, algorithm: str, key: str) -> str:
         ("{name: pfedme, inner_lr: 0.1, proximity: 15}", "inner_lr", (0.1, "proximity", 15)),
         ("{name: ditto, proximity: 100, personal: {steps: 1, lr: 0.01}}", "proximity", (100, "personal.lr", 0.01)),
         ("{name: fedprox, mu: 100}", "mu", (100, "local.lr", 0.01)),
+        ("{name: feddyn, alpha: 100}", "alpha", (100, "local.lr", 0.01)),
+        ("{name: pfedhn, embedding_lr: 10, server_decay: 0.1}", "embedding_lr", (10, "server_decay", 0.1)),
         ("{name: heurfedamp, proximity: 100}", "proximity", (100, "local.lr", 0.01)),
         ("{name: fedavg, local: {steps: 1, lr: 1, lambda_theta: 0.5}}", "local.lambda_theta", (0.5, "lr", 1)),
         ("{name: fedrep, head: {steps: 1, lr: 1, lambda_theta: 0.5}}", "head.lambda_theta", (0.5, "lr", 1)),

@@ -18,8 +18,8 @@ from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
-from fedloom.models.convnet import STATISTICS, BatchNormConvNet
 from fedloom.models.flat import bfloat16, masked
+from fedloom.models.networks import STATISTICS, BatchNormConvNet
 
 SHAPE, CHANNELS, HIDDEN = (2, 8, 12), [3, 5], [7]
 MODEL = BatchNormConvNet(SHAPE, CHANNELS, HIDDEN, 3)

@@ -29,7 +29,7 @@ from fedloom.algorithms.lgfedavg import LGFEDAVG
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}

@@ -26,14 +26,14 @@ from fedloom.attacks.canary_data import (
     write_with_clients,
     write_with_examples,
 )
-from fedloom.attacks.guesses import canary_document, guess_counts, normal_estimate, right_guesses
+from fedloom.attacks.canary_evidence import canary_document, guess_counts, normal_estimate, right_guesses
 from fedloom.core.keyed import make_rng
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import NaturalScheme
 from fedloom.errors import ExperimentError
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
 # --- guesses ----------------------------------------------------------------------------------------------------------

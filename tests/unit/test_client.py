@@ -18,18 +18,16 @@ from torch import Tensor
 
 from fedloom.algorithms import batches as mini_batches
 from fedloom.algorithms.apfl import APFL, APFLSettings
-from fedloom.algorithms.batches import Batch, batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import Change, Correction, LocalTrainer, Trained, train
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import LSTM, MLP, LeNet
 from fedloom.models.predictors import predictors_of
 
 SMALL = MLP(IMAGE, [5], CLASSES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bounds.compositional import regularized_loss
-from federations import CLASSES, IMAGE, client, clients, federation, group, mean_loss, setup
+from federations import CLASSES, IMAGE, client, clients, close, federation, group, mean_loss, setup
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -37,8 +37,7 @@ from fedloom.data.federated import ClientData
 from fedloom.errors import QuorumError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -54,10 +53,6 @@ def made(**changes: Any) -> ComFedLSettings:
 
 def starts(model: FlatModel, g: int) -> Tensor:
     return torch.stack([model.init(torch.Generator().manual_seed(i), torch.float64) for i in range(g)])
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def loss(model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice = slice(None)) -> Tensor:
@@ -540,7 +535,7 @@ import json, sys, torch
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_at_shared_model
 from fedloom.data.federated import ClientData, Split
-from fedloom.models.lenet import LeNet
+from fedloom.models.networks import LeNet
 split = Split(torch.randn(4, 1, 16, 16), torch.tensor([0, 1, 2, 0]))
 client = ClientData("c", split, split, split, 3)
 clients = ClientGroup([client], lambda client, purpose: torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from fedloom.cli.main import app
 from fedloom.engine import device as checks
 from fedloom.engine.assemble import missing_device, use_device
 from fedloom.errors import ExperimentError
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 CPU = torch.device("cpu")
 runner = CliRunner()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import clients, federation, mean_loss, setup
+from federations import clients, close, federation, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -36,10 +36,6 @@ def drfa(**changes: Any) -> DRFASettings:
 
 def afl(**changes: Any) -> AFLSettings:
     return AFLSettings.model_validate({"local": LOCAL | {"steps": 1, "momentum": 0.0}} | changes)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 # --- the simplex ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import Measurements, measure, measured_together, metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.uncertainty import group_uncertainty
-from fedloom.tasks.base import LOSS_CAP
-from fedloom.tasks.sums import MetricSums
+from fedloom.tasks.base import LOSS_CAP, MetricSums
 
 
 @dataclass

@@ -15,7 +15,7 @@ from fedloom.algorithms.base import find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
-from fedloom.models.lstm import LSTM
+from fedloom.models.networks import LSTM
 
 OWN = """\
 name: own

@@ -13,20 +13,16 @@ from federations import CLASSES, IMAGE, client, clients
 from torch import Tensor, nn
 
 from fedloom.algorithms import losses
-from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import Correction, LocalTrainer, proximal, train
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.losses import clipped_sums
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, Normalization, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import ConvNet
 from fedloom.models.flat import FlatModel, Leaves, bfloat16
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import LSTM, MLP, ConvNet, LeNet
 from fedloom.privacy.examples import ExamplePrivacy
 
 TINY, HUGE = 1e-13, 1e9

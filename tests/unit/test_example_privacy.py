@@ -21,19 +21,18 @@ import fedloom
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps, check_example_privacy
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
 from fedloom.models.module import ModuleModel
-from fedloom.privacy.examples import ExamplePrivacy
+from fedloom.models.networks import BatchNormConvNet, LeNet
+from fedloom.privacy.examples import ExamplePrivacy, NoisySteps
 
 NORMS = "normalization by groups"
 PLAIN_HEAD = {"fedrod": {"balance": 0.0}}

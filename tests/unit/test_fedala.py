@@ -19,8 +19,7 @@ from fedloom.algorithms.fedala import FEDALA, FedALASettings, LastLayers
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, BatchNormConvNet
 
 SIZES = (5, 12, 9)
 SEED = 7  # of the federations

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import refusing
-from federations import client, clients, federation, group, mean_loss, setup
+from federations import client, clients, close, federation, group, mean_loss, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
@@ -41,10 +41,6 @@ def visit(s: FedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round
         mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
         optimizer.step()
     return p.detach()
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("each_task")

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedbabu import FEDBABU, FedBABUSettings
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -21,8 +21,8 @@ from fedloom.algorithms.fedbn import FEDBN
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

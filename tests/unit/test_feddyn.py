@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, clients, federation, group, kept, rostered, setup
+from federations import CLASSES, IMAGE, clients, close, federation, group, kept, rostered, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -19,8 +19,7 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import BatchNormConvNet, Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -30,10 +29,6 @@ MODEL = setup().model
 
 def made(**changes: Any) -> FedDynSettings:
     return FedDynSettings.model_validate({"alpha": 0.3, "local": LOCAL | changes.pop("local", {}), **changes})
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def visit(s: FedDynSettings, w: Tensor, g: Tensor, c: ClientData, round: int) -> Tensor:

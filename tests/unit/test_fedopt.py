@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Federation, clients, federation, setup
+from federations import Federation, clients, close, federation, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -35,10 +35,6 @@ def mean_update(folder: Path, theta: Tensor, round: int, **changes: Any) -> Tens
     f.loop.round = round - 1
     f.run()
     return f.state["theta"] - theta
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 TAU = 2.0**-10  # τ², 2 τ and divisions by them are exact

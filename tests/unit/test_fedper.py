@@ -23,7 +23,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG
 from fedloom.algorithms.fedper import FEDPER, FedPerSettings
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -18,8 +18,8 @@ from fedloom.algorithms.fedproto import FEDPROTO, FedProtoSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 FEATURES = 5

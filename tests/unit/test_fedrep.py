@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, setup, sgd
+from federations import CLASSES, IMAGE, Federation, clients, close, federation, group, setup, sgd
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 from fedloom.federation.transport import Call, Lost
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -45,10 +45,6 @@ def start_of_head(c: ClientData, where: str, round: int) -> Tensor:
 def kept_head(folder: Path, client: str, round: int) -> Tensor:
     (path,) = (folder / "states" / client).glob(f"{round}-*.safetensors")
     return load_file(path)["head"]
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("each_task")

@@ -18,6 +18,7 @@ from federations import (
     answers_as_alone,
     client,
     clients,
+    close,
     federation,
     group,
     made_by,
@@ -34,7 +35,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.registry import MODELS
 from fedloom.tasks.regression import Regression
 
@@ -82,10 +83,6 @@ def visit(theta: Tensor, head: Tensor, c: ClientData, s: FedRoDSettings, t: int)
             loss.backward()
             optimizer.step()
     return w.detach(), h.detach()
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_without_balance_the_shared_model_equals_fedavgs_to_the_bit(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from facts import refusing
-from federations import clients, federation, mean_loss, setup
+from federations import clients, close, federation, mean_loss, setup
 from pydantic import ValidationError
-from torch import Tensor
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Setup
@@ -30,10 +29,6 @@ RATES = {"beta_u": 0.3, "beta_v": 0.2, "beta_m": 0.4, "beta_q": 0.05}
 
 def fgdro(**changes: Any) -> FGDROSettings:
     return FGDROSettings.model_validate({"local": LOCAL, "lambda_kl": 0.5} | RATES | changes)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def visit(
@@ -125,8 +120,8 @@ def test_settings_and_declared_properties() -> None:
     assert FGDRO_KL.noisy_sums_suffice(fgdro())
     assert FGDRO_KL.example_privacy(fgdro())
     assert FGDRO_KL.requires_fixed_population(fgdro()) is None
-    assert fgdro(optimizer="momentum").fine_tuning.optimizer == "sgd"
-    assert fgdro(local=LOCAL | {"mask_absent": True}).fine_tuning.mask_absent
+    assert fgdro(optimizer="momentum").adaptation.optimizer == "sgd"
+    assert fgdro(local=LOCAL | {"mask_absent": True}).adaptation.mask_absent
 
 
 def test_adam_needs_secure_sums_of_64_bits() -> None:

@@ -16,6 +16,7 @@ from federations import (
     Federation,
     client,
     clients,
+    close,
     federation,
     group,
     made_by,
@@ -32,10 +33,9 @@ from fedloom.algorithms.flowdup import FLOWDUP, FLowDUPSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import MLP, BatchNormConvNet
 
 SIZES = (4, 9, 6, 5)
 SEED = 7  # of the federations
@@ -125,10 +125,6 @@ def visit(psi: Tensor, c: ClientData, s: FLowDUPSettings, p: Setup, round: int, 
         loss.backward()
         optimizer.step()
     return w.psi
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

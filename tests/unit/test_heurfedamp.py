@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import clients, federation, group, held_out_elsewhere, mean_loss, setup
+from federations import clients, close, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -33,10 +33,6 @@ def problem(n: int = 3) -> Setup:
 
 def made(**changes: Any) -> HeurFedAMPSettings:
     return HeurFedAMPSettings.model_validate({"local": LOCAL, "proximity": 2.0} | changes)
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def by_hand(models: Tensor, i: int, own: float, sigma: float) -> list[float]:

@@ -24,9 +24,9 @@ from fedloom.data.problem import Problem
 from fedloom.data.spec import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import parse_experiment
+from fedloom.tasks.base import MetricSums
 from fedloom.tasks.next_token import NextToken
 from fedloom.tasks.segmentation import Segmentation
-from fedloom.tasks.sums import MetricSums
 
 N = 30
 RNG = np.random.default_rng(3)

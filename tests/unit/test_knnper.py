@@ -28,7 +28,7 @@ from fedloom.engine.run_data import check_clients
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load_experiment
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.tasks.regression import Regression
 
 SIZES = (4, 9, 6)

@@ -12,17 +12,17 @@ from federations import (
     IMAGE,
     Federation,
     clients,
+    close,
     federation,
     setup,
     sgd,
 )
-from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.lgfedavg import LGFEDAVG, LGFedAvgSettings
 from fedloom.federation.randomness import generator
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -40,10 +40,6 @@ def run(folder: Path, s: LGFedAvgSettings, **keys: Any) -> Federation:
     f = federation(folder, LGFEDAVG, s, setup(), keys.pop("data", clients(SIZES)), **keys)
     f.run()
     return f
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_stay_local(tmp_path: Path) -> None:

@@ -30,8 +30,7 @@ from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SMALL = MLP(IMAGE, [5], CLASSES)
 

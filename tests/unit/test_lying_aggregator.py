@@ -37,7 +37,7 @@ from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
 from fedloom.security.signing import NO_SIGNING

@@ -20,7 +20,7 @@ from fedloom.attacks.membership import (
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.predictors import ModelPredictor
 
 sk = Lazy("sklearn.metrics")

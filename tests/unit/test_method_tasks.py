@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 from every_method import LOCAL, METHODS, NORMALIZED, PLAIN, made, ours, run
 from facts import tells
-from federations import CLASSES, IMAGE, clients, made_by, mean_loss, problem_of
+from federations import CLASSES, clients, made_by, mean_loss, problem_of
 from torch import Tensor
 from torch.distributions import Bernoulli, Laplace, Normal
 
-from fedloom.algorithms.base import Setup, find_algorithm
+from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.pfedbayes import likelihood_of
-from fedloom.algorithms.pfnm import examples_per_output
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
@@ -216,10 +215,8 @@ def test_regression_and_multilabel_losses_fall(
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
 def test_pfnm_weights_outputs_by_the_number_of_their_examples(task: str) -> None:
     y = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
-    model = copy.copy(PLAIN)
-    model.task = TASKS[task]
-    problem = Setup(model, 0, IMAGE, 1, targets=Targets(task, (CLASSES,), CLASSES))  # type: ignore[arg-type]
-    assert examples_per_output(problem, y).tolist() == {"multilabel": [2, 0, 1], "regression": [2, 2, 2]}[task]
+    counts = TASKS[task].examples_per_output(y, CLASSES).tolist()
+    assert counts == {"multilabel": [2, 0, 1], "regression": [2, 2, 2]}[task]
 
 
 def test_the_likelihood_of_a_model_is_its_own_loss_if_it_has_one() -> None:

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from fedloom.errors import ExperimentError
 from fedloom.models.embedding import LeNetEmbedding, LinearEmbedding
 from fedloom.models.flat import FlatModel, FlatNetwork, Layout, vjp
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 from fedloom.models.registry import LeNetSettings, LogisticSettings, MLPSettings
 
 

@@ -18,14 +18,11 @@ from torch.func import grad, vmap
 from fedloom.data import spec
 from fedloom.errors import ExperimentError
 from fedloom.models import registry
-from fedloom.models.convnet import ConvNet
 from fedloom.models.embedding import LSTMEmbedding, MLPEmbedding
 from fedloom.models.flat import FlatModel
 from fedloom.models.hypernetwork import Hypernetwork
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import LSTM, MLP, ConvNet, ResNet20
 from fedloom.models.registry import MODELS, CNNSettings, Kind, LSTMSettings, MLPSettings, ResNet20Settings, VGGSettings
-from fedloom.models.resnet import ResNet20
 
 
 def seeded(seed: int = 0) -> torch.Generator:

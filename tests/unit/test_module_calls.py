@@ -25,7 +25,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
 from fedloom.errors import ExperimentError
 from fedloom.models.module import ModuleModel
-from fedloom.models.module_inputs import SingleInput, trial_inputs
+from fedloom.models.module_call import SingleInput, trial_inputs
 from fedloom.models.registry import ModuleSettings
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.multilabel import Multilabel

@@ -25,8 +25,8 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import from_shared_json, of
 from fedloom.models.factories import FACTORIES
-from fedloom.models.lenet import LeNet
 from fedloom.models.module import ModuleModel, remember
+from fedloom.models.networks import LeNet
 from fedloom.models.registry import ModuleSettings
 
 

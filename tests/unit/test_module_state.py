@@ -37,7 +37,7 @@ from fedloom.evaluation.measure import metrics
 from fedloom.experiment import of
 from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
-from fedloom.models.module_inputs import SingleInput
+from fedloom.models.module_call import SingleInput
 from fedloom.models.predictors import predictors_of
 from fedloom.runs.folder import RunFolder
 from fedloom.serving.personal import DescribedRun

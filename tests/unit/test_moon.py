@@ -22,8 +22,8 @@ from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
+from fedloom.models.networks import MLP
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

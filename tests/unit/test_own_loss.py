@@ -20,9 +20,8 @@ from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel, bfloat16
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, BatchNormConvNet
 
 SEED = 7  # of the federations
 

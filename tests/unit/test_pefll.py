@@ -30,9 +30,7 @@ from fedloom.algorithms.pefll import (
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import LSTM, MLP, LeNet
 
 BETA = 0.05
 SIZES = (4, 9, 6)
@@ -425,16 +423,6 @@ def test_a_client_may_fine_tune_its_generated_model(tmp_path: Path) -> None:
     assert half.personalization_steps("personal", 9) == steps
     assert PEFLL.titles(literal()) == {"personal": "PeFLL"}
     assert PEFLL.titles(literal(personalize_steps=1)) == {"personal": "PeFLL + fine-tuning"}
-
-
-def test_evaluation_does_not_affect_training(tmp_path: Path) -> None:
-    s = literal(local={"steps": 3, "batch_size": 2, "momentum": 0.9}, descriptor={"batch_size": 2})
-    often = federation(tmp_path / "often", PEFLL, s, setup(), clients(SIZES), rounds=2)
-    often.run()
-    never = federation(tmp_path / "never", PEFLL, s, setup(), clients(SIZES), rounds=2)
-    for _ in range(2):
-        never.loop._train_round()
-    assert all(torch.equal(tensor, never.state[name]) for name, tensor in often.state.items())
 
 
 def open_with(s: PeFLLSettings, opening: type, c: ClientData, round: int = 1) -> Any:

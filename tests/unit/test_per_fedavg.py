@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import clients, federation, group, held_out_elsewhere, mean_loss, setup
+from federations import clients, close, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -28,10 +28,6 @@ MODEL = setup().model
 def made(**changes: Any) -> PerFedAvgSettings:
     local = LOCAL | changes.pop("local", {})
     return PerFedAvgSettings.model_validate({"local": local, "inner_lr": 0.1, **changes})
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def start() -> Tensor:

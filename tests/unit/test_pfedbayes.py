@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import client, clients, federation, setup, surprise
+from federations import client, clients, close, federation, setup, surprise
 from pydantic import ValidationError
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
@@ -72,10 +72,6 @@ def some(d: int = 6, seed: int = 0, rows: tuple[int, ...] = ()) -> Tensor:
 
 def keyed(purpose: str, round: int = 1) -> Any:
     return lambda id, name: generator(SEED, f"{purpose}/{name}", id, round)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def predictors(half: PFedBayesClient, members: ClientGroup, opening: Prior) -> Any:

@@ -19,7 +19,7 @@ from fedloom.algorithms.base import Setup
 from fedloom.algorithms.mean_field import MeanField, add_posterior_gradient, gaussian, prior_gradient
 from fedloom.algorithms.pfedbayes import PFEDBAYES, PFedBayesSettings
 from fedloom.data.federated import ClientData, Split
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 DEAD = (slice(None), slice(None), slice(None), slice(2, 5))  # columns of pixels that are 0 in every image
 HIDDEN = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, clients, federation, held_out_elsewhere, setup
+from federations import CLASSES, IMAGE, clients, close, federation, held_out_elsewhere, setup
 from pydantic import ValidationError
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -19,8 +19,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.pfnm import PFNM, PFNMSettings, gains, match, network, neurons, pool, wide
 from fedloom.errors import ExperimentError
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
@@ -32,10 +31,6 @@ def problem(n: int = 3) -> Setup:
 
 def made(**changes: Any) -> PFNMSettings:
     return PFNMSettings.model_validate({"local": LOCAL} | changes)
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:

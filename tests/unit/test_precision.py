@@ -10,13 +10,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedloom.errors import ExperimentError
-from fedloom.models.convnet import ConvNet
 from fedloom.models.flat import FlatModel, bfloat16
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import LSTM, MLP, ConvNet, LeNet, ResNet20
 from fedloom.models.registry import LeNetSettings, MLPSettings, QuadraticSettings
-from fedloom.models.resnet import ResNet20
 
 IMAGE = (3, 32, 32)
 MODELS: dict[str, FlatModel] = {

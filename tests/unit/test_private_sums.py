@@ -27,7 +27,7 @@ from fedloom.experiment import load_experiment
 from fedloom.federation.private_sums import BIT, PrivateSums, clipped_answer, clipped_values
 from fedloom.federation.releases import count_training_releases
 from fedloom.federation.transport import ConversationKey
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.accounting import sampled
 from fedloom.privacy.adaptive_clip import update_multiplier
 from fedloom.privacy.clipped_sum import ClippedSum, small_cohort_odds

@@ -18,7 +18,7 @@ from fedloom.algorithms.qfedavg import Q_FEDAVG, QFedAvgSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.messages import Replies
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -11,13 +11,13 @@ import pytest
 from federations import Federation, clients, federation, setup
 from published_runs import aggregator, run_folder
 
-from fedloom.algorithms.example_privacy import Privacy
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.engine.results import _multiplier
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.releases import BudgetSpent, Releases, count_releases, count_training_releases
 from fedloom.federation.transport import Call, ConversationKey, Lost
 from fedloom.privacy.accounting import EVERYONE, epsilon_of, gaussian_release, sampled
+from fedloom.privacy.examples import Privacy
 from fedloom.privacy.gaussian_mechanism import compose
 from fedloom.privacy.tally import Tally
 from fedloom.runs.files import RELEASES

@@ -15,10 +15,9 @@ from scipy.stats import trim_mean
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.averaging import Averaging, bounded, trimmed_mean
 from fedloom.algorithms.base import available, conversation, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import SharedModel, Update
+from fedloom.algorithms.fedavg import Averaging, SharedModel, Update, bounded, trimmed_mean
 
 SIZES = (4, 9, 6, 5, 7)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
@@ -68,7 +67,7 @@ def test_a_trimmed_mean_matches_other_implementations(rows: int, share: float) -
 def test_a_trimmed_mean_of_many_coordinates_is_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(3))
     whole = trimmed_mean(x, 0.2)
-    monkeypatch.setattr("fedloom.algorithms.averaging.COLUMNS", 64)
+    monkeypatch.setattr("fedloom.algorithms.fedavg.COLUMNS", 64)
     assert torch.equal(trimmed_mean(x, 0.2), whole)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from federations import clients, federation, kept, mean_loss, rostered, setup
+from federations import clients, close, federation, kept, mean_loss, rostered, setup
 from pydantic import ValidationError
-from torch import Tensor
 
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
@@ -17,7 +16,7 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import Quadratic
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -32,10 +31,6 @@ def made(**changes: Any) -> ScaffoldSettings:
 def average(**changes: Any) -> FedAvgSettings:
     local = {"momentum": 0.0} | LOCAL | changes.pop("local", {})
     return FedAvgSettings.model_validate({"local": local, "weighting": "uniform", **changes})
-
-
-def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 def test_the_first_round_equals_fedavgs_to_the_bit_and_the_second_differs(tmp_path: Path) -> None:

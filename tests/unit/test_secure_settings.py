@@ -16,7 +16,7 @@ from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.experiment import load_experiment
 from fedloom.messages import SummedMetrics
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runs.folder import RunFolder
 from fedloom.security.signing import NO_SIGNING

@@ -22,7 +22,7 @@ from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.evaluation.spread import SKETCH, add_sketches, implausible_sketch
 from fedloom.experiment import Experiment, OwnData
 from fedloom.messages import VALUE_LIMIT
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.predictors import Ensemble, ModelPredictor
 
 PLAN = EvaluationPlan.of(EvaluationPlan.of_classes(CLASSES).targets, sketches=True)

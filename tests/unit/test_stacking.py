@@ -16,8 +16,7 @@ from fedloom.algorithms.apfl import APFL
 from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 
 UNEVEN = (3, 21, 6, 1, 13)
 OPTIONS: dict[str, dict[str, Any]] = {

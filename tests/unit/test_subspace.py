@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedloom.errors import ExperimentError
-from fedloom.models.lenet import LeNet
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP, LeNet
 from fedloom.models.subspace import Subspace, SubspaceSettings
 
 MODEL = MLP((1, 4, 4), [7], 3)
@@ -82,7 +81,7 @@ def test_a_seed_determines_the_subspace_in_every_process() -> None:
     assert not torch.equal(one.origin, other.origin)
     assert not torch.equal(one.groups, other.groups)
     code = (
-        "import hashlib, torch; from fedloom.models.mlp import MLP; from fedloom.models.subspace import Subspace\n"
+        "import hashlib, torch; from fedloom.models.networks import MLP; from fedloom.models.subspace import Subspace\n"
         "s = Subspace(MLP((1, 4, 4), [7], 3), 11, 3, torch.float64)\n"
         "print(hashlib.sha256(b''.join(t.numpy().tobytes() for t in (s.origin, s.groups, s.entries))).hexdigest())"
     )

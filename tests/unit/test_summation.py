@@ -17,7 +17,7 @@ from fedloom.errors import ExperimentError
 from fedloom.evaluation.group_statistics import groups
 from fedloom.evaluation.summary import left_out
 from fedloom.messages import SummedMetrics
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.signing import NO_SIGNING
 from fedloom.sums.held_answers import HeldAnswers

@@ -25,7 +25,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runs.folder import RunFolder

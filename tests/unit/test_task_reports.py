@@ -32,8 +32,16 @@ from fedloom.reporting.report_examples import examples
 from fedloom.reporting.report_results import client_results, draw_distribution, draw_gains, result_table
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.listing import list_runs
-from fedloom.tasks.headline import headline_of, metrics_of, values_of
-from fedloom.tasks.names import ACCURACY, METRICS, MODEL_LOSS, Headline, metric_heading
+from fedloom.tasks.names import (
+    ACCURACY,
+    METRICS,
+    MODEL_LOSS,
+    Headline,
+    headline_of,
+    metric_heading,
+    metrics_of,
+    values_of,
+)
 from fedloom.trackers.numbers import evaluation_numbers
 from fedloom.transport.control import from_wire, to_wire
 

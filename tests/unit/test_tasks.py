@@ -21,11 +21,11 @@ from fedloom.tasks.auroc import BINS, WIDTH, Auroc, areas
 from fedloom.tasks.base import LOSS_CAP, VALUE_CAP, Counts, PredictionTask, TargetShape
 from fedloom.tasks.classification import Classification
 from fedloom.tasks.multilabel import Multilabel
+from fedloom.tasks.names import next_tokens
 from fedloom.tasks.next_token import NextToken
 from fedloom.tasks.registry import TASKS, task_of
 from fedloom.tasks.regression import Regression
 from fedloom.tasks.segmentation import Segmentation
-from fedloom.tasks.tokens import next_tokens
 
 sk, tm = Lazy("sklearn.metrics"), Lazy("torchmetrics.functional")
 

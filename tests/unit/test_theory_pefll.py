@@ -13,7 +13,7 @@ from torch.distributions import Independent, Normal, kl_divergence
 from fedloom.data.federated import Split
 from fedloom.models.embedding import LinearEmbedding
 from fedloom.models.hypernetwork import Hypernetwork
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import MLP
 
 SMALL = Variances(1e-16, 1e-16, 1e-16)
 

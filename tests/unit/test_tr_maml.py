@@ -15,7 +15,7 @@ from fedloom.algorithms.base import Setup
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.algorithms.tr_maml import TR_MAML, TRMAMLSettings
 from fedloom.data.federated import ClientData, Split
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import Quadratic
 
 SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.9}

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, mean_loss, setup
+from federations import CLASSES, IMAGE, Federation, clients, close, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms import collaboration
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.batches import Batch, batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import LocalTrainer
+from fedloom.algorithms.client_group import Batch
 from fedloom.algorithms.collaboration import next_bias, weighted_gradient
 from fedloom.algorithms.wga import (
     WGA,
@@ -25,14 +26,13 @@ from fedloom.algorithms.wga import (
     UserModel,
     WGAServer,
     WGASettings,
-    halves,
+    gradient_of,
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.messages import answer_shapes
-from fedloom.models.lenet import LeNet
-from fedloom.models.quadratic import Quadratic
+from fedloom.models.networks import LeNet, Quadratic
 
 SIZES = (9, 12, 7)
 SEED = 7  # of the federations
@@ -62,10 +62,6 @@ def at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     theta = theta.detach().clone().requires_grad_()
     loss = mean_loss(p.model.logits(theta, c.train.x[index]), c.train.y[index])
     return torch.autograd.grad(loss, [theta])[0]
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("each_task")
@@ -217,7 +213,7 @@ def test_the_variance_of_a_gradient_is_estimated_without_bias() -> None:
     h = torch.tensor([2.0, 1.0], dtype=torch.float64)
     local = LocalTrainer(Quadratic(2, (2.0, 1.0)), group([c]))
     drawn = [Batch(x[index], None, torch.full((5,), 0.2).double()) for index in torch.arange(5_000).split(5)]
-    found = [halves(local, theta, batch) for batch in drawn]
+    found = [gradient_of(local, theta, batch) for batch in drawn]
     expected = (4 * 1 + 1 * 9) / 5
     assert sum(variance.item() for _, _, variance in found) / len(found) == pytest.approx(expected, rel=0.1)
     close(found[0][0][0], -h * x[:5].mean(0))

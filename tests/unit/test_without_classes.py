@@ -24,8 +24,8 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
 from fedloom.federation.evaluator import LoopHooks
+from fedloom.models.networks import Quadratic
 from fedloom.models.predictors import ModelPredictor
-from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.run_results import read_results

@@ -9,10 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import PredictionTask, TargetShape
+from fedloom.tasks.base import MetricSums, PredictionTask, TargetShape, are_whole, ratio
 from fedloom.tasks.names import Headline
 from fedloom.tasks.regression import Regression
-from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
 NUMBERS = Regression()
 

@@ -88,8 +88,7 @@ class AdaptivePersonalizedFL(FedAvg):
         personal = local.trained(local.join(v), mixed, ordered.counts, "local.lr", s.local.lr)
         group.save_state(v=ordered.back(personal.theta), alpha=ordered.back(alpha))
         shared = local.trained(local.join(w), losses, ordered.counts, "local.lr", s.local.lr)
-        steps = shared.steps + personal.steps
-        return Trained(ordered.back(shared.theta), ordered.back(steps), ordered.back(shared.loss))
+        return Trained(shared.theta, shared.steps + personal.steps, shared.loss).mapped(ordered.back)
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
         """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""

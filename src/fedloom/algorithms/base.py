@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps, Privacy
-from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
+from fedloom.algorithms.local_sgd import adaptation_of
+from fedloom.algorithms.requirements import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.spec import Kind, Targets
@@ -26,6 +26,7 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.examples import NoisySteps, Privacy
 from fedloom.tasks.names import TaskName
 
 Statistics: TypeAlias = dict[str, float]
@@ -75,6 +76,8 @@ class Cohort(Protocol):
     ) -> Replies[Any]:
         """Deliver a message to every client still in the conversation and return their replies.
 
+        Raise TooFewReplies if fewer than ``federation.min_replies`` clients answered, which ends the attempt.
+
         Parameters
         ----------
         answer
@@ -82,11 +85,6 @@ class Cohort(Protocol):
             their predictors, and the replies are their metrics.
         meanwhile
             Server work that needs no reply. It runs once, while the clients work, and ends before this returns.
-
-        Raises
-        ------
-        TooFewReplies
-            If fewer than ``federation.min_replies`` clients answered, which ends the attempt.
         """
 
     def record(self, name: str, values: Tensor) -> None:
@@ -180,10 +178,7 @@ class ServerAlgorithm(ABC):
         Returns the replies to the last message, at which the client algorithm returns its predictors. The caller
         computes the replies from them: metrics, for an evaluation.
 
-        Raises
-        ------
-        DataError
-            If the method has no predictors for these clients.
+        Raise DataError if the method has no predictors for these clients.
         """
 
 
@@ -242,9 +237,9 @@ class ClientAlgorithm:
 
 
 def personalization_steps(settings: Any, examples: int) -> int:
-    """Return the steps of the keys ``personalize_steps`` or ``personalize_epochs`` (of ``local``); 0 without them."""
-    if (epochs := getattr(settings, "personalize_epochs", None)) is not None:
-        return int(settings.local.with_steps(epochs=epochs).count(examples))
+    """Return the steps from a received model to ``personal`` (:func:`adaptation_of`); 0 for settings without any."""
+    if hasattr(settings, "adaptation") or hasattr(settings, "personalize_epochs"):
+        return adaptation_of(settings).count(examples)
     return int(getattr(settings, "personalize_steps", 0))
 
 
@@ -388,10 +383,7 @@ class Algorithm(ABC):
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check that the method supports the task of the clients' model, and can use the model.
 
-        Raises
-        ------
-        ExperimentError
-            If it cannot; the message begins with the key to change.
+        Raise ExperimentError if it cannot; the message begins with the key to change.
         """
         check_task(self.name, self.tasks, self.restriction, model)
         check_needs(self.name, self.needs, model)
@@ -409,10 +401,7 @@ class Algorithm(ABC):
     def check_inputs(self, kind: Kind) -> None:
         """Check that the method can use inputs of a kind.
 
-        Raises
-        ------
-        ExperimentError
-            If it needs one tensor for each example, and the inputs are named tensors.
+        Raise ExperimentError if it needs one tensor for each example, and the inputs are named tensors.
         """
         if self.needs_one_input and kind == "named":
             raise ExperimentError(
@@ -456,10 +445,7 @@ class Algorithm(ABC):
     def after_steps(self, settings: Any, steps: int) -> Any:
         """Return settings under which a new client makes this many local steps on the model that it receives.
 
-        Raises
-        ------
-        ExperimentError
-            If clients of this method make no such steps.
+        Raise ExperimentError if clients of this method make no such steps.
         """
         if not self.has_steps:
             able = [name for name in available() if find_algorithm(name).has_steps]
@@ -480,10 +466,8 @@ def available() -> tuple[str, ...]:
 def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm of this name.
 
-    Raises
-    ------
-    ExperimentError
-        If no such algorithm is registered, or the registered object cannot be loaded or is of another class.
+    Raise ExperimentError if no such algorithm is registered, or the registered object cannot be loaded or is of another
+    class.
     """
     for point in entries("fedloom.algorithms"):
         if point.name == name:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import Inputs, each, first, joined, selected, take, unflattened
+from fedloom.data.inputs import Inputs, first, joined, selected, take, unflattened
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel
 
@@ -45,10 +44,7 @@ class NothingToTrainOn(DataError):
 def train_examples(client: ClientData, *, labelled: bool = False) -> Split:
     """Return a client's train split.
 
-    Raises
-    ------
-    NothingToTrainOn
-        If it is empty, or has no labels although ``labelled`` is set.
+    Raise NothingToTrainOn if it is empty, or has no labels although ``labelled`` is set.
     """
     if len(client.train) == 0:
         raise NothingToTrainOn(f"client {client.id}: its train split is empty; at least one example is needed")
@@ -60,10 +56,7 @@ def train_examples(client: ClientData, *, labelled: bool = False) -> Split:
 def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tensor | None]:
     """Return the inputs of a client's train split, and the labels if an embedding network takes them.
 
-    Raises
-    ------
-    DataError
-        If the split is empty, or lacks the labels.
+    Raise DataError if the split is empty, or lacks the labels.
     """
     train = train_examples(client)
     if labels and train.y is None:
@@ -72,30 +65,6 @@ def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tenso
             hint="train with algorithm.embedding.labels: false to describe unlabelled clients",
         )
     return train.x, train.y if labels else None
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Examples of g clients; all tensors have a first axis g if g > 1.
-
-    It also fixes the model's random draws: every loss and gradient of it in training mode draws the same numbers.
-    Methods that use a batch several times in a step, such as for a difference of gradients, need this.
-    """
-
-    x: Any  # [b, ...], or such tensors by name
-    y: Tensor | None  # [b, ...]
-    weight: Tensor  # [b], weight of each example in its client's loss
-    active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
-    seed: int | None = None  # of the draws; None if the model draws nothing
-    each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
-    rows: Tensor | None = None  # [b], positions in the train split of a single client's noisy step; None for others
-
-    @property
-    def of_first(self) -> Batch:
-        """First client's part of a stack, in the form of a single client."""
-        y = None if self.y is None else self.y[0]
-        of_each = None if self.each is None else self.each[:1]
-        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)
 
 
 def _lengths(batch: Batch) -> list[int]:
@@ -115,6 +84,9 @@ def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
 class TrainBatches:
     """Mini-batches of the train splits of g clients.
 
+    Raise NothingToTrainOn if a client has no examples, or lacks the labels that the model needs. Raise ExperimentError
+    if there are several clients, and the model predicts by the batch.
+
     Parameters
     ----------
     model
@@ -124,22 +96,10 @@ class TrainBatches:
     at_home
         True if nothing computed from them leaves the clients or affects anything that does, so that it needs no noise.
         None: True outside training rounds, False in them.
-
-    Raises
-    ------
-    NothingToTrainOn
-        If a client has no examples, or lacks the labels that the model needs.
-    ExperimentError
-        If there are several clients, and the model predicts by the batch.
     """
 
     def __init__(
-        self,
-        model: FlatModel,
-        group: ClientGroup,
-        *,
-        members: Sequence[int] | None = None,
-        at_home: bool | None = None,
+        self, model: FlatModel, group: ClientGroup, *, members: Sequence[int] | None = None, at_home: bool | None = None
     ) -> None:
         self.group = group
         kept = group.round is None if at_home is None else at_home
@@ -181,10 +141,7 @@ class TrainBatches:
         ``size`` is the expected or fixed size of batches, each drawn from all examples, and the weights of a batch of
         that size sum to ``totals``.
 
-        Raises
-        ------
-        ExperimentError
-            If the model normalizes by the batch, and the batches of several clients differ in length.
+        Raise ExperimentError if the model normalizes by the batch, and the batches of several clients differ in length.
         """
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()

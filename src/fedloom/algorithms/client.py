@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.batches import Batch, TrainBatches
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.batches import TrainBatches
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD, LocalStep, first_rows, local_step
 from fedloom.algorithms.losses import clipped_sums, stacked_losses
 from fedloom.models.flat import FlatModel, Leaves, masked
@@ -55,6 +55,20 @@ class Trained:
     also: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # fields of the answer by name, which add to the usual ones or replace them
+
+    def mapped(self, rows: Callable[[Tensor], Tensor]) -> Trained:
+        """Apply a function of rows of clients to all of them."""
+        return Trained(rows(self.theta), rows(self.steps), rows(self.loss))
+
+    def part(self, theta: Tensor) -> Trained:
+        """Return the same with a part of θ, ``[g, s]``."""
+        return Trained(theta, self.steps, self.loss)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Trained]) -> Trained:
+        """Return the results of several groups of clients as one."""
+        theta, steps, loss = (torch.cat([getattr(part, name) for part in parts]) for name in ("theta", "steps", "loss"))
+        return cls(theta, steps, loss)
 
 
 @dataclass(frozen=True)
@@ -384,8 +398,7 @@ def train(
         del gradients  # free them before the next ones are computed: they take as much memory as the model
     del step, changed  # and the optimizer's state
     w.buffers |= start
-    made = local.trained(local.join(w), losses, counts, key, s.lr)
-    return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))
+    return local.trained(local.join(w), losses, counts, key, s.lr).mapped(ordered.back)
 
 
 def adapt(

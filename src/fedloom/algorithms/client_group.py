@@ -1,10 +1,11 @@
-"""Clients that one coroutine of a client algorithm serves."""
+"""Clients that one coroutine of a client algorithm serves, and batches of their examples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256, shake_256
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +15,33 @@ from torch import Tensor
 from fedloom.core.draws import seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
+from fedloom.data.inputs import each
 from fedloom.errors import DataError
 from fedloom.privacy.examples import ExamplePrivacy
 
-if TYPE_CHECKING:
-    from fedloom.algorithms.batches import Batch
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Examples of g clients; all tensors have a first axis g if g > 1.
+
+    It also fixes the model's random draws: every loss and gradient of it in training mode draws the same numbers.
+    Methods that use a batch several times in a step, such as for a difference of gradients, need this.
+    """
+
+    x: Any  # [b, ...], or such tensors by name
+    y: Tensor | None  # [b, ...]
+    weight: Tensor  # [b], weight of each example in its client's loss
+    active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
+    seed: int | None = None  # of the draws; None if the model draws nothing
+    each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
+    rows: Tensor | None = None  # [b], positions in the train split of a single client's noisy step; None for others
+
+    @property
+    def of_first(self) -> Batch:
+        """First client's part of a stack, in the form of a single client."""
+        y = None if self.y is None else self.y[0]
+        of_each = None if self.each is None else self.each[:1]
+        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)
 
 
 class StepProbe(Protocol):
@@ -174,10 +197,7 @@ class ClientGroup:
         A client gets its default if it is new, or kept nothing under that name (because of other settings, which an
         open federation may change).
 
-        Raises
-        ------
-        DataError
-            If a kept row differs in shape from its default.
+        Raise DataError if a kept row differs in shape from its default.
         """
         old = []
         for client, state, row in zip(self.clients, self._states, default, strict=True):
@@ -196,10 +216,7 @@ class ClientGroup:
         Call it before yielding the answer that the rows belong to, so that a round that counts the client has its
         state. A method that keeps rows must be ``stateful`` and keep some in every training conversation.
 
-        Raises
-        ------
-        RuntimeError
-            In a conversation that changes no state.
+        Raise RuntimeError in a conversation that changes no state.
         """
         if not self._may_keep:
             raise RuntimeError("personalization cannot save states")

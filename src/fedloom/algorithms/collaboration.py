@@ -48,10 +48,7 @@ class CollaborationConstants:
     def __post_init__(self) -> None:
         """Check the constants.
 
-        Raises
-        ------
-        ValueError
-            If a constant is out of range.
+        Raise ValueError if a constant is out of range.
         """
         if not self.helpers > 0:
             raise ValueError(f"helpers must be above 0 (got {self.helpers})")

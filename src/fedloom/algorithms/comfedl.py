@@ -18,10 +18,9 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, conversation
-from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import LocalTrainer, Parameters, adapt, laid_out, mean_loss
-from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, SharedModelServer, or_shared_alone
+from fedloom.algorithms.client_group import Batch, ClientGroup
+from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, SharedModelServer, Update, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
@@ -61,10 +60,8 @@ class ComFedLServer(SharedModelServer):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform Algorithm 1, lines 3-17.
 
-        Raises
-        ------
-        FloatingPointError
-            If a client left the finite range. That client has the largest loss and must not be left out of the mean.
+        Raise FloatingPointError if a client left the finite range. That client has the largest loss and must not be
+        left out of the mean.
         """
         s, cohort = self.settings, round.sample()  # line 3
         opening = SharedModel(self.state["theta"])
@@ -151,10 +148,6 @@ class ComFedLClient(base.ClientAlgorithm):
             return {"personal": theta, "global": shared}
 
         return or_shared_alone(model, clients, shared, adapted)
-
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``adapt_steps``, or the number it defaults to, for ``personal``."""
-        return self.settings.adaptation.count(examples) if predictor == "personal" else 0
 
 
 def compose_loss(
@@ -351,12 +344,9 @@ class LossShift(Message):
     shift: Tensor = broadcast(Quantity.OTHER)  # [1] float64
 
 
-class CompositionalUpdate(Message):
-    """Update w_τ - w̄ (Algorithm 1, line 15), with statistics of the training."""
+class CompositionalUpdate(Update):
+    """Update w_τ - w̄ (Algorithm 1, line 15), zero if the finite range was left, with statistics of the training."""
 
-    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d], zero if the finite range was left
-    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
-    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, mean over the steps
     first: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, of the first step's batch at the shared model
     left: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64, step (1 ... τ) at which the finite range was left, or 0
     left_loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, the loss at that step

@@ -8,16 +8,14 @@ training or afterwards, starts at w. Line numbers refer to docs/algorithms/ditto
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
 
@@ -80,11 +78,6 @@ class Ditto(FedAvg):
             sgd = s.personal.with_steps(steps=s.personalize_steps)
             v[new] = train_near(model, group, w[new], w[new], s, sgd, new).theta
         return {"personal": v, "global": w}
-
-    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of w's training; the steps include those of v_i."""
-        steps = s.local.count(examples) + s.personal.count(examples)
-        return {**super().update_bounds(s, examples), "steps": steps}
 
 
 DITTO = Ditto()

@@ -2,32 +2,65 @@
 
 B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017,
 arXiv 1602.05629, Algorithm 1. A round sends the shared model to a cohort, every client trains it, and the server moves
-it by the mean of their changes. The global model is always reported. Each client's own predictor is the global model
-after 0 or more local SGD steps on its train split (fine-tuning). A method overrides what differs.
+it by the mean of their changes, or a robust mean. The global model is always reported. Each client's own predictor is
+the global model after 0 or more local SGD steps on its train split (fine-tuning). A method overrides what differs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.averaging import Averaging, mean_update, norms_of
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.algorithms.model_needs import check_needs
+from fedloom.algorithms.local_sgd import LocalSGD, adaptation_of
+from fedloom.algorithms.requirements import check_needs
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors, predictors_of
+
+
+class Averaging(Settings):
+    """Keys of ``algorithm`` common to all methods that average updates."""
+
+    server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
+    weighting: Literal["examples", "uniform"] = Field(default="examples", description="average by n_i or uniformly")
+    max_norm: float | None = Field(
+        default=None,
+        gt=0,
+        description="maximum norm of a client's update, to which larger ones are scaled down; null: none",
+    )
+    trim: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.5,
+        description="fraction of the clients' values left out at each end, per coordinate; 0.5: the median",
+    )
+
+    @model_validator(mode="after")
+    def _trimmed_alike(self) -> Self:
+        if self.trim and self.weighting != "uniform":
+            raise ValueError(
+                f"trim: a trimmed mean counts every client once; set weighting to uniform (got {self.weighting}), or "
+                "trim to 0"
+            )
+        return self
+
+    @property
+    def robust(self) -> bool:
+        """True if the server processes each update separately."""
+        return self.max_norm is not None or self.trim > 0
 
 
 class FedAvgSettings(Averaging):
@@ -111,7 +144,20 @@ class SharedModelServer(base.ServerAlgorithm):
     def __init__(self, settings: Any, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
         self.state["theta"] = setup.model.init(generator, setup.dtype)
-        self.sizes["s"] = setup.model.layout.size
+        layout = setup.model.layout
+        self.sizes["s"] = layout.size
+        self._moving = layout.mask(layout.buffers) if layout.buffers else None  # coordinates of buffers
+
+    def averaged(self, shared: Tensor, updates: Replies[Any], stepped: Tensor) -> Tensor:
+        """Return the shared part after a round, in which buffers are the clients' mean, without rate and momentum.
+
+        These could move a mean of variances out of their range.
+        """
+        if self._moving is None:
+            return stepped
+        s = self.settings
+        mean = mean_update(updates, s) if isinstance(s, Averaging) else updates.mean(updates.delta_theta)
+        return torch.where(self._moving, shared + mean, stepped)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
@@ -124,14 +170,14 @@ class FedAvgServer(SharedModelServer):
     def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup, generator)
         self.method = method
-        theta, layout = self.state["theta"], setup.model.layout
+        theta = self.state["theta"]
         division = method.division(setup, settings)
         whole = division.first is None
         part = method.part(setup) if whole else division.sent
         self.sizes["s"] = len(theta[part])
         self.state["theta"] = theta if method.sends_all else theta[part].clone()
         self._part = part if method.sends_all else slice(None)  # of the kept tensor
-        self._moving = layout.mask(layout.buffers)[part] if layout.buffers else None
+        self._moving = None if self._moving is None else self._moving[part]
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the method's bounds of an update."""
@@ -140,14 +186,6 @@ class FedAvgServer(SharedModelServer):
     def aggregate(self, shared: Tensor, updates: Replies[Any]) -> Tensor:
         """Return the shared part after a round."""
         return self.method.aggregate(shared, updates, self.settings)
-
-    def averaged(self, shared: Tensor, updates: Replies[Any], stepped: Tensor) -> Tensor:
-        """Return the shared part after a round, in which buffers are the clients' mean, without rate and momentum."""
-        if self._moving is None:
-            return stepped
-        s = self.settings
-        mean = mean_update(updates, s) if isinstance(s, Averaging) else updates.mean(updates.delta_theta)
-        return torch.where(self._moving, shared + mean, stepped)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Let a cohort train the shared model, and aggregate the updates."""
@@ -236,6 +274,8 @@ class FedAvg(base.Algorithm):
     """
     stateful: ClassVar[bool] = False
     """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
+    adaptation_key: ClassVar[str] = "local.lr"
+    """Key of the rate of the steps to ``personal``, for messages."""
     update: ClassVar[type[Update]] = Update
     """Class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks."""
     server_class: ClassVar[type[FedAvgServer]] = FedAvgServer
@@ -254,16 +294,16 @@ class FedAvg(base.Algorithm):
         self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any
     ) -> Mapping[str, Tensor] | Predictors:
         """Return θ ``[g, d]`` of each predictor, or predictors that are not vectors."""
-        return fine_tune(model, group, shared, s.local, s.personalize_steps)
+        return {"personal": adapt(model, group, shared, adaptation_of(s), key=self.adaptation_key), "global": shared}
 
     def personalization_steps(self, s: Any, examples: int) -> int:
         """Return the SGD steps that a client with this many train examples makes for ``personal``."""
         return base.personalization_steps(s, examples)
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
-        bounds: Mapping[str, float] = s.local.update_bounds(examples)
-        return bounds
+        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`), with the steps of all trainings."""
+        steps = sum(getattr(s, key).count(examples) for key in (*self.noisy_training, *self.at_home))
+        return {**s.local.update_bounds(examples), "steps": steps}
 
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
         """Return the server algorithm, of ``server_class``."""
@@ -321,12 +361,6 @@ class FineTuningClient(base.ClientAlgorithm):
 
     predictors = ("personal", "global")
 
-    @property
-    def sgd(self) -> LocalSGD:
-        """Settings of the local steps: those of training, unless a method overrides this."""
-        local: LocalSGD = self.settings.local
-        return local
-
     def model_of(self, theta: Tensor) -> FlatModel:
         """Return the model whose parameters the server sent: that of the setup, unless a method overrides this."""
         return self.setup.model
@@ -335,13 +369,11 @@ class FineTuningClient(base.ClientAlgorithm):
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
         model, start = self.model_of(opening.theta), opening.theta.expand(len(clients), -1)
-        sgd, steps = self.sgd, self.settings.personalize_steps
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 
+        def adapted() -> dict[str, Tensor]:
+            return {"personal": adapt(model, clients, start, adaptation_of(self.settings)), "global": start}
 
-def fine_tune(model: FlatModel, group: ClientGroup, theta: Tensor, sgd: LocalSGD, steps: int) -> dict[str, Tensor]:
-    """Return ``personal``, the shared model after this many local steps, and ``global``, before them."""
-    return {"personal": adapt(model, group, theta, sgd.with_steps(steps=steps)), "global": theta}
+        return or_shared_alone(model, clients, start, adapted)
 
 
 def or_shared_alone(
@@ -349,15 +381,12 @@ def or_shared_alone(
 ) -> Predictors:
     """Return the predictors from ``make``, or only ``global`` for a client without examples to train on.
 
+    Raise NothingToTrainOn if such a client is one of several in the group; the group is then served one by one.
+
     Parameters
     ----------
     shared
         ``[g, d]``, the model behind ``global``.
-
-    Raises
-    ------
-    NothingToTrainOn
-        If such a client is one of several in the group; the group is then served one by one.
     """
     try:
         made = make()
@@ -366,6 +395,61 @@ def or_shared_alone(
             raise
         made = {"global": shared}
     return predictors_of(model, **made) if isinstance(made, Mapping) else made
+
+
+# --- averages ---------------------------------------------------------------------------------------------------------
+
+
+def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
+    """Return Σ p_i Δθ_i ``[s]`` over present clients, p_i by examples or uniform, or the robust mean if one is set."""
+    changes = updates.delta_theta if s.max_norm is None else bounded(updates.delta_theta, s.max_norm)
+    if s.trim:
+        return trimmed_mean(changes[updates.present], s.trim)
+    weights = updates.weights if s.weighting == "examples" else updates.mean_weights
+    mean: Tensor = updates.mean(changes, weights)
+    return mean
+
+
+def norms_of(updates: Replies[Any], s: Any) -> dict[str, float]:
+    """Return statistics of bounded updates: the median of their norms, and the number above the bound."""
+    if not isinstance(s, Averaging) or s.max_norm is None:
+        return {}
+    norms = torch.linalg.vector_norm(updates.delta_theta[updates.present], dim=1, dtype=torch.float64)
+    return {"update_norm": float(norms.median()), "bounded": float((norms > s.max_norm).sum())}
+
+
+def bounded(x: Tensor, most: float) -> Tensor:
+    """Scale rows ``[c, s]`` down to at most this ℓ2 norm; smaller rows stay bitwise unchanged.
+
+    Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, Can you really backdoor federated learning?, 2019,
+    arXiv 1911.07963, §3.
+    """
+    norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
+    scale = torch.where(norms > most, most / norms, 1.0)
+    found: Tensor = x * scale.to(x.dtype)[:, None]
+    return found
+
+
+def trimmed_mean(x: Tensor, share: float) -> Tensor:
+    """Return the mean ``[s]`` of m rows ``[m, s]`` without the ⌊share · m⌋ largest and smallest of each coordinate.
+
+    At least one value remains, or two of an even number: a share of a half gives the median. D. Yin, Y. Chen,
+    K. Ramchandran, P. Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498, Definitions 1, 2.
+    """
+    rows = len(x)
+    cut = min(math.floor(share * rows + 1e-9), (rows - 1) // 2)  # 0.29 · 100 is 28.999...
+    parts = []
+    for columns in torch.split(x, COLUMNS, dim=1):  # sorting copies
+        middle = columns.sort(dim=0).values[cut : rows - cut]
+        total = torch.zeros_like(middle[0])
+        for row in middle:
+            total += row
+        parts.append(total / len(middle))
+    return torch.cat(parts)
+
+
+COLUMNS = 1 << 16
+"""Coordinates per piece of a trimmed mean."""
 
 
 FEDAVG = FedAvg()

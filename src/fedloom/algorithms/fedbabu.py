@@ -10,10 +10,9 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.client import Trained, adapt, train
+from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
 
@@ -26,7 +25,7 @@ class FedBABUSettings(Averaging):
 
 
 class FedBABU(FedAvg):
-    """FedAvg of the body under a fixed head."""
+    """FedAvg of the body under a fixed head; fine-tuning trains both (line 4 of docs/algorithms/fedbabu.md)."""
 
     name = "fedbabu"
     settings = FedBABUSettings
@@ -38,12 +37,7 @@ class FedBABU(FedAvg):
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
         """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
         trained = train(model, group, theta, s.local, only="body")
-        return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
-
-    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
-        """Return ``personal``, θ after epochs on body and head (line 4), and ``global``, θ before them."""
-        sgd = s.local.with_steps(epochs=s.personalize_epochs)
-        return {"personal": adapt(model, group, theta, sgd), "global": theta}
+        return trained.part(trained.theta[:, : model.layout.body_size])
 
 
 FEDBABU = FedBABU()

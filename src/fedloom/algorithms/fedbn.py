@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import adapt
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.algorithms.model_needs import Need
+from fedloom.algorithms.fedavg import Averaging, FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD, adaptation_of
+from fedloom.algorithms.requirements import Need
 from fedloom.models.flat import FlatModel
 
 
@@ -55,8 +54,8 @@ class FedBN(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> dict[str, Tensor]:
         """Return the shared entries with the client's own (line 5); a new client trains its own (line 6)."""
-        sgd, own = s.local.with_steps(epochs=s.personalize_epochs), self.own(model, s)
-        return {"personal": adapt(model, group, theta, sgd, group.new, only=own, purpose="personalize")}
+        how = {"only": self.own(model, s), "purpose": "personalize"}
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **how)}
 
 
 FEDBN = FedBN()

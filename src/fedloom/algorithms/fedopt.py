@@ -14,9 +14,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import mean_update
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, FedAvgSettings
+from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, FedAvgSettings, mean_update
 from fedloom.messages import Replies
 
 

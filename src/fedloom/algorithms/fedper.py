@@ -8,16 +8,12 @@ afterwards, starts from one drawn by its own generator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging
 from fedloom.algorithms.fedrep import FedRep, with_heads
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
@@ -37,7 +33,7 @@ class FedPer(FedRep):
     settings = FedPerSettings
     example = {}
     predictors = {"personal": "FedPer"}
-    head_key = "local"
+    adaptation_key = "local.lr"
     no_example_privacy = None  # body and head take the same noisy steps
     noisy_training = ("local",)
 
@@ -46,11 +42,7 @@ class FedPer(FedRep):
         size = body.shape[1]
         trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
         group.save_state(head=trained.theta[:, size:])  # line 3
-        return Trained(trained.theta[:, :size], trained.steps, trained.loss)
-
-    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of the body's training."""
-        return FedAvg.update_bounds(self, s, examples)
+        return trained.part(trained.theta[:, :size])
 
 
 FEDPER = FedPer()

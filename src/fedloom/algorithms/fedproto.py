@@ -168,7 +168,7 @@ def near_prototypes(
     start, d = torch.cat([theta, frozen], dim=1), theta.shape[1]
     anchored = NearPrototypes(model, opening, s.strength)
     trained = train(anchored, group, start, sgd, only="body", members=members, purpose=purpose)
-    return Trained(trained.theta[:, :d], trained.steps, trained.loss)
+    return trained.part(trained.theta[:, :d])
 
 
 @torch.no_grad()

@@ -15,11 +15,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.fedavg import Averaging, FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD, adaptation_of
 from fedloom.models.flat import FlatModel
 
 
@@ -39,6 +38,11 @@ class FedRepSettings(Averaging):
     head: LocalSGD = Field(default=LocalSGD(epochs=10), description="the head's training in a round, before the body's")
     personalize_epochs: int = Field(default=20, ge=0, description="epochs that train a head for a client without one")
 
+    @property
+    def adaptation(self) -> LocalSGD:
+        """Training of a new client's head."""
+        return self.head.with_steps(epochs=self.personalize_epochs)
+
 
 class FedRep(FedAvg):
     """Shared body and personal heads, trained in alternation."""
@@ -49,8 +53,7 @@ class FedRep(FedAvg):
     predictors = {"personal": "FedRep"}
     shared = "body"
     stateful = True
-    head_key: ClassVar[str] = "head"
-    """Key of the settings with which a new client trains its head."""
+    adaptation_key: ClassVar[str] = "head.lr"
     no_example_privacy = None  # both trainings are noisy, the head's because it affects the body's gradients
     noisy_training: ClassVar[tuple[str, ...]] = ("head", "local")
 
@@ -64,21 +67,8 @@ class FedRep(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Mapping[str, Tensor]:
         """Return the shared body with each client's head; a new client trains one by SGD, the body frozen."""
-        theta, how = with_heads(model, group, body), {"purpose": "personalize", "key": f"{self.head_key}.lr"}  # line 6
-        return {"personal": adapt(model, group, theta, self._sgd(s), group.new, only="head", **how)}
-
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return the steps of a new client's head."""
-        return self._sgd(s).count(examples)
-
-    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
-        """Return the bounds of the body's training; the steps include those of the head."""
-        steps = s.head.count(examples) + s.local.count(examples)
-        return {**super().update_bounds(s, examples), "steps": steps}
-
-    def _sgd(self, s: Any) -> LocalSGD:
-        sgd: LocalSGD = getattr(s, self.head_key)
-        return sgd.with_steps(epochs=s.personalize_epochs)
+        theta, how = with_heads(model, group, body), {"purpose": "personalize", "key": self.adaptation_key}  # line 6
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, only="head", **how)}
 
 
 FEDREP = FedRep()

@@ -17,70 +17,13 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.batches import train_examples
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.models.flat import DerivedModel, FlatModel, Layout, with_forward
-
-
-class TwoHeads(DerivedModel):
-    """Model with a second head and untrained logit offsets.
-
-    θ consists of the model's θ, the second head [h], and the offsets [C], in this order. The offsets take the head's
-    place in the layout, so that training the body leaves them unchanged.
-    """
-
-    def __init__(self, model: FlatModel) -> None:
-        shapes = dict(model.layout.entries)
-        heads = tuple((f"personal.{name}", shapes[name]) for name in model.layout.head)
-        classes = shapes[model.layout.head[0]][0]
-        entries = (*model.layout.entries, *heads, ("raised.by", (classes,)))
-        buffers = model.layout.buffers
-        super().__init__(model, Layout(entries, channels_last=model.layout.channels_last, buffers=buffers))
-
-    def in_training(self) -> FlatModel:
-        """Return the two-headed model on top of the model in training mode."""
-        return TwoHeads(self.model.in_training())
-
-    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the model's features."""
-        return self.model.features(parameters, x)
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the model's logits."""
-        return self.model.forward(parameters, x)
-
-    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Return the sum of the model's loss at the raised generic logits and at the sum of both heads' logits."""
-        z = self.model.features(parameters, x)
-        generic, personal = (
-            F.linear(v, *(parameters[f"{prefix}{name}"] for name in self.model.layout.head))
-            for v, prefix in ((z, ""), (z.detach(), "personal."))
-        )
-        raised = with_forward(self.model, lambda *_: generic + parameters["raised.by"])
-        summed = with_forward(self.model, lambda *_: generic.detach() + personal)
-        return raised.loss(parameters, x, y) + summed.loss(parameters, x, y)
-
-
-def heads(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
-    """Return personal heads ``[g, h]``: the kept one of each client, zeros for a new client."""
-    return group.load_state("head", torch.zeros_like(theta[:, model.layout.body_size :]))
-
-
-def raised(group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Tensor:
-    """Return ``balance`` · log n_c of each client's labels, ``[g, C]``; labels that it lacks get a very low number."""
-    counts = torch.stack([torch.bincount(_labels(client), minlength=client.classes) for client in group.clients])
-    return (s.balance * counts.to(theta).log()).clamp(min=-1e9) if s.balance else torch.zeros_like(counts).to(theta)
-
-
-def _labels(client: ClientData) -> Tensor:
-    labels = train_examples(client, labelled=True).y
-    assert labels is not None
-    return labels
 
 
 class FedRoDSettings(Averaging):
@@ -129,13 +72,57 @@ class FedRoD(FedAvg):
         trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, the offsets
         own = {"theta": trained.theta[:, :d]} if s.personal == "local" else {}
         group.save_state(head=trained.theta[:, d : d + h], **own)  # line 4
-        return Trained(trained.theta[:, :d], trained.steps, trained.loss)
+        return trained.part(trained.theta[:, :d])
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
         """Return ``personal``, with the sum of both heads (line 6), and ``global``, θ; for new clients both are θ."""
         size = model.layout.body_size
         own = group.load_state("theta", theta) if s.personal == "local" else theta
         return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}
+
+
+def raised(group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Tensor:
+    """Return ``balance`` · log n_c of each client's labels, ``[g, C]``; labels that it lacks get a very low number."""
+    counts = torch.stack([torch.bincount(_labels(client), minlength=client.classes) for client in group.clients])
+    return (s.balance * counts.to(theta).log()).clamp(min=-1e9) if s.balance else torch.zeros_like(counts).to(theta)
+
+
+def heads(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
+    """Return personal heads ``[g, h]``: the kept one of each client, zeros for a new client."""
+    return group.load_state("head", torch.zeros_like(theta[:, model.layout.body_size :]))
+
+
+class TwoHeads(DerivedModel):
+    """Model with a second head and untrained logit offsets.
+
+    θ consists of the model's θ, the second head [h], and the offsets [C], in this order. The offsets take the head's
+    place in the layout, so that training the body leaves them unchanged.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        shapes = dict(model.layout.entries)
+        heads = tuple((f"personal.{name}", shapes[name]) for name in model.layout.head)
+        classes = shapes[model.layout.head[0]][0]
+        entries = (*model.layout.entries, *heads, ("raised.by", (classes,)))
+        buffers = model.layout.buffers
+        super().__init__(model, Layout(entries, channels_last=model.layout.channels_last, buffers=buffers))
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """Return the sum of the model's loss at the raised generic logits and at the sum of both heads' logits."""
+        z = self.model.features(parameters, x)
+        generic, personal = (
+            F.linear(v, *(parameters[f"{prefix}{name}"] for name in self.model.layout.head))
+            for v, prefix in ((z, ""), (z.detach(), "personal."))
+        )
+        raised = with_forward(self.model, lambda *_: generic + parameters["raised.by"])
+        summed = with_forward(self.model, lambda *_: generic.detach() + personal)
+        return raised.loss(parameters, x, y) + summed.loss(parameters, x, y)
+
+
+def _labels(client: ClientData) -> Tensor:
+    labels = train_examples(client, labelled=True).y
+    assert labels is not None
+    return labels
 
 
 FEDROD = FedRoD()

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from fedloom.algorithms.averaging import Averaging
+from fedloom.algorithms.fedavg import Averaging
 from fedloom.algorithms.fedbn import FedBN
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError

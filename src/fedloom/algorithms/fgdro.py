@@ -39,10 +39,7 @@ class FGDROServer(SharedModelServer):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1 and 10-12.
 
-        Raises
-        ------
-        FloatingPointError
-            If v is not positive, which honest answers cannot cause.
+        Raise FloatingPointError if v is not positive, which honest answers cannot cause.
         """
         theta, value = self.state["theta"], self.state["value"]
         updates = round.sample().send(RobustModel(theta, value, self.state["moments"]), RobustUpdate)  # line 1
@@ -110,12 +107,6 @@ class FGDROClient(FineTuningClient):
         )
         return None
 
-    @property
-    def sgd(self) -> LocalSGD:
-        """Settings of fine-tuning."""
-        found: LocalSGD = self.settings.fine_tuning
-        return found
-
 
 def _leaves(local: LocalTrainer, vectors: Tensor) -> list[Tensor]:
     """Return vectors ``[g, d]`` as lists of leaves that can be changed in place."""
@@ -164,11 +155,12 @@ class FGDROSettings(Settings):
         return 2 if self.optimizer == "adam" else 1
 
     @property
-    def fine_tuning(self) -> LocalSGD:
+    def adaptation(self) -> LocalSGD:
         """Settings of fine-tuning."""
-        if self.optimizer == "momentum":
-            return self.local.sgd
-        return LocalSGD.model_validate({**dict(self.local), "optimizer": "adam", "eps": self.eps})
+        sgd = self.local.sgd
+        if self.optimizer == "adam":
+            sgd = LocalSGD.model_validate({**dict(self.local), "optimizer": "adam", "eps": self.eps})
+        return sgd.with_steps(steps=self.personalize_steps)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

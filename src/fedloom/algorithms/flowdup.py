@@ -32,7 +32,7 @@ from fedloom.algorithms.batches import visible_examples
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
-from fedloom.algorithms.pefll import under
+from fedloom.algorithms.pefll import network_for, under
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import count
@@ -42,120 +42,6 @@ from fedloom.models.flat import DerivedModel, FlatModel, Layout
 from fedloom.models.hypernetwork import Hypernetwork, HypernetworkShape
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.models.subspace import Subspace, SubspaceSettings
-
-
-class SubspaceGenerator(DerivedModel):
-    """Model with parameters ψ = (h₁, h₂, c): a batch makes θ = θ₀ + P h₂(mean h₁(x)), and the model at θ predicts it.
-
-    ψ also has θ₀ if that is trained. If all clients share v, ψ has c, which is v then, and neither network.
-
-    Parameters
-    ----------
-    model
-        Model of θ.
-    h1, h2
-        Networks whose parameters are parts of ψ.
-    subspace
-        θ₀ and P.
-    strength
-        λ of the regularizer.
-    hidden
-        Ids of clients whose labels are hidden from them.
-    at_origin
-        True if ψ starts with v = 0 for every client, so that the first models are θ₀.
-    trains_origin
-        True if θ₀ is a part of ψ.
-    shares
-        True if v is c for every client.
-    """
-
-    def __init__(
-        self,
-        model: FlatModel,
-        h1: EmbeddingNetwork,
-        h2: Hypernetwork,
-        subspace: Subspace,
-        *,
-        strength: float,
-        hidden: frozenset[str],
-        at_origin: bool = False,
-        trains_origin: bool = False,
-        shares: bool = False,
-    ) -> None:
-        parts = () if shares else (("h1", h1.layout.entries), ("h2", h2.layout.entries))
-        entries = [(f"{part}.{name}", shape) for part, of_part in parts for name, shape in of_part]
-        origin = [("origin", (model.layout.size,))] if trains_origin else []
-        super().__init__(model, Layout((*entries, ("centre", (subspace.size,)), *origin), headless=True))
-        self.needs_whole_batches = True  # v is a mean over the batch
-        self.h1, self.h2, self.subspace, self.strength, self.hidden = h1, h2, subspace, strength, hidden
-        self.at_origin, self.trains_origin, self.shares = at_origin, trains_origin, shares
-        self.labelled, self.stacked = True, False
-
-    def in_training(self) -> FlatModel:
-        """Return the generator of the model in training mode."""
-        return self._changed(model=self.model.in_training())
-
-    def for_training(self, *, labelled: bool, stacked: bool) -> FlatModel:
-        """Return the generator for clients with labels, or for clients whose loss is the regularizer alone.
-
-        ``stacked`` generators train under :func:`torch.func.vmap`, which has no channels-last kernels.
-        """
-        return self._changed(labelled=labelled, stacked=stacked, needs_labels=labelled and self.needs_labels)
-
-    def _changed(self, **attributes: Any) -> FlatModel:
-        view = copy.copy(self)
-        vars(view).update(attributes)
-        return view
-
-    def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a first ψ: both networks drawn as usual, or with h₂ changed so that v is always 0; c = 0; and θ₀."""
-        h1, h2 = (network.init(generator, dtype) for network in (self.h1, self.h2))
-        centre = torch.zeros(self.subspace.size, dtype=dtype)
-        if self.at_origin:
-            h2 = self.h2.layout.join(self.h2.started_at(centre, self.h2.layout.split(h2)))
-        origin = [self.subspace.origin.to(dtype)] if self.trains_origin else []
-        return torch.cat([*(() if self.shares else (h1, h2)), centre, *origin])
-
-    def coordinates(self, parameters: Mapping[str, Tensor], x: Any, y: Tensor | None) -> Tensor:
-        """Return v = h₂(mean h₁(x)), ``[b, *input_shape] -> [k]``; or c, if all clients share it."""
-        if self.shares:
-            return parameters["centre"]
-        described = self.h1.describe(under("h1", parameters), x, y if self.h1.labels else None)
-        return self.h2.forward(under("h2", parameters), described)
-
-    def generated(self, parameters: Mapping[str, Tensor], v: Tensor) -> dict[str, Tensor]:
-        """Return the parameters of the model θ₀ + P v, in the memory layout in which the model runs fastest."""
-        layout = self.model.layout
-        found = layout.split(self.subspace.expand(v, parameters.get("origin")))
-        if self.stacked or not layout.channels_last:
-            return found
-        return {n: p.clone(memory_format=torch.channels_last) if p.dim() == 4 else p for n, p in found.items()}
-
-    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the features of the model that the batch makes."""
-        return self.model.features(self.generated(parameters, self.coordinates(parameters, x, None)), x)
-
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the outputs of the model that the batch makes."""
-        return self.model.forward(self.generated(parameters, self.coordinates(parameters, x, None)), x)
-
-    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Return each example's loss at θ plus λ‖v - c‖², ``[b, *input_shape], [b, ...] -> [b]``."""
-        v = self.coordinates(parameters, x, y)
-        penalty = self.strength * (v - parameters["centre"]).square().sum()
-        if not self.labelled:
-            return penalty.expand(count(x))
-        return self.model.loss(self.generated(parameters, v), x, y) + penalty
-
-    def made(self, psi: Tensor, client: ClientData) -> Tensor:
-        """Return the model θ ``[d]`` that ψ makes of all train inputs of a client."""
-        x, y = (None, None) if self.shares else visible_examples(client, labels=self.h1.labels)
-        parameters = self.layout.split(psi)
-        return self.subspace.expand(self.coordinates(parameters, x, y), parameters.get("origin"))
-
-    def uses_labels(self, client: ClientData) -> bool:
-        """Return True if a client contributes the loss: it has labels, or the loss needs none."""
-        return client.id not in self.hidden and not (self.needs_labels and client.train.y is None)
 
 
 class OriginSettings(SubspaceSettings):
@@ -171,10 +57,7 @@ class OriginSettings(SubspaceSettings):
     def check(self, model: FlatModel, key: str) -> None:
         """Check the size, and that a model from which θ₀ is to come has weights of its own.
 
-        Raises
-        ------
-        ExperimentError
-            If it has not; the message begins with the ``key`` of these settings.
+        Raise ExperimentError if it has not; the message begins with the ``key`` of these settings.
         """
         super().check(model, key)
         if self.origin != "model":
@@ -245,13 +128,11 @@ class FLowDUP(FedAvg):
 
     def generating(self, s: FLowDUPSettings, setup: Setup) -> Setup:
         """Return the setup with the generator, whose vector is ψ, in place of the model."""
-        shape = () if setup.targets is None else setup.targets.shape
-        target = setup.outputs, s.embedding_size, setup.model.task, shape
         order = shuffled(make_rng(setup.seed, "flowdup", "unlabelled"), len(setup.roster))
         hidden = order[: math.floor(s.unlabelled * len(order) + 1e-9)] if setup.same_clients else ()
         generator = SubspaceGenerator(
             setup.model,
-            s.embedding.network_for(setup.kind, setup.input_shape, *target, setup.model),
+            network_for(setup, s.embedding, s.embedding_size),
             s.hypernetwork.network(s.embedding_size, s.subspace.dimension(setup.model)),
             s.subspace.of(setup.model, setup.seed, setup.dtype),
             strength=s.lambda_centre,
@@ -279,11 +160,7 @@ class FLowDUP(FedAvg):
             generator = model.for_training(labelled=kinds[members[0]][0], stacked=len(members) > 1)
             parts.append(train(generator, group, shared[members], s.local, members=members))
         back = torch.tensor([i for members in together for i in members]).argsort()
-        theta, steps, loss = (
-            torch.cat([getattr(part, name) for part in parts])[back.to(getattr(parts[0], name).device)]
-            for name in ("theta", "steps", "loss")
-        )
-        return Trained(theta, steps, loss)
+        return Trained.joined(parts).mapped(lambda rows: rows[back.to(rows.device)])
 
     def personalize(self, model: Any, group: ClientGroup, shared: Tensor, s: FLowDUPSettings) -> Predictors:
         """Let each client make its model from all of its train inputs, and train it further if it has labels."""
@@ -325,6 +202,113 @@ class FLowDUP(FedAvg):
             "unlabelled",
             "the fraction is drawn from a fixed roster; set it to 0, and pack unlabelled clients without targets",
         )
+
+
+class SubspaceGenerator(DerivedModel):
+    """Model with parameters ψ = (h₁, h₂, c): a batch makes θ = θ₀ + P h₂(mean h₁(x)), and the model at θ predicts it.
+
+    ψ also has θ₀ if that is trained. If all clients share v, ψ has c, which is v then, and neither network.
+
+    Parameters
+    ----------
+    model
+        Model of θ.
+    h1, h2
+        Networks whose parameters are parts of ψ.
+    subspace
+        θ₀ and P.
+    strength
+        λ of the regularizer.
+    hidden
+        Ids of clients whose labels are hidden from them.
+    at_origin
+        True if ψ starts with v = 0 for every client, so that the first models are θ₀.
+    trains_origin
+        True if θ₀ is a part of ψ.
+    shares
+        True if v is c for every client.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        h1: EmbeddingNetwork,
+        h2: Hypernetwork,
+        subspace: Subspace,
+        *,
+        strength: float,
+        hidden: frozenset[str],
+        at_origin: bool = False,
+        trains_origin: bool = False,
+        shares: bool = False,
+    ) -> None:
+        parts = () if shares else (("h1", h1.layout.entries), ("h2", h2.layout.entries))
+        entries = [(f"{part}.{name}", shape) for part, of_part in parts for name, shape in of_part]
+        origin = [("origin", (model.layout.size,))] if trains_origin else []
+        super().__init__(model, Layout((*entries, ("centre", (subspace.size,)), *origin), headless=True))
+        self.needs_whole_batches = True  # v is a mean over the batch
+        self.h1, self.h2, self.subspace, self.strength, self.hidden = h1, h2, subspace, strength, hidden
+        self.at_origin, self.trains_origin, self.shares = at_origin, trains_origin, shares
+        self.labelled, self.stacked = True, False
+
+    def for_training(self, *, labelled: bool, stacked: bool) -> FlatModel:
+        """Return the generator for clients with labels, or for clients whose loss is the regularizer alone.
+
+        ``stacked`` generators train under :func:`torch.func.vmap`, which has no channels-last kernels.
+        """
+        view = copy.copy(self)
+        view.labelled, view.stacked, view.needs_labels = labelled, stacked, labelled and self.needs_labels
+        return view
+
+    def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a first ψ: both networks drawn as usual, or with h₂ changed so that v is always 0; c = 0; and θ₀."""
+        h1, h2 = (network.init(generator, dtype) for network in (self.h1, self.h2))
+        centre = torch.zeros(self.subspace.size, dtype=dtype)
+        if self.at_origin:
+            h2 = self.h2.layout.join(self.h2.started_at(centre, self.h2.layout.split(h2)))
+        origin = [self.subspace.origin.to(dtype)] if self.trains_origin else []
+        return torch.cat([*(() if self.shares else (h1, h2)), centre, *origin])
+
+    def coordinates(self, parameters: Mapping[str, Tensor], x: Any, y: Tensor | None) -> Tensor:
+        """Return v = h₂(mean h₁(x)), ``[b, *input_shape] -> [k]``; or c, if all clients share it."""
+        if self.shares:
+            return parameters["centre"]
+        described = self.h1.describe(under("h1", parameters), x, y if self.h1.labels else None)
+        return self.h2.forward(under("h2", parameters), described)
+
+    def generated(self, parameters: Mapping[str, Tensor], v: Tensor) -> dict[str, Tensor]:
+        """Return the parameters of the model θ₀ + P v, in the memory layout in which the model runs fastest."""
+        layout = self.model.layout
+        found = layout.split(self.subspace.expand(v, parameters.get("origin")))
+        if self.stacked or not layout.channels_last:
+            return found
+        return {n: p.clone(memory_format=torch.channels_last) if p.dim() == 4 else p for n, p in found.items()}
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the features of the model that the batch makes."""
+        return self.model.features(self.generated(parameters, self.coordinates(parameters, x, None)), x)
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the outputs of the model that the batch makes."""
+        return self.model.forward(self.generated(parameters, self.coordinates(parameters, x, None)), x)
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """Return each example's loss at θ plus λ‖v - c‖², ``[b, *input_shape], [b, ...] -> [b]``."""
+        v = self.coordinates(parameters, x, y)
+        penalty = self.strength * (v - parameters["centre"]).square().sum()
+        if not self.labelled:
+            return penalty.expand(count(x))
+        return self.model.loss(self.generated(parameters, v), x, y) + penalty
+
+    def made(self, psi: Tensor, client: ClientData) -> Tensor:
+        """Return the model θ ``[d]`` that ψ makes of all train inputs of a client."""
+        x, y = (None, None) if self.shares else visible_examples(client, labels=self.h1.labels)
+        parameters = self.layout.split(psi)
+        return self.subspace.expand(self.coordinates(parameters, x, y), parameters.get("origin"))
+
+    def uses_labels(self, client: ClientData) -> bool:
+        """Return True if a client contributes the loss: it has labels, or the loss needs none."""
+        return client.id not in self.hidden and not (self.needs_labels and client.train.y is None)
 
 
 FLOWDUP = FLowDUP()

@@ -102,11 +102,6 @@ class HeurFedAMPClient(base.ClientAlgorithm):
         theta = adapt(self.setup.model, clients, theta, s.local, new, correct=s.pull, purpose="personalize")
         return predictors_of(self.setup.model, personal=theta)
 
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the steps of a client without a model."""
-        steps: int = self.settings.local.count(examples)
-        return steps
-
 
 class HeurFedAMPSettings(Settings):
     """Keys of ``algorithm`` for HeurFedAMP."""
@@ -120,6 +115,11 @@ class HeurFedAMPSettings(Settings):
     def _check_stability(self) -> Self:
         check_overshoot("proximity", self.proximity, "local.lr", self.local.lr)
         return self
+
+    @property
+    def adaptation(self) -> LocalSGD:
+        """Training of a client without a model."""
+        return self.local
 
     @property
     def pull(self) -> Correction | None:

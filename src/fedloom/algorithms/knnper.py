@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.batches import PIECE, train_examples
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.inputs import single
 from fedloom.models.flat import FlatModel
@@ -35,7 +34,7 @@ class Neighbours(ModelPredictor):
         super().__init__(model, theta)
         self.features, self.labels, self.scale = self._features(x), y, scale
         self.k, self.mixing = 1, 0.0
-        self.classifies = model.task.target_kind == "classification"
+        self.classifies = model.task.is_classification
 
     def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
         """Choose the k and λ that predict the most examples of the datastore correctly, each left out of its own vote.

@@ -12,11 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, adapt, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.fedavg import Averaging, FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD, adaptation_of
 from fedloom.models.flat import FlatModel
 
 
@@ -48,14 +47,14 @@ class LGFedAvg(FedAvg):
         """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
         trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
         group.save_state(body=trained.theta[:, :size])
-        return Trained(trained.theta[:, size:], trained.steps, trained.loss)
+        return trained.part(trained.theta[:, size:])
 
     def personalize(
         self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings
     ) -> dict[str, Tensor]:
         """Return the shared head on each client's body (line 5); a new client trains one, the head frozen (line 6)."""
-        theta, sgd = with_bodies(model, group, theta), s.local.with_steps(epochs=s.personalize_epochs)
-        return {"personal": adapt(model, group, theta, sgd, group.new, only="body", purpose="personalize")}
+        theta, how = with_bodies(model, group, theta), {"only": "body", "purpose": "personalize"}
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **how)}
 
 
 LGFEDAVG = LGFedAvg()

@@ -33,10 +33,7 @@ class LocalServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> Statistics:
         """Raise an error, because the method has no rounds.
 
-        Raises
-        ------
-        ExperimentError
-            Always.
+        Raise ExperimentError always.
         """
         raise ExperimentError(
             f"local has no training rounds (asked for round {round.number}); set federation.rounds to 0"
@@ -60,10 +57,6 @@ class LocalClient(base.ClientAlgorithm):
         theta = start.to(first(clients.clients[0].train.x).device)
         return predictors_of(model, personal=adapt(model, clients, theta, self.settings.local, purpose="train"))
 
-    def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return the steps of the whole training."""
-        return self.settings.local.count(examples)
-
 
 class LocalSettings(Settings):
     """Keys of ``algorithm`` for Local."""
@@ -75,6 +68,11 @@ class LocalSettings(Settings):
         if self.local.schedule is not None:
             raise ValueError("local.schedule: there are no rounds to schedule lr over; leave it out")
         return self
+
+    @property
+    def adaptation(self) -> LocalSGD:
+        """The whole training."""
+        return self.local
 
 
 class LocalTrainRequest(Message):

@@ -11,8 +11,8 @@ import torch
 from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.core.settings import Settings
+from fedloom.privacy.examples import NoisySteps
 
 
 class _WarmUp(Settings):
@@ -232,6 +232,21 @@ class LocalSGD(PlainSGD):
         """Return plain SGD of this many steps or epochs on the same batches, with another rate and the loss alone."""
         kept = {name: getattr(self, name) for name in ("steps", "epochs", "batch_size", "mask_absent")}
         return LocalSGD.model_validate({**kept, "lr": lr, "momentum": 0.0})
+
+
+def adaptation_of(s: Any) -> LocalSGD:
+    """Return the local steps from the received model to ``personal``.
+
+    They are those of ``adaptation`` in a method's settings, or of ``local`` for ``personalize_steps`` or
+    ``personalize_epochs``.
+    """
+    if hasattr(s, "adaptation"):
+        found: LocalSGD = s.adaptation
+    elif hasattr(s, "personalize_epochs"):
+        found = s.local.with_steps(epochs=s.personalize_epochs)
+    else:
+        found = s.local.with_steps(steps=s.personalize_steps)
+    return found
 
 
 LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
-from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client_group import StepProbe
+from fedloom.algorithms.client_group import Batch, StepProbe
 from fedloom.data.inputs import Inputs, count, each, first
-from fedloom.models.flat import FlatModel, Leaves, masked
+from fedloom.models.flat import FlatModel, Leaves, example_loss, masked, vmapped_gradients
 
 
 def stacked_losses(
@@ -123,7 +122,10 @@ def clipped_sums(
     """
     leaves = {name: leaf.detach() for name, leaf in w.items()}
     chosen = {name: leaves.pop(name) for name in names}
-    gradients_of = _gradients(model, labelled=batch.y is not None, stacked=stacked)
+    if model.vmaps_examples:
+        gradients_of = vmapped_gradients(model, labelled=batch.y is not None, stacked=stacked)
+    else:
+        gradients_of = partial(_one_by_one, _differentiated(partial(example_loss, model)), stacked=stacked)
     first = 1 + stacked  # axes before those of a leaf
     total: list[Tensor] = []
     for part in _pieces(batch, sum(leaf.numel() for leaf in chosen.values()), stacked=stacked):
@@ -133,20 +135,6 @@ def clipped_sums(
         sums = _clipped(flat, part.weight > 0, clip)
         total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
     return [one.reshape(chosen[name].shape) for one, name in zip(total, names, strict=True)]
-
-
-def _gradients(model: FlatModel, *, labelled: bool, stacked: bool) -> Callable[..., dict[str, Tensor]]:
-    """Return ``(chosen leaves, other leaves, x, y) -> gradients`` by the chosen ones, of each example."""
-
-    def loss(chosen: dict[str, Tensor], others: dict[str, Tensor], x: Inputs, y: Tensor | None) -> Tensor:
-        one: Any = each(x, lambda t: t[None])
-        return model.loss(Leaves({**others, **chosen}), one, None if y is None else y[None]).sum()
-
-    if not model.vmaps_examples:
-        return partial(_one_by_one, _differentiated(loss), stacked=stacked)
-    axes, randomness = (0, 0 if labelled else None), "different" if model.draws else "error"
-    of_client = vmap(grad(loss), in_dims=(None, None, *axes), randomness=randomness)
-    return vmap(of_client, in_dims=(0, 0, *axes), randomness=randomness) if stacked else of_client
 
 
 def _differentiated(loss: Callable[..., Tensor]) -> Callable[..., dict[str, Tensor]]:

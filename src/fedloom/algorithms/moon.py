@@ -8,7 +8,6 @@ inputs of the last linear layer: there is no projection head. Line numbers refer
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,8 +22,36 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import DerivedModel, FlatModel, Leaves, with_forward
 
+
+class MOONSettings(FedAvgSettings):
+    """Keys of ``algorithm`` for MOON."""
+
+    mu: float = Field(default=1.0, ge=0, description="μ, weight of the contrastive loss; 0 is FedAvg")
+    temperature: float = Field(default=0.5, gt=0, description="τ, the divisor of cosine similarities")
+
+
+class ModelContrastiveFL(FedAvg):
+    """FedAvg with a model-contrastive loss."""
+
+    name = "moon"
+    settings = MOONSettings
+    needs = ("features", "head")
+    predictors = {"personal": "MOON + fine-tuning", "global": "MOON"}
+    stateful = True
+    no_example_privacy = None  # the contrastive loss is one of each example, between models made by noisy steps
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MOONSettings) -> Trained:
+        """Perform lines 2-4; at a client's first visit both frozen models are w_t, and the term has no gradient."""
+        start = torch.cat([theta, theta, group.load_state("theta", theta)], dim=1)  # line 2
+        trained = train(Contrasting(model, s), group, start, s.local, only="body")  # line 3
+        own = trained.theta[:, : theta.shape[1]]
+        group.save_state(theta=own)  # line 4
+        return trained.part(own)
+
+
 FROZEN = "frozen tensors"
 """Beginning of the names of frozen tensors; a layer's name has no space."""
+
 
 FEATURES = "features of the batch"
 """Name under which the features of a batch pass from the loss to the last layer."""
@@ -41,17 +68,7 @@ class Anchored(DerivedModel):
         entries = tuple((f"{FROZEN}.{name}", shape) for name, shape in frozen.items())
         layout = replace(model.layout, entries=(*model.layout.entries, *entries), headless=False, last=FROZEN)
         super().__init__(model, layout)
-        self.predicting = model
-
-    def in_training(self) -> FlatModel:
-        """Return the same with the model in training mode; frozen models still predict."""
-        view = copy.copy(self)
-        view.model = self.model.in_training()
-        return view
-
-    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the model's features."""
-        return self.model.features(parameters, x)
+        self.predicting = model  # stays in evaluation mode
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the model's outputs, from the features among the parameters if its last layer is linear."""
@@ -95,32 +112,6 @@ class Contrasting(Anchored):
     def _frozen(self, parameters: Mapping[str, Tensor], which: str, x: Tensor) -> Tensor:
         own = {name: parameters[f"{FROZEN}.{which}.{name}"].detach() for name, _ in self.predicting.layout.entries}
         return self.predicting.features(own, x).flatten(1)
-
-
-class MOONSettings(FedAvgSettings):
-    """Keys of ``algorithm`` for MOON."""
-
-    mu: float = Field(default=1.0, ge=0, description="μ, weight of the contrastive loss; 0 is FedAvg")
-    temperature: float = Field(default=0.5, gt=0, description="τ, the divisor of cosine similarities")
-
-
-class ModelContrastiveFL(FedAvg):
-    """FedAvg with a model-contrastive loss."""
-
-    name = "moon"
-    settings = MOONSettings
-    needs = ("features", "head")
-    predictors = {"personal": "MOON + fine-tuning", "global": "MOON"}
-    stateful = True
-    no_example_privacy = None  # the contrastive loss is one of each example, between models made by noisy steps
-
-    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MOONSettings) -> Trained:
-        """Perform lines 2-4; at a client's first visit both frozen models are w_t, and the term has no gradient."""
-        start = torch.cat([theta, theta, group.load_state("theta", theta)], dim=1)  # line 2
-        trained = train(Contrasting(model, s), group, start, s.local, only="body")  # line 3
-        own = trained.theta[:, : theta.shape[1]]
-        group.save_state(theta=own)  # line 4
-        return Trained(own, trained.steps, trained.loss)
 
 
 MOON = ModelContrastiveFL()

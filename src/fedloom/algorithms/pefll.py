@@ -22,7 +22,6 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import batches, visible_examples
 from fedloom.algorithms.client import adapt, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import Privacy
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
@@ -35,6 +34,7 @@ from fedloom.models.flat import FlatModel, vjp
 from fedloom.models.hypernetwork import HypernetworkShape
 from fedloom.models.predictors import predictors_of
 from fedloom.models.subspace import SubspaceSettings
+from fedloom.privacy.examples import Privacy
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -114,10 +114,7 @@ class PeFLLServer(base.ServerAlgorithm):
     def _update(self, d_eta_h: dict[str, Tensor], d_eta_v: Tensor, standard: Tensor, round: int) -> None:
         """Perform lines 17-18; η_h's part, nearly all of the work, is deferred to the next round's first exchange.
 
-        Raises
-        ------
-        FloatingPointError
-            If an update is not finite; the state is then unchanged.
+        Raise FloatingPointError if an update is not finite; the state is then unchanged.
         """
         gradients_h = list(d_eta_h.values())
         norm = torch.stack([*torch._foreach_norm(gradients_h), d_eta_v.norm()]).norm()
@@ -318,6 +315,13 @@ class ServerUpdate(Settings):
         return self
 
 
+def network_for(setup: Setup, embedding: EmbeddingSettings, size: int) -> EmbeddingNetwork:
+    """Return the network for the inputs and targets of a problem, with descriptors of a length ``size``."""
+    shape = () if setup.targets is None else setup.targets.shape
+    target = setup.outputs, size, setup.model.task, shape, setup.model
+    return embedding.network_for(setup.kind, setup.input_shape, *target)
+
+
 class PeFLLSettings(Settings):
     """Keys of ``algorithm`` for PeFLL."""
 
@@ -331,9 +335,7 @@ class PeFLLSettings(Settings):
     hypernetwork: HypernetworkSettings = Field(default=HypernetworkSettings(), description="the hypernetwork η_h")
     server: ServerUpdate = Field(default=ServerUpdate(), description="update of both networks (lines 17-18)")
     personalize_steps: int = Field(
-        default=0,
-        ge=0,
-        description="local SGD steps on the received model (the paper: none)",
+        default=0, ge=0, description="local SGD steps on the received model (the paper: none)"
     )
 
     def descriptor_size(self, clients: int) -> int:
@@ -342,10 +344,7 @@ class PeFLLSettings(Settings):
 
     def embedding_network(self, setup: Setup) -> EmbeddingNetwork:
         """Return φ for the inputs and targets of a problem."""
-        size = self.descriptor_size(setup.clients)
-        shape = () if setup.targets is None else setup.targets.shape
-        target = setup.outputs, size, setup.model.task, shape, setup.model
-        return self.embedding.network_for(setup.kind, setup.input_shape, *target)
+        return network_for(setup, self.embedding, self.descriptor_size(setup.clients))
 
     def optimizers(self, round: int | None = None) -> tuple[ServerOptimizer, ServerOptimizer]:
         """Return the optimizers of η_v and η_h (lines 17 and 18) in a round with local rate β."""
@@ -461,10 +460,7 @@ class PeFLL(base.Algorithm):
     def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
         """Return the settings for a client that requests a descriptor with this noise.
 
-        Raises
-        ------
-        ExperimentError
-            If neither the client nor the run sets C.
+        Raise ExperimentError if neither the client nor the run sets C.
         """
         known = settings.descriptor.privacy
         if clip is None and known is None:

@@ -15,11 +15,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, adapt, laid_out
-from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, laid_out
+from fedloom.algorithms.client_group import Batch, ClientGroup
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.core.settings import Settings
 from fedloom.models.flat import FlatModel
@@ -98,7 +96,7 @@ class MetaLearning(Settings):
 
     @property
     def adaptation(self) -> LocalSGD:
-        """SGD from the shared model to ``personal``, without steps if they are the same."""
+        """SGD from the shared model to ``personal`` (line 9), without steps if they are the same."""
         steps = self.personalize_steps if self.inner_lr else 0
         return self.local.plain(self.inner_lr or 1.0).with_steps(steps=steps)
 
@@ -114,6 +112,7 @@ class PerFedAvg(FedAvg):
     settings: ClassVar[Any] = PerFedAvgSettings
     example = {"inner_lr": 0.05, "hessian": "finite_difference"}
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
+    adaptation_key = "inner_lr"
     no_example_privacy = (
         "The gradient after an inner step depends on two batches together, so that no example's part of it can be "
         "clipped."
@@ -136,16 +135,7 @@ class PerFedAvg(FedAvg):
             losses.append(local.padded(loss))
             step(gradients, None)  # line 7
         also = "a smaller algorithm.inner_lr"
-        made = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
-        return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))
-
-    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> dict[str, Tensor]:
-        """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
-        return {"personal": adapt(model, group, theta, s.adaptation, key="inner_lr"), "global": theta}
-
-    def personalization_steps(self, s: MetaLearning, examples: int) -> int:
-        """Return the steps of adaptation."""
-        return s.adaptation.count(examples)
+        return local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also).mapped(ordered.back)
 
 
 PER_FEDAVG = PerFedAvg()

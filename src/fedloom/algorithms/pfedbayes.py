@@ -21,10 +21,9 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.batches import Batch, NothingToTrainOn
+from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.algorithms.client import LocalTrainer
-from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.local_sgd import Betas
 from fedloom.algorithms.mean_field import (
     BETAS,
@@ -45,6 +44,7 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Ensemble, Predictors
+from fedloom.privacy.examples import NoisySteps
 
 
 class PFedBayesServer(base.ServerAlgorithm):
@@ -150,15 +150,12 @@ class PFedBayesClient(base.ClientAlgorithm):
         samples of N(0, I), times ``noise``, makes one step of q on Ω (eq. 27), then one of w on KL(q ‖ w) (eq. 28) with
         the updated q; w changes only if the purpose is ``train``.
 
+        Raise ExperimentError if gradient descent exceeds its stability bound under this prior.
+
         Returns
         -------
         Tensor
             ``[g, 1]`` float64: negative log-likelihood per example, mean over steps and samples.
-
-        Raises
-        ------
-        ExperimentError
-            If gradient descent exceeds its stability bound under this prior.
         """
         s, local = self.settings, LocalTrainer(likelihood_of(self.setup.model), clients, members=members)
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]

@@ -20,11 +20,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.batches import PIECE, train_examples
 from fedloom.algorithms.client import LocalTrainer, Trained
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import single
@@ -390,9 +389,7 @@ class PFedGP(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
         """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
-        made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
-        theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
-        return Trained(theta, steps, loss)
+        return Trained.joined([visit(model, group, i, body[i : i + 1], s) for i in range(len(group))])
 
     def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Predictors:
         """Return ``personal`` for seen and unseen clients alike, without training."""

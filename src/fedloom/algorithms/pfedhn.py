@@ -20,7 +20,6 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.algorithms.optimizers import MomentumAscent
@@ -29,6 +28,7 @@ from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.privacy.examples import NoisySteps
 
 
 class PFedHNServer(base.ServerAlgorithm):

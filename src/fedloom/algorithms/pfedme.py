@@ -16,18 +16,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import LocalTrainer, Trained, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import NoisySteps
-from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedavg import Averaging, FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
-
-
-def by_epochs(s: PFedMeSettings) -> LocalSGD:
-    """Return the SGD settings that make θ_i."""
-    return LocalSGD(epochs=s.personalize_epochs, batch_size=s.batch_size, lr=s.inner_lr, momentum=0.0)
+from fedloom.privacy.examples import NoisySteps
 
 
 class PFedMeSettings(Averaging):
@@ -46,6 +40,11 @@ class PFedMeSettings(Averaging):
         for key, rate in (("lr", self.lr), ("inner_lr", self.inner_lr)):
             check_overshoot(key, rate, "proximity", self.proximity)
         return self
+
+    @property
+    def adaptation(self) -> LocalSGD:
+        """SGD that makes θ_i."""
+        return LocalSGD(epochs=self.personalize_epochs, batch_size=self.batch_size, lr=self.inner_lr, momentum=0.0)
 
 
 class PFedMe(FedAvg):
@@ -81,12 +80,8 @@ class PFedMe(FedAvg):
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
         """Return ``personal``, θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖², and ``global``, w."""
         correct = proximal(s.proximity)  # line 6
-        made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
+        made = train(model, group, theta, s.adaptation, correct=correct, purpose="personalize", key="inner_lr")
         return {"personal": made.theta, "global": theta}
-
-    def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return the steps that make θ_i."""
-        return by_epochs(s).count(examples)
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps."""

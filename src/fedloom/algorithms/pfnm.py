@@ -27,44 +27,7 @@ from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
-from fedloom.models.mlp import MLP
-
-
-def width(setup: Setup) -> int:
-    """Return L, the number of hidden units of a client's network."""
-    return setup.model.layout.entries[0][1][0]
-
-
-def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights in, bias and weights out of each hidden unit, and biases: ``[n, L, K], [n, outputs]``."""
-    first, bias, last, out = torch.split(models, setup.model.layout.sizes, dim=1)
-    n, units = len(models), width(setup)
-    parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
-    return torch.cat(parts, dim=2).double(), out.double()
-
-
-def network(units: Tensor, out: Tensor, setup: Setup) -> Tensor:
-    """Return θ of one network of any width, the inverse of :func:`neurons`."""
-    outputs = len(out)
-    parts = units[:, : -outputs - 1], units[:, -outputs - 1], units[:, -outputs:].T, out
-    return torch.cat([part.reshape(-1) for part in parts]).to(setup.dtype)
-
-
-def wide(setup: Setup, theta: Tensor) -> FlatModel:
-    """Return the model with the number of hidden units of θ ``[..., d]``."""
-    (inputs, outputs), model = (setup.model.layout.entries[0][1][1], setup.outputs), setup.model
-    units = (theta.shape[-1] - outputs) // (inputs + 1 + outputs)
-    assert isinstance(model, MLP)
-    made = type(model)(setup.input_shape, [units], outputs)
-    made.task = model.task
-    return made
-
-
-def examples_per_output(setup: Setup, y: Tensor) -> Tensor:
-    """Return the number of a client's examples for each output, ``[n, *target_shape] -> [outputs]`` float64."""
-    if setup.model.task.target_kind == "regression":
-        return torch.full((setup.outputs,), len(y), dtype=torch.float64)
-    return setup.model.task.label_input(y, setup.outputs).double().sum(0)
+from fedloom.models.networks import MLP
 
 
 class PFNMServer(base.ServerAlgorithm):
@@ -162,13 +125,44 @@ class PFNMClient(FineTuningClient):
         """Perform line 4."""
         trained = train(self.setup.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
-        counts = [examples_per_output(self.setup, y) for y in labels if y is not None]
+        task, outputs = self.setup.model.task, self.setup.outputs
+        counts = [task.examples_per_output(y, outputs) for y in labels if y is not None]
         yield CountedUpdate(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
         return None
 
     def model_of(self, theta: Tensor) -> FlatModel:
         """Return the model of the global network's width."""
         return wide(self.setup, theta)
+
+
+def width(setup: Setup) -> int:
+    """Return L, the number of hidden units of a client's network."""
+    return setup.model.layout.entries[0][1][0]
+
+
+def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights in, bias and weights out of each hidden unit, and biases: ``[n, L, K], [n, outputs]``."""
+    first, bias, last, out = torch.split(models, setup.model.layout.sizes, dim=1)
+    n, units = len(models), width(setup)
+    parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
+    return torch.cat(parts, dim=2).double(), out.double()
+
+
+def network(units: Tensor, out: Tensor, setup: Setup) -> Tensor:
+    """Return θ of one network of any width, the inverse of :func:`neurons`."""
+    outputs = len(out)
+    parts = units[:, : -outputs - 1], units[:, -outputs - 1], units[:, -outputs:].T, out
+    return torch.cat([part.reshape(-1) for part in parts]).to(setup.dtype)
+
+
+def wide(setup: Setup, theta: Tensor) -> FlatModel:
+    """Return the model with the number of hidden units of θ ``[..., d]``."""
+    (inputs, outputs), model = (setup.model.layout.entries[0][1][1], setup.outputs), setup.model
+    units = (theta.shape[-1] - outputs) // (inputs + 1 + outputs)
+    assert isinstance(model, MLP)
+    made = type(model)(setup.input_shape, [units], outputs)
+    made.task = model.task
+    return made
 
 
 class PFNMSettings(Settings):

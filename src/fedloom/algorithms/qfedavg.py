@@ -87,10 +87,8 @@ class QFedAvg(FedAvg):
     def aggregate(self, theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:
         """Return w - Σ Δ_k / Σ h_k over the clients that answered (line 8).
 
-        Raises
-        ------
-        FloatingPointError
-            If F_k^q, and with it h_k, underflows to 0 for all of them, or their noisy sum is not positive.
+        Raise FloatingPointError if F_k^q, and with it h_k, underflows to 0 for all of them, or their noisy sum is not
+        positive.
         """
         total = updates.total(updates.h)
         if total <= 0:

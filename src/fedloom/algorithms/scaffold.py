@@ -17,11 +17,10 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.averaging import buffers_by_mean
 from fedloom.algorithms.base import Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer
+from fedloom.algorithms.fedavg import FineTuningClient, PersonalizeRequest, SharedModelServer, Update
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
@@ -40,10 +39,8 @@ class ScaffoldServer(SharedModelServer):
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
         share = updates.count / len(self.setup.roster)
-        mean = updates.mean(updates.delta_theta)
-        self.state["theta"] = buffers_by_mean(
-            self.setup.model.layout, theta, mean, theta + self.settings.server_lr * mean
-        )  # line 8
+        stepped = theta + self.settings.server_lr * updates.mean(updates.delta_theta)
+        self.state["theta"] = self.averaged(theta, updates, stepped)  # line 8
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
         return base.statistics_of(updates)
 
@@ -59,7 +56,7 @@ class ScaffoldClient(FineTuningClient):
         """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
         c_i = clients.load_state("c", torch.zeros_like(w))
-        s, layout = self.sgd, self.setup.model.layout
+        s, layout = self.settings.local.sgd, self.setup.model.layout
         control = Correction(controlled, {"c": c, "c_i": c_i})
         trained = train(self.setup.model, clients, w, s, correct=control)  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.rate(clients.round))
@@ -68,11 +65,6 @@ class ScaffoldClient(FineTuningClient):
         clients.save_state(c=new)
         yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
         return None
-
-    @property
-    def sgd(self) -> LocalSGD:
-        """Settings of plain local steps."""
-        return self.settings.local.sgd
 
 
 def controlled(
@@ -108,6 +100,11 @@ class ScaffoldSettings(Settings):
     local: ControlledSGD = Field(default=ControlledSGD(steps=50), description="local training in a round")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
+    @property
+    def adaptation(self) -> LocalSGD:
+        """Plain steps of fine-tuning."""
+        return self.local.sgd.with_steps(steps=self.personalize_steps)
+
 
 class ModelAndControl(Message):
     """Opening of training: w and c."""
@@ -116,12 +113,9 @@ class ModelAndControl(Message):
     c: Tensor = broadcast(Quantity.GRADIENT)  # [d]
 
 
-class ControlledUpdate(Message):
+class ControlledUpdate(Update):
     """Result of local training, and the change of c_i."""
 
-    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
-    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
-    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
     delta_c: Tensor = rows(Quantity.GRADIENT, "d")  # [c, d]
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fedloom.algorithms import base, collaboration
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.batches import Batch
 from fedloom.algorithms.client import LocalTrainer, adapt
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
 from fedloom.algorithms.fedavg import or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -71,11 +70,11 @@ class WGAServer(base.ServerAlgorithm):
             answered: list[tuple[int, Replies[Gradients]]] = []
             for block in blocks:
                 replies, truth = self._exchange(cohort, block, step, new["theta"])
-                steps += replies.total(replies.steps) + (0.0 if truth is None else truth.total(truth.steps))
+                steps += replies.total(replies.steps) + (truth.total(truth.steps) if truth is not replies else 0.0)
                 answered.append((len(block), replies))
                 for j, user in enumerate(block):
                     at = cohort.clients.index(user)
-                    if (replies if truth is None else truth).present[at]:  # without its own gradient it makes no step
+                    if truth.present[at]:  # without its own gradient it makes no step
                         noise = round.generator(f"oracle/{step}/{user}")
                         self._move_user(new, cohort.clients, replies, truth, j, at, t, noise)
                         losses.append(float(replies.loss[at]))
@@ -86,39 +85,47 @@ class WGAServer(base.ServerAlgorithm):
 
     def _exchange(
         self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor
-    ) -> tuple[Replies[Gradients], Replies[Gradients] | None]:
+    ) -> tuple[Replies[Gradients], Replies[Gradients]]:
         """Ask the cohort for gradients at the states of some users, and for the true ones if the rule has an oracle."""
         theta = states[[self.row[user] for user in block]]
         owners, number = torch.tensor([self.setup.rows[user] for user in block]).double(), torch.tensor([step]).double()
         replies = cohort.send(SharedStates(theta, owners, number), Gradients)
-        truth = cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else None
-        return replies, truth
+        return replies, cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else replies
 
     def _move_user(
-        self,
-        new: dict[str, Tensor],
-        clients: Sequence[str],
-        replies: Replies[Gradients],
-        truth: Replies[Gradients] | None,
-        j: int,
-        at: int,
-        t: int,
-        noise: torch.Generator,
-    ) -> None:
-        """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient."""
-        row = self.row[clients[at]]
+        self, new: dict[str, Tensor], clients: Sequence[str], replies: Replies[Gradients], truth: Replies[Gradients],
+        j: int, at: int, t: int, noise: torch.Generator,
+    ) -> None:  # fmt: skip
+        """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient.
+
+        That is g_t (papers/004): of its own gradient, and the weighted mean of those of N helpers, all ``[d]``.
+        """
+        s, row = self.settings, self.row[clients[at]]
         mine = {name: tensor[row] for name, tensor in new.items() if name != "variances"}
-        g, present = replies.gradient[:, j], (replies if truth is None else truth).present
-        weights = self._weights(clients, g, present, new, at)
-        direction = g[at]
-        if self.settings.rule != "alone" and weights.any():
-            bias = None
-            if truth is not None:
-                true = truth.gradient[:, j]
-                bias = replies.mean(true, weights) - true[at]
+        gradients = replies.gradient[:, j]
+        g, weights = gradients[at], self._weights(clients, gradients, truth.present, new, at)
+        if s.rule != "alone" and weights.any():
             n = 1 / float(weights.square().sum())  # N, if the weights are equal
-            direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
-        self._step(mine, direction)
+            helpers, beta = replies.mean(gradients, weights), 0.0
+            bias: Tensor | float = 0.0
+            if s.rule == "bc":
+                beta = s.beta_at(int(mine.get("observed", t)), n)
+                if "observed" in mine:  # for a harmonic β: the updates of this user's own c, including this one
+                    mine["observed"] += 1
+                bias = mine["bias"].clone()  # before this exchange: independent of this gradient's noise
+                mine["bias"].copy_(next_bias(bias, g, helpers, beta))
+            elif s.rule == "oracle":
+                true = truth.gradient[:, j]
+                spread = (s.oracle_variance / n / g.numel()) ** 0.5
+                bias = replies.mean(true, weights) - true[at]
+                bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
+            g = weighted_gradient(g, helpers, s.alpha_at(t, n, beta), bias)
+        if s.optimizer == "momentum":
+            g = mine["first"].copy_(s.momentum * mine["first"] + g)
+        if s.optimizer == "adam":
+            mine["steps"] += 1
+            g = adam_direction(g, mine["first"], mine["second"], int(mine["steps"]))
+        mine["theta"] -= s.lr * g
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send each user its own state; other clients get the mean of all states and make their own steps from it."""
@@ -129,40 +136,6 @@ class WGAServer(base.ServerAlgorithm):
         steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
         cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
         return cohort.send(UserModel(states, mean, steps.double()))
-
-    def _aggregate(
-        self,
-        mine: dict[str, Tensor],
-        own: Tensor,
-        helpers: Tensor,
-        n: float,
-        t: int,
-        true_bias: Tensor | None,
-        noise: torch.Generator,
-    ) -> Tensor:
-        """Return g_t, the aggregation on user 0 of its own gradient and the mean of n helpers', all ``[d]``."""
-        s, beta, bias = self.settings, 0.0, true_bias
-        if s.rule == "bc":
-            if s.beta == "harmonic":  # t counts the updates of this user's own c, including this one
-                beta = s.beta_at(int(mine["observed"]), n)
-                mine["observed"] += 1
-            else:
-                beta = s.beta_at(t, n)
-            bias = mine["bias"].clone()  # before this exchange: independent of this gradient's noise
-            mine["bias"].copy_(next_bias(bias, own, helpers, beta))
-        elif bias is not None:
-            spread = (s.oracle_variance / n / bias.numel()) ** 0.5
-            bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
-        return weighted_gradient(own, helpers, s.alpha_at(t, n, beta), 0.0 if bias is None else bias)
-
-    def _step(self, mine: dict[str, Tensor], g: Tensor) -> None:
-        s = self.settings
-        if s.optimizer == "momentum":
-            g = mine["first"].copy_(s.momentum * mine["first"] + g)
-        if s.optimizer == "adam":
-            mine["steps"] += 1
-            g = adam_direction(g, mine["first"], mine["second"], int(mine["steps"]))
-        mine["theta"] -= s.lr * g
 
     def _weights(
         self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
@@ -239,7 +212,7 @@ class WGAClient(base.ClientAlgorithm):
                 own = torch.tensor([[client.id == owner] for client in clients.clients], device=theta.device)
                 used = own if s.rule == "alone" else torch.ones_like(own)  # the others would be unused
                 if used.any():
-                    found, here, spread = self._gradient(local, theta, batch)
+                    found, here, spread = gradient_of(local, theta, batch, halved=s.weights == "inverse_variance")
                     gradient[:, j] = torch.where(used, found, 0)
                     variance, states, count = variance + spread * used, states + used, count + used
                     loss = torch.where(own, here, loss)
@@ -259,20 +232,19 @@ class WGAClient(base.ClientAlgorithm):
 
         return or_shared_alone(model, clients, mean, stepped)
 
-    def _gradient(self, local: LocalTrainer, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a batch's gradient at θ ``[g, d]``, its loss and the gradient's variance, ``[g, 1]`` float64."""
-        if self.settings.weights == "inverse_variance":
-            return halves(local, theta, batch)
+
+def gradient_of(
+    local: LocalTrainer, theta: Tensor, batch: Batch, *, halved: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a batch's gradient at θ ``[g, d]``, its loss, and the gradient's variance, ``[g, 1]`` float64.
+
+    An unbiased estimate of the variance follows from the two halves of a batch; it is 0 for one that is not
+    ``halved``. With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂), where s²/b is the variance of the
+    whole. A client with one example is lost.
+    """
+    if not halved:
         g, loss = local.gradient_at(theta, batch)
         return g, loss.double()[:, None], torch.zeros_like(loss, dtype=torch.float64)[:, None]
-
-
-def halves(local: LocalTrainer, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
-
-    With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂), where s²/b is the variance of the whole. A
-    client with one example is lost.
-    """
     for i, n in zip(local.members, local.sizes, strict=True):
         if n < 2:
             local.group.fail_client(i, "it has one train example, but a variance needs two")

@@ -10,8 +10,7 @@ from fedloom.api.frames import frame_from_csv, frame_from_lines
 from fedloom.core.home import expanded
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError
-from fedloom.tasks.headline import GROUPS, headline_of, values_of
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import GROUPS, Headline, headline_of, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

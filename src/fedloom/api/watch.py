@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedloom.core.words import pluralize, printable
 from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.observer import RunObserver
-from fedloom.tasks.headline import GROUPS, headline_of, in_words, validation_value, values_of
+from fedloom.tasks.names import GROUPS, headline_of, in_words, validation_value, values_of
 
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, Conversation, ServerAlgorithm, Setup
-from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.client_group import Batch, ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.attacks.canary_data import CanaryExample
-from fedloom.attacks.canary_draws import DrawLog, random_direction, random_directions, signals
+from fedloom.attacks.canary_evidence import DrawLog, random_direction, random_directions, signals
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity
 from fedloom.models.predictors import Predictors
@@ -134,10 +133,7 @@ class CanaryClientAlgorithm(FollowingAlgorithm):
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the method's conversation; in a training round a canary changes its answers.
 
-        Raises
-        ------
-        RuntimeError
-            If a canary shares its group with others (``runtime.clients_at_once`` above 1).
+        Raise RuntimeError if a canary shares its group with others (``runtime.clients_at_once`` above 1).
         """
         conversation = self._inner.open(clients, opening)
         among = [client.id for client in clients.clients if client.id in self._places]
@@ -172,10 +168,7 @@ class CanaryClientAlgorithm(FollowingAlgorithm):
 def sent_size(server: ServerAlgorithm, algorithm: Algorithm) -> int:
     """Return the length of the update that clients of a method send.
 
-    Raises
-    ------
-    ExperimentError
-        If its server does not add updates to one model, in which a canary's direction could be found.
+    Raise ExperimentError if its server does not add updates to one model, in which a canary's direction could be found.
     """
     shapes = {field.shape for cls in algorithm.messages for field in cls.fields() if field.name == UPDATE}
     theta = server.state.get("theta")
@@ -247,10 +240,7 @@ class CanaryExampleAlgorithm(FollowingAlgorithm):
     def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the method's conversation, in a training round with the client's canaries.
 
-        Raises
-        ------
-        RuntimeError
-            If there are several clients in a group (``runtime.clients_at_once`` above 1).
+        Raise RuntimeError if there are several clients in a group (``runtime.clients_at_once`` above 1).
         """
         if clients.round is not None:
             if len(clients) > 1:

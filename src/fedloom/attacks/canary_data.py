@@ -84,10 +84,7 @@ class CanaryExample:
 def draw_examples(dataset: FederatedDataset, count: int, seed: int) -> tuple[CanaryExample, ...]:
     """Draw canaries among the training examples of seen clients, and wrong targets for them.
 
-    Raises
-    ------
-    ExperimentError
-        If they would be more than half of the examples, or the data have no targets.
+    Raise ExperimentError if they would be more than half of the examples, or the data have no targets.
     """
     manifest = dataset.manifest
     if not manifest.spec.outputs:

@@ -35,16 +35,19 @@ from fedloom.attacks.canary_data import (
     write_with_clients,
     write_with_examples,
 )
-from fedloom.attacks.canary_draws import DrawLog, Draws, noise_estimate, sampling_check
-from fedloom.attacks.guesses import (
+from fedloom.attacks.canary_evidence import (
     GUESSES,
     LEAST,
     NOISE,
+    DrawLog,
+    Draws,
     PlannedAudit,
     canary_document,
     has_power,
+    noise_estimate,
     normal_estimate,
     power_document,
+    sampling_check,
     verdict,
 )
 from fedloom.attacks.membership import example_losses

@@ -13,8 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
-from fedloom.tasks.headline import RESULT_HEADINGS, headline_of, result_rows
-from fedloom.tasks.names import ACCURACY
+from fedloom.tasks.names import ACCURACY, RESULT_HEADINGS, headline_of, result_rows
 
 FIRST_COLUMN = 16
 """Minimum width of the first column, in characters; longer cells wrap if there is not enough room."""

@@ -19,7 +19,7 @@ from fedloom.core.words import pluralize
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError
 from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.security.options import ClientOptions, Credentials
-from fedloom.tasks.headline import GROUPS, in_words
+from fedloom.tasks.names import GROUPS, in_words
 from fedloom.transport.control import follow
 
 log = logging.getLogger("fedloom.cluster")

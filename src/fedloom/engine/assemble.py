@@ -17,7 +17,7 @@ import torch
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import check_example_privacy
+from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.algorithms.sums import sums_of
 from fedloom.core import digests
 from fedloom.data.augment import augmentation
@@ -157,7 +157,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     parts.algorithm.check_model(parts.settings, model)
     if experiment.protects_examples:
         check_example_privacy(parts.algorithm, parts.settings)
-    if experiment.evaluation.label_mask and not (plan.task.target_kind == "classification" and setup.classes):
+    if experiment.evaluation.label_mask and not (plan.task.is_classification and setup.classes):
         raise ExperimentError(
             f"evaluation.label_mask must be false unless the task is classification (the task is {plan.task.name}).",
             key="evaluation.label_mask",

@@ -15,9 +15,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
+from fedloom.models.networks import LSTM, MLP, LeNet
 
 IMAGE, CLASSES, TOKENS = (3, 32, 32), 10, 80
 SETTINGS = LocalSGD(steps=5, batch_size=16, lr=0.01)

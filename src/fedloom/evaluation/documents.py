@@ -14,10 +14,10 @@ from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationResult
 from fedloom.evaluation.uncertainty import EDGES, calibration_rows
 from fedloom.tasks.auroc import Auroc
+from fedloom.tasks.base import ratio
 from fedloom.tasks.classification import calibration_errors
 from fedloom.tasks.multilabel import LabelCounts
 from fedloom.tasks.segmentation import ClassOverlap
-from fedloom.tasks.sums import ratio
 
 ELSEWHERE_OF_CLASSES = ("accuracy", "log_loss", "ece")
 """Metrics of classification that have columns of their own: of both readings, and of calibration."""

@@ -14,13 +14,13 @@ from fedloom.evaluation.uncertainty import group_uncertainty
 from fedloom.messages import Metrics, SummedMetrics
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
 from fedloom.tasks.classification import calibration_errors
-from fedloom.tasks.headline import GROUPS, MetricValues
+from fedloom.tasks.names import GROUPS, MetricValues
 
 Statistics: TypeAlias = dict[str, Any]
 """Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
 
 Values: TypeAlias = dict[str, float | None]
-"""Statistics of a metric: the fields of :class:`~fedloom.tasks.headline.MetricValues`."""
+"""Statistics of a metric: the fields of :class:`~fedloom.tasks.names.MetricValues`."""
 
 ACCURACY, MEAN_LOSS, OWN = 0, 1, 2
 """Positions of the moments: accuracy and mean loss of a reading, then the metrics of the plan."""

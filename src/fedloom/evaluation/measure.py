@@ -24,8 +24,7 @@ from fedloom.evaluation.uncertainty import (
     uncertainty_counts,
 )
 from fedloom.messages import Metrics
-from fedloom.tasks.base import LOSS, LOSS_CAP, VALUE_CAP
-from fedloom.tasks.sums import are_whole
+from fedloom.tasks.base import LOSS, LOSS_CAP, VALUE_CAP, are_whole
 
 if TYPE_CHECKING:
     from fedloom.models.predictors import Predictor

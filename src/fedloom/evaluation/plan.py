@@ -15,10 +15,9 @@ from fedloom.errors import ExperimentError
 from fedloom.evaluation.spread import SKETCH
 from fedloom.evaluation.uncertainty import BINS
 from fedloom.messages import Metrics
-from fedloom.tasks.base import Counts, PredictionTask, TargetShape
+from fedloom.tasks.base import Counts, MetricSums, PredictionTask, TargetShape
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.registry import task_of
-from fedloom.tasks.sums import MetricSums
 
 SPLITS = ("validation", "test")
 """Second axis of counts and sums."""
@@ -105,7 +104,7 @@ class EvaluationPlan:
     @property
     def classes(self) -> int:
         """Number C of classes; 0 for other tasks."""
-        return self.targets.outputs if self.task.target_kind == "classification" else 0
+        return self.targets.outputs if self.task.is_classification else 0
 
     @cached_property
     def size(self) -> int:

@@ -15,7 +15,6 @@ from fedloom.evaluation.plan import KEY, EvaluationPlan
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
 from fedloom.tasks.registry import agreed_task
-from fedloom.tasks.trial import trial_targets
 
 TRIAL_EXAMPLES = 4
 """Examples on which a metric is tried."""
@@ -67,7 +66,7 @@ def _own_metric(
 def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
     shape = task.output_shape(targets.outputs, targets.shape)
     predictions = task.predictions(torch.zeros(TRIAL_EXAMPLES, *shape))
-    return predictions, trial_targets(task, TRIAL_EXAMPLES, targets.outputs, targets.shape)
+    return predictions, task.trial_targets(TRIAL_EXAMPLES, targets.outputs, targets.shape)
 
 
 def _imported(name: str, check_permitted: Callable[[str, str], None]) -> Any:

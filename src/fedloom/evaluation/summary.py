@@ -19,8 +19,7 @@ from fedloom.evaluation.group_statistics import (
 )
 from fedloom.evaluation.plan import EvaluationPlan, EvaluationResult
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL
-from fedloom.tasks.headline import GROUPS, headline_of, values_of
-from fedloom.tasks.names import MODEL_LOSS, Headline
+from fedloom.tasks.names import GROUPS, MODEL_LOSS, Headline, headline_of, values_of
 
 
 @dataclass(frozen=True)

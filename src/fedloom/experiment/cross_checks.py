@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
-from fedloom.algorithms.example_privacy import check_example_privacy
+from fedloom.algorithms.requirements import check_example_privacy
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
 from fedloom.data.local import log_notes

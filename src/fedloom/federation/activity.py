@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from fedloom.tasks.headline import GROUPS, MetricValues, headline_of, values_of
-from fedloom.tasks.names import ACCURACY, Headline
+from fedloom.tasks.names import ACCURACY, GROUPS, Headline, MetricValues, headline_of, values_of
 
 LivePhase = Literal["waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed"]
 """Phase reported by a running process; ``waiting`` for members or workers."""

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fedloom.algorithms.example_privacy import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey
 from fedloom.privacy.accounting import EVERYONE, Release, gaussian_release
+from fedloom.privacy.examples import Privacy
 from fedloom.privacy.tally import Cohorts, Counts, Tally, Unit
 from fedloom.runs.files import JOURNAL, RELEASES
 from fedloom.runs.folder import RunFolder

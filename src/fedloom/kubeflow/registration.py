@@ -35,7 +35,7 @@ from fedloom.runs.files import EXPERIMENT, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 from fedloom.storage.folder import read_file
-from fedloom.tasks.headline import GROUPS, headline_of, metrics_of, validation_value
+from fedloom.tasks.names import GROUPS, headline_of, metrics_of, validation_value
 
 API = "/api/model_registry/v1alpha3"
 NEEDED = f"{argument('registry')} is the URL to which {API} is appended"

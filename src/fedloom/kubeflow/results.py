@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.tasks.headline import GROUPS, RESULT_HEADINGS, headline_of, result_rows, values_of
+from fedloom.tasks.names import GROUPS, RESULT_HEADINGS, headline_of, result_rows, values_of
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare import RunComparison

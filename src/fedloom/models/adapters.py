@@ -43,10 +43,8 @@ class LoRA(Settings):
 def adapted(make: Callable[[], nn.Module], lora: LoRA) -> Callable[[], nn.Module]:
     """Return a factory that adds adapters to the module that ``make`` returns.
 
-    Raises
-    ------
-    ExperimentError
-        When called, if ``peft`` is not installed, the module has adapters already, or no layer of these names.
+    Raise ExperimentError when called, if ``peft`` is not installed, the module has adapters already, or no layer of
+    these names.
     """
 
     def made() -> nn.Module:
@@ -102,17 +100,15 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def adapter_files(model: FlatModel | None, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """Return the files of an adapter by name.
 
+    Raise ExperimentError if the model is not a module with one adapter of ``peft``, or if the adapter needs a modified
+    base.
+
     Parameters
     ----------
     model
         Model of the client; None if its predictor consists of more than the parameters of a network.
     tensors
         Its trained tensors and constants, by the module's names.
-
-    Raises
-    ------
-    ExperimentError
-        If the model is not a module with one adapter of ``peft``, or if the adapter needs a modified base.
     """
     module = model.called_module() if isinstance(model, ModuleModel) else None
     prefix, adapters = _adapters_in(module)

@@ -18,9 +18,8 @@ from torch import Tensor
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, FlatNetwork, Layout, linear, linear_entries
-from fedloom.models.lenet import lenet_features, lenet_layout
-from fedloom.models.lstm import LSTM
-from fedloom.models.module_inputs import ModuleInputs
+from fedloom.models.module_call import ModuleInputs
+from fedloom.models.networks import LSTM, lenet_features, lenet_layout
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 
@@ -30,14 +29,21 @@ class EmbeddingNetwork(FlatNetwork):
 
     Parameters
     ----------
-    outputs, target_shape, task
-        K, the shape of one target, and the task, which converts a target into a label input.
+    outputs
+        K. Subclasses also have ``size``, the length l of a descriptor, and take the rest as ``target``.
     labels
         False if φ uses only x.
+    task, target_shape
+        Task, which converts a target into a label input, and the shape of one target.
     """
 
     def __init__(
-        self, outputs: int, task: PredictionTask, target_shape: tuple[int, ...] = (), *, labels: bool = True
+        self,
+        outputs: int,
+        *,
+        labels: bool = True,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
     ) -> None:
         self.outputs = outputs
         self.task = task
@@ -82,17 +88,8 @@ class LeNetEmbedding(EmbeddingNetwork):
     channels and an order of magnitude cheaper.
     """
 
-    def __init__(
-        self,
-        input_shape: tuple[int, ...],
-        outputs: int,
-        size: int,
-        *,
-        labels: bool,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(outputs, task, target_shape, labels=labels)
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, size: int, **target: Any) -> None:
+        super().__init__(outputs, **target)
         self.channels, height, width = input_shape
         self.layout = lenet_layout(self.channels + self.label_size, height, width, size)
 
@@ -109,15 +106,8 @@ class LeNetEmbedding(EmbeddingNetwork):
 class LinearEmbedding(EmbeddingNetwork):
     """One linear layer on the label input alone (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
 
-    def __init__(
-        self,
-        outputs: int,
-        size: int,
-        *,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(outputs, task, target_shape)
+    def __init__(self, outputs: int, size: int, **target: Any) -> None:
+        super().__init__(outputs, **target)
         self.layout = Layout((("fc.weight", (size, self.label_size)), ("fc.bias", (size,))))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -131,18 +121,8 @@ class MLPEmbedding(EmbeddingNetwork):
     Inputs of any shape are flattened. The paper does not give the width.
     """
 
-    def __init__(
-        self,
-        input_shape: tuple[int, ...],
-        outputs: int,
-        size: int,
-        *,
-        width: int,
-        labels: bool,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(outputs, task, target_shape, labels=labels)
+    def __init__(self, input_shape: tuple[int, ...], outputs: int, size: int, *, width: int, **target: Any) -> None:
+        super().__init__(outputs, **target)
         inputs = math.prod(input_shape) + self.label_size
         self.layout = Layout(tuple(linear_entries([inputs, width, size])))
 
@@ -161,10 +141,9 @@ class LSTMEmbedding(EmbeddingNetwork):
     Targets of other tasks, such as next tokens, are not used.
     """
 
-    def __init__(
-        self, vocabulary: int, size: int, *, width: int, labels: bool, task: PredictionTask = CLASSIFICATION
-    ) -> None:
-        super().__init__(vocabulary, task, labels=labels and task.target_kind == "classification")
+    def __init__(self, vocabulary: int, size: int, *, width: int, **target: Any) -> None:
+        task = target.get("task", CLASSIFICATION)
+        super().__init__(vocabulary, labels=target.get("labels", True) and task.is_classification, task=task)
         self.network = LSTM(vocabulary, hidden=width, outputs=size)
         self.layout = self.network.layout
 
@@ -187,38 +166,23 @@ class PretrainedEmbedding(MLPEmbedding):
     a fixed function of x. Each example's features are standardized (``F.layer_norm`` without parameters), so that the
     rates of η_v do not depend on their scale.
 
+    Raise ValueError if the model has no features of single examples.
+
     Parameters
     ----------
     model
         Model of the clients, in evaluation mode.
     size, width
         Length l of a descriptor, and width of the hidden layer.
-
-    Raises
-    ------
-    ValueError
-        If the model has no features of single examples.
     """
 
-    def __init__(
-        self,
-        model: FlatModel,
-        outputs: int,
-        size: int,
-        *,
-        width: int,
-        labels: bool,
-        task: PredictionTask = CLASSIFICATION,
-        target_shape: tuple[int, ...] = (),
-    ) -> None:
+    def __init__(self, model: FlatModel, outputs: int, size: int, *, width: int, **target: Any) -> None:
         widths = [shape[1] for name, shape in model.layout.entries if name in model.layout.head and len(shape) == 2]
         if not model.has_features or model.predicts_by_batch or not widths:
             raise ValueError("the model has no trained linear head that takes one row of features for each example")
         self.features_size = max(widths)
         """Number f of features."""
-        super().__init__(
-            (self.features_size,), outputs, size, width=width, labels=labels, task=task, target_shape=target_shape
-        )
+        super().__init__((self.features_size,), outputs, size, width=width, **target)
         self._model = model
         self._start: dict[torch.device, Mapping[str, Tensor]] = {}
 
@@ -256,7 +220,7 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     """
     if task.target_kind == "next_token":
         return ("lstm",)
-    if kind == "tokens" and task.target_kind != "classification":  # a vocabulary that the targets do not have
+    if kind == "tokens" and not task.is_classification:  # a vocabulary that the targets do not have
         return ("linear",)
     return EMBEDDINGS.get(kind, ("linear",))
 
@@ -307,15 +271,12 @@ class EmbeddingSettings(Settings):
     ) -> EmbeddingNetwork:
         """Return the network for inputs of a kind, targets of a task, and descriptors of length ``size``.
 
+        Raise ExperimentError if it does not accept such inputs, or the model has no features.
+
         Parameters
         ----------
         model
             Model of the clients, which ``pretrained`` needs.
-
-        Raises
-        ------
-        ExperimentError
-            If it does not accept such inputs, or the model has no features.
         """
         allowed = networks_for(kind, task)
         if self.network not in (*allowed, "pretrained"):
@@ -325,9 +286,9 @@ class EmbeddingSettings(Settings):
         try:
             match self.network:
                 case "linear":
-                    return LinearEmbedding(outputs, size, task=task, target_shape=target_shape)
+                    return LinearEmbedding(outputs, size, **target)
                 case "lstm":
-                    return LSTMEmbedding(outputs, size, width=width, labels=self.labels, task=task)
+                    return LSTMEmbedding(outputs, size, width=width, **target)
                 case "lenet":
                     return LeNetEmbedding(input_shape, outputs, size, **target)
                 case "mlp":

@@ -30,10 +30,7 @@ def check_permitted(name: str, key: str = KEY) -> None:
 
     ``key`` is the key of the experiment that names it: a model's factory, or a metric.
 
-    Raises
-    ------
-    ExperimentError
-        If neither the user of this process nor its environment has named the factory.
+    Raise ExperimentError if neither the user of this process nor its environment has named the factory.
     """
     if not is_permitted(name):
         raise _not_permitted(name, "a run or an address on the network", key)
@@ -44,10 +41,7 @@ def check_sent_factory(name: str, key: str = KEY) -> None:
 
     ``key`` is as for :func:`check_permitted`.
 
-    Raises
-    ------
-    ExperimentError
-        If the environment does not name the factory.
+    Raise ExperimentError if the environment does not name the factory.
     """
     if name not in _from_environment():
         raise _not_permitted(name, "the aggregator", key)

@@ -45,15 +45,12 @@ def fitted(
     A model that accepts integers gets them unchanged. Any other model gets them standardized like features; if it
     accepts integers in principle, the log records this.
 
+    Raise ExperimentError if the model does not fit; the message names the key.
+
     Parameters
     ----------
     specs
         Description of each input tensor, with ``kind`` and ``shape``; the name of a single one is empty.
-
-    Raises
-    ------
-    ExperimentError
-        If the model does not fit; the message names the key.
     """
     integers = [name for name, spec in specs.items() if spec.kind == "integers"]
     if not integers:
@@ -79,11 +76,7 @@ def fitted(
 
 
 def _built(
-    choice: ModelChoice,
-    specs: Mapping[str, Any],
-    outputs: int,
-    task: PredictionTask,
-    target_shape: tuple[int, ...],
+    choice: ModelChoice, specs: Mapping[str, Any], outputs: int, task: PredictionTask, target_shape: tuple[int, ...]
 ) -> FlatModel:
     single = specs.get("")
     if single is None:

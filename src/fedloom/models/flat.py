@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import grad, vmap
 from torch.utils._pytree import tree_map
 
 from fedloom.errors import ExperimentError
@@ -106,10 +107,7 @@ class Layout:
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """View θ [d] as named tensors; a gradient with respect to them flows to θ.
 
-        Raises
-        ------
-        ValueError
-            If the length of θ differs from this layout's.
+        Raise ValueError if the length of θ differs from this layout's.
         """
         if theta.shape != (self.size,):
             raise ValueError(f"θ has shape {tuple(theta.shape)}, but the layout needs ({self.size},)")
@@ -264,6 +262,9 @@ class FlatModel(FlatNetwork):
     ) -> None:
         """Check that the training steps of a run succeed, as those of built-in networks do.
 
+        Raise ExperimentError if a step fails, if gradients of several clients together differ from those of each client
+        alone, or, with ``examples``, if an example's output depends on others or a call moves buffers.
+
         Parameters
         ----------
         clients
@@ -274,12 +275,6 @@ class FlatModel(FlatNetwork):
             Device of the run; None for the CPU.
         examples
             True if steps use the gradients of single examples (differential privacy of examples).
-
-        Raises
-        ------
-        ExperimentError
-            If a step fails, if gradients of several clients together differ from those of each client alone, or, with
-            ``examples``, if an example's output depends on others or a call moves buffers.
         """
         if examples and self.layout.buffers:
             raise ExperimentError(
@@ -362,6 +357,20 @@ class DerivedModel(FlatModel):
         vars(self).update({name: getattr(model, name) for name in FACTS})
         self.model, self.layout = model, layout
 
+    def in_training(self) -> FlatModel:
+        """Return the same with the model in training mode."""
+        view = copy.copy(self)
+        view.model = self.model.in_training()
+        return view
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the model's features."""
+        return self.model.features(parameters, x)
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the model's outputs."""
+        return self.model.forward(parameters, x)
+
     def batch_weights(self, y: Tensor | None, weight: Tensor) -> Tensor:
         """Return the weights of the model that is called."""
         return self.model.batch_weights(y, weight)
@@ -383,15 +392,12 @@ def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tens
 def masked(model: FlatModel, absent: Tensor) -> FlatModel:
     """Return the model with the logits of some classes at -inf.
 
+    Raise ExperimentError if the model's own loss takes more than the logits.
+
     Parameters
     ----------
     absent
         ``[C]`` bool.
-
-    Raises
-    ------
-    ExperimentError
-        If the model's own loss takes more than the logits.
     """
     if model.needs_result:
         raise ExperimentError(
@@ -399,6 +405,24 @@ def masked(model: FlatModel, absent: Tensor) -> FlatModel:
             key="algorithm.local.mask_absent",
         )
     return with_forward(model, lambda parameters, x: model.forward(parameters, x).masked_fill(absent, -torch.inf))
+
+
+def vmapped_gradients(model: FlatModel, *, labelled: bool, stacked: bool) -> Callable[..., dict[str, Tensor]]:
+    """Return ``(chosen leaves, other leaves, x, y) -> gradients`` of each example by the chosen leaves.
+
+    They are ``[b, *shape]``, or ``[g, b, *shape]`` of ``stacked`` clients. Random draws differ between examples.
+    """
+    axes, randomness = (0, 0 if labelled else None), "different" if model.draws else "error"
+    of_client = vmap(grad(partial(example_loss, model)), in_dims=(None, None, *axes), randomness=randomness)
+    return vmap(of_client, in_dims=(0, 0, *axes), randomness=randomness) if stacked else of_client
+
+
+def example_loss(
+    model: FlatModel, chosen: Mapping[str, Tensor], others: Mapping[str, Tensor], x: Any, y: Tensor | None
+) -> Tensor:
+    """Return the loss of one example, without the axis of a batch, at leaves in two parts."""
+    one = tree_map(lambda t: t[None], x)
+    return model.loss(Leaves({**others, **chosen}), one, None if y is None else y[None]).sum()
 
 
 _Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Any]

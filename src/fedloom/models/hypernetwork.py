@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,40 +14,6 @@ from torch import Tensor
 
 from fedloom.core.settings import Settings
 from fedloom.models.flat import FlatNetwork, Layout, linear, linear_entries, vjp
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer as Buffer
-
-KEPT_BYTES = 64 << 20
-"""Maximum size of the memory that is kept while unused."""
-
-
-class RecycledMemory:
-    """Memory of one float32 result at a time, reused once no tensor refers to it."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []  # at most one
-
-    def empty(self, rows: int, columns: int) -> Tensor:
-        """Return an uninitialized tensor ``[rows, columns]``, whose memory nothing else uses."""
-        size = rows * columns
-        if 4 * size > KEPT_BYTES or not size:
-            return torch.empty(rows, columns)
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = torch.empty(0)
-        if len(memory) < size:
-            memory = torch.empty(size)
-        view = memoryview(cast("Buffer", memory.numpy()))
-        # The storage of the result holds the view, and so do all tensors and arrays that share it.
-        weakref.finalize(view, self._recycle, memory).atexit = False
-        return torch.frombuffer(view, dtype=torch.float32, count=size).view(rows, columns)
-
-    def _recycle(self, memory: Tensor) -> None:
-        if len(memory) > max((len(kept) for kept in self._free), default=0):  # another thread may take it meanwhile
-            self._free[:] = [memory]
-
 
 TILE = 8
 """Rows per matrix product. The bits of a GEMM depend on its number of rows, so the hypernetwork always runs on this
@@ -110,7 +75,6 @@ class Hypernetwork(FlatNetwork):
         widths = [descriptor_size, *[self.width] * (self.hidden_layers + 1), model_size]
         self.layout = Layout(tuple(linear_entries(widths)))
         self.last = f"fc{len(widths) - 1}"
-        self._memory = RecycledMemory()
 
     def started_at(self, theta: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return parameters η_h whose output is θ ``[D]`` for every v: the last layer's weights are 0.
@@ -142,7 +106,7 @@ class Hypernetwork(FlatNetwork):
         weight, bias = parameters[f"{self.last}.weight"].detach(), parameters[f"{self.last}.bias"].detach()
         h = torch.cat([tile.detach() for tile in hidden])
         fast = weight.device.type == "cpu" and weight.dtype == torch.float32
-        theta = self._memory.empty(len(h), len(weight)) if fast else weight.new_empty(len(h), len(weight))
+        theta = weight.new_empty(len(h), len(weight))
         blocks = -(-len(weight) // COLUMNS) if fast else 1
         for w, b, out in zip(weight.chunk(blocks), bias.chunk(blocks), theta.chunk(blocks, 1), strict=True):
             done = 0

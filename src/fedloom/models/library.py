@@ -18,10 +18,7 @@ SMALL = 64
 def imported(model: str, package: str, extra: str) -> Any:
     """Import the package that has a network.
 
-    Raises
-    ------
-    ExperimentError
-        If it is not installed.
+    Raise ExperimentError if it is not installed.
     """
     try:
         return importlib.import_module(package)
@@ -61,10 +58,8 @@ def vit(
 ) -> nn.Module:
     """Return torchvision's vision transformer for any number of channels.
 
-    Raises
-    ------
-    ValueError
-        If the images are not square, or their side is no multiple of the patch's, or heads do not divide the width.
+    Raise ValueError if the images are not square, or their side is no multiple of the patch's, or heads do not divide
+    the width.
     """
     channels, height, side = input_shape
     if height != side or side % patch:
@@ -91,10 +86,7 @@ def vit(
 def unet(input_shape: tuple[int, ...], outputs: int, channels: Sequence[int]) -> nn.Module:
     """Return MONAI's U-Net with instance normalization, without residual units.
 
-    Raises
-    ------
-    ValueError
-        If a side of the images cannot be halved as often as there are levels below the first.
+    Raise ValueError if a side of the images cannot be halved as often as there are levels below the first.
     """
     factor = 2 ** (len(channels) - 1)
     if any(side % factor or side < 2 * factor for side in input_shape[1:]):

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import importlib
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -19,7 +20,17 @@ from torch.utils._pytree import tree_map
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of, log_outputs, log_setting, log_step
+from fedloom.models.module_call import (
+    ROWS,
+    InputDescription,
+    InputShape,
+    ModuleInputs,
+    call_of,
+    descriptions,
+    first_input,
+    log_outputs,
+    trial_inputs,
+)
 from fedloom.models.module_check import TrialData, Tried, tried
 from fedloom.models.module_facts import Head, head_of, identity_of, least_batch, moving_tensors, seeded, within_tables
 from fedloom.models.module_function import (
@@ -29,16 +40,6 @@ from fedloom.models.module_function import (
     gives_logarithms,
     own_loss,
     takes_raw_targets,
-)
-from fedloom.models.module_inputs import (
-    ROWS,
-    InputDescription,
-    InputShape,
-    ModuleInputs,
-    descriptions,
-    first_input,
-    mapped,
-    trial_inputs,
 )
 from fedloom.models.module_layers import (
     batch_layers,
@@ -50,18 +51,17 @@ from fedloom.models.module_layers import (
     hollowed,
     is_tied,
     layout_of,
+    log_once,
     running_statistics,
     theta_of,
     tied_names,
     uncompiled,
     warn_of_batches,
-    warn_of_examples,
     without_statistics,
 )
 from fedloom.models.module_steps import Steps, check_steps
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
-from fedloom.tasks.trial import trial_targets
 
 MEMORY = "memory:"
 """Prefix of the factory name of a module that exists only in this process."""
@@ -89,6 +89,8 @@ _FOUND: dict[Hashable, _Findings] = {}
 class ModuleModel(FlatModel):
     """PyTorch module as a function of a flat vector.
 
+    Raise ExperimentError if it cannot be flattened; the message names the layer.
+
     Parameters
     ----------
     make
@@ -108,11 +110,6 @@ class ModuleModel(FlatModel):
         Name or position of the outputs in the module's result, if that is not a tensor; None for ``logits``.
     task, target_shape
         What is predicted, and the shape of one target.
-
-    Raises
-    ------
-    ExperimentError
-        If it cannot be flattened; the message names the layer.
     """
 
     def __init__(
@@ -159,11 +156,15 @@ class ModuleModel(FlatModel):
         self._renormalizes = found.renormalizes
         self.predicts_by_batch = bool(without_statistics(self._module))
         warn_of_batches(self._module)
-        log_outputs(type(self._module).__name__, self._call)
+        kind_of_module = type(self._module).__name__
+        log_outputs(kind_of_module, self._call)
         if self.steps:
-            log_step(type(self._module).__name__)
+            log_once(f"{kind_of_module}.training_step is trained; its optimizers, hooks and logs are not used")
         elif not self.own_loss and (setting := getattr(self._module, "loss", None)) is not None:
-            log_setting(type(self._module).__name__, repr(setting)[:40])
+            log_once(
+                f"{kind_of_module}.loss is {repr(setting)[:40]} and not a function, so the task's loss is trained",
+                logging.WARNING,
+            )
         self._module = hollowed(self._module)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
@@ -193,7 +194,11 @@ class ModuleModel(FlatModel):
         """Choose the way to compute gradients of single examples: ``torch.func.vmap``, or one by one."""
         self.vmaps_examples = self._training.vmaps_examples = vmapped
         if not vmapped:
-            warn_of_examples(type(self._module).__name__)
+            log_once(
+                f"{type(self._module).__name__}: torch.func.vmap cannot run it for single examples, so their gradients "
+                "(federation.privacy.of: examples) are computed one by one",
+                logging.WARNING,
+            )
 
     def called_module(self) -> nn.Module:
         """Return the module that this thread's calls run."""
@@ -247,13 +252,13 @@ class ModuleModel(FlatModel):
         if not by_batch or torch.compiler.is_exporting() or len(first_input(x)) != 1:
             return function(parameters, x)
         if not self._trains:
-            return tree_map(lambda t: t[:1], function(parameters, mapped(x, lambda t: torch.cat([t, t]))))
+            return tree_map(lambda t: t[:1], function(parameters, tree_map(lambda t: torch.cat([t, t]), x)))
         try:
             return function(parameters, x)
         except ValueError as error:
             raise DataError(
                 f"the model normalizes by the batch, but a batch has one example ({error}); a client needs two train "
-                "examples or more, and batch_size must be 2 or more",
+                "examples or more, and batch_size must be 2 or more"
             ) from error
 
     @property
@@ -295,7 +300,7 @@ def _found(
     x, others = (trial_inputs(described, seed) for seed in (0, 1))
     call = replace(call_of(module, x, output), exponential=gives_logarithms(module))
     x, others = within_tables(copied(module).eval(), call, x, others)
-    y = trial_targets(task, ROWS, outputs, target_shape, raw=takes_raw_targets(module))
+    y = task.trial_targets(ROWS, outputs, target_shape, raw=takes_raw_targets(module))
     trial = TrialData(x, others, y, task, outputs)
     moving = moving_tensors(module, x)
     found = tried(module, layout_of(module, moving, None, local=False), call, trial)
@@ -315,16 +320,13 @@ def _renormalizes(module: nn.Module, found: Tried, x: ModuleInputs) -> bool:
 def remember(module: nn.Module, name: str | None = None) -> str:
     """Register a module for experiments of this process, and return its name.
 
+    Raise ExperimentError if the object is not a module, or not the one that the run trained.
+
     Parameters
     ----------
     name
         Name in a run, whose weights may differ; None to name the module by its class, a hash of its layers and a hash
         of its weights.
-
-    Raises
-    ------
-    ExperimentError
-        If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
         call = "; call it, and give the module that it returns" if callable(module) else ""
@@ -355,16 +357,13 @@ def remember(module: nn.Module, name: str | None = None) -> str:
 def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int, ...]], classes: int) -> Factory:
     """Return the factory of a module.
 
+    Raise ExperimentError if there is no such function, this process may not call it, or another process has the module.
+
     Parameters
     ----------
     name
         ``package.module:function``, which is called with ``input_shape`` and ``classes`` if it has such parameters; or
         a name returned by :func:`remember`.
-
-    Raises
-    ------
-    ExperimentError
-        If there is no such function, this process may not call it, or another process has the module.
     """
     if name.startswith(MEMORY):
         if name not in _IN_MEMORY:

@@ -1,24 +1,113 @@
-"""Calls of a module: the form of its inputs, and the part of its output that holds the logits."""
+"""Calls of a module: its inputs, in a trial too, and the part of its output that holds the logits."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
-from fedloom.models.module_inputs import ModuleInputs, first_input
+from fedloom.models.module_layers import log_once
 from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.trial import has_binary_form
 
-_log = logging.getLogger("fedloom.models")
+ROWS = 3
+"""Number of trial inputs."""
+
+ModuleInputs: TypeAlias = Tensor | Mapping[str, Tensor]
+"""Inputs of a module, ``[b, ...]``, or such tensors by name."""
+
+
+class InputDescription(Protocol):
+    """Description of one input tensor, such as a manifest's."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of its values: pixels, features, tokens or integers."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape for one example."""
+
+    @property
+    def high(self) -> int | None:
+        """Largest value + 1 of integers; None for other kinds."""
+
+
+class SingleInput(NamedTuple):
+    """Description of the input of examples that have one tensor.
+
+    Attributes
+    ----------
+    kind, shape
+        Its kind, and its shape for one example.
+    high
+        Largest value + 1 of integers; None for 2.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    high: int | None = None
+
+
+InputShape: TypeAlias = tuple[int, ...] | Mapping[str, InputDescription]
+"""Shape of a single input, or the descriptions of named ones."""
+
+
+def descriptions(input_shape: InputShape, kind: str, outputs: int) -> Mapping[str, InputDescription]:
+    """Return the descriptions of all input tensors; a single one has the empty name.
+
+    The vocabulary of tokens is the list of outputs.
+    """
+    if isinstance(input_shape, Mapping):
+        return input_shape
+    return {"": SingleInput(kind, input_shape, outputs if kind == "tokens" else None)}
+
+
+def trial_inputs(described: Mapping[str, InputDescription], seed: int, rows: int = ROWS) -> ModuleInputs:
+    """Return random inputs, ``[rows, ...]``.
+
+    The first entry of each row of integers is the largest of the data, so that the module's tables are tried with it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = {name: _drawn(each, rows, generator) for name, each in described.items()}
+    return found.get("", found)
+
+
+def _drawn(described: InputDescription, rows: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, *described.shape)
+    if described.kind not in ("tokens", "integers"):
+        return torch.randn(shape, generator=generator)
+    high = described.high or 2
+    dtype = torch.uint8 if described.kind == "tokens" else torch.int64
+    drawn = torch.randint(high, shape, generator=generator, dtype=dtype)
+    drawn.view(rows, -1)[:, 0] = high - 1
+    return drawn
+
+
+def first_input(x: ModuleInputs) -> Tensor:
+    """Return the inputs, or the first of named ones, which has the same length and device as the others."""
+    return x if isinstance(x, Tensor) else next(iter(x.values()))
+
+
+def shapes(x: ModuleInputs) -> str:
+    """Return the shapes of inputs, for messages."""
+    if isinstance(x, Tensor):
+        return str(list(x.shape))
+    return ", ".join(f"{name} {list(each.shape)}" for name, each in x.items())
+
+
+def shape_of(input_shape: InputShape) -> tuple[int, ...] | dict[str, tuple[int, ...]]:
+    """Return the shape of one input, or the shapes of named inputs."""
+    if not isinstance(input_shape, Mapping):
+        return input_shape
+    found = {name: tuple(each.shape) for name, each in input_shape.items()}
+    return found.get("", found)
+
 
 LOGITS = "logits"
 """Field of an output that is read by default."""
@@ -132,10 +221,7 @@ class ModuleCall:
     def read(self, module: Any, found: Any) -> Tensor:
         """Return the tensor of a module's output.
 
-        Raises
-        ------
-        UnreadOutputError
-            If it has none in this field; the message lists all fields and shapes.
+        Raise UnreadOutputError if it has none in this field; the message lists all fields and shapes.
         """
         if isinstance(found, Tensor):
             return found
@@ -186,7 +272,7 @@ class ModuleCall:
             return None
         if given == wanted:
             return self
-        if has_binary_form(task, outputs) and given in (wanted[1:], (1, *wanted[1:])):
+        if task.has_binary_form(outputs) and given in (wanted[1:], (1, *wanted[1:])):
             return replace(self, given=given, shape=wanted, binary=True)
         flat = task.name == "regression" and given == (outputs,)
         if flat or _without_ones(given) == _without_ones(wanted):
@@ -221,46 +307,26 @@ def _shape_or_type(part: Any) -> str:
     return str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__
 
 
-@cache
-def log_setting(name: str, loss: str) -> None:
-    """Warn once that an attribute ``loss`` is no function, as in models that choose their loss by its name."""
-    _log.warning("%s.loss is %s and not a function, so the task's loss is trained", name, loss)
-
-
-@cache
-def log_step(name: str) -> None:
-    """Log once which methods of a ``LightningModule`` a run calls."""
-    _log.info("%s.training_step is trained; its optimizers, hooks and logs are not used (algorithm.local)", name)
-
-
-@cache
 def log_outputs(name: str, call: ModuleCall) -> None:
     """Log once how a run obtains the logits of a module, unless they are the tensor that it returns."""
     if call.field not in (LOGITS, OUT):
-        _log.info("%s returns several outputs, of which %r is trained; model.output names another", name, call.field)
+        log_once(f"{name} returns several outputs, of which {call.field!r} is trained; model.output names another")
     if call.probabilities:
-        _log.info(
-            "%s gives probabilities, after a %s: the loss is their negative log-likelihood", name, call.probabilities
-        )
+        log_once(f"{name} gives probabilities, after a {call.probabilities}: the loss is their negative log-likelihood")
     if call.binary:
-        _log.info(
-            "%s gives one output for two classes: z becomes the logits [0, z], whose loss is that of a sigmoid", name
-        )
+        log_once(f"{name} gives one output for two classes: z becomes the logits [0, z], whose loss is a sigmoid's")
 
 
 def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> ModuleCall:
     """Return the way to call a module with such inputs.
 
+    Raise ExperimentError if the inputs are named, and the module takes neither arguments of these names nor a single
+    one; or if they are one tensor, and it needs other arguments.
+
     Parameters
     ----------
     output
         Key ``model.output``.
-
-    Raises
-    ------
-    ExperimentError
-        If the inputs are named, and the module takes neither arguments of these names nor a single one; or if they are
-        one tensor, and it needs other arguments.
     """
     field = LOGITS if output is None else output
     signature = inspect.signature(module.forward)

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedloom.core.draws import drawing_with
 from fedloom.core.memory import collection_paused
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
-from fedloom.models.module_call import LostAxisError, ModuleCall, UnreadOutputError
+from fedloom.models.module_call import LostAxisError, ModuleCall, ModuleInputs, UnreadOutputError, first_input, shapes
 from fedloom.models.module_draws import GLOBAL, ROUNDING, NumpyGenerators, attributes, draws_noted, near
 from fedloom.models.module_facts import ConvolutionSizes, displace
 from fedloom.models.module_function import ModuleFunction, TrainingStep, own_loss
-from fedloom.models.module_inputs import ModuleInputs, first_input, mapped, shapes
 from fedloom.models.module_layers import (
     at_layer,
     batch_layers,
@@ -37,7 +36,6 @@ from fedloom.models.module_layers import (
     without_statistics,
 )
 from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
 
 _SEEDS = 5
 """Number of seeds with which a module that draws is called, so that branches taken at random are all tried."""
@@ -84,19 +82,16 @@ class Tried:
 def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: TrialData) -> Tried:
     """Call a module as a run does, and return the findings.
 
+    Raise ExperimentError if it fails, returns no outputs that fit the task, draws random numbers in evaluation or by a
+    generator of its own, keeps a state, lets predictions depend on other inputs, or if its gradient differs from
+    torch's gradient of the module itself.
+
     Parameters
     ----------
     layout
         Layout of its parameters.
     call
         Way in which it takes inputs.
-
-    Raises
-    ------
-    ExperimentError
-        If it fails, returns no outputs that fit the task, draws random numbers in evaluation or by a generator of its
-        own, keeps a state, lets predictions depend on other inputs, or if its gradient differs from torch's gradient of
-        the module itself.
     """
     trial = _Trial(module, layout, data, call)
     with torch.random.fork_rng(devices=[]), collection_paused():
@@ -162,7 +157,7 @@ class _Trial:
         found = read.read(self.module, given)
         fit = fitted(found)
         if fit is None:
-            of_classes = task.target_kind == "classification"
+            of_classes = task.is_classification
             what = "logits" if of_classes else f"outputs for {task.name}"
             problem = (
                 f"must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} {list(found.shape)})"
@@ -178,13 +173,13 @@ class _Trial:
 
     def of_probabilities(self) -> ModuleCall:
         """Return the call with the kind of its outputs, logits or probabilities, judged by several parameters."""
-        if sums_to_one(self.data.task, self._scaled(1.0)) and all(
-            sums_to_one(self.data.task, self._scaled(factor)) for factor in _FACTORS
-        ):
+        task = self.data.task
+        if all(task.sums_to_one(self._scaled(factor)) for factor in _FACTORS):
             return replace(self.call, probabilities="softmax")
-        one = self.call.binary or takes_logits_of_one(self.data.task)
-        if one and all(_is_in_unit_interval(self.call.unshaped(self._scaled(factor))) for factor in _FACTORS):
-            return replace(self.call, probabilities="sigmoid")
+        if self.call.binary or task.is_binary_by_label:
+            outputs = (self.call.unshaped(self._scaled(factor)) for factor in _FACTORS)
+            if all(bool(((z >= 0) & (z <= 1)).all()) for z in outputs):  # NaN is not
+                return replace(self.call, probabilities="sigmoid")
         return self.call
 
     def _scaled(self, factor: float) -> Tensor:
@@ -266,7 +261,7 @@ class _Trial:
             self._check_outputs(call(x, seed=seed, note=True), rows, own=own)
         before = attributes(function.module)
         by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
-        alone = call(x if by_batch else mapped(x, lambda t: t[1:2]), note=True, watch=True)
+        alone = call(x if by_batch else tree_map(lambda t: t[1:2], x), note=True, watch=True)
         self._check_outputs(alone, rows if by_batch else 1, own=own)
         call(x, apart=True)
         self._require(
@@ -450,8 +445,3 @@ def _joined(found: Any, rows: int) -> Tensor:
         return found
     parts = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.dim() and len(t) == rows]
     return torch.cat([t.flatten(1).float() if t.dim() > 1 else t[:, None].float() for t in parts], 1)
-
-
-def _is_in_unit_interval(z: Tensor) -> bool:
-    """Return True if all numbers are between 0 and 1; NaN is not."""
-    return bool(((z >= 0) & (z <= 1)).all())

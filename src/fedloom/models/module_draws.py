@@ -28,18 +28,15 @@ def draws_noted(
 ) -> Iterator[None]:
     """Record the libraries whose global generators a module draws from, and restore the generators.
 
+    Raise ExperimentError if the module draws from a generator of its own, or, if ``noted`` is None, from any generator;
+    the message names the layer.
+
     Parameters
     ----------
     noted
         Set that receives them; None to reject draws.
     watch
         True to detect other generators, too; some layers then use another kernel.
-
-    Raises
-    ------
-    ExperimentError
-        If the module draws from a generator of its own, or, if ``noted`` is None, from any generator; the message names
-        the layer.
     """
     given, numpy = _GivenGenerators(), known.present()
     before = _generators(numpy) | {given.name: given.used}

@@ -16,21 +16,22 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
-from fedloom.models.module_call import ModuleCall, call_of
-from fedloom.models.module_function import per_example
-from fedloom.models.module_inputs import (
+from fedloom.models.module_call import (
     InputDescription,
     InputShape,
+    ModuleCall,
     ModuleInputs,
+    call_of,
     descriptions,
-    mapped,
     shapes,
     trial_inputs,
 )
+from fedloom.models.module_function import per_example
 from fedloom.models.module_layers import (
     batch_layers,
     class_and_text,
@@ -102,7 +103,7 @@ def least_batch(module: nn.Module, x: ModuleInputs) -> int:
     """Return the fewest examples on which a call in training mode succeeds: 2 if it fails for one alone, else 1."""
     if not batch_layers(module):
         return 1
-    tried, one = copied(module).train(), mapped(x, lambda t: t[:1])
+    tried, one = copied(module).train(), tree_map(lambda t: t[:1], x)
     try:
         with torch.enable_grad(), drawing_with(0):
             call_of(tried, x).result(tried, one)
@@ -138,17 +139,14 @@ def head_of(
     module's outputs follow from its outputs. That is tested by changing all inputs and parameters, but not the layer's
     outputs: those of the module must stay the same.
 
+    Raise ExperimentError if the requested layer cannot be the head.
+
     Parameters
     ----------
     x, others
         Trial inputs, and others of the same shape.
     name
         Key ``model.head``.
-
-    Raises
-    ------
-    ExperimentError
-        If the requested layer cannot be the head.
     """
     module = copied(module).eval()
     _perturb(module)  # else a factor whose initial value is 1 would go unnoticed
@@ -240,7 +238,7 @@ def _limits(module: nn.Module, call: ModuleCall, x: ModuleInputs, name: str) -> 
     for j in range(column.shape[1]):
 
         def is_beyond(value: int, j: int = j) -> bool:
-            given = mapped(x, lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t)
+            given = tree_map(lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t, x)
             (given if isinstance(given, Tensor) else given[name])[:, j] = value
             return _is_beyond(module, call, given)
 
@@ -323,6 +321,8 @@ LOOKUPS = frozenset(
 def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: str = "features") -> None:
     """Reject a module that looks up values by codes that it truncates from features.
 
+    Raise ExperimentError if there is such a lookup; the error names the layer.
+
     Parameters
     ----------
     make
@@ -331,11 +331,6 @@ def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: st
         Shape of the input, or the descriptions of named inputs.
     kind
         Kind of a single input.
-
-    Raises
-    ------
-    ExperimentError
-        If there is such a lookup; the error names the layer.
     """
     described = descriptions(input_shape, kind, outputs=2)
     if not any(each.kind == "features" for each in described.values()):
@@ -386,17 +381,10 @@ class _Lookups(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") in LOOKUPS:
             where = self._layers[-1] if self._layers else ""
-            self.found += [(where, integers.clone()) for integers in _integers((args, kwargs or {}))]
+            given = (t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor))
+            integers = [t for t in given if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
+            self.found += [(where, t.clone()) for t in integers]
         return func(*args, **(kwargs or {}))
-
-
-def _integers(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
-            yield value
-    elif isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _integers(item)
 
 
 class _Walk:
@@ -414,10 +402,8 @@ class _Walk:
     def add(self, value: Any) -> None:
         """Add a value and all of its parts; a value met before is added as a reference.
 
-        Raises
-        ------
-        TypeError
-            If the content of a part cannot be read, as that of a lock or of a function's enclosed variables.
+        Raise TypeError if the content of a part cannot be read, as that of a lock or of a function's enclosed
+        variables.
         """
         if value is None or isinstance(value, bool | int | float | complex | str | bytes):
             self._note(f"{type(value).__name__} {value!r}")

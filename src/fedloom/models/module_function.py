@@ -20,8 +20,7 @@ from torch.nn.modules.loss import (
 )
 
 from fedloom.models.flat import Leaves
-from fedloom.models.module_call import AS_IT_IS, ModuleCall
-from fedloom.models.module_inputs import ModuleInputs, first_input
+from fedloom.models.module_call import AS_IT_IS, ModuleCall, ModuleInputs, first_input
 
 RESIDUALS = (L1Loss, MSELoss, HuberLoss, SmoothL1Loss)
 """Criteria of torch that measure the difference of outputs and targets: errors of the task, in its units."""

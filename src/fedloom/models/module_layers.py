@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -87,10 +87,7 @@ def _line(error: Exception) -> str:
 def check_layers(module: nn.Module) -> None:
     """Reject layers that are not functions of parameters and inputs.
 
-    Raises
-    ------
-    ExperimentError
-        If there are such layers, or no parameters to train.
+    Raise ExperimentError if there are such layers, or no parameters to train.
     """
     for name, layer in module.named_modules():
         where = named(name, layer)
@@ -113,21 +110,12 @@ def check_layers(module: nn.Module) -> None:
 
 def _check_tensors(where: str, layer: nn.Module) -> None:
     for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
-        if tensor.is_meta:
-            raise ExperimentError(
-                f"{where}: {key} is on the meta device, where tensors have no values. Make the module on the CPU, or "
-                "call to_empty(device='cpu') and initialize it"
-            )
         if tensor.device.type != "cpu":
-            raise ExperimentError(
-                f"{where}: {key} is on {tensor.device}. Make the module on the CPU; `runtime.device` sets the device "
-                "of a run"
-            )
-    for key, p in layer.named_parameters(recurse=False):
-        if p.requires_grad and p.dtype != torch.float32:
-            fix = "Keep it as torch.view_as_real, and use torch.view_as_complex in `forward`"
-            fix = fix if p.is_complex() else "Convert it to torch.float32"
-            raise ExperimentError(f"{where}: {key} is {p.dtype}. {fix}")
+            fix = "call to_empty(device='cpu')" if tensor.is_meta else "`runtime.device` sets that of a run"
+            raise ExperimentError(f"{where}: {key} is on {tensor.device}. Make the module on the CPU; {fix}")
+        if tensor.requires_grad and tensor.dtype != torch.float32:
+            fix = "Convert it to torch.float32, or keep complex numbers as torch.view_as_real"
+            raise ExperimentError(f"{where}: {key} is {tensor.dtype}. {fix}")
 
 
 def check_copyable(module: nn.Module) -> None:
@@ -143,33 +131,19 @@ def check_copyable(module: nn.Module) -> None:
 def copied(module: nn.Module) -> nn.Module:
     """Copy a module.
 
-    Raises
-    ------
-    ExperimentError
-        If it cannot be copied: the layer and the attribute, such as a lock or a weight computed in advance.
+    Raise ExperimentError if it cannot be copied: the layer and the attribute, such as a lock or a weight computed in
+    advance.
     """
     return _copied(module, _computed_weights(module))
 
 
 def copied_around(module: nn.Module) -> nn.Module:
-    """Copy all of a module but its parameters, which the copy shares: for calls with other parameters.
-
-    Raises
-    ------
-    ExperimentError
-        As :func:`copied` does.
-    """
+    """Copy all of a module (:func:`copied`) but its parameters, which the copy shares: for calls with others."""
     return _copied(module, _computed_weights(module) | {id(p): p for p in module.parameters()})
 
 
 def hollowed(module: nn.Module) -> nn.Module:
-    """Copy a module with zeros that take no memory for its trained parameters, for calls with others; share the rest.
-
-    Raises
-    ------
-    ExperimentError
-        As :func:`copied` does.
-    """
+    """Copy a module for calls with other parameters: zeros without memory for trained ones; share the rest."""
     known = {
         id(p): nn.Parameter(p.new_zeros(()).expand(p.shape)) if p.requires_grad else p for p in module.parameters()
     }
@@ -183,7 +157,13 @@ def _copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
         for name, layer in module.named_modules():
             for key, value in vars(layer).items():
                 if key != "_modules" and not _is_copyable(value):
-                    raise ExperimentError(f"{named(name, layer)}: {_why_not(key, value)}") from error
+                    fix = "Create it where it is used"
+                    if isinstance(value, Tensor):
+                        fix = "Compute it from parameters in `forward`, or by torch.nn.utils.parametrizations"
+                    raise ExperimentError(
+                        f"{named(name, layer)}: its attribute {key} ({type(value).__name__}) cannot be copied, but "
+                        f"each thread trains a copy of the module. {fix}"
+                    ) from error
         raise ExperimentError(
             f"{KEY}: {type(module).__name__} cannot be copied ({class_and_text(error)}), but each thread needs a copy"
         ) from error
@@ -209,18 +189,6 @@ def _is_copyable(value: Any) -> bool:
     return True
 
 
-def _why_not(key: str, value: Any) -> str:
-    if isinstance(value, Tensor):
-        return (
-            f"its {key} was computed from parameters at construction, so that training would not change it. "
-            "Compute it in `forward`, or by torch.nn.utils.parametrizations.weight_norm"
-        )
-    return (
-        f"its attribute {key} ({type(value).__name__}) cannot be copied, but each thread trains a copy of the module. "
-        "Keep it outside the module, or create it where it is used"
-    )
-
-
 def is_tied(module: nn.Module, layer: str) -> bool:
     """Return True if a layer shares a parameter with another one."""
     below = {id(p) for p in module.get_submodule(layer).parameters()}
@@ -231,8 +199,11 @@ def is_tied(module: nn.Module, layer: str) -> bool:
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Normalization layers: batch and instance normalization, and those of each example."""
 
-_log = logging.getLogger("fedloom.models")
-_warned: set[str] = set()
+
+@cache
+def log_once(text: str, level: int = logging.INFO) -> None:
+    """Log a text once in this process."""
+    logging.getLogger("fedloom.models").log(level, text)
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -253,20 +224,15 @@ def layout_of(module: nn.Module, buffers: tuple[str, ...], last: str | None, *, 
     others = {**untrained(module), **dict(module.named_buffers())}
     shapes = named | {name: tuple(others[name].shape) for name in buffers}
     order = [*(name for name in named if name not in head), *buffers, *head]
+    norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
     return Layout(
         tuple((name, shapes[name]) for name in order),
         headless=last is None,
         last=last,
         buffers=buffers,
         local_buffers=local,
-        normalization=_of_normalization(module, order),
+        normalization=tuple(name for name in order if name.rpartition(".")[0] in norms),
     )
-
-
-def _of_normalization(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that belong to normalization layers."""
-    norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
-    return tuple(name for name in names if name.rpartition(".")[0] in norms)
 
 
 def theta_of(module: nn.Module, layout: Layout) -> Tensor:
@@ -316,23 +282,11 @@ def without_statistics(module: nn.Module) -> list[str]:
 
 
 def warn_of_batches(module: nn.Module) -> None:
-    """Warn, once for each kind of module, that its predictions depend on the other examples of a batch."""
-    kind = type(module).__name__
-    if (layers := without_statistics(module)) and kind not in _warned:
-        _warned.add(kind)
-        _log.warning(
-            "%s: layer %r keeps no running statistics, so predictions depend on the batch: each client is measured in "
-            "batches of evaluation.batch_size in the order of its examples, and a served batch by itself",
-            kind,
-            layers[0],
+    """Warn once that a module's predictions depend on the other examples of a batch."""
+    if layers := without_statistics(module):
+        log_once(
+            f"{type(module).__name__}: layer {layers[0]!r} keeps no running statistics, so predictions depend on the "
+            "batch: each client is measured in batches of evaluation.batch_size in the order of its examples, and a "
+            "served batch by itself",
+            logging.WARNING,
         )
-
-
-@cache
-def warn_of_examples(kind: str) -> None:
-    """Warn, once for each kind of module, that each gradient of a single example takes a separate call."""
-    _log.warning(
-        "%s: torch.func.vmap cannot run it for single examples, so their gradients (federation.privacy.of: examples) "
-        "are computed one by one",
-        kind,
-    )

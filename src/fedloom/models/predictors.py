@@ -51,10 +51,7 @@ Predictors: TypeAlias = list[dict[str, Predictor]]
 def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Predictor:
     """Return one of a client's predictors.
 
-    Raises
-    ------
-    DataError
-        If the client has none of that name, because it has no examples to train on.
+    Raise DataError if the client has none of that name, because it has no examples to train on.
     """
     if name not in named:
         raise DataError(

@@ -16,17 +16,12 @@ from fedloom.core.plugins import plugins
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.adapters import LoRA, adapted
-from fedloom.models.convnet import BatchNormConvNet, ConvNet
 from fedloom.models.flat import FlatModel, bfloat16
-from fedloom.models.lenet import LeNet
 from fedloom.models.library import TokenTransformer, resnet18, unet, vit
-from fedloom.models.lstm import LSTM
-from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
+from fedloom.models.module_call import InputShape, shape_of
 from fedloom.models.module_facts import check_codes
-from fedloom.models.module_inputs import InputShape, shape_of
-from fedloom.models.quadratic import Quadratic
-from fedloom.models.resnet import ResNet20
+from fedloom.models.networks import LSTM, MLP, BatchNormConvNet, ConvNet, LeNet, Quadratic, ResNet20
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.names import TaskName
@@ -87,10 +82,7 @@ class ModelChoice(Settings):
     ) -> FlatModel:
         """Make the model for a problem (:class:`ModelProblem`).
 
-        Raises
-        ------
-        ExperimentError
-            If this network does not accept such inputs, or has no outputs of the task's shape.
+        Raise ExperimentError if this network does not accept such inputs, or has no outputs of the task's shape.
         """
         model = self.model_for(ModelProblem(input_shape, outputs, kind, task, target_shape))
         if self.precision == "float32":
@@ -135,10 +127,7 @@ class ModelChoice(Settings):
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
         """Make the model for inputs of an accepted kind.
 
-        Raises
-        ------
-        ValueError
-            If an input is too small.
+        Raise ValueError if an input is too small.
         """
         raise NotImplementedError
 
@@ -314,10 +303,7 @@ class ModuleSettings(ModelChoice):
     def model_for(self, problem: ModelProblem) -> FlatModel:
         """Make the module, and try it on inputs.
 
-        Raises
-        ------
-        ExperimentError
-            If it cannot be made or flattened; the message names the layer.
+        Raise ExperimentError if it cannot be made or flattened; the message names the layer.
         """
         shape, classes, kind, task, target_shape = problem
         if not classes:
@@ -338,10 +324,7 @@ class LibraryChoice(ModelChoice):
     def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
         """Make the module.
 
-        Raises
-        ------
-        ValueError
-            If it does not accept such inputs.
+        Raise ValueError if it does not accept such inputs.
         """
 
     def model_for(self, problem: ModelProblem) -> FlatModel:

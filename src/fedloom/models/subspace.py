@@ -89,10 +89,7 @@ class SubspaceSettings(Settings):
     def check(self, model: FlatModel, key: str) -> None:
         """Check that a model has at least k parameters.
 
-        Raises
-        ------
-        ExperimentError
-            If it has fewer; the message begins with the ``key`` of these settings.
+        Raise ExperimentError if it has fewer; the message begins with the ``key`` of these settings.
         """
         if self.dimension(model) > model.layout.size:
             raise ExperimentError(

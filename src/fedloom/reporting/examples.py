@@ -15,7 +15,7 @@ from fedloom.data.spec import Targets
 from fedloom.engine.trained import personalize_each, restore, torch_threads
 from fedloom.models.predictors import Predictor
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import headline_of
+from fedloom.tasks.names import headline_of
 
 EXAMPLES = "examples.json"
 

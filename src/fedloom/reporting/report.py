@@ -22,7 +22,7 @@ from fedloom.reporting.page import (
 from fedloom.reporting.words import GROUP_TITLES, human_bytes, human_time, method_title, number_range
 from fedloom.runs.files import EXPERIMENT, METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import headline_of, values_of
+from fedloom.tasks.names import headline_of, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -32,8 +32,18 @@ from fedloom.reporting.report_setup import summary_of
 from fedloom.reporting.tables import Table, TableRow, one_block, table_row
 from fedloom.reporting.words import GROUP_TITLES, client_column, is_masked
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
-from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline, metric_heading, shown_metric, significant
+from fedloom.tasks.names import (
+    ACCURACY,
+    MODEL_LOSS,
+    Headline,
+    MetricValues,
+    headline_of,
+    metric_heading,
+    metrics_of,
+    shown_metric,
+    significant,
+    values_of,
+)
 
 NAMED = 10
 """Maximum number of rows of a small table."""

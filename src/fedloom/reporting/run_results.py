@@ -16,8 +16,7 @@ from fedloom.reporting.page import reading
 from fedloom.reporting.words import client_column, is_masked
 from fedloom.runs.files import METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import headline_of, validation_value, values_of
-from fedloom.tasks.names import ACCURACY, Headline
+from fedloom.tasks.names import ACCURACY, Headline, headline_of, validation_value, values_of
 
 GROUPS = ("seen", "unseen")
 USERS = "users"

@@ -17,7 +17,7 @@ from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import BURNT, DONE
 from fedloom.storage.base import Store
-from fedloom.tasks.headline import headline_of, values_of
+from fedloom.tasks.names import headline_of, values_of
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
 RESUME = f"continue it: run it again with {argument('resume')}"

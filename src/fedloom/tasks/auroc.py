@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
+from fedloom.tasks.base import MetricSums, are_whole, mean_defined, ratio
 
 BINS = 64
 """Number of bins of the log-odds of each label."""

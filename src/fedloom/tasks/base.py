@@ -1,11 +1,11 @@
-"""Contract of a prediction task."""
+"""Contract of a prediction task, the sums from which its metrics follow, and the task of data without targets."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Annotated, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,61 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.settings import Settings
-from fedloom.tasks.names import Headline, TaskName
-from fedloom.tasks.sums import MetricSums
+from fedloom.tasks.names import METRICS, Headline, TaskName
+
+
+class MetricSums(ABC):
+    """Sums that a client computes over the examples of a split; the metrics of a client, or of several, follow.
+
+    Sums are added over batches and over clients. ``pooled`` values are those of all examples together.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """Names of the metrics."""
+
+    whole_split: ClassVar[bool] = False
+    """True if the sums are computed from all examples of a client's split at once, not batch by batch."""
+
+    size: int
+    """Number of sums."""
+
+    @property
+    def metrics(self) -> tuple[Headline, ...]:
+        """Metrics that follow from the sums."""
+        return tuple(METRICS[name] for name in self.names)
+
+    @abstractmethod
+    def of(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the sums of a batch, ``[b, *output_shape], [b, *target_shape] -> [size]`` float64, all finite."""
+
+    @abstractmethod
+    def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
+        """Return metrics by name, ``[m, size] -> [m]`` each, NaN where undefined; ``pooled`` sums are over clients."""
+
+    def of_clients(self, predictions: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the sums of g clients, ``[g, size]``, whose examples are concatenated in these sizes."""
+        parts = zip(torch.split(predictions, list(sizes)), torch.split(y, list(sizes)), strict=True)
+        return torch.stack([self.of(*part).cpu() for part in parts])
+
+    @abstractmethod
+    def implausible(self, sums: Tensor, examples: int) -> str | None:
+        """Return why a client cannot have measured these sums ``[size]`` on so many examples; None if it can."""
+
+
+def are_whole(counts: Tensor) -> bool:
+    """Return True if all numbers are whole and nonnegative."""
+    return bool(((counts >= 0) & (counts == counts.round())).all())
+
+
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Return a quotient, NaN where the denominator is 0."""
+    return numerator / denominator.where(denominator != 0, denominator.new_tensor(float("nan")))
+
+
+def mean_defined(values: Tensor) -> Tensor:
+    """Return the mean over the last axis of the values that are not NaN; NaN without any."""
+    return values.nanmean(-1)
+
 
 CORRECT, TOTAL, LOSS = range(3)
 """Last axis of counts: correct predictions, examples, summed loss."""
@@ -145,6 +198,45 @@ class PredictionTask(Settings):
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return targets as inputs of a network, ``[n, *target_shape] -> [n, L]`` float32."""
 
+    def examples_per_output(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the number of examples for each output, ``[n, *target_shape] -> [K]`` float64: by class or label."""
+        return self.label_input(y, outputs).double().sum(0)
+
+    @property
+    def is_classification(self) -> bool:
+        """True if a target is one of K classes."""
+        return self.target_kind == "classification"
+
+    @property
+    def is_binary_by_label(self) -> bool:
+        """True if the loss applies a sigmoid to each output."""
+        return self.target_kind == "multilabel"
+
+    def trial_targets(self, rows: int, outputs: int, target_shape: tuple[int, ...], *, raw: bool = False) -> Tensor:
+        """Return targets that data with K outputs could have, ``[rows, *target_shape]``, for trying a model.
+
+        Numbers are standardized, or ``raw``: 0 or 1, which counts, events and measurements can be.
+        """
+        generator, shape = torch.Generator().manual_seed(0), (rows, *target_shape)
+        if self.is_classification:
+            return torch.arange(rows) % outputs
+        if self.target_kind == "regression" and not raw:
+            return torch.randn(shape, generator=generator)
+        if self.target_kind in ("multilabel", "regression"):
+            return torch.randint(2, shape, generator=generator).float()
+        return torch.randint(outputs, shape, generator=generator)
+
+    def has_binary_form(self, outputs: int) -> bool:
+        """Return True if one logit z may stand for the two logits [0, z], whose cross-entropy is that of a sigmoid."""
+        return outputs == 2 and self.target_kind in ("classification", "segmentation")
+
+    def sums_to_one(self, outputs: Tensor) -> bool:
+        """Return True if outputs are nonnegative and sum to one over the classes, as after a softmax."""
+        axis = self.class_axis
+        if axis is None or outputs.shape[axis] < 2:
+            return False
+        return bool((outputs >= 0).all() and ((outputs.sum(axis) - 1).abs() < 1e-4).all())
+
 
 class CategoricalTask(PredictionTask):
     """Task whose outputs are logits of classes along one axis; predictions are log-probabilities of the same shape."""
@@ -175,3 +267,43 @@ def weights_fault(key: str, weights: Sequence[float] | None, outputs: int) -> st
 def as_weights(weights: Sequence[float] | None, like: Tensor) -> Tensor | None:
     """Return weights as a tensor with the type and on the device of another."""
     return None if weights is None else torch.tensor(weights, dtype=like.dtype, device=like.device)
+
+
+class OwnLoss(PredictionTask):
+    """Task of data without classes and targets: the model's own loss; no experiment names it."""
+
+    name: Literal["own_loss"] = Field(default="own_loss", description="the loss that the model defines")
+    target_kind = "classification"
+    headline = METRICS["loss"]
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return an empty shape: outputs have no meaning."""
+        return ()
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Raise TypeError: only the model has a loss."""
+        raise TypeError("data without targets need a model that defines its loss")
+
+    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+        """Return nothing."""
+        return ()
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Return the loss alone."""
+        return ("loss",)
+
+    def metrics_of_counts(self, counts: Counts) -> dict[str, Tensor]:
+        """Return the mean loss."""
+        return {"loss": ratio(counts.counts[:, LOSS], counts.counts[:, TOTAL])}
+
+    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
+        """Return 0."""
+        return 0
+
+    def label_input(self, y: Tensor, outputs: int) -> Tensor:
+        """Return nothing, ``[n, 0]``."""
+        return torch.zeros(len(y), 0, device=y.device)
+
+
+OWN_LOSS = OwnLoss()

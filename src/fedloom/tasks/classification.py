@@ -18,13 +18,15 @@ from fedloom.tasks.base import (
     TOTAL,
     CategoricalTask,
     Counts,
+    MetricSums,
     TargetShape,
     Weights,
     as_weights,
+    mean_defined,
+    ratio,
     weights_fault,
 )
 from fedloom.tasks.names import METRICS
-from fedloom.tasks.sums import MetricSums, mean_defined, ratio
 
 
 class Classification(CategoricalTask):

@@ -14,14 +14,17 @@ from torch import Tensor
 from fedloom.tasks.auroc import Auroc
 from fedloom.tasks.base import (
     LOSS_CAP,
+    MetricSums,
     PredictionTask,
     TargetShape,
     Weights,
+    are_whole,
     as_weights,
+    mean_defined,
+    ratio,
     weights_fault,
 )
 from fedloom.tasks.names import METRICS
-from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 
 class Multilabel(PredictionTask):

@@ -11,16 +11,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import LOSS_CAP, CategoricalTask, TargetShape
+from fedloom.tasks.base import LOSS_CAP, CategoricalTask, MetricSums, TargetShape, are_whole, ratio
 from fedloom.tasks.names import IGNORED, METRICS
-from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
 
 class NextToken(CategoricalTask):
     """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a batch's tokens.
 
     ``y[t]`` is the target of output t: the token after input t. Where the targets equal the inputs, as language models
-    expect, :func:`~fedloom.tasks.tokens.next_tokens` moves them by one place when data are packed.
+    expect, :func:`~fedloom.tasks.names.next_tokens` moves them by one place when data are packed.
     """
 
     name: Literal["next_token"] = Field(default="next_token", description="the next token at each place of a sequence")

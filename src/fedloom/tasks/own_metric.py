@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import ExperimentError
+from fedloom.tasks.base import MetricSums
 from fedloom.tasks.names import METRICS, Headline
-from fedloom.tasks.sums import MetricSums
 
 KEY = "evaluation.metrics"
 
@@ -43,9 +43,7 @@ def remembered_metric(name: str) -> Any:
     found = _IN_MEMORY.get(name.removeprefix(MEMORY))
     if found is None:
         raise ExperimentError(
-            f"{KEY}: {name} exists only in another process. Name it as package:function",
-            key=KEY,
-            found=name,
+            f"{KEY}: {name} exists only in another process. Name it as package:function", key=KEY, found=name
         )
     return found
 

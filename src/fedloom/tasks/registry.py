@@ -10,12 +10,11 @@ from pydantic import Field
 
 from fedloom.core.plugins import plugins
 from fedloom.errors import ExperimentError
-from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.base import OWN_LOSS, PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.names import TaskName
 from fedloom.tasks.next_token import NextToken
-from fedloom.tasks.own_loss import OWN_LOSS
 from fedloom.tasks.regression import Regression
 from fedloom.tasks.segmentation import Segmentation
 
@@ -54,8 +53,7 @@ if TYPE_CHECKING:
     TaskSettings: TypeAlias = PredictionTask
 else:
     TaskSettings = Annotated[
-        functools.reduce(operator.or_, [type(task) for task in TASKS]),
-        Field(discriminator="name"),
+        functools.reduce(operator.or_, [type(task) for task in TASKS]), Field(discriminator="name")
     ]
     """Settings of any task, discriminated by ``name``."""
 

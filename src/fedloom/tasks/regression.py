@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape
+from fedloom.tasks.base import VALUE_CAP, MetricSums, PredictionTask, TargetShape, mean_defined, ratio
 from fedloom.tasks.names import METRICS
-from fedloom.tasks.sums import MetricSums, mean_defined, ratio
 
 
 class Regression(PredictionTask):
@@ -60,6 +59,10 @@ class Regression(PredictionTask):
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the standardized numbers, ``[n, k]``."""
         return y.reshape(-1, outputs).float()
+
+    def examples_per_output(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the number of examples for each number."""
+        return torch.full((outputs,), len(y), dtype=torch.float64)
 
 
 class Errors(MetricSums):

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from fedloom.tasks.base import (
     CategoricalTask,
+    MetricSums,
     TargetShape,
     Weights,
+    are_whole,
     as_weights,
+    mean_defined,
+    ratio,
     weights_fault,
 )
 from fedloom.tasks.names import IGNORED, METRICS
-from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 _NONE = -100
 """Index of pixels that do not count; it is not a class."""

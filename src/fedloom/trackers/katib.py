@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.engine.observer import RunObserver
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import headline_of, validation_value
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import Headline, headline_of, validation_value
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

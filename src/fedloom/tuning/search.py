@@ -19,8 +19,7 @@ from fedloom.experiment.search_space import Make, SearchPlan
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.runs.files import EXPERIMENT, SUMMARY, RunFiles
 from fedloom.runs.folder import RunFolder
-from fedloom.tasks.headline import GROUPS, headline_of, validation_value, values_of
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import GROUPS, Headline, headline_of, validation_value, values_of
 from fedloom.tuning.parallel import EarlyStop, Jobs, run_jobs
 from fedloom.tuning.sweep import check_folder_of_runs, check_parallel, job_options
 from fedloom.tuning.trials import LOG, Schedule, Trial, Trials, import_optuna

@@ -17,8 +17,7 @@ from fedloom.data.pack.labels import label_positions, notes_of_classes
 from fedloom.data.spec import DTYPES, RANKS, SHAPES, DataSpec, InputSpec, SpecError, Targets, TensorKind, unnamed
 from fedloom.data.values import EXACT, Rounding, as_numbers, found_classes
 from fedloom.errors import DataError
-from fedloom.tasks.names import IGNORED, TaskName
-from fedloom.tasks.tokens import next_tokens
+from fedloom.tasks.names import IGNORED, TaskName, next_tokens
 
 VALUES = 2**22
 """Number of values converted at once, unless one example has more."""

@@ -1,4 +1,4 @@
-"""Requirements of methods on the clients' model and its task."""
+"""Requirements of methods on the clients' model and its task, and of privacy of examples on methods."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ features. ``default loss``: its loss is that of a built-in task. ``no buffers``:
 that move in training, because the method has no training calls that move them. ``any vector``: every θ is a model,
 because the method generates or draws θ. ``normalization``: it has normalization layers.
 """
+
+
+PRIVACY_KEY = "federation.privacy.of"
 
 
 def check_needs(name: str, needs: Sequence[Need], model: FlatModel) -> None:
@@ -63,7 +66,7 @@ def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: Fl
 
 def check_masks(settings: Any, model: FlatModel) -> None:
     """Raise ExperimentError if settings mask absent labels, but the model does not classify."""
-    if model.task.target_kind == "classification" and model.needs_labels:
+    if model.task.is_classification and model.needs_labels:
         return
     for key in _masks(settings, "algorithm."):
         task = model.task.name if model.needs_labels else "data without labels"
@@ -121,3 +124,51 @@ def _problem_of_buffers(need: Need, model: FlatModel) -> str | None:
     if need == "normalization" and not model.layout.normalization:
         return "keeps normalization layers with the clients, and this model has none"
     return None
+
+
+def check_example_privacy(method: Any, settings: Any) -> None:
+    """Check that a method with these settings protects examples; :meth:`FlatModel.check_steps` checks the model.
+
+    Raise ExperimentError if it cannot; the message begins with the key to change.
+    """
+    why = method.example_privacy(settings) if _is_stated(method) else "The method does not state that it can."
+    if why is not None:
+        raise ExperimentError(
+            f"algorithm.name: {method.name} cannot protect single examples ({PRIVACY_KEY}: examples). {why}",
+            hint="docs/algorithms/README.md lists the methods that can; with `of: clients`, others can",
+            key="algorithm.name",
+            found=method.name,
+        )
+    for key, found, text in _refused(method, settings):
+        raise ExperimentError(f"{key}: {text} ({PRIVACY_KEY}: examples)", key=key, found=found)
+
+
+def _is_stated(method: Any) -> bool:
+    """Return True if the class that states what clients disclose also defines, or inherits, all that they do."""
+    classes = type(method).__mro__
+
+    def first_with(*names: str) -> int:
+        return next((i for i, cls in enumerate(classes) if not vars(cls).keys().isdisjoint(names)), len(classes))
+
+    return first_with("example_privacy", "no_example_privacy") <= first_with("train", "client")
+
+
+def _refused(method: Any, settings: Any) -> Iterator[tuple[str, object, str]]:
+    """Yield settings that noisy steps do not permit, as key, value and advice."""
+    for name, local in settings:
+        if name in method.at_home or not hasattr(local, "mask_absent"):
+            continue
+        if local.mask_absent:
+            yield (
+                f"algorithm.{name}.mask_absent",
+                True,
+                "the labels that a client lacks follow from its examples, without noise; set it to false",
+            )
+        for clip in ("clip", "clip_value"):
+            if (value := getattr(local, clip, None)) is not None:
+                yield (
+                    f"algorithm.{name}.{clip}",
+                    value,
+                    f"gradients of examples are clipped by federation.privacy.clip, and clipping their noisy sum again "
+                    f"would bias it; set it to null (got {value:g})",
+                )
