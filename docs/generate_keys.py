@@ -14,12 +14,12 @@ from pydantic import TypeAdapter
 from fedloom.algorithms.base import Algorithm, available, find_algorithm
 from fedloom.algorithms.local_sgd import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
+from fedloom.engine.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
 from fedloom.experiment.search_space import Choices, Range, SearchSpace
 from fedloom.experiment.validation_errors import Schema
 from fedloom.kubeflow.pods import PodSettings, TaskPod
-from fedloom.ledger.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"

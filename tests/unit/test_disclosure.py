@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.engine.disclosure import answers, measures
 from fedloom.evaluation.group_statistics import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.ledger.disclosure import answers, measures
 
 
 @pytest.mark.parametrize("name", available())

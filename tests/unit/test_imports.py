@@ -77,7 +77,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "reporting": {"data", "models", "evaluation", "experiment", "runs", "federation", "engine"},
     "engine": {*PARTS, "privacy"},
-    "ledger": {*PARTS, "privacy", "sums", "engine"},
+    "ledger": {*PARTS, "privacy", "engine"},
     "serving": {*PARTS, "privacy", "engine", "ledger"},
     "tuning": {"models", "storage", "experiment", "runs", "engine"},
     "audits": {*PARTS, "attacks", "privacy", "reporting", "sums", "engine"},

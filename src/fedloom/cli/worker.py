@@ -18,7 +18,7 @@ from fedloom.core.processes import termination_requested
 from fedloom.engine.options import WorkerOptions
 
 if TYPE_CHECKING:
-    from fedloom.ledger.disclosure import DisclosedTensor
+    from fedloom.engine.disclosure import DisclosedTensor
     from fedloom.privacy.settings import TrainingPrivacy
 
 
@@ -102,10 +102,10 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
+    from fedloom.engine.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
     from fedloom.engine.worker import check_only_sums
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.plan import EvaluationPlan
-    from fedloom.ledger.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
 
     if not (options.packed or options.observe):
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")

@@ -148,7 +148,11 @@ def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settin
         scarce = int(np.divide(pool_sizes, demand, out=np.full(classes, np.inf), where=demand > 0).argmin())
         idle = [str(c) for c in np.flatnonzero((demand == 0) & (pool_sizes > 0))]
         dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in unused)
-        why = f"no client has class {first_of(idle, 10)}" if idle else f"class {scarce} limits each client that has it"
+        why = (
+            f"no client has class {first_of(idle, 10)}"
+            if idle
+            else f"class {scarce} has {pool_sizes[scarce]:,} and limits all"
+        )
         notes.append(f"only {dealt} are assigned: {why}; use more clients, or another scheme")
     pool = np.sort(np.concatenate(pools["train"]))
     of_unseen = [mine for mine, is_seen in zip(examples["train"], seen, strict=True) if not is_seen]

@@ -11,6 +11,7 @@ from fedloom.data.federated import Normalization
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.cohort import Summing
 from fedloom.federation.transport import AnswerHolder
+from fedloom.messages import Message
 from fedloom.privacy.settings import SecureAggregation
 
 
@@ -22,6 +23,7 @@ class SumsPart(Protocol):
     RevealedSums: Callable[[Path | None], object]
     securely_measuring_side: Callable[..., ClientSide]
     securely_measured_normalization: Callable[..., Normalization]
+    MomentDigits: type[Message]
     weaker_graph: Callable[[SecureAggregation, int], str | None]
 
 

@@ -24,6 +24,7 @@ from fedloom.engine.constants import check_run_constants
 from fedloom.engine.results import extra_metrics
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.group_statistics import groups
+from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationResult
 from fedloom.evaluation.summary import headline_keys
 from fedloom.experiment import Data, Experiment, OwnData
@@ -58,6 +59,28 @@ def evaluate(
     evaluation = evaluator.evaluate()
     extra = extra_metrics(parts.experiment, evaluator.roster, evaluator.folder, keep=False)
     return checkpoint_evaluation(run, partition, parts, dataset, evaluation, extra(evaluation))
+
+
+def evaluate_predictors(
+    parts: RunContext,
+    dataset: FederatedDataset,
+    clients: Sequence[str],
+    given: Predictors,
+    names: Sequence[str],
+    round: int,
+) -> EvaluationResult:
+    """Return measurements of predictors, by ``names``, that new clients of a data set were given after a round."""
+    size, examples = parts.experiment.evaluation.batch_size, list(map(parts.examples_of(dataset), clients))
+    return EvaluationResult(
+        round=round,
+        clients=tuple(clients),
+        seen=torch.zeros(len(clients), dtype=torch.bool),
+        present=torch.ones(len(clients), dtype=torch.bool),
+        predictors=tuple(names),
+        **metrics(given, examples, names, batch_size=size, plan=parts.plan).tensors(),
+        plan=parts.plan,
+        records={},
+    )
 
 
 def checkpoint_evaluation(

@@ -38,12 +38,11 @@ from fedloom.engine.trained import (
     check_checkpoint,
     check_predictor,
     checkpoint_evaluation,
+    evaluate_predictors,
     restore,
     torch_threads,
 )
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
-from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.plan import EvaluationResult
 from fedloom.experiment import Experiment, Runtime
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
@@ -370,23 +369,7 @@ def evaluate_served(
     parts, loop, dataset = restore(run, "last", partition)
     clients = tuple(entry.id for entry in dataset.manifest.clients)
     given, rounds = asyncio.run(_converse_for_all(where, parts.experiment.name, dataset, clients, trust))
-    measured = metrics(
-        given,
-        list(map(parts.examples_of(dataset), clients)),
-        loop.predictors,
-        batch_size=parts.experiment.evaluation.batch_size,
-        plan=parts.plan,
-    )
-    evaluation = EvaluationResult(
-        round=max(rounds),
-        clients=clients,
-        seen=torch.zeros(len(clients), dtype=torch.bool),
-        present=torch.ones(len(clients), dtype=torch.bool),
-        predictors=loop.predictors,
-        **measured.tensors(),
-        plan=parts.plan,
-        records={},
-    )
+    evaluation = evaluate_predictors(parts, dataset, clients, given, loop.predictors, max(rounds))
     served = {"served": {"by": where, "rounds": sorted(set(rounds))}}
     return checkpoint_evaluation(run, partition, parts, dataset, evaluation, served)
 

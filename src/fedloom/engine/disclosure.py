@@ -13,6 +13,7 @@ from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.spec import Normalization
 from fedloom.engine import assemble, run_data
 from fedloom.engine.run_data import own_of
+from fedloom.engine.sums import sums_part
 from fedloom.engine.worker import member_of
 from fedloom.errors import ExperimentError, argument
 from fedloom.evaluation.group_statistics import summed_shapes
@@ -84,9 +85,7 @@ def moment_tensors(*, only_summed: bool = False) -> list[DisclosedTensor]:
     """Return the tensors that a client sends, once, when asked for the moments of its inputs."""
     answer: type[Message] = InputMoments
     if only_summed:
-        from fedloom.sums.measuring import MomentDigits
-
-        answer = MomentDigits
+        answer = sums_part().MomentDigits
     return _tensors(answer, {field.name: field.shape for field in answer.fields()}, only_summed)
 
 
