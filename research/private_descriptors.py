@@ -23,6 +23,7 @@ import torch
 
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pefll import PEFLL
+from fedloom.core.files import write_atomically
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.inputs import single
 from fedloom.data.manifest import Manifest
@@ -35,7 +36,6 @@ from fedloom.federation.randomness import generator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.gaussian_mechanism import noise_multiplier
-from fedloom.storage.folder import write_atomically
 
 DELTA = 1e-5
 EPSILONS = (math.inf, 8.0, 4.0, 2.0, 1.0, 0.5)

@@ -21,9 +21,10 @@ import pytest
 from facts import refusing, tells
 from s3_support import BreakingProxy, S3Server, documented
 
+from fedloom.core.files import storing
+from fedloom.core.urls import is_url
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, location_of, open_store, s3
-from fedloom.storage.folder import storing
+from fedloom.storage import Absent, Store, StoredObject, Taken, location_of, open_store, s3
 from fedloom.storage.locations import S3Location, claims_of
 
 MIB = 2**20

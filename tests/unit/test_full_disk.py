@@ -15,9 +15,9 @@ from facts import mentions
 from test_local_data import TASK, people
 
 import fedloom
+from fedloom.core.files import copy_folder
 from fedloom.engine.log_file import logged_to
 from fedloom.errors import StorageError
-from fedloom.storage.folder import copy_folder
 
 ROUNDS = {"rounds": 3, "clients_per_round": 2, "checkpoint_every_s": 0}
 

@@ -84,7 +84,18 @@ ARROWS: dict[str, set[str]] = {
     "trackers": {"experiment", "runs", "engine"},
     "api": {*CAPABILITIES, "models", "data", "storage", "experiment", "runs", "engine"},
     "cluster": PARTS,
-    "kubeflow": {*PARTS, "reporting", "engine", "tuning", "serving", "trackers", "cluster"},
+    "kubeflow": {
+        "data",
+        "storage",
+        "experiment",
+        "runs",
+        "reporting",
+        "engine",
+        "tuning",
+        "serving",
+        "trackers",
+        "cluster",
+    },
     "cli": {*PARTS, *CAPABILITIES, "privacy", "engine", "api", "cluster", "kubeflow"},
     "__main__": {"cli"},
     "__init__": {"api", "experiment", "serving"},  # on first access to its names
@@ -195,6 +206,20 @@ def test_every_package_is_known_to_this_test() -> None:
 def test_no_package_hides_a_name_of_the_python_interface() -> None:
     """Importing ``fedloom.x.y`` makes ``fedloom.x`` the package."""
     assert not {path.relative_to(SOURCE).parts[0] for path in SOURCE.rglob("*.py")} & set(fedloom.__all__)
+
+
+def test_no_package_imports_more_than_twelve_others() -> None:
+    """The command line, which has all commands, apart."""
+    known: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        relative = path.relative_to(SOURCE)
+        if len(relative.parts) > 1 and relative.name != "commands.py" and relative.parts[0] != "cli":
+            package = ".".join(("fedloom", *relative.parts[:-1]))
+            for item in imports(ast.parse(path.read_text()), package):
+                top, room, *_ = (*item.module.split("."), "")
+                if top == "fedloom" and (SOURCE / room).is_dir() and room:
+                    known.setdefault(relative.parts[0], set()).add(room)
+    assert {room: others for room, others in known.items() if len(others - {room}) > 12} == {}
 
 
 def test_imports_have_no_cycles() -> None:

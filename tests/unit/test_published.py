@@ -22,6 +22,7 @@ from published_runs import aggregator, run_folder
 from s3_support import S3Server
 from test_states import made as federation_that_remembers
 
+from fedloom.core.files import copy_atomically
 from fedloom.engine.options import RunOptions
 from fedloom.engine.publication import Publication
 from fedloom.errors import DataError, ExitCode, ExperimentError, QuorumError, StorageError
@@ -31,7 +32,7 @@ from fedloom.runs.journal import Replay
 from fedloom.runs.published import SEGMENTS, PublishedRun, Publisher, segments
 from fedloom.serving.serve import waiting
 from fedloom.storage import Absent, Store, open_store
-from fedloom.storage.folder import FolderStore, copy_atomically
+from fedloom.storage.folder import FolderStore
 
 SMALL = """
 name: small

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.core.files import copy_atomically, fill, make_private, storing, write_atomically
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.federated import FederatedDataset, Manifest
 from fedloom.data.manifest import SPLITS, ClientEntry, shard_path
 from fedloom.errors import ExperimentError, argument
-from fedloom.storage.folder import copy_atomically, fill, make_private, storing, write_atomically
 
 NAME = "canary"
 """Prefix of the ids of canary clients."""

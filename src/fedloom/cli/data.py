@@ -9,8 +9,8 @@ import typer
 
 from fedloom.api.progress import show_progress
 from fedloom.cli.options import ExperimentFile, Json, Set
+from fedloom.core.files import storing
 from fedloom.core.words import pluralize
-from fedloom.storage.folder import storing
 
 if TYPE_CHECKING:
     from fedloom.data.datasets import Dataset, RawDataset
@@ -129,8 +129,9 @@ def partition_command(
     import shutil
 
     from fedloom import experiment as experiments
+    from fedloom.core.urls import is_url
     from fedloom.errors import ExperimentError
-    from fedloom.storage import is_url, open_store
+    from fedloom.storage import open_store
 
     settings = experiments.load_experiment(experiment, set_ or ())
     from fedloom.data.federated import FederatedDataset  # imports torch, so only after the file is checked

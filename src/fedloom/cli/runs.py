@@ -37,8 +37,8 @@ def evaluate_command(
     if "overlap" in statistics and (warning := overlapping(statistics["overlap"])):
         print(f"warning: {warning}", file=sys.stderr)
     if out is not None:
+        from fedloom.core.files import write_atomically
         from fedloom.errors import StorageError
-        from fedloom.storage.folder import write_atomically
 
         try:
             write_atomically(out, (json.dumps(statistics, indent=2) + "\n").encode())

@@ -156,7 +156,7 @@ def _dialled(address: str, access: ClientAccess) -> Iterator[ControlClient]:
 @contextmanager
 def _open_source(where: str | None, access: ClientAccess) -> Iterator[_Source]:
     """Yield the source that an argument names: a store by its URL, an aggregator as ``HOST:PORT``, or a folder."""
-    from fedloom.storage import is_url
+    from fedloom.core.urls import is_url
 
     if where is not None and is_url(where):
         from fedloom.reporting.status import RunStatus

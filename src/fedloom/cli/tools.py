@@ -22,7 +22,7 @@ def schema(
     if out is None:
         typer.echo(text)
     else:
-        from fedloom.storage.folder import storing
+        from fedloom.core.files import storing
 
         with storing(out):
             out.write_text(f"{text}\n", encoding="utf-8")

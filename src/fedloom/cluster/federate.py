@@ -25,13 +25,13 @@ from fedloom.cluster.manifests import (
 )
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig, is_gpu
 from fedloom.core import digests
+from fedloom.core.files import write_atomically
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
 from fedloom.storage import location_of, open_store
 from fedloom.storage.base import ENDPOINT
-from fedloom.storage.folder import write_atomically
 from fedloom.storage.locations import pod_environment
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from fedloom.cluster.manifests import (
     worker_job,
 )
 from fedloom.cluster.progress_client import ProgressClient, Tunnel
+from fedloom.core.files import storing
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
-from fedloom.storage.folder import storing
 
 POLL_S = 3.0
 """Poll interval while some pod is not running: a pod's problems do not show in its Job."""

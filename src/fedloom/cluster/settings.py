@@ -10,13 +10,13 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from fedloom.core.files import read_file
 from fedloom.core.settings import Settings
 from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, without_secrets
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.storage.base import CREDENTIALS
-from fedloom.storage.folder import read_file
 from fedloom.storage.locations import claims_of
 
 OWN = "fedloom.dev/"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fedloom.errors import ExperimentError, without_secrets
@@ -34,3 +35,8 @@ def service_url(text: str, name: str, form: str, *, key: str, path: bool) -> str
     if split.path.strip("/") and not path:
         raise refusal
     return text.rstrip("/")
+
+
+def is_url(text: str | Path) -> bool:
+    """Return True for a URL (``s3://...``, ``pvc://...``, or an unsupported one), False for a folder."""
+    return "://" in str(text)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.core.home import expanded
+from fedloom.core.urls import is_url
 from fedloom.data.inputs import Inputs, count, each_named
 from fedloom.data.manifest import (
     FIX,
@@ -27,7 +28,7 @@ from fedloom.data.own import AGAIN, SHARD, OwnClients, read_own_shard
 from fedloom.data.remote import Remote
 from fedloom.data.spec import DataSpec, InputSpec, Normalization, Targets, input_key
 from fedloom.errors import DataError, argument
-from fedloom.storage import is_url, open_store
+from fedloom.storage import open_store
 
 __all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normalization", "Split"]
 

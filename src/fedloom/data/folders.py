@@ -16,10 +16,10 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.core import digests
+from fedloom.core.files import read_file, storing, sync
 from fedloom.core.home import expanded
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, StorageError, as_storage_error
-from fedloom.storage.folder import read_file, storing, sync
 
 log = logging.getLogger("fedloom.data")
 

@@ -21,6 +21,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 
+from fedloom.core.files import fill, sync, write_atomically
 from fedloom.core.home import expanded
 from fedloom.core.keyed import make_rng
 from fedloom.core.settings import Settings
@@ -45,7 +46,6 @@ from fedloom.data.spec import (
     unnamed,
 )
 from fedloom.errors import DataError, ExperimentError
-from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.tasks.names import TaskName
 
 if TYPE_CHECKING:

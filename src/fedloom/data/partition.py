@@ -15,6 +15,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from fedloom.core.files import PRIVATE_FOLDER, fill, read_file, sync
 from fedloom.core.words import pluralize
 from fedloom.data import datasets
 from fedloom.data.apportion import input_digests
@@ -43,7 +44,6 @@ from fedloom.data.spec import (
     unnamed,
 )
 from fedloom.errors import DataError
-from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
 log = logging.getLogger("fedloom.data")
 

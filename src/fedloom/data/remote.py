@@ -7,12 +7,13 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from fedloom.core.files import make_private, write_atomically
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.folders import check_digest
 from fedloom.data.manifest import ClientEntry, Manifest, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
 from fedloom.storage import Absent, Store
-from fedloom.storage.folder import FolderStore, make_private, write_atomically
+from fedloom.storage.folder import FolderStore
 
 log = logging.getLogger("fedloom.data")
 

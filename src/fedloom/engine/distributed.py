@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from fedloom.core.files import open_to_append, read_file, storing
 from fedloom.core.options import as_words
 from fedloom.core.processes import ChildReport, command, environment
 from fedloom.engine.assemble import DTYPE, RunContext
@@ -41,7 +42,6 @@ from fedloom.federation.roster import AvailableClients
 from fedloom.models.factories import FACTORIES
 from fedloom.security.audit import Audit
 from fedloom.security.options import FILES, TOKEN, Protection
-from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.exchanges import ServedRun

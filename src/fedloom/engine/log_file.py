@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from fedloom.core.files import open_to_append, storing
 from fedloom.core.logs import JsonLines, structured
-from fedloom.storage.folder import open_to_append, storing
 
 
 @contextmanager

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from fedloom.core.urls import is_url
 from fedloom.engine.options import RunOptions
 from fedloom.errors import ExperimentError, FedloomError, QuorumError, argument
 from fedloom.experiment import Experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import Publisher
-from fedloom.storage import Store, is_url, open_store
+from fedloom.storage import Store, open_store
 
 log = logging.getLogger("fedloom.run")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.algorithms.sums import STATISTICS, learned_fields
 from fedloom.core.digests import RESTORE
 from fedloom.core.words import as_csv, pluralize
+from fedloom.data.manifest import Manifest
 from fedloom.engine.training_privacy import is_simulation
 from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
@@ -21,7 +22,7 @@ from fedloom.evaluation.documents import (
 )
 from fedloom.evaluation.group_statistics import predictor_statistics
 from fedloom.evaluation.plan import EvaluationResult
-from fedloom.evaluation.summary import LATE, RunCost, RunDescription, summary
+from fedloom.evaluation.summary import LATE, Communication, RunCost, RunDescription, metrics_line, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment
 from fedloom.federation.evaluator import Extra
@@ -148,6 +149,27 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     folder.close_lines()
     folder.write_json("summary.json", result)
     return result
+
+
+def write_evaluation(
+    folder: RunFolder, evaluation: EvaluationResult, manifest: Manifest, spent: dict[str, Any], *, label_mask: bool
+) -> None:
+    """Write an evaluation of a run's model on other clients to a copy of its folder.
+
+    ``spent`` is the line of ``metrics.jsonl`` up to which the model was trained.
+    """
+    line = metrics_line(
+        evaluation,
+        label_mask=label_mask,
+        train_loss=spent["train"]["loss"],
+        communication=Communication(**spent["communication"]),
+        client_steps=spent["client_steps"],
+    )
+    folder.reopen_lines()
+    folder.rewrite(METRICS, [line])
+    folder.write("partition.json", manifest.to_json())
+    folder.write("clients.csv", as_csv(client_rows(evaluation, manifest.clients)))
+    write_task_results(folder, evaluation, manifest.spec.class_names)
 
 
 def write_task_results(folder: RunFolder, evaluation: EvaluationResult, class_names: Sequence[str]) -> None:

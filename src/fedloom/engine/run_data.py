@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fedloom.algorithms.base import find_algorithm
+from fedloom.core.urls import is_url
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import OWN, Given, Own, OwnClients, own_manifest, own_normalization
@@ -15,7 +16,6 @@ from fedloom.engine.options import RunOptions
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.runs.folder import RunFolder
-from fedloom.storage import is_url
 
 
 def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:

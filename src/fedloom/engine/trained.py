@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.core.urls import is_url
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientData, FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
@@ -34,7 +35,6 @@ from fedloom.models.predictors import Predictor, Predictors
 from fedloom.runs.checkpoint import check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
-from fedloom.storage import is_url
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.address import split_address
+from fedloom.core.files import storing
+from fedloom.core.urls import is_url
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, ClientCard, Own, OwnClients, own_manifest, read_own_shard
@@ -28,8 +30,6 @@ from fedloom.federation.roster import Member
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.options import Credentials
 from fedloom.security.signing import signing_of
-from fedloom.storage import is_url
-from fedloom.storage.folder import storing
 from fedloom.transport.limits import parse_bandwidth
 from fedloom.transport.stream import Introduction, Joined
 from fedloom.transport.worker import Session, serve

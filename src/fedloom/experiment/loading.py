@@ -10,15 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fedloom.core.files import read_file
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
+from fedloom.core.urls import is_url
 from fedloom.core.words import DEEPEST, parsed_json, shortened
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, validate
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
 from fedloom.models.factories import check_sent_factory, is_permitted, permit_factory
-from fedloom.storage import is_url, open_store
-from fedloom.storage.folder import read_file
+from fedloom.storage import open_store
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment, Runtime

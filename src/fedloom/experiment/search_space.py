@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from fedloom.core.files import read_file
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
 from fedloom.core.words import first_of, shortened, shortest_suffixes
@@ -25,7 +26,6 @@ from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.loading import of, plain_value
 from fedloom.experiment.validation_errors import KeyPath, validate
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
-from fedloom.storage.folder import read_file
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment

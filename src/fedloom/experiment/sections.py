@@ -26,6 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
+from fedloom.core.urls import is_url
 from fedloom.data.assignment import PartitionSettings
 from fedloom.data.augment import Augment
 from fedloom.data.datasets import DATASETS, Dataset
@@ -39,7 +40,7 @@ from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
-from fedloom.storage import is_url, location_of
+from fedloom.storage import location_of
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
 from fedloom.tasks.registry import TaskSettings

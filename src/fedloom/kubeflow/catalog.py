@@ -21,8 +21,8 @@ import yaml
 
 import fedloom
 from fedloom.cluster.settings import check_image
+from fedloom.core.files import write_atomically
 from fedloom.errors import ExperimentError
-from fedloom.storage.folder import write_atomically
 
 HERE = Path(__file__).parent
 ROOT = HERE if (HERE / "components").is_dir() else HERE.parents[2]

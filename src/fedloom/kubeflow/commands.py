@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fedloom.cli.options import Checkpoint, Commands, Set, Space
-from fedloom.storage.folder import copy_atomically, storing
+from fedloom.core.files import copy_atomically, storing
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.client import Kubeflow
@@ -224,8 +224,8 @@ def _arguments(experiment: Path, overrides: list[str] | None, parameters: list[s
 
 def _text(experiment: Path) -> str:
     """Return the text of an experiment file; raise ExperimentError if it cannot be read."""
+    from fedloom.core.files import read_file
     from fedloom.errors import ExperimentError
-    from fedloom.storage.folder import read_file
 
     try:
         return read_file(experiment).decode("utf-8")

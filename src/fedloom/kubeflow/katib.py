@@ -29,6 +29,7 @@ from fedloom.cluster.manifests import (
     resources,
 )
 from fedloom.cluster.settings import AggregatorPod, ClusterSettings, TaskConfig
+from fedloom.core.urls import is_url
 from fedloom.core.words import shortened
 from fedloom.data import datasets
 from fedloom.engine.tracking import TRACK
@@ -36,7 +37,6 @@ from fedloom.errors import ExitCode, ExperimentError, argument
 from fedloom.experiment import Experiment, parse_experiment
 from fedloom.experiment.search_space import Parameter, SearchPlan, SearchSpace, plan_search
 from fedloom.kubeflow import planning
-from fedloom.storage import is_url
 from fedloom.tasks.names import Headline
 from fedloom.tasks.registry import task_of
 from fedloom.trackers.katib import EPSILON, KATIB_FILE, METRICS_PATH, objective_name

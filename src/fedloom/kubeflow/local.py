@@ -23,11 +23,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from fedloom.core.files import storing
 from fedloom.core.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument, without_secrets
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.catalog import check_parameters, pipeline
-from fedloom.storage.folder import storing
 
 STOP_GRACE_S = 40.0
 """Seconds for stopped processes to exit cleanly; a federation first writes a checkpoint."""

@@ -25,7 +25,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 import fedloom
 from fedloom.cluster.api import SERVICE_ACCOUNT
-from fedloom.core.urls import service_url
+from fedloom.core.files import read_file
+from fedloom.core.urls import is_url, service_url
 from fedloom.core.words import parsed_json
 from fedloom.data.problem import TrainedPrivately
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, StorageError, argument
@@ -33,8 +34,6 @@ from fedloom.kubeflow.client import read_token
 from fedloom.kubeflow.steps import say, step
 from fedloom.runs.files import EXPERIMENT, SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.storage import is_url
-from fedloom.storage.folder import read_file
 from fedloom.tasks.names import GROUPS, headline_of, metrics_of, validation_value
 
 API = "/api/model_registry/v1alpha3"

@@ -17,10 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from fedloom.core.files import copy_atomically, copy_folder, storing, write_atomically
 from fedloom.core.processes import listen_to_parent, show_traceback, tell_failure
-from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, QuorumError, as_storage_error
-from fedloom.storage.folder import copy_atomically, copy_folder, storing, write_atomically
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -259,7 +258,7 @@ def federate_task(
 def _run_url(experiment: str, run_id: str, task: str) -> str | None:
     """Return the URL of a run's own place in the store; None if the experiment has no store."""
     from fedloom.cluster.manifests import run_path
-    from fedloom.storage import is_url
+    from fedloom.core.urls import is_url
 
     e = json.loads(experiment)
     if not is_url(e.get("storage") or ""):
@@ -295,11 +294,9 @@ def evaluate_task(
         for each true class, over all clients; None for other tasks than classification.
     """
     from fedloom.data.manifest import read_manifest
-    from fedloom.engine import results as task_results
     from fedloom.engine import trained
-    from fedloom.evaluation import documents, summary
+    from fedloom.engine.results import write_evaluation
     from fedloom.runs.folder import RunFolder
-    from fedloom.security.options import ClientOptions
     from fedloom.serving.personal import evaluate_served
 
     if serve:
@@ -310,7 +307,7 @@ def evaluate_task(
                 found=checkpoint,
             )
         given = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
-        result = evaluate_served(model, serve, shards, ClientOptions.from_folder(credentials if given else None))
+        result = evaluate_served(model, serve, shards, credentials if given else None)
     else:
         result = trained.evaluate(model, checkpoint, shards)
     mask = result.parts.experiment.evaluation.label_mask
@@ -319,19 +316,7 @@ def evaluate_task(
     for stale in ("summary.json", "descriptors.json", "uncertainty.json", "examples.json", "journal.jsonl"):
         (out / stale).unlink(missing_ok=True)
     spent = [line for line in RunFolder.open(model).metrics() if line["round"] <= evaluation.round]
-    line = summary.metrics_line(
-        evaluation,
-        label_mask=mask,
-        train_loss=spent[-1]["train"]["loss"],
-        communication=summary.Communication(**spent[-1]["communication"]),
-        client_steps=spent[-1]["client_steps"],
-    )
-    evaluated = RunFolder(out)
-    evaluated.reopen_lines()
-    evaluated.rewrite("metrics.jsonl", [line])
-    evaluated.write("partition.json", manifest.to_json())
-    evaluated.write("clients.csv", as_csv(documents.client_rows(evaluation, manifest.clients)))
-    task_results.write_task_results(evaluated, evaluation, manifest.spec.class_names)
+    write_evaluation(RunFolder(out), evaluation, manifest, spent[-1], label_mask=mask)
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
     confusion = {"class_names": list(manifest.spec.class_names), "rows": rows} if evaluation.classes else None
     return {**result.statistics, "confusion": confusion}
@@ -440,7 +425,8 @@ def log(metrics: Any, text: str) -> None:
 
 def _source_files(source: str, downloads: Path) -> Path | None:
     """Return the folder of the source files; those in a store are downloaded first."""
-    from fedloom.storage import is_url, open_store
+    from fedloom.core.urls import is_url
+    from fedloom.storage import open_store
 
     if not source:
         return None

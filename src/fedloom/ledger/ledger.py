@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fedloom.core import digests
+from fedloom.core.files import PRIVATE_FILE
 from fedloom.core.words import parsed_json, pluralize, rounded_up
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
 from fedloom.ledger.training_cost import ClaimedTraining
 from fedloom.privacy.spent import PrivacyGuarantee, Spent, Total, TrainingCost
-from fedloom.storage.folder import PRIVATE_FILE
 
 VERSION = 2
 TRAINING_VERSION = 3

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedloom.core import digests
+from fedloom.core.urls import is_url
 from fedloom.core.words import DEEPEST, first_of, parsed_json, printable
 from fedloom.data.folders import text_fault
 from fedloom.errors import DataError, ExperimentError, argument
@@ -19,7 +20,6 @@ from fedloom.privacy.accounting import EVERYONE
 from fedloom.privacy.spent import TrainingCost, released
 from fedloom.runs.files import SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.storage import is_url
 
 LONGEST = 16 * 2**20
 """Maximum characters of a summary, which others may have written."""

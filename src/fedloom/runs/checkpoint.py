@@ -23,10 +23,10 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.core.files import read_file, write_atomically
 from fedloom.core.words import parsed_json
 from fedloom.errors import NEW_RUN, DataError, argument, as_storage_error
 from fedloom.runs.files import checkpoint_files
-from fedloom.storage.folder import read_file, write_atomically
 
 _BEFORE = b'{"__metadata__":{"fedloom":"{\\"sha256\\": \\"'
 _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)

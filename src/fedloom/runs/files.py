@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fedloom.core import digests
+from fedloom.core.files import PARTIAL, open_file, opened, read_file, staged, storing, sync, write_atomically
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, ExperimentError, argument, as_storage_error
-from fedloom.storage.folder import PARTIAL, open_file, opened, read_file, staged, storing, sync, write_atomically
 
 PIECE = 1 << 20
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.core.home import expanded
+from fedloom.core.urls import is_url
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError, ExperimentError
 from fedloom.runs.files import EXPERIMENT, JOURNAL, METRICS, PARTITION, SUMMARY, Lines, RunFiles, checkpoint_files
-from fedloom.storage import is_url, open_store
+from fedloom.storage import open_store
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

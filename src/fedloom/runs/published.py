@@ -45,12 +45,12 @@ from typing import Any, BinaryIO
 
 from pydantic import TypeAdapter
 
+from fedloom.core.files import PARTIAL, copy_atomically, opened, storing
 from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, StorageError, argument
 from fedloom.runs.files import AGGREGATOR_LOG, CHECKPOINTS, EXPERIMENT, RELEASES, SUMMARY, RunFiles
 from fedloom.storage import Absent, Store, Taken
 from fedloom.storage.base import parts_of
-from fedloom.storage.folder import PARTIAL, copy_atomically, opened, storing
 
 VERSION = 2
 FIRST = (EXPERIMENT, "published.json")

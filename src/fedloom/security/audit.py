@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
+from fedloom.core.files import PRIVATE_FILE, open_to_append, storing
 
 Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out", "predicted"]
 """Kind of an event.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from fedloom.core.files import staged, storing, sync
 from fedloom.errors import ExperimentError, FedloomError, argument
-from fedloom.storage.folder import staged, storing, sync
 
 log = logging.getLogger("fedloom.security")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.core.files import storing
 from fedloom.data.federated import ClientData, FederatedDataset
 from fedloom.data.problem import Problem
 from fedloom.engine.trained import check_predictor, personalize_each, restore, torch_threads
@@ -14,7 +15,6 @@ from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.models.predictors import Predictor, predictor_of
 from fedloom.serving.personal_model import PersonalModel, card_of
 from fedloom.serving.serve import about
-from fedloom.storage.folder import storing
 
 
 def client_models(

@@ -45,8 +45,8 @@ def serve_command(
     ] = None,
 ) -> None:
     """Serve models to clients. They request them with `fedloom personalize HOST:PORT`."""
+    from fedloom.core.urls import is_url
     from fedloom.runs.folder import RunFolder
-    from fedloom.storage import is_url
 
     if not is_url(run):
         RunFolder.open(run)  # fail early, before torch is imported

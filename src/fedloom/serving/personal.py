@@ -356,11 +356,12 @@ class RequestingClient(PersonalizationClient):
 
 
 def evaluate_served(
-    run: Path, where: str, partition: str | Path, trust: ClientOptions | None = None
+    run: Path, where: str, partition: str | Path, credentials: Path | None = None
 ) -> CheckpointEvaluation:
     """Evaluate the models that a server at ``HOST:PORT`` gives to a partition's clients, which are all new to the run.
 
     ``run`` is the folder of the served run, as far as it is published; it states the requirements on the data.
+    ``credentials`` is the folder with the credentials for the server.
 
     Raise as :func:`~fedloom.engine.trained.restore`; DataError if the server has another run, or cannot process a
     client's data; RefusedError if it refuses the connection; QuorumError if a model does not arrive within
@@ -368,14 +369,16 @@ def evaluate_served(
     """
     parts, loop, dataset = restore(run, "last", partition)
     clients = tuple(entry.id for entry in dataset.manifest.clients)
-    given, rounds = asyncio.run(_converse_for_all(where, parts.experiment.name, dataset, clients, trust))
+    given, rounds = asyncio.run(
+        _converse_for_all(where, parts.experiment.name, dataset, clients, ClientOptions.from_folder(credentials))
+    )
     evaluation = evaluate_predictors(parts, dataset, clients, given, loop.predictors, max(rounds))
     served = {"served": {"by": where, "rounds": sorted(set(rounds))}}
     return checkpoint_evaluation(run, partition, parts, dataset, evaluation, served)
 
 
 async def _converse_for_all(
-    where: str, run: str, dataset: FederatedDataset, clients: tuple[str, ...], trust: ClientOptions | None
+    where: str, run: str, dataset: FederatedDataset, clients: tuple[str, ...], trust: ClientOptions
 ) -> tuple[list[dict[str, Predictor]], list[int]]:
     """Request a model for each client of a partition; return each client's predictors and round."""
     models = Models(where, Credentials(trust))

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fedloom.core.files import storing, write_atomically
 from fedloom.core.home import expanded
 from fedloom.core.words import printable
 from fedloom.data.problem import Problem, TrainedPrivately
@@ -25,7 +26,6 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.models.adapters import BESIDE, adapter_files
 from fedloom.models.predictors import ModelPredictor, Predictor
 from fedloom.privacy.spent import PrivacyGuarantee
-from fedloom.storage.folder import storing, write_atomically
 
 FORMATS = (".safetensors", ".pt2", ".onnx", ".peft")
 """Suffixes of the supported formats: files, and the folder of an adapter."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.core.home import expanded
+from fedloom.core.urls import is_url
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.storage import is_url
 
 if TYPE_CHECKING:
     from fedloom.data.newcomer import Newcomer

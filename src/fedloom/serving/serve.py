@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.core.memory import keep_freed_memory
+from fedloom.core.urls import is_url
 from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.engine import assemble
 from fedloom.engine.assemble import RunContext
@@ -25,7 +26,6 @@ from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
 from fedloom.serving.open_inference import OpenInference, inference_served, models_folder
 from fedloom.serving.saved_models import ModelFolder
-from fedloom.storage import is_url
 from fedloom.transport.personalization import ModelServerSettings, Personalization, serve_models
 
 FOLLOW_INTERVAL_S = 1.0

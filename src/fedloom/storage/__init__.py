@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedloom.core.home import expanded
+from fedloom.core.urls import is_url
 from fedloom.storage.base import Absent, Store, StoredObject, Taken
 from fedloom.storage.folder import FolderStore
 from fedloom.storage.locations import Location, location_of
 
 __all__ = ["Absent", "Location", "Store", "StoredObject", "Taken", "is_url", "location_of", "open_store"]
-
-
-def is_url(text: str | Path) -> bool:
-    """Return True for a URL (``s3://...``, ``pvc://...``, or an unsupported one), False for a folder."""
-    return "://" in str(text)
 
 
 def open_store(

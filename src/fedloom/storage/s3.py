@@ -24,10 +24,10 @@ from minio.deleteobjects import DeleteObject
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, SSLError
 
+from fedloom.core.files import opened, staged, storing
 from fedloom.core.urls import service_url
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.storage.base import CREDENTIALS, ENDPOINT, REGION, Absent, Store, StoredObject, Taken, parts_of
-from fedloom.storage.folder import opened, staged, storing
 
 log = logging.getLogger("fedloom.storage")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.core import digests
+from fedloom.core.files import PRIVATE_FILE, storing, sync
 from fedloom.errors import DataError, RefusedError, StorageError
 from fedloom.runs.files import LineFile
-from fedloom.storage.folder import PRIVATE_FILE, storing, sync
 
 _log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from fedloom.core.files import write_atomically
 from fedloom.core.options import as_words
 from fedloom.core.processes import ChildReport, command, environment
 from fedloom.core.words import pluralize
@@ -27,7 +28,6 @@ from fedloom.engine.run_experiment import run_experiment
 from fedloom.engine.stop_request import StopRequest
 from fedloom.errors import FedloomError, InterruptedRun, WorkerLostError, argument
 from fedloom.runs.files import METRICS
-from fedloom.storage.folder import write_atomically
 
 POLL_INTERVAL_S = 0.05
 """Seconds between checks for ended processes."""

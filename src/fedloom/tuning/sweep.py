@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from fedloom.core.urls import is_url
 from fedloom.core.words import pluralize
 from fedloom.engine.jobs import Job, JobObserver
 from fedloom.engine.options import RunOptions
@@ -16,7 +17,6 @@ from fedloom.errors import ExperimentError, FedloomError, argument
 from fedloom.experiment import Experiment, Point
 from fedloom.models.module import MEMORY
 from fedloom.runs.folder import RunFolder
-from fedloom.storage import is_url
 from fedloom.tuning.parallel import Jobs, run_jobs
 
 

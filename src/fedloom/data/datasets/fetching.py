@@ -12,11 +12,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.core.files import fill, sync
 from fedloom.data.datasets.base import DataFile, Dataset, FetchFailed, FetchProgress, RawDataset, Report
 from fedloom.data.datasets.locations import contents_at, location_title
 from fedloom.data.folders import check_digest, data_root, locked, published, read_stored
 from fedloom.errors import DataError
-from fedloom.storage.folder import fill, sync
 
 log = logging.getLogger("fedloom.data")
 

@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from fedloom.core.files import read_file
 from fedloom.core.processes import python
 from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
 from fedloom.data.values import EXPANSION, LARGE
-from fedloom.storage.folder import read_file
 
 TITLES = {
     "debian": "the Debian package {} (apt-get download)",

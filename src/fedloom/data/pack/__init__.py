@@ -16,6 +16,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from fedloom.core.files import fill, storing, sync
 from fedloom.core.keyed import make_rng
 from fedloom.core.words import pluralize
 from fedloom.data.apportion import draw_splits, equal_inputs, held_out
@@ -31,7 +32,6 @@ from fedloom.data.pack.tables import PARQUET, read_csv, read_parquet
 from fedloom.data.pack.texts import read_characters
 from fedloom.data.spec import shard_tensors
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.storage.folder import fill, storing, sync
 
 FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".csv": ("csv", read_csv),
