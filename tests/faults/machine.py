@@ -129,7 +129,7 @@ class Books(RuleBasedStateMachine):
         for stream in self.links.values():
             stream.sign_at -= 1e6
         if self.exchange is not None:
-            self.exchange.asked = {stream: since - 1e6 for stream, since in self.exchange.asked.items()}
+            self.exchange.asked_at = {stream: since - 1e6 for stream, since in self.exchange.asked_at.items()}
         self.board.ask_others()
         self.look()
 

@@ -93,7 +93,7 @@ def less_noise_on_examples(part: float) -> Break:
 
 def no_clipping_of_clients(patch: pytest.MonkeyPatch) -> None:
     """Add updates as they are, at the clients and at the aggregator."""
-    for module in ("federation.clipping", "sums.summation"):
+    for module in ("federation.private_sums", "sums.summation"):
         patch.setattr(f"fedloom.{module}.clip_factor", lambda norm, clip: 1.0)
     patch.setattr("fedloom.sums.summation.slack_of", lambda *_: 1e9)
 

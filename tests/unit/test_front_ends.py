@@ -114,6 +114,8 @@ def test_only_the_command_line_spells_options() -> None:
     found = {
         str(path.relative_to(SOURCE)): lines
         for path in SOURCE.rglob("*.py")
-        if path.relative_to(SOURCE).parts[0] != "cli" and (lines := options_in_errors(path))
+        if path.relative_to(SOURCE).parts[0] != "cli"
+        and path.name != "commands.py"
+        and (lines := options_in_errors(path))
     }
     assert found == {}

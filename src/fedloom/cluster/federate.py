@@ -342,9 +342,10 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
         raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
     needed = location.credentials
     if cluster.storage_secret is None and needed and cluster.env.keys().isdisjoint(needed):
+        literals = " ".join(f"--from-literal={name}=..." for name in needed)
         raise ExperimentError(
             "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
-            hint="kubectl create secret generic NAME " + " ".join(f"--from-literal={name}=..." for name in needed),
+            hint=f"kubectl create secret generic NAME {literals}",
             key="cluster.storage_secret",
         )
     _check_device(experiment.runtime.device, cluster, task_config)
