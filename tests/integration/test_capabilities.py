@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fedloom.core.plugins import capability
+from fedloom.errors import ExperimentError
+
 ROOT = Path(__file__).parents[2]
 
 PARTS = {
@@ -62,3 +65,10 @@ def test_the_smallest_experiment_trains_without_a_part(tmp_path: Path, part: str
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert f"this installation lacks FedLoom's part '{part}'" in refused.stderr
+
+
+def test_an_installation_without_the_entry_point_says_so() -> None:
+    """An old installation of a new checkout knows none of its entry points."""
+    assert capability("unknown") is None
+    with pytest.raises(ExperimentError, match="the report: this installation does not register 'unknown'; install"):
+        capability("unknown", "the report")

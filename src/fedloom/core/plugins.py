@@ -55,17 +55,19 @@ def capability(name: str, user: str | None = None) -> Any:
     ExperimentError
         If ``user`` is given and this installation lacks the part.
     """
+    reason = f"this installation does not register {name!r}; install FedLoom again"
     for point in entries("fedloom.capabilities"):
         if point.name == name:
             try:
                 return point.load()
             except ModuleNotFoundError as error:
-                reason = missing_part(error)
-                if reason is None:
+                missing = missing_part(error)
+                if missing is None:
                     raise
-                if user is not None:
-                    raise ExperimentError(f"{user}: {reason}") from error
-    return None
+                reason = missing
+    if user is None:
+        return None
+    raise ExperimentError(f"{user}: {reason}")
 
 
 def missing_part(error: Exception) -> str | None:
