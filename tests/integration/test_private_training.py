@@ -130,7 +130,7 @@ def test_three_readers_have_three_figures(tmp_path: Path, noise: str) -> None:
     assert mentions(text, *(f"{each} toward" for each in (shown[1], aggregator)), shown[0])
     report = write_report(run).read_text()
     assert mentions(report, "ε toward members", *shown)
-    private = TrainedPrivately.of(claimed)
+    private = TrainedPrivately.from_summary(claimed)
     assert mentions(str(private), shown[0], f"{shown[1]} toward members", f"{aggregator} toward the aggregator")
 
 

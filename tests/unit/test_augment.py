@@ -24,7 +24,7 @@ from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_from
-from fedloom.data.augment import Augmentation, augmentation, check_augment, describe_transforms, made
+from fedloom.data.augment import Augmentation, augmentation, build_transforms, check_augment, describe_transforms
 from fedloom.data.federated import ClientData, Normalization, Split, standardize
 from fedloom.data.spec import DataSpec, InputSpec
 from fedloom.errors import DataError, ExperimentError
@@ -228,7 +228,7 @@ def test_a_transform_and_its_description_give_equal_images(transform: Any) -> No
     described = describe_transforms(transform)
     assert json.loads(json.dumps(described)) == described
     check_augment(described, DataSpec.single("pixels", (3, 32, 32)))
-    (again,) = made(described)
+    (again,) = build_transforms(described)
     for seed in range(5):
         image = pixels(1, seed, (3, 32, 32))[0]
         with drawing_from(torch.Generator().manual_seed(seed)):
@@ -250,7 +250,10 @@ def test_v1_transforms_and_compositions_are_described_as_v2() -> None:
         v2.RandomResizedCrop(32, interpolation=v2.InterpolationMode.BICUBIC), v2.RandomErasing(), v2.GaussianBlur(3),
         v2.RandomApply([v2.RandomInvert()], p=0.3), v2.TrivialAugmentWide(), v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
     ]  # fmt: skip
-    found, expected = made(describe_transforms(v1.Compose(old))), made(describe_transforms(nn.Sequential(*new)))
+    found, expected = (
+        build_transforms(describe_transforms(v1.Compose(old))),
+        build_transforms(describe_transforms(nn.Sequential(*new))),
+    )
     for one, other in zip(found, expected, strict=True):
         assert type(one) is type(other)
         for seed in range(5):
@@ -260,7 +263,7 @@ def test_v1_transforms_and_compositions_are_described_as_v2() -> None:
             with drawing_from(torch.Generator().manual_seed(seed)):
                 assert torch.equal(changed, other(image))
     with refusing(ExperimentError, "data.augment", "ToTensor"):
-        made(describe_transforms(v1.Compose([*old, v1.ToTensor(), v1.Normalize([0.5], [0.2])])))
+        build_transforms(describe_transforms(v1.Compose([*old, v1.ToTensor(), v1.Normalize([0.5], [0.2])])))
 
 
 @pytest.mark.parametrize(

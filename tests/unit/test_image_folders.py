@@ -27,7 +27,7 @@ from pydantic import ValidationError
 import fedloom
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own, OwnClients
-from fedloom.data.pack import Packed, PackSettings, pack
+from fedloom.data.pack import PackedClient, PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.errors import DataError
 from fedloom.experiment import of
@@ -54,7 +54,7 @@ def folder(root: Path, *shape: int, classes: tuple[str, ...] = ("cat", "dog"), e
     return root
 
 
-def packed(source: Path, **request: Any) -> tuple[Packed, NDArray[np.uint8]]:
+def packed(source: Path, **request: Any) -> tuple[PackedClient, NDArray[np.uint8]]:
     """Return the result of packing, and all inputs."""
     out = source.with_name(f"{source.name}-packed")
     done = pack(source, out, PackSettings("a", Request(**request)))

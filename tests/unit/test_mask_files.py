@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
-from fedloom.data.pack import Packed, PackSettings, pack
+from fedloom.data.pack import PackedClient, PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.errors import DataError
 
@@ -113,7 +113,7 @@ def masked(folder: Path, make: Callable[[int, NDArray[Any]], Image.Image], endin
     return folder
 
 
-def packed(folder: Path, out: Path, **request: Any) -> Packed:
+def packed(folder: Path, out: Path, **request: Any) -> PackedClient:
     """Pack a folder of images and masks."""
     return pack(folder, out, PackSettings(request=Request(**request)))
 

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data import datasets
 from fedloom.data import partition as partitioning
-from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
+from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified_sample
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.partition import measure_normalization
@@ -347,7 +347,7 @@ def test_largest_remainders_preserve_the_sum() -> None:
 def test_a_stratified_draw_has_its_size_and_class_proportions(counts: list[int], part: float, seed: int) -> None:
     of = labels(counts)
     size = round(part * len(of))
-    drawn = stratified(of, size, make_rng(seed, "test"))
+    drawn = stratified_sample(of, size, make_rng(seed, "test"))
     assert drawn.shape == of.shape
     assert drawn.sum() == size
     exact = np.array(counts) * size / max(len(of), 1)
@@ -358,7 +358,7 @@ def test_a_stratified_draw_has_its_size_and_class_proportions(counts: list[int],
 
 def test_a_stratified_draw_selects_examples_of_a_class_uniformly() -> None:
     of = labels([8, 4])
-    times = sum(stratified(of, 3, make_rng(seed, "test")).astype(int) for seed in range(800))
+    times = sum(stratified_sample(of, 3, make_rng(seed, "test")).astype(int) for seed in range(800))
     assert np.all(abs(times - 200) < 5 * 200**0.5)
 
 

@@ -151,11 +151,11 @@ def test_a_row_with_an_unprotected_seed_has_no_guarantee(tmp_path: Path) -> None
 
 
 def test_the_problem_of_a_server_reveals_only_the_guarantee() -> None:
-    private = TrainedPrivately.of(CLAIM.as_json())
+    private = TrainedPrivately.from_summary(CLAIM.as_json())
     assert private is not None
     assert mentions(str(private), rounded_up(CLAIM.epsilon), "1e-05", "clients")
     assert "seed" in str(replace(private, noise="seed"))
-    assert TrainedPrivately.of(None) is None
+    assert TrainedPrivately.from_summary(None) is None
     spec = DataSpec({"": InputSpec("features", (2,), Normalization.identity(2))}, ("a", "b"))
     problem = json.loads(Problem("x", spec, 3).to_json())
     assert Problem.from_json(json.dumps(problem)).training_privacy is None

@@ -20,7 +20,7 @@ from fedloom.data.newcomer import Newcomer
 from fedloom.data.own import Own, OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request, TextColumn, ValidationErrors
-from fedloom.data.pack.texts import tokenized
+from fedloom.data.pack.texts import tokenize
 from fedloom.data.problem import Problem
 from fedloom.engine.run_data import make_data
 from fedloom.errors import DataError, ExperimentError
@@ -63,7 +63,7 @@ def frame() -> pandas.DataFrame:
 
 def ids_of(texts: list[str], how: TextColumn) -> list[list[int]]:
     errors = ValidationErrors("the texts")
-    x, _ = tokenized(texts, how, lambda i: f"row {i}", errors)
+    x, _ = tokenize(texts, how, lambda i: f"row {i}", errors)
     errors.refuse()
     return x["input_ids" if how.mask else ""].tolist()
 
@@ -76,7 +76,7 @@ def test_texts_are_padded_and_truncated_on_the_requested_side(folder: str) -> No
     assert ids_of(texts[:1], column(folder, truncation="refuse")) == [[2, 3, 5, 0, 0]]
     with refusing(DataError, "5 tokens", "row 1", "6 tokens"):
         ids_of(texts, column(folder, truncation="refuse"))
-    x, specs = tokenized(texts, column(folder), str, ValidationErrors("the texts"))
+    x, specs = tokenize(texts, column(folder), str, ValidationErrors("the texts"))
     assert x["attention_mask"].sum(1).tolist() == [3, 5, 2]
     assert (specs["input_ids"].high, specs["attention_mask"].high) == (len(WORDS), 2)
 
@@ -95,7 +95,7 @@ def test_invalid_texts_and_tokenizers_are_rejected(folder: str, tmp_path: Path) 
 def test_the_digest_covers_everything_that_determines_ids(folder: str, tmp_path: Path) -> None:
     def digest(where: str, **settings: Any) -> str | None:
         how = column(where, **settings)
-        return tokenized(["good"], how, str, ValidationErrors("the texts"))[1]["input_ids"].tokenizer
+        return tokenize(["good"], how, str, ValidationErrors("the texts"))[1]["input_ids"].tokenizer
 
     same = digest(tokenizer_at(tmp_path / "again"))
     assert same == digest(folder) == digest(folder, length=3)

@@ -22,7 +22,7 @@ from torch import nn
 
 import fedloom
 from fedloom.data.datasets.base import FetchFailed
-from fedloom.data.datasets.locations import uncompressed
+from fedloom.data.datasets.locations import decompress
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
@@ -478,9 +478,9 @@ def test_a_small_file_that_would_fill_the_memory_is_rejected(tmp_path: Path) -> 
 def test_a_small_gzip_file_that_would_fill_the_memory_is_rejected() -> None:
     piece = gzip.compress(bytes(2**26))
     with pytest.raises(FetchFailed) as error:
-        uncompressed(piece * 17, "labels.gz")
+        decompress(piece * 17, "labels.gz")
     assert tells(str(error.value), "labels.gz", f"{2**30:,}")
-    assert uncompressed(piece, "labels.gz") == bytes(2**26)
+    assert decompress(piece, "labels.gz") == bytes(2**26)
 
 
 # --- codes of categories ----------------------------------------------------------------------------------------------

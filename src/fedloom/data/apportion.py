@@ -34,19 +34,19 @@ def partition_classes(clients: int, classes: int, per_client: int, seed: int) ->
     generator = make_rng(seed, "classes")
     places = np.full(classes, clients * per_client // classes)
     places[shuffled(generator, classes)[: clients * per_client % classes]] += 1
-    held = np.empty((clients, per_client), dtype=np.int64)
-    for chosen, client in enumerate(shuffled(generator, clients)):
-        picked = [int(c) for c in np.flatnonzero(places == clients - chosen)]
+    classes_held = np.empty((clients, per_client), dtype=np.int64)
+    for position, client in enumerate(shuffled(generator, clients)):
+        candidates = [int(c) for c in np.flatnonzero(places == clients - position)]
         free = places.copy()
-        free[picked] = 0
-        while len(picked) < per_client:
-            drawn = int(np.searchsorted(np.cumsum(free), int(generator.random() * free.sum()), side="right"))
-            picked.append(drawn)
-            free[drawn] = 0
+        free[candidates] = 0
+        while len(candidates) < per_client:
+            client_class = int(np.searchsorted(np.cumsum(free), int(generator.random() * free.sum()), side="right"))
+            candidates.append(client_class)
+            free[client_class] = 0
         # Shuffled, so that a client's share of a class does not depend on whether the class had to be taken.
-        held[client] = np.asarray(picked)[shuffled(generator, per_client)]
-        places[picked] -= 1
-    return held
+        classes_held[client] = np.asarray(candidates)[shuffled(generator, per_client)]
+        places[candidates] -= 1
+    return classes_held
 
 
 def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None = None) -> NDArray[np.int64]:
@@ -82,11 +82,11 @@ def quotas(
     for client in shuffled(make_rng(seed, "round", split), len(size)):
         # Ties go to the class with most spare examples.
         order = np.lexsort((-spare, -np.round(remainders[client], 9)))
-        chosen = [c for c in order if spare[c] > 0 and open_to[client, c]][: missing[client]]
-        counts[client, chosen] += 1
-        spare[chosen] -= 1
-        open_to[client, chosen] = False
-        missing[client] -= len(chosen)
+        receivers = [c for c in order if spare[c] > 0 and open_to[client, c]][: missing[client]]
+        counts[client, receivers] += 1
+        spare[receivers] -= 1
+        open_to[client, receivers] = False
+        missing[client] -= len(receivers)
     for client in np.flatnonzero(missing):
         while missing[client] and _exchange(int(client), counts, open_to, spare, remainders):
             missing[client] -= 1
@@ -135,7 +135,7 @@ def held_out(fraction: float, count: int) -> int:
     return min(max(1, math.floor(fraction * count + 0.5)), count)
 
 
-def stratified(labels: NDArray[np.int64], size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
+def stratified_sample(labels: NDArray[np.int64], size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
     """Draw ``size`` of the m examples with these labels at random, ``[m]`` bool.
 
     Each class is drawn in proportion to its frequency, rounded by largest remainders.
@@ -145,9 +145,9 @@ def stratified(labels: NDArray[np.int64], size: int, generator: np.random.Genera
     order = shuffled(generator, len(labels))
     order = order[np.argsort(labels[order], kind="stable")]  # class by class, each in a random order
     place = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
-    drawn = np.zeros(len(labels), dtype=np.bool_)
-    drawn[order[place < np.repeat(share, counts)]] = True
-    return drawn
+    selected = np.zeros(len(labels), dtype=np.bool_)
+    selected[order[place < np.repeat(share, counts)]] = True
+    return selected
 
 
 Positions: TypeAlias = NDArray[np.int64]
@@ -185,19 +185,19 @@ def choose_about(sizes: Positions, target: int) -> NDArray[np.bool_]:
     A group is chosen if it brings the sum nearer to the target. If there are two or more groups, at least one is chosen
     unless the target is 0, and at least one is left unless the target is everything.
     """
-    chosen = np.zeros(len(sizes), dtype=np.bool_)
-    left = target
+    selected = np.zeros(len(sizes), dtype=np.bool_)
+    remaining = target
     for place, size in enumerate(sizes.tolist()):
-        if left <= 0:
+        if remaining <= 0:
             break
-        if size <= 2 * left:
-            chosen[place] = True
-            left -= size
-    if target > 0 and len(sizes) > 1 and not chosen.any():
-        chosen[int(sizes.argmin())] = True
-    if len(sizes) > 1 and chosen.all() and target < sizes.sum():
-        chosen[-1] = False
-    return chosen
+        if size <= 2 * remaining:
+            selected[place] = True
+            remaining -= size
+    if target > 0 and len(sizes) > 1 and not selected.any():
+        selected[int(sizes.argmin())] = True
+    if len(sizes) > 1 and selected.all() and target < sizes.sum():
+        selected[-1] = False
+    return selected
 
 
 def draw_splits(
@@ -215,11 +215,11 @@ def draw_splits(
     firsts = np.unique(group)
     split = np.zeros(len(group), dtype=np.int64)
     for place, fraction in fractions.items():
-        drawn = stratified(labels[firsts], held_out(fraction, len(firsts)), generator(place))
-        split[firsts[drawn]] = place
-        firsts = firsts[~drawn]
-    found: Positions = split[group]
-    return found
+        selected = stratified_sample(labels[firsts], held_out(fraction, len(firsts)), generator(place))
+        split[firsts[selected]] = place
+        firsts = firsts[~selected]
+    rows: Positions = split[group]
+    return rows
 
 
 def first_groups(sizes: Positions, target: int) -> NDArray[np.bool_]:
@@ -236,22 +236,22 @@ def hold_out(
     """
     sizes = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *(group[members] for members in train)]))
     firsts = [members[group[members] == members] for members in train]
-    wanted = largest_remainders(np.array([sizes[of_class].sum() for of_class in firsts]) * fraction)
+    counts = largest_remainders(np.array([sizes[of_class].sum() for of_class in firsts]) * fraction)
     rank, out = np.zeros(len(group), dtype=np.int64), np.zeros(len(group), dtype=np.bool_)
     for c, of_class in enumerate(firsts):
         order = of_class[shuffled(make_rng(seed, "validation", c), len(of_class))]
         rank[order] = np.arange(len(order))
-        out[order[choose_about(sizes[order], int(wanted[c]))]] = True
-    kept, held = [], []
+        out[order[choose_about(sizes[order], int(counts[c]))]] = True
+    training, validation = [], []
     for members in train:
-        ordered = members[np.argsort(rank[group[members]], kind="stable")]
-        is_out = out[group[ordered]]
-        kept.append(ordered[~is_out])
-        held.append(ordered[is_out])
-    return kept, held
+        candidates = members[np.argsort(rank[group[members]], kind="stable")]
+        is_out = out[group[candidates]]
+        training.append(candidates[~is_out])
+        validation.append(candidates[is_out])
+    return training, validation
 
 
-def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: Positions) -> list[list[Positions]]:
+def fill_pools(members: Sequence[Positions], demand: NDArray[np.int64], group: Positions) -> list[list[Positions]]:
     """Return pools of exact numbers of examples of each class, filled one after another; each group is in one pool.
 
     Duplicates that exceed the room in the pool of their group are left out.
@@ -264,8 +264,8 @@ def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: P
         ``[C, pools]``: number of examples of each class that each pool takes; it gets fewer if a class runs out.
     """
     pool_of: dict[int, int] = {}
-    filled: list[list[Positions]] = [[] for _ in range(needed.shape[1])]
-    for of_class, room in zip(members, needed.tolist(), strict=True):
+    pools: list[list[Positions]] = [[] for _ in range(demand.shape[1])]
+    for of_class, room in zip(members, demand.tolist(), strict=True):
         parts: list[list[int]] = [[] for _ in room]
         for position, its_group in zip(of_class.tolist(), group[of_class].tolist(), strict=True):
             pool = pool_of.get(its_group)
@@ -277,5 +277,5 @@ def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: P
             if len(parts[pool]) < room[pool]:
                 parts[pool].append(position)
         for pool, part in enumerate(parts):
-            filled[pool].append(np.array(part, dtype=np.int64))
-    return filled
+            pools[pool].append(np.array(part, dtype=np.int64))
+    return pools

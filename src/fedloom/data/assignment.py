@@ -108,12 +108,12 @@ def assign_examples(
         return _assign_by_mix(official, classes, scheme, settings)
     owned = assign_owners(official, scheme, settings.validation_fraction, settings.seed, dataset)
     seen = draw_seen(len(owned.owners), settings.held_out_fraction, settings.seed)
-    measured = [pool for pool, is_seen in zip(owned.training_pools, seen, strict=True) if is_seen]
+    pools = [pool for pool, is_seen in zip(owned.training_pools, seen, strict=True) if is_seen]
     return Assignment(
         seen,
         owned.examples,
         np.sort(np.concatenate(owned.training_pools)),
-        np.sort(np.concatenate(measured)),
+        np.sort(np.concatenate(pools)),
         owned.owners,
         owned.reserved,
         (*_notes_on_copies(official), *owned.notes),
@@ -126,38 +126,38 @@ def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settin
     seen = draw_seen(scheme.clients, settings.held_out_fraction, seed)
     train = _by_class(official.train.labels, classes)
     test = [members + len(official.train) for members in _by_class(official.test.labels, classes)]
-    reserved = None
+    reserve = None
     if scheme.reserve is not None:
-        train, test, reserved = reserved_classes(train, test, scheme.reserve, official.group)
+        train, test, reserve = reserved_classes(train, test, scheme.reserve, official.group)
     pools = scheme.pools(train, test, official.group, settings.validation_fraction, seed)
     available = {split: np.array([len(members) for members in pools[split]]) for split in SPLITS}
     mixes = scheme.mixes(available["train"], seen, seed)
     examples, notes = {}, _notes_on_copies(official)
-    used: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     unused: list[str] = []
     for split in SPLITS:
         size = scheme.sizes(split, mixes, available[split], seen, seed)
         counts = quotas(mixes, size, available[split], seed, split)
         _refuse_shortfall(counts, size, mixes, split, scheme, available[split])
         examples[split] = _deal(pools[split], counts, seed, split)
-        used[split] = int(counts.sum())
-        if _unused(scheme, split, size, used[split], int(available[split].sum())):
+        sizes[split] = int(counts.sum())
+        if _leaves_unused(scheme, split, size, sizes[split], int(available[split].sum())):
             unused.append(split)
     if unused:
         demand, pool_sizes = mixes.sum(0), available[unused[0]]
         scarce = int(np.divide(pool_sizes, demand, out=np.full(classes, np.inf), where=demand > 0).argmin())
         idle = [str(c) for c in np.flatnonzero((demand == 0) & (pool_sizes > 0))]
-        dealt = ", ".join(f"{used[split]:,} of {available[split].sum():,} {split} examples" for split in unused)
-        why = (
+        dealt = ", ".join(f"{sizes[split]:,} of {available[split].sum():,} {split} examples" for split in unused)
+        reason = (
             f"no client has class {first_of(idle, 10)}"
             if idle
             else f"class {scarce} has {pool_sizes[scarce]:,} and limits all"
         )
-        notes.append(f"only {dealt} are assigned: {why}; use more clients, or another scheme")
+        notes.append(f"only {dealt} are assigned: {reason}; use more clients, or another scheme")
     pool = np.sort(np.concatenate(pools["train"]))
     of_unseen = [mine for mine, is_seen in zip(examples["train"], seen, strict=True) if not is_seen]
-    measured = np.setdiff1d(pool, np.concatenate(of_unseen), assume_unique=True) if of_unseen else pool
-    return Assignment(seen, examples, pool, measured, (None,) * scheme.clients, reserved, tuple(notes))
+    positions = np.setdiff1d(pool, np.concatenate(of_unseen), assume_unique=True) if of_unseen else pool
+    return Assignment(seen, examples, pool, positions, (None,) * scheme.clients, reserve, tuple(notes))
 
 
 def grouped_by_target(official: RawDataset, groups: int) -> RawDataset:
@@ -172,11 +172,11 @@ def grouped_by_target(official: RawDataset, groups: int) -> RawDataset:
         numbers = [pool.labels.reshape(-1) for pool in pools]
         edges = np.quantile(numbers[0], np.arange(1, groups) / groups) if len(numbers[0]) else np.zeros(groups - 1)
         labels = [np.searchsorted(edges, each, side="right").astype(np.int64) for each in numbers]
-        found = len(np.unique(labels[0]))
-        if found < groups:
+        classes = len(np.unique(labels[0]))
+        if classes < groups:
             raise ExperimentError(
                 f"data.partition.quantiles: {groups} groups are not possible, because so many targets are equal that "
-                f"only {found} are not empty; use at most {max(found, 2)}",
+                f"only {classes} are not empty; use at most {max(classes, 2)}",
                 key="data.partition.quantiles",
                 found=groups,
             )
@@ -228,12 +228,12 @@ def _notes_on_copies(official: RawDataset) -> list[str]:
     return notes
 
 
-def _unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used: int, available: int) -> bool:
+def _leaves_unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used_size: int, available: int) -> bool:
     """Return True if a large part of a pool stays unassigned, although no limit requires that."""
     cap = scheme.cap(split)
     exact = isinstance(scheme, FixedScheme) or (isinstance(scheme, ImbalancedScheme) and split == "train")
-    asked = exact or (cap is not None and bool((size >= cap).all()))
-    return not asked and available - used > max(UNUSED * available, scheme.clients)
+    is_requested = exact or (cap is not None and bool((size >= cap).all()))
+    return not is_requested and available - used_size > max(UNUSED * available, scheme.clients)
 
 
 def _refuse_shortfall(
@@ -256,12 +256,12 @@ def _refuse_shortfall(
             f"use fewer clients{remedy}, or a scheme that needs less",
         )
     if isinstance(scheme, ClassesScheme) and split == "train":
-        lacking = int(((counts == 0) & (mixes > 0)).any(1).sum())
-        if lacking:
+        shortfall = int(((counts == 0) & (mixes > 0)).any(1).sum())
+        if shortfall:
             raise partition_error(
                 "classes_per_client",
                 scheme.classes_per_client,
-                f"leaves {lacking} of {scheme.clients} clients without a training example of one of their classes",
+                f"leaves {shortfall} of {scheme.clients} clients without a training example of one of their classes",
                 "use fewer classes per client, fewer clients, or less unequal shares",
             )
     if isinstance(scheme, ImbalancedScheme) and split == "train" and not np.array_equal(counts.sum(1), size):
@@ -303,8 +303,8 @@ def draw_means(
     test = len(pools["train"]) + np.arange(len(pools["test"])).reshape(scheme.clients, -1)
     split_positions = {"train": list(positions[:, :cut]), "validation": list(positions[:, cut:]), "test": list(test)}
     pool = np.sort(positions[:, :cut].reshape(-1))
-    measured = np.sort(positions[seen, :cut].reshape(-1))
-    assignment = Assignment(seen, split_positions, pool, measured, (None,) * scheme.clients)
+    train_positions = np.sort(positions[seen, :cut].reshape(-1))
+    assignment = Assignment(seen, split_positions, pool, train_positions, (None,) * scheme.clients)
     shaped = dataclasses.replace(source, spec=scheme.drawn_spec(source.spec))
     return shaped, RawDataset(pools["train"], pools["test"]), assignment
 
@@ -318,6 +318,6 @@ def _normals(seed: int, shape: tuple[int, ...], *purpose: str | int) -> NDArray[
 
 def _direction(seed: int, dimension: int, *purpose: str | int) -> NDArray[np.float64]:
     """Return a random unit vector."""
-    drawn = _normals(seed, (dimension,), "direction", *purpose)
-    direction: NDArray[np.float64] = drawn / np.linalg.norm(drawn)
+    normals = _normals(seed, (dimension,), "direction", *purpose)
+    direction: NDArray[np.float64] = normals / np.linalg.norm(normals)
     return direction

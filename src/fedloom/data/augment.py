@@ -72,8 +72,8 @@ class Augmentation:
         Raise ExperimentError if an image changes its shape, or is no longer uint8.
         """
         with drawing_from(generator):
-            changed = torch.stack([applied(self.transforms, image) for image in self.pixels(x)])
-        return standardize(changed, InputSpec("pixels", tuple(changed.shape[1:]), self.normalization)).to(x)
+            images = torch.stack([apply_transforms(self.transforms, image) for image in self.pixels(x)])
+        return standardize(images, InputSpec("pixels", tuple(images.shape[1:]), self.normalization)).to(x)
 
     def pixels(self, x: Tensor) -> Tensor:
         """Return the pixels that standardize to x, exactly: uint8 on the CPU."""
@@ -84,70 +84,70 @@ class Augmentation:
         return ((x.cpu() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-def applied(transforms: Sequence[Transform], image: Tensor) -> Tensor:
+def apply_transforms(transforms: Sequence[Transform], image: Tensor) -> Tensor:
     """Return an image after transforms; raise ExperimentError if one changes its shape or type."""
-    changed = image
+    result = image
     for transform in transforms:
-        changed = transform(changed)
-        if changed.dtype != torch.uint8:
+        result = transform(result)
+        if result.dtype != torch.uint8:
             raise ExperimentError(
-                f"{KEY}: {type(transform).__name__} makes pixels of {changed.dtype}; they must stay uint8, and are "
+                f"{KEY}: {type(transform).__name__} makes pixels of {result.dtype}; they must stay uint8, and are "
                 "standardized afterwards",
                 key=KEY,
             )
-    if changed.shape != image.shape:
+    if result.shape != image.shape:
         raise ExperimentError(
-            f"{KEY}: the transforms make images of shape {list(changed.shape)}; they must keep {list(image.shape)}",
+            f"{KEY}: the transforms make images of shape {list(result.shape)}; they must keep {list(image.shape)}",
             key=KEY,
         )
-    return changed.as_subclass(Tensor)
+    return result.as_subclass(Tensor)
 
 
-def augmentation(described: Sequence[Any], normalization: Normalization) -> Augmentation | None:
+def augmentation(descriptions: Sequence[Any], normalization: Normalization) -> Augmentation | None:
     """Return the augmentation of a run; None without transforms; raise like :func:`made`."""
-    return Augmentation(made(described), normalization) if described else None
+    return Augmentation(build_transforms(descriptions), normalization) if descriptions else None
 
 
-def check_augment(described: Sequence[Any], spec: DataSpec) -> None:
+def check_augment(descriptions: Sequence[Any], spec: DataSpec) -> None:
     """Check transforms by making them and applying them to random images of the data's shape.
 
     Raise ExperimentError if a transform does not exist or fails, the images change shape, the inputs are not images, or
     torchvision is missing.
     """
-    if not described:
+    if not descriptions:
         return
     kind, shape = spec.kind, spec.input_shape
     if spec.task == "segmentation":
         raise ExperimentError(f"{KEY}: transforms would change images, but not their masks; leave it out", key=KEY)
     if kind != "pixels":
         raise ExperimentError(f"{KEY}: transforms change images, and the inputs are {kind}; leave it out", key=KEY)
-    transforms, random = made(described), torch.Generator().manual_seed(0)
+    transforms, random = build_transforms(descriptions), torch.Generator().manual_seed(0)
     for _ in range(TRIALS):
         image = torch.randint(256, shape, generator=random, dtype=torch.uint8)
         try:
             with drawing_from(random):
-                applied(transforms, image)
+                apply_transforms(transforms, image)
         except ExperimentError:
             raise
         except Exception as error:  # raised by torchvision for an image that it cannot change
-            names = ", ".join(_name(one) for one in described)
+            names = ", ".join(_name(one) for one in descriptions)
             raise ExperimentError(
                 f"{KEY}: {names} cannot change images of shape {list(shape)}: {_line(error)}", key=KEY
             ) from error
 
 
-def made(described: Sequence[Any]) -> list[Transform]:
+def build_transforms(described: Sequence[Any]) -> list[Transform]:
     """Make transforms from their descriptions.
 
     Raise ExperimentError if torchvision is missing, has no such transform, or rejects an argument, or if a transform
     does what FedLoom does itself.
     """
-    return [_made(one) for one in described]
+    return [_build_transform(one) for one in described]
 
 
-def _made(one: Any) -> Transform:
+def _build_transform(one: Any) -> Transform:
     v2, name = _v2(), _name(one)
-    given = {} if isinstance(one, str) else one[name]
+    arguments = {} if isinstance(one, str) else one[name]
     if name in STANDARDIZED:
         raise ExperimentError(
             f"{KEY}: leave out {name}: the transforms change uint8 pixels, which are standardized afterwards",
@@ -158,11 +158,11 @@ def _made(one: Any) -> Transform:
         raise ExperimentError(f"{KEY}: leave out {name}: a transform must change a single image", key=KEY, found=name)
     kind = getattr(v2, name, None)
     if not isinstance(kind, type) or not issubclass(kind, v2.Transform):
-        known = [each for each in dir(v2) if isinstance(getattr(v2, each), type)]
-        meant = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+        transforms = [each for each in dir(v2) if isinstance(getattr(v2, each), type)]
+        meant = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, transforms, n=1))
         raise ExperimentError(f"{KEY}: torchvision.transforms.v2 has no transform {name!r}{meant}", key=KEY, found=name)
     try:
-        transform: Transform = kind(**{key: _argument(key, value) for key, value in given.items()})
+        transform: Transform = kind(**{key: _argument(key, value) for key, value in arguments.items()})
     except (TypeError, ValueError) as error:
         raise ExperimentError(f"{KEY}: {name}: {_line(error)}", key=KEY, found=name) from error
     return transform
@@ -171,7 +171,7 @@ def _made(one: Any) -> Transform:
 def _argument(key: str, value: Any) -> Any:
     v2 = _v2()
     if key == "transforms":
-        return made(value)
+        return build_transforms(value)
     kinds: Mapping[str, Any] = {"interpolation": v2.InterpolationMode, "policy": v2.AutoAugmentPolicy}
     if key not in kinds or not isinstance(value, str):
         return value
@@ -204,7 +204,7 @@ def _v2() -> Any:
 # --- transforms given as objects --------------------------------------------------------------------------------------
 
 
-def describe_transforms(given: Any) -> list[Any]:
+def describe_transforms(transforms: Any) -> list[Any]:
     """Return the description of transforms given in Python: an object of torchvision.transforms.v2, or several.
 
     An object of torchvision.transforms is described as its namesake in v2. Descriptions, also those among objects,
@@ -212,18 +212,18 @@ def describe_transforms(given: Any) -> list[Any]:
 
     Raise ExperimentError if an object is of another class, or its arguments cannot be written to an experiment file.
     """
-    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    return [one for each in several for one in _described(each)]
+    several = transforms if isinstance(transforms, Sequence) and not isinstance(transforms, str) else [transforms]
+    return [one for each in several for one in _describe_transform(each)]
 
 
-def _described(one: Any) -> Iterator[Any]:
+def _describe_transform(one: Any) -> Iterator[Any]:
     if isinstance(one, str | Mapping):
         yield one
         return
     name = type(one).__name__
     if name == "Compose" or isinstance(one, torch.nn.Sequential):
         for inner in getattr(one, "transforms", one):
-            yield from _described(inner)
+            yield from _describe_transform(inner)
         return
     is_v2 = _is_v2(one, name)
     if name in STANDARDIZED:
@@ -232,12 +232,12 @@ def _described(one: Any) -> Iterator[Any]:
     parameters = inspect.signature(type(one)).parameters.values()
     values = {p.name: (getattr(one, p.name, p.default), p.default) for p in parameters}
     arguments = {key: _plain(value, name) for key, (value, default) in values.items() if value is not default}
-    found = {name: arguments} if arguments else name
-    if is_v2 and _shown(_made(found)) != _shown(one):
+    description = {name: arguments} if arguments else name
+    if is_v2 and _shown(_build_transform(description)) != _shown(one):
         raise ExperimentError(
             f"augment: {name} cannot be described by its arguments; give it as {{{name!r}: {{...}}}}", key=KEY
         )
-    yield found
+    yield description
 
 
 def _is_v2(one: Any, name: str) -> bool:

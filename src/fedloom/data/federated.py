@@ -235,8 +235,8 @@ def standardize(x: Tensor, spec: InputSpec) -> Tensor:
     """Standardize pixels, features or integers ``[n, *shape]``; same shape, float32."""
     mean = torch.tensor(spec.normalization.mean, dtype=torch.float32).reshape(spec.broadcast)
     std = torch.tensor(spec.normalization.std, dtype=torch.float32).reshape(spec.broadcast)
-    scaled = x.float() / 255 if spec.kind == "pixels" else x.to(torch.float32, copy=True)
-    return scaled.sub_(mean).div_(std)
+    values = x.float() / 255 if spec.kind == "pixels" else x.to(torch.float32, copy=True)
+    return values.sub_(mean).div_(std)
 
 
 def targets_of(y: Tensor, targets: Targets | None) -> Tensor:

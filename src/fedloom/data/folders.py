@@ -65,9 +65,9 @@ def naming_owner(path: Path) -> Iterator[None]:
         cause = error.__cause__ if isinstance(error, StorageError) else error
         if not isinstance(cause, PermissionError):
             raise
-        there = next((above for above in (path, *path.parents) if _is_there(above)), path)
+        existing = next((above for above in (path, *path.parents) if _is_there(above)), path)
         raise StorageError(
-            f"{path}: {(cause.strerror or str(cause)).lower()}: {there} belongs to {_owner(there)}",
+            f"{path}: {(cause.strerror or str(cause)).lower()}: {existing} belongs to {_owner(existing)}",
             hint="use your own data root (data.root, or the variable FEDLOOM_DATA), or ask the owner to share it with "
             "a group: chgrp -R GROUP DIR && chmod -R g+rwX DIR, and chmod g+s on its folders",
         ) from error
@@ -178,18 +178,18 @@ def files_below(folder: Path) -> Iterator[Path]:
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     walked = 0
     while waiting:
-        at, above = waiting.pop()
+        parent, above = waiting.pop()
         walked += 1
         if walked > MOST_FOLDERS:
             raise DataError(
                 f"{folder} has more than {MOST_FOLDERS:,} folders, counting those that links lead to; remove the "
                 "links between its folders"
             )
-        files, folders, here = _entries(at)
+        files, folders, here = _entries(parent)
         if here in above:
-            raise DataError(f"{at} is a link to a parent folder, which forms a cycle; remove the link")
-        yield from (at / name for name in files)
-        waiting += [(at / name, above | {here}) for name in reversed(folders)]
+            raise DataError(f"{parent} is a link to a parent folder, which forms a cycle; remove the link")
+        yield from (parent / name for name in files)
+        waiting += [(parent / name, above | {here}) for name in reversed(folders)]
 
 
 def folders_in(folder: Path) -> list[str]:
@@ -202,9 +202,9 @@ def _entries(folder: Path) -> tuple[list[str], list[str], tuple[int, int]]:
     files: list[str] = []
     folders: list[str] = []
     try:
-        about = folder.stat()
-        with os.scandir(folder) as found:
-            for entry in found:
+        status = folder.stat()
+        with os.scandir(folder) as entries:
+            for entry in entries:
                 if not is_passed_over(entry.name):
                     (folders if entry.is_dir() else files).append(entry.name)
     except OSError as error:
@@ -212,7 +212,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str], tuple[int, int]]:
             f"{folder} cannot be read ({(error.strerror or str(error)).lower()}); change its permissions, or move it "
             "elsewhere"
         ) from error
-    return sorted(files), sorted(folders), (about.st_dev, about.st_ino)
+    return sorted(files), sorted(folders), (status.st_dev, status.st_ino)
 
 
 def parse_document(adapter: TypeAdapter[T], content: bytes, source: str, version: int, hint: str) -> T:
@@ -221,12 +221,12 @@ def parse_document(adapter: TypeAdapter[T], content: bytes, source: str, version
         return adapter.validate_json(digests.without_compact_digest(content))
     except (digests.Damaged, ValidationError) as error:
         try:
-            stated = parsed_json(content)["version"]
+            stated_version = parsed_json(content)["version"]
         except (ValueError, TypeError, KeyError):
-            stated = version
-        if stated == version:
+            stated_version = version
+        if stated_version == version:
             raise DataError(f"{source} is damaged: {text_fault(error)}", hint=hint) from error
-        fault = f"has version {stated}; this FedLoom reads version {version}"
+        fault = f"has version {stated_version}; this FedLoom reads version {version}"
         raise DataError(f"{source} {fault}", hint=hint) from error
 
 

@@ -200,12 +200,12 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or removed since
-        kept = parsed_json(record.read_bytes())
-        return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
+        recorded = parsed_json(record.read_bytes())
+        return _source(home, recorded["name"], tuple(f"{path}: {note}" for note in recorded["notes"]))
     errors = ValidationErrors(str(path))
     request = files.request(keys="data.source.")
     try:
-        examples = examples_of(reader(path, request, errors, lambda what, done, total: None), request, errors)
+        examples = examples_of(reader(path, request, errors, lambda description, count, total: None), request, errors)
         errors.refuse()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
@@ -227,13 +227,13 @@ def log_notes(notes: Sequence[str]) -> None:
         log.warning("%s", note)
 
 
-def log_targets(examples: Examples, where: str) -> None:
+def log_targets(examples: Examples, source: str) -> None:
     """Log the task, unless the targets are classes, and the inputs that stay integers."""
     if (targets := examples.spec.targets) is not None:
-        log.info("%s: task %s, targets %s, %d outputs", where, targets.task, list(targets.shape), targets.outputs)
+        log.info("%s: task %s, targets %s, %d outputs", source, targets.task, list(targets.shape), targets.outputs)
     for name, spec in examples.spec.inputs.items():
         if spec.kind == "integers":
-            log.info("%s: %s: integers from 0 to %d", where, f"x.{name}" if name else "x", (spec.high or 1) - 1)
+            log.info("%s: %s: integers from 0 to %d", source, f"x.{name}" if name else "x", (spec.high or 1) - 1)
 
 
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
@@ -244,26 +244,26 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     n = len(examples)
     if not n or examples.y is None:
         raise DataError(f"{where}: it has {n} examples; give labelled examples")
-    test = _tested(examples)
+    test = _test_rows(examples)
     if test.all() or not test.any():
-        what = "training" if test.all() else "testing"
-        raise DataError(f"{where}: it has {pluralize(n, 'example')}, but none for {what}")
+        part_name = "training" if test.all() else "testing"
+        raise DataError(f"{where}: it has {pluralize(n, 'example')}, but none for {part_name}")
     names = None if examples.owners is None else tuple(sorted(set(examples.owners)))
     place = {name: i for i, name in enumerate(names or ())}
     owners = np.array([place[owner] for owner in examples.owners or ()], dtype=np.int64)
     tensors: dict[str, NDArray[Any]] = {}
-    for part, chosen in (("train", ~test), ("test", test)):
-        tensors |= shard_tensors(part, examples.chosen(chosen), examples.y[chosen])
+    for part, selected in (("train", ~test), ("test", test)):
+        tensors |= shard_tensors(part, examples.chosen(selected), examples.y[selected])
         if names is not None:
-            tensors[f"{part}_owner"] = owners[chosen]
+            tensors[f"{part}_owner"] = owners[selected]
     content = safetensors.numpy.save(tensors)
-    given = examples.split is not None
+    is_split = examples.split is not None
     digest = hashlib.sha256(content).hexdigest()
     card = DatasetCard(
         version=2,
         spec=examples.spec,
         owners=names,
-        divided=given,
+        divided=is_split,
         size=len(content),
         sha256=digest,
     )
@@ -292,8 +292,8 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
         train, test = (_pool(tensors, part, card.spec) for part in ("train", "test"))
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
         pairs = zip(named_arrays(train.inputs).items(), named_arrays(test.inputs).values(), strict=True)
-        joined = {name: np.concatenate([one, other]) for (name, one), other in pairs}
-        return RawDataset(train, test, owners, equal_inputs(unnamed(joined)))
+        columns = {name: np.concatenate([one, other]) for (name, one), other in pairs}
+        return RawDataset(train, test, owners, equal_inputs(unnamed(columns)))
 
     return Dataset(
         name=name,
@@ -316,31 +316,33 @@ def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     folders = {"folder": "a folder of images", "huggingface": "a folder saved by datasets (save_to_disk)"}
     files = f"a file that ends in {', '.join(end for end in readers if end != '/')}"
-    what = folders.get(dataset, files)
+    reader = folders.get(dataset, files)
     if not path.exists():
-        raise ExperimentError(f"data.source.path: {path.absolute()} does not exist; give {what}")
-    ending = "/" if path.is_dir() else path.suffix.lower() if path.is_file() else ""
-    if ending not in readers:
+        raise ExperimentError(f"data.source.path: {path.absolute()} does not exist; give {reader}")
+    suffix = "/" if path.is_dir() else path.suffix.lower() if path.is_file() else ""
+    if suffix not in readers:
         hint = HOW_TO_READ if is_medical(path) else None
-        raise ExperimentError(f"data.source.path: {path} is not of the dataset type {dataset}; give {what}", hint=hint)
-    return readers[ending]
+        raise ExperimentError(
+            f"data.source.path: {path} is not of the dataset type {dataset}; give {reader}", hint=hint
+        )
+    return readers[suffix]
 
 
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
     """Return a digest that changes whenever the files at the path or the reading options may have changed."""
     digest = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
-    read = [path] if files.text is None else [path, expanded(files.text.tokenizer)]
-    for file in (each for root in read for each in (files_below(root) if root.is_dir() else [root])):
+    paths = [path] if files.text is None else [path, expanded(files.text.tokenizer)]
+    for file in (each for root in paths for each in (files_below(root) if root.is_dir() else [root])):
         if not file.exists() and not file.is_symlink():
             continue
-        about = file.stat() if file.exists() else file.lstat()  # a broken link has only its own status
-        facts = [str(file), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+        status = file.stat() if file.exists() else file.lstat()  # a broken link has only its own status
+        facts = [str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         digest.update(json.dumps(facts).encode())
     return digest.hexdigest()
 
 
-def _tested(examples: Examples) -> NDArray[np.bool_]:
-    """Return the examples for testing, ``[n]`` bool: those that the source marks, else a fraction of each class.
+def _test_rows(examples: Examples) -> NDArray[np.bool_]:
+    """Return the examples for testing, ``[n]`` bool, as marked in the source, else a fraction of each class.
 
     Equal inputs go to the same side.
     """
@@ -376,11 +378,11 @@ def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Pat
 
 
 def _keep_in_memory(
-    source: str, read: Callable[[Request, ValidationErrors], Columns], request: Request, root: Path | str | None
+    source: str, reader: Callable[[Request, ValidationErrors], Columns], request: Request, root: Path | str | None
 ) -> Path:
     """Store in-memory examples, log the notes on them, and return their folder."""
     errors = ValidationErrors(source)
-    examples = examples_of(read(request, errors), request, errors)
+    examples = examples_of(reader(request, errors), request, errors)
     errors.refuse()
     folder = data_root(root) / "datasets" / keep("arrays", examples, source, root)
     log_notes([f"{source} ({folder.name}): {note}" for note in examples.notes])

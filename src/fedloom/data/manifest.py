@@ -160,8 +160,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the canonical JSON: sorted keys, no spaces, and a digest of the rest at its end."""
-        known = _ADAPTER.dump_python(self, mode="json")
-        return digests.with_compact_digest(json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False))
+        document = _ADAPTER.dump_python(self, mode="json")
+        return digests.with_compact_digest(json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "the manifest") -> Manifest:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.core.words import first_of, pluralize
-from fedloom.data.apportion import firsts_of, held_out, stratified
+from fedloom.data.apportion import firsts_of, held_out, stratified_sample
 from fedloom.data.datasets import RawDataset
 from fedloom.data.manifest import SPLITS
 from fedloom.data.scheme_base import Reserved, reserved_owners
@@ -68,43 +68,43 @@ def assign_owners(
         group=group,
         place=np.full(len(group), -1),
     )
-    whose = np.concatenate([official.train.owners, official.test.owners])
-    allowed, available, reserved, notes = _apart_from_reserve(names, whose, group, scheme)
-    holdings = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose, minlength=len(names)))[:-1])
+    owners = np.concatenate([official.train.owners, official.test.owners])
+    allowed, available, reserve, notes = _apart_from_reserve(names, owners, group, scheme)
+    holdings = np.split(np.argsort(owners, kind="stable"), np.cumsum(np.bincount(owners, minlength=len(names)))[:-1])
     divided = [division.divide(name, mine[available[mine]]) for name, mine in zip(names, holdings, strict=True)]
-    qualified, left_out = _qualified(names, allowed, divided, scheme)
-    wanted = len(qualified) if scheme.clients is None else scheme.clients
-    drawn = sorted(shuffled(make_rng(seed, "owners"), len(qualified))[:wanted].tolist())
-    chosen = [qualified[place] for place in drawn]
+    qualified, left_out = _qualified_owners(names, allowed, divided, scheme)
+    count = len(qualified) if scheme.clients is None else scheme.clients
+    places = sorted(shuffled(make_rng(seed, "owners"), len(qualified))[:count].tolist())
+    selected = [qualified[place] for place in places]
     caps = {"train": scheme.train_per_client, "validation": None, "test": scheme.test_per_client}
     return Owned(
-        owners=tuple(names[owner] for owner in chosen),
+        owners=tuple(names[owner] for owner in selected),
         examples={
-            split: [division.thin_out(getattr(divided[owner], split), cap, names[owner], split) for owner in chosen]
+            split: [division.thin_out(getattr(divided[owner], split), cap, names[owner], split) for owner in selected]
             for split, cap in caps.items()
         },
-        training_pools=[divided[owner].train for owner in chosen],
-        reserved=reserved,
+        training_pools=[divided[owner].train for owner in selected],
+        reserved=reserve,
         notes=(*notes, *left_out),
     )
 
 
 def _apart_from_reserve(
-    names: Sequence[str], whose: NDArray[np.int64], group: NDArray[np.int64], scheme: NaturalScheme
+    names: Sequence[str], owners: NDArray[np.int64], group: NDArray[np.int64], scheme: NaturalScheme
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Reserved | None, tuple[str, ...]]:
     """Return the owners that may become clients, the examples that may be assigned, the reserve, and notes."""
     if scheme.reserve is None:
-        return np.ones(len(names), dtype=np.bool_), np.ones(len(whose), dtype=np.bool_), None, ()
-    allowed, reserved = reserved_owners(names, scheme.reserve)
+        return np.ones(len(names), dtype=np.bool_), np.ones(len(owners), dtype=np.bool_), None, ()
+    allowed, reserve = reserved_owners(names, scheme.reserve)
     if not scheme.reserve.deal:
-        return allowed, np.ones(len(whose), dtype=np.bool_), reserved, ()
-    available = ~allowed[whose] | ~np.isin(group, group[~allowed[whose]])
+        return allowed, np.ones(len(owners), dtype=np.bool_), reserve, ()
+    available = ~allowed[owners] | ~np.isin(group, group[~allowed[owners]])
     copies = int((~available).sum())
     note = f"{pluralize(copies, 'example')} of the reserved owners are left out: other owners have equal inputs"
-    return allowed, available, reserved, (note,) if copies else ()
+    return allowed, available, reserve, (note,) if copies else ()
 
 
-def _qualified(
+def _qualified_owners(
     names: Sequence[str], allowed: NDArray[np.bool_], divided: Sequence[_Parts], scheme: NaturalScheme
 ) -> tuple[list[int], tuple[str, ...]]:
     """Return the owners that can become clients, and a note that names the others with the reasons."""
@@ -114,24 +114,24 @@ def _qualified(
     unfit = {*few, *empty}
     qualified = [owner for owner in owners if owner not in unfit]
     if not qualified or len(qualified) < (scheme.clients or 0):
-        key, found = ("min_examples", scheme.min_examples) if scheme.clients is None else ("clients", scheme.clients)
+        key, value = ("min_examples", scheme.min_examples) if scheme.clients is None else ("clients", scheme.clients)
         fewer = f"use at most {len(qualified)}, or " if qualified else "use "
         raise ExperimentError(
-            f"data.partition.{key}: at {found}, {len(qualified)} of {len(owners)} owners qualify: {len(few)} have "
+            f"data.partition.{key}: at {value}, {len(qualified)} of {len(owners)} owners qualify: {len(few)} have "
             f"fewer than {scheme.min_examples} examples (min_examples), and {len(empty)} more would have no train, "
             f"validation or test example; {fewer}a smaller min_examples, or another test_fraction or "
             "data.validation_fraction",
             key=f"data.partition.{key}",
-            found=found,
+            found=value,
         )
     reasons = ((few, f"fewer than {scheme.min_examples} examples (min_examples)"), (empty, "an empty split"))
-    why = [
-        f"{first_of([names[owner] for owner in which], 5)} ({len(which)} with {reason})"
-        for which, reason in reasons
-        if which
+    failures = [
+        f"{first_of([names[owner] for owner in failing], 5)} ({len(failing)} with {reason})"
+        for failing, reason in reasons
+        if failing
     ]
-    note = f"{len(unfit)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
-    return qualified, (note,) if why else ()
+    note = f"{len(unfit)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(failures)}"
+    return qualified, (note,) if failures else ()
 
 
 class _Parts(NamedTuple):
@@ -170,8 +170,8 @@ class _Division:
         """Split an owner's positions, ascending; a part may be empty."""
         if self.overlap:
             return self._by_time(mine)
-        given = self.test_fraction is None
-        rest = mine[mine < self.first_test] if given else mine
+        is_given = self.test_fraction is None
+        rest = mine[mine < self.first_test] if is_given else mine
         firsts = firsts_of(rest, self.group)
         place = self.place[self.group[firsts]]
         if self.test_fraction is not None:
@@ -180,7 +180,7 @@ class _Division:
         place[place < 0] = SPLITS.index("train")
         self.place[self.group[firsts]] = place
         train, validation, test = (rest[self.place[self.group[rest]] == split] for split in range(len(SPLITS)))
-        return _Parts(train, validation, mine[mine >= self.first_test] if given else test)
+        return _Parts(train, validation, mine[mine >= self.first_test] if is_given else test)
 
     def _by_time(self, mine: NDArray[np.int64]) -> _Parts:
         """Split positions in time order: the last ones are held out, with a gap before them."""
@@ -192,8 +192,8 @@ class _Division:
         return _Parts(train, validation, test)
 
     def _last(self, positions: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        cut = len(positions) - held_out(fraction, len(positions))
-        return positions[: max(cut - self.overlap, 0)], positions[cut:]
+        boundary = len(positions) - held_out(fraction, len(positions))
+        return positions[: max(boundary - self.overlap, 0)], positions[boundary:]
 
     def _hold_out(
         self, firsts: NDArray[np.int64], place: NDArray[np.int64], fraction: float, name: str, split: str
@@ -216,4 +216,4 @@ class _Division:
         return positions[self._drawn(positions, cap, name, "cap", split)]
 
     def _drawn(self, positions: NDArray[np.int64], size: int, *purpose: str) -> NDArray[np.bool_]:
-        return stratified(self.labels[positions], size, make_rng(self.seed, "owner", *purpose))
+        return stratified_sample(self.labels[positions], size, make_rng(self.seed, "owner", *purpose))

@@ -67,8 +67,8 @@ class Newcomer(FederatedDataset):
         )
         super().__init__(Path(), manifest)
         train = normalized_split(inputs, None if y is None else _tensor(y), spec)
-        nothing = Split(take(train.x, slice(0, 0)), None if train.y is None else train.y[:0])
-        self._loaded[client] = ClientData(client, train, nothing, nothing, spec.classes)
+        empty = Split(take(train.x, slice(0, 0)), None if train.y is None else train.y[:0])
+        self._loaded[client] = ClientData(client, train, empty, empty, spec.classes)
 
     @classmethod
     def from_arrays(
@@ -86,15 +86,15 @@ class Newcomer(FederatedDataset):
             raise DataError(
                 f"x has the columns {', '.join(columns)}; they must be {', '.join(features)}, in this order"
             )
-        given: dict[str, RawInputs] = {
+        arrays: dict[str, RawInputs] = {
             "x": {name: as_array(each, f"x[{name!r}]") for name, each in x.items()}
             if isinstance(x, Mapping)
             else as_array(x, "x")
         }
-        for each in named_arrays(given["x"]).values():
+        for each in named_arrays(arrays["x"]).values():
             _checked_size(each)
         if y is not None:
-            given["y"] = as_array(y, "y")
+            arrays["y"] = as_array(y, "y")
         # Integers of new clients may exceed those of the data.
         spec = problem.spec
         inputs = {
@@ -103,7 +103,7 @@ class Newcomer(FederatedDataset):
         }
         request = Request(replace(spec, inputs=inputs), labelled=y is not None, needed_by="the run")
         errors = ValidationErrors("the data", outcome="")
-        examples = examples_of(array_columns([(None, given)], None, request, errors), request, errors)
+        examples = examples_of(array_columns([(None, arrays)], None, request, errors), request, errors)
         errors.refuse()
         if (fault := examples.spec.mismatch(spec, "the run", skip=() if y is not None else ("targets",))) is not None:
             raise DataError(f"y: {fault}", key="y")

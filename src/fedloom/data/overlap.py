@@ -55,24 +55,26 @@ def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
 
     Raise DataError if a shard is missing or damaged.
     """
-    known: set[bytes] = set()
+    train_digests: set[bytes] = set()
     for client in trained_on.manifest.roster:
-        known.update(_digests(trained_on, client, trained_on.tensors(client), "train"))
-    found, clients = dict.fromkeys(SPLITS, 0), 0
+        train_digests.update(_digests(trained_on, client, trained_on.tensors(client), "train"))
+    counts, clients = dict.fromkeys(SPLITS, 0), 0
     for entry in new.manifest.clients:
         shard = new.tensors(entry.id)
-        here = {split: sum(digest in known for digest in _digests(new, entry.id, shard, split)) for split in SPLITS}
-        clients += any(here.values())
-        found = {split: found[split] + here[split] for split in SPLITS}
-    return Overlap(found["train"], found["validation"], found["test"], clients, "examples")
+        client_counts = {
+            split: sum(digest in train_digests for digest in _digests(new, entry.id, shard, split)) for split in SPLITS
+        }
+        clients += any(client_counts.values())
+        counts = {split: counts[split] + client_counts[split] for split in SPLITS}
+    return Overlap(counts["train"], counts["validation"], counts["test"], clients, "examples")
 
 
 def _digests(dataset: FederatedDataset, client: str, shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
     """Yield a digest for each example of a split, in its form before any shift."""
     manifest = dataset.manifest
     inputs = {name: shard[input_key(split, name)].numpy() for name in manifest.spec.inputs}
-    found = shard.get(f"{split}_y")
-    y = np.full(manifest.entry(client).size(split), -1) if found is None else found.numpy()
+    targets = shard.get(f"{split}_y")
+    y = np.full(manifest.entry(client).size(split), -1) if targets is None else targets.numpy()
     if manifest.shift_groups is not None:
         shift = Shift.model_validate(manifest.scheme["shift"])
         group = manifest.shift_groups[[entry.id for entry in manifest.clients].index(client)]

@@ -33,7 +33,7 @@ TOKENIZER = (
 """Description of a key."""
 
 
-class Given(Settings):
+class GivenNormalization(Settings):
     """Normalization given in advance: of the inputs (named ones sorted by name), then of the targets of regression."""
 
     mean: Numbers = Field(description="Mean of each channel (of pixels scaled to 0 ... 1) or feature, then target.")
@@ -109,7 +109,7 @@ class Own(Settings):
     features: Words | None = Field(
         default=None, description="For tables: names of the columns of inputs, in order. Null: any."
     )
-    normalization: Literal["measured"] | Given = Field(
+    normalization: Literal["measured"] | GivenNormalization = Field(
         default="measured",
         description="measured: mean and std of all clients' training examples, from the counts, sums and sums of "
         "squares that clients announce; or {mean, std}, each a list.",
@@ -144,9 +144,9 @@ class Own(Settings):
                 numbers := sum(each.numbers for each in spec.inputs.values())
             ):
                 raise ValueError(f"features: must be {numbers} different names (got {list(self.features)})")
-        if isinstance(self.normalization, Given):
-            given = Normalization(self.normalization.mean, self.normalization.std)
-            if not spec.with_normalization(given).is_normalized:
+        if isinstance(self.normalization, GivenNormalization):
+            statistics = Normalization(self.normalization.mean, self.normalization.std)
+            if not spec.with_normalization(statistics).is_normalized:
                 raise ValueError(f"normalization: give {spec.numbers} means and deviations")
         return self
 
@@ -207,8 +207,8 @@ class ClientCard:
 
     def to_json(self) -> str:
         """Return the JSON of ``client.json``."""
-        known = _CARD.dump_python(self, mode="json")
-        return digests.with_compact_digest(json.dumps(known, separators=(",", ":"), allow_nan=False))
+        document = _CARD.dump_python(self, mode="json")
+        return digests.with_compact_digest(json.dumps(document, separators=(",", ":"), allow_nan=False))
 
 
 _CARD = TypeAdapter(ClientCard)
@@ -240,27 +240,27 @@ class OwnClients:
 
         Raise DataError if a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
         """
-        found: dict[str, tuple[Path, ClientCard, bool]] = {}
-        for given, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:
-            for folder in _packed(given):
+        folders: dict[str, tuple[Path, ClientCard, bool]] = {}
+        for location, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:
+            for folder in _pack_folder(location):
                 card = read_card(folder)
-                if card.id in found:
+                if card.id in folders:
                     raise DataError(
-                        f"client {card.id!r} is in {found[card.id][0]} and in {folder}",
+                        f"client {card.id!r} is in {folders[card.id][0]} and in {folder}",
                         hint=f"pack one of them again with another {argument('id')}",
                     )
-                found[card.id] = folder, card, observer
-        if not found:
+                folders[card.id] = folder, card, observer
+        if not folders:
             raise DataError("no packed client was given", hint=AGAIN)
-        ordered = dict(sorted(found.items()))
-        first_folder, first, _ = next(iter(ordered.values()))
-        for folder, card, _ in ordered.values():
+        clients = dict(sorted(folders.items()))
+        first_folder, first, _ = next(iter(clients.values()))
+        for folder, card, _ in clients.values():
             if (fault := card.spec.mismatch(first.spec, str(first_folder), skip=_absent(card, first))) is not None:
                 raise DataError(f"{folder}: {fault}", hint=AGAIN)
         return cls(
-            {name: folder for name, (folder, _, _) in ordered.items()},
-            {name: card for name, (_, card, _) in ordered.items()},
-            frozenset(name for name, (_, _, observer) in ordered.items() if observer),
+            {name: folder for name, (folder, _, _) in clients.items()},
+            {name: card for name, (_, card, _) in clients.items()},
+            frozenset(name for name, (_, _, observer) in clients.items() if observer),
         )
 
     def check(self, own: Own) -> None:
@@ -291,9 +291,9 @@ class OwnClients:
 
         Raise DataError if it must be measured and no client trains.
         """
-        needed = 0 if own.spec.targets is None else own.spec.targets.numbers
+        numbers = 0 if own.spec.targets is None else own.spec.targets.numbers
         cards = [card for name, card in self.cards.items() if name not in self.observers]
-        training = [card.moments for card in cards if card.labelled or not needed]
+        training = [card.moments for card in cards if card.labelled or not numbers]
         return own_normalization(own, training)
 
 
@@ -302,11 +302,11 @@ def _absent(*cards: ClientCard) -> tuple[str, ...]:
     return () if all(card.labelled for card in cards) else ("targets",)
 
 
-def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
+def check_features(folder: Path, card: ClientCard, expected: tuple[str, ...] | None) -> None:
     """Raise DataError if a table's columns differ from those of the experiment, or are in another order."""
-    if needed is not None and card.features is not None and not same_names(card.features, needed):
+    if expected is not None and card.features is not None and not same_names(card.features, expected):
         raise DataError(
-            f"{folder}: features is {first_of(card.features, 12)}; data.own.features is {first_of(needed, 12)}",
+            f"{folder}: features is {first_of(card.features, 12)}; data.own.features is {first_of(expected, 12)}",
             hint=AGAIN,
         )
 
@@ -321,7 +321,7 @@ def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
 
     Raise DataError if it must be measured and no client trains.
     """
-    if isinstance(own.normalization, Given):
+    if isinstance(own.normalization, GivenNormalization):
         return Normalization(own.normalization.mean, own.normalization.std)
     if not own.spec.numbers:
         return NOTHING
@@ -356,10 +356,10 @@ def read_own_shard(folder: Path, card: ClientCard) -> bytes:
     return content
 
 
-def _packed(given: Path) -> list[Path]:
-    if (given / CARD).exists() or not given.is_dir():
-        return [given]
-    inside = sorted(path.parent for path in given.glob(f"*/{CARD}"))
+def _pack_folder(location: Path) -> list[Path]:
+    if (location / CARD).exists() or not location.is_dir():
+        return [location]
+    inside = sorted(path.parent for path in location.glob(f"*/{CARD}"))
     if not inside:
-        raise DataError(f"no packed client: {given} must contain {CARD}, or folders with one", hint=AGAIN)
+        raise DataError(f"no packed client: {location} must contain {CARD}, or folders with one", hint=AGAIN)
     return inside

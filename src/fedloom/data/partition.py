@@ -104,8 +104,8 @@ def notes_of(folder: Path) -> tuple[str, ...]:
     if not path.exists():
         return ()
     try:
-        found = json.loads(read_file(path))
-        version, notes = found["version"], tuple(map(str, found["notes"]))
+        document = json.loads(read_file(path))
+        version, notes = document["version"], tuple(map(str, document["notes"]))
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged ({error!r})", hint=FIX) from error
     if version != NOTES_VERSION:
@@ -124,7 +124,7 @@ def _make(
     """Create a partition, unless an intact one already exists."""
     scheme = settings.scheme
     with locked(folder):
-        if folder.exists() and not (fix and _damaged(folder)):
+        if folder.exists() and not (fix and _is_damaged(folder)):
             return
         if isinstance(scheme, MeansScheme):
             source, official, assignment = draw_means(source, scheme, settings)
@@ -175,10 +175,10 @@ def take_positions(official: RawDataset, positions: NDArray[np.int64]) -> tuple[
         (official.test, positions[positions >= first_test] - first_test),
     )
     inputs = {
-        name: np.concatenate([named_arrays(pool.inputs)[name][chosen] for pool, chosen in parts])
+        name: np.concatenate([named_arrays(pool.inputs)[name][rows] for pool, rows in parts])
         for name in named_arrays(official.train.inputs)
     }
-    return unnamed(inputs), np.concatenate([pool.labels[chosen] for pool, chosen in parts])
+    return unnamed(inputs), np.concatenate([pool.labels[rows] for pool, rows in parts])
 
 
 def write(
@@ -300,7 +300,7 @@ def _folder(
     return data_root(root) / "partitions" / f"{source.name}-{key}"
 
 
-def _damaged(folder: Path) -> bool:
+def _is_damaged(folder: Path) -> bool:
     """Return True if a partition on disk does not match its manifest, and log the error."""
     try:
         notes_of(folder)

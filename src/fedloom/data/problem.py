@@ -46,7 +46,7 @@ class TrainedPrivately:
     epsilon_aggregator: float | None = None
 
     @classmethod
-    def of(cls, claim: Mapping[str, Any] | None) -> TrainedPrivately | None:
+    def from_summary(cls, claim: Mapping[str, Any] | None) -> TrainedPrivately | None:
         """Return the guarantee in ``training_privacy`` of ``summary.json``, if any."""
         if claim is None:
             return None

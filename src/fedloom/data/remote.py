@@ -34,12 +34,12 @@ def publish(folder: Path, store: Store) -> None:
     """
     manifest = read_manifest(folder)
     try:
-        there = store.read(MANIFEST)
+        stored = store.read(MANIFEST)
     except Absent:
         pass
     else:
-        if there == manifest.to_json().encode():
-            store.write(MANIFEST, there)  # refreshes its age, so that it is not removed now
+        if stored == manifest.to_json().encode():
+            store.write(MANIFEST, stored)  # refreshes its age, so that it is not removed now
             return
         raise DataError(
             f"{store.url} holds another partition than {folder}",
@@ -73,16 +73,19 @@ def is_published(store: Store, dataset: str, settings: PartitionSettings) -> Man
     access.
     """
     try:
-        there = store.read(MANIFEST)
+        stored = store.read(MANIFEST)
     except Absent:
         return None
-    found = Manifest.from_json(there.decode(), source=f"{store.url}/{MANIFEST}")
-    made_with = (found.seed, found.held_out_fraction, found.validation_fraction, found.measured_on)
-    wanted = (settings.seed, settings.held_out_fraction, settings.validation_fraction, settings.normalization)
-    if made_with != wanted or (found.dataset, found.scheme) != (dataset, settings.scheme.model_dump(mode="json")):
+    manifest = Manifest.from_json(stored.decode(), source=f"{store.url}/{MANIFEST}")
+    made_with = (manifest.seed, manifest.held_out_fraction, manifest.validation_fraction, manifest.measured_on)
+    expected = (settings.seed, settings.held_out_fraction, settings.validation_fraction, settings.normalization)
+    if made_with != expected or (manifest.dataset, manifest.scheme) != (
+        dataset,
+        settings.scheme.model_dump(mode="json"),
+    ):
         return None
-    store.write(MANIFEST, there)
-    return found
+    store.write(MANIFEST, stored)
+    return manifest
 
 
 class Remote:
@@ -137,8 +140,8 @@ class Remote:
                 f"the shard of client {entry.id} is missing: {self._store.url}/{name} does not exist",
                 hint=f"remove {self._store.url}/{MANIFEST}, and publish the partition again",
             ) from None
-        again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
-        check_digest(content, entry.sha256, f"the shard {self._store.url}/{name}", again)
+        remedy = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
+        check_digest(content, entry.sha256, f"the shard {self._store.url}/{name}", remedy)
         # No fsync: a shard truncated by a power cut does not match its hash, and is fetched again.
         write_atomically(path, content, durably=False, private=True)
         return content

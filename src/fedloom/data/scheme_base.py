@@ -49,8 +49,8 @@ class Reserve(BaseModel):
             raise ValueError(f"give exactly one of share and count (share is {self.share}, count is {self.count})")
         return self
 
-    def size(self, whole: int, what: str) -> int:
-        """Return how many of ``whole`` items, which messages call ``what``, are reserved.
+    def size(self, whole: int, group: str) -> int:
+        """Return how many of ``whole`` items, which messages call ``group``, are reserved.
 
         Raise ExperimentError if a count leaves none.
         """
@@ -59,7 +59,7 @@ class Reserve(BaseModel):
             return math.floor(self.share * whole + 0.5)
         if self.count >= whole:
             raise ExperimentError(
-                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; reserve fewer",
+                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {group}; reserve fewer",
                 key="data.partition.reserve.count",
                 found=self.count,
             )
@@ -93,16 +93,16 @@ def reserved_classes(
     sizes = np.bincount(group, minlength=len(group))
     back = np.zeros(len(group), dtype=np.bool_)
     for c, (of_train, of_test) in enumerate(zip(train, test, strict=True)):
-        kept = reserve.size(len(of_train), f"training examples of class {c}")
-        of_tests = math.floor(kept / max(len(of_train), 1) * len(of_test) + 0.5)
-        for name, members, size in (("train", of_train, kept), ("test", of_test, of_tests)):
+        count = reserve.size(len(of_train), f"training examples of class {c}")
+        of_tests = math.floor(count / max(len(of_train), 1) * len(of_test) + 0.5)
+        for name, members, size in (("train", of_train, count), ("test", of_test, of_tests)):
             firsts = members[group[members] == members]
             order = firsts[shuffled(make_rng(_SEED, "reserve", name, c), len(firsts))]
             target = math.floor(size * int(sizes[order].sum()) / max(len(members), 1) + 0.5)
             back[order[first_groups(sizes[order], target)]] = True
-    given = [[members[back[group[members]] == reserve.deal] for members in pool] for pool in (train, test)]
+    divided = [[members[back[group[members]] == reserve.deal] for members in pool] for pool in (train, test)]
     every = np.concatenate([*train, *test])
-    return given[0], given[1], _named(every[back[group[every]]].tolist())
+    return divided[0], divided[1], _named(every[back[group[every]]].tolist())
 
 
 def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
@@ -110,16 +110,16 @@ def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.
 
     Raise ExperimentError if no owner would be left.
     """
-    chosen = np.zeros(len(names), dtype=np.bool_)
+    is_reserved = np.zeros(len(names), dtype=np.bool_)
     order = shuffled(make_rng(_SEED, "reserve", "owners"), len(names))
-    chosen[order[: reserve.size(len(names), "owners")]] = True
-    which = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
-    return (chosen if reserve.deal else ~chosen), _named(which)
+    is_reserved[order[: reserve.size(len(names), "owners")]] = True
+    names_reserved = [name for name, is_chosen in zip(names, is_reserved, strict=True) if is_chosen]
+    return (is_reserved if reserve.deal else ~is_reserved), _named(names_reserved)
 
 
-def _named(which: Sequence[int] | Sequence[str]) -> Reserved:
-    text = "\n".join(sorted(str(each) for each in which))
-    return Reserved(len(which), hashlib.sha256(text.encode()).hexdigest())
+def _named(members: Sequence[int] | Sequence[str]) -> Reserved:
+    text = "\n".join(sorted(str(each) for each in members))
+    return Reserved(len(members), hashlib.sha256(text.encode()).hexdigest())
 
 
 _SEED = 0
@@ -255,11 +255,11 @@ class ReservingScheme(SchemeSettings):
     @model_serializer(mode="wrap")
     def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Omit unset keys: this JSON determines the names of partitions."""
-        written: dict[str, object] = handler(self)
+        document: dict[str, object] = handler(self)
         for key in ("reserve", "shift", "quantiles"):
-            if written.get(key, 0) is None:
-                del written[key]
-        return written
+            if document.get(key, 0) is None:
+                del document[key]
+        return document
 
     def check_data(self, spec: DataSpec) -> None:
         """Reject a shift that the inputs or the task do not allow, too."""
@@ -288,11 +288,11 @@ class MixScheme(ReservingScheme):
         """Return the number of classes, of quantiles of the target, or 1 for a scheme that needs neither."""
         targets = spec.targets
         if self.quantiles is not None and (targets is None or targets.task != "regression" or targets.outputs != 1):
-            found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
+            targets_found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
             raise partition_error(
                 "quantiles",
                 self.quantiles,
-                f"is for regression of one number, but the data have {found}",
+                f"is for regression of one number, but the data have {targets_found}",
                 "leave it out",
             )
         if targets is None or self.quantiles is not None:
@@ -318,7 +318,7 @@ class MixScheme(ReservingScheme):
     def sizes(
         self, split: str, mixes: Mixes, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int
     ) -> NDArray[np.int64]:
-        """Return how many examples each client gets of a split, ``[n]``: as many as its mix and the pool allow."""
+        """Return the number of examples of a split for each client, ``[n]``, limited by its mix and the pool."""
         return feasible_sizes(mixes, available, self.cap(split))
 
     def pools(
@@ -329,8 +329,8 @@ class MixScheme(ReservingScheme):
         The test pool is the official test set; ``validation_fraction`` of each class of the official train set is held
         out. Groups of equal inputs, ``[n]``, stay whole (:mod:`fedloom.data.apportion`).
         """
-        kept, validation = hold_out(train, group, validation_fraction, seed)
-        return {"train": kept, "validation": validation, "test": test}
+        train_left, validation = hold_out(train, group, validation_fraction, seed)
+        return {"train": train_left, "validation": validation, "test": test}
 
 
 def partition_error(key: str, found: object, fault: str, remedy: str) -> ExperimentError:

@@ -75,9 +75,9 @@ class ClassesScheme(_CappedScheme):
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Give each client k distinct classes with their shares, in the order drawn."""
-        held = partition_classes(self.clients, len(available), self.classes_per_client, seed)
+        classes_held = partition_classes(self.clients, len(available), self.classes_per_client, seed)
         shares = np.asarray(self.shares or [1.0] * self.classes_per_client)
-        return _shared_out(held, len(available), shares / shares.sum())
+        return _shared_out(classes_held, len(available), shares / shares.sum())
 
 
 class DirichletScheme(_CappedScheme):
@@ -198,8 +198,10 @@ class ImbalancedScheme(MixScheme):
         if self.dominant_share is not None:
             return _dominant(self.clients, len(available), self.dominant_share)
         if self.classes_per_client is not None:
-            held = partition_classes(self.clients, len(available), self.classes_per_client, seed)
-            return _shared_out(held, len(available), np.full(self.classes_per_client, 1 / self.classes_per_client))
+            classes_held = partition_classes(self.clients, len(available), self.classes_per_client, seed)
+            return _shared_out(
+                classes_held, len(available), np.full(self.classes_per_client, 1 / self.classes_per_client)
+            )
         return np.tile(available / available.sum(), (self.clients, 1))
 
     def cap(self, split: str) -> int | None:
@@ -222,11 +224,11 @@ class ImbalancedScheme(MixScheme):
                 f"needs {size.sum():,} training examples for {self.clients} clients, but there are {available.sum():,}"
             )
             raise partition_error("large_size", self.large_size, fault, smaller)
-        needed = size @ mixes
-        c = int((needed - available).argmax())
-        if needed[c] > available[c] + 1e-6:
+        demand = size @ mixes
+        c = int((demand - available).argmax())
+        if demand[c] > available[c] + 1e-6:
             fault = (
-                f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, but there are {available[c]:,}"
+                f"needs {math.ceil(demand[c] - 1e-6):,} training examples of class {c}, but there are {available[c]:,}"
             )
             raise partition_error("large_size", self.large_size, fault, f"{smaller}, or more even mixes")
         return size
@@ -266,8 +268,8 @@ class FixedScheme(MixScheme):
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Give every client equal shares of its labels."""
-        held = partition_classes(self.clients, len(available), self.labels_per_client, seed)
-        return _shared_out(held, len(available), np.full(self.labels_per_client, 1 / self.labels_per_client))
+        classes_held = partition_classes(self.clients, len(available), self.labels_per_client, seed)
+        return _shared_out(classes_held, len(available), np.full(self.labels_per_client, 1 / self.labels_per_client))
 
     def pools(
         self, train: ByClass, test: ByClass, group: NDArray[np.int64], validation_fraction: float, seed: int
@@ -278,35 +280,37 @@ class FixedScheme(MixScheme):
         label. Raise ExperimentError if a class runs out.
         """
         validation = max(1, math.floor(self.train_per_class * validation_fraction + 0.5))
-        kept = self.train_per_class - (validation if self.validation_from == "train" else 0)
-        if kept < 1:
+        train_count = self.train_per_class - (validation if self.validation_from == "train" else 0)
+        if train_count < 1:
             fault = (
                 f"leaves no training example of a label besides {validation} for validation (validation_from: train)"
             )
             remedy = "use more, or a smaller data.validation_fraction"
             raise partition_error("train_per_class", self.train_per_class, fault, remedy)
-        per_client = np.array([kept, validation, self.test_per_class])
-        held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
-        holders = np.bincount(held.reshape(-1), minlength=len(train))
-        joined = [np.concatenate(both) for both in zip(train, test, strict=True)]
-        short = holders * per_client.sum() - np.array([len(members) for members in joined])
+        per_client = np.array([train_count, validation, self.test_per_class])
+        classes_held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
+        holders = np.bincount(classes_held.reshape(-1), minlength=len(train))
+        per_class = [np.concatenate(both) for both in zip(train, test, strict=True)]
+        short = holders * per_client.sum() - np.array([len(members) for members in per_class])
         if short.max() > 0:
             c = int(short.argmax())
             fault = (
-                f"needs {holders[c] * per_client.sum():,} examples of class {c}, but there are {len(joined[c]):,}: "
-                f"{holders[c]} clients hold it, each with {kept} training, {validation} validation, "
+                f"needs {holders[c] * per_client.sum():,} examples of class {c}, but there are {len(per_class[c]):,}: "
+                f"{holders[c]} clients hold it, each with {train_count} training, {validation} validation, "
                 f"{self.test_per_class} test examples"
             )
             remedy = f"use validation_from: train, a smaller data.validation_fraction, or {FEWER}"
             raise partition_error("train_per_class", self.train_per_class, fault, remedy)
-        mixed = [members[shuffled(make_rng(seed, "fixed", c), len(members))] for c, members in enumerate(joined)]
-        needed = holders[:, None] * per_client
-        pools = dict(zip(SPLITS, fill_pools(mixed, needed, group), strict=True))
+        members_by_class = [
+            members[shuffled(make_rng(seed, "fixed", c), len(members))] for c, members in enumerate(per_class)
+        ]
+        demand = holders[:, None] * per_client
+        pools = dict(zip(SPLITS, fill_pools(members_by_class, demand, group), strict=True))
         for place, (split, pool) in enumerate(pools.items()):
-            short = next((c for c, part in enumerate(pool) if len(part) < needed[c, place]), None)
+            short = next((c for c, part in enumerate(pool) if len(part) < demand[c, place]), None)
             if short is not None:
                 fault = (
-                    f"needs {needed[short, place]:,} {split} examples of class {short}, but there are "
+                    f"needs {demand[short, place]:,} {split} examples of class {short}, but there are "
                     f"{len(pool[short]):,}, because equal inputs stay in one split"
                 )
                 raise partition_error("train_per_class", self.train_per_class, fault, f"use {FEWER}")
@@ -314,7 +318,7 @@ class FixedScheme(MixScheme):
 
 
 class NaturalScheme(ReservingScheme):
-    """One client per owner (a writer, a speaker, a role of a play); its own examples make its splits."""
+    """One client per owner (a writer, a speaker, a role of a play), with splits of the owner's examples."""
 
     scheme: Literal["natural"] = "natural"
     clients: int | None = Field(
@@ -389,10 +393,10 @@ def unseen_count(clients: int, held_out_fraction: float) -> int:
     return min(math.floor(clients * held_out_fraction + 0.5), clients - 1)
 
 
-def _shared_out(held: NDArray[np.int64], classes: int, shares: NDArray[np.float64]) -> Mixes:
+def _shared_out(classes_held: NDArray[np.int64], classes: int, shares: NDArray[np.float64]) -> Mixes:
     """Return the mixes of clients that have ``shares`` [k] of the classes they hold [n, k]."""
-    mixes = np.zeros((len(held), classes))
-    np.put_along_axis(mixes, held, np.broadcast_to(shares, held.shape), axis=1)
+    mixes = np.zeros((len(classes_held), classes))
+    np.put_along_axis(mixes, classes_held, np.broadcast_to(shares, classes_held.shape), axis=1)
     return mixes
 
 

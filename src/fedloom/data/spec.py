@@ -143,27 +143,27 @@ class InputSpec:
 
         The normalization may be empty, as long as it is not known.
         """
-        within = f"inputs.{name}." if name else ""
+        prefix = f"inputs.{name}." if name else ""
         axes = AXES.get(self.kind)
         scalar = name and not self.shape and axes is None
         if not scalar and (min(self.shape, default=0) < 1 or len(self.shape) != len(axes or self.shape)):
-            wanted = "any axes" if axes is None else ", ".join(axes)
+            expected = "any axes" if axes is None else ", ".join(axes)
             key = "shape" if name else "input_shape"
-            return f"{within}{key}: {list(self.shape)} must be [{wanted}] for {self.kind}, each at least 1"
+            return f"{prefix}{key}: {list(self.shape)} must be [{expected}] for {self.kind}, each at least 1"
         if self.channel_axis != "first" and (axes is not None or len(self.shape) < 2):
-            return f"{within}channel_axis: last is only for features and integers of two or more axes"
+            return f"{prefix}channel_axis: last is only for features and integers of two or more axes"
         if (self.high is None) != (self.kind != "integers") or (self.high is not None and self.high < 1):
-            return f"{within}high: must be at least 1 for integers, and null for other kinds (got {self.high})"
+            return f"{prefix}high: must be at least 1 for integers, and null for other kinds (got {self.high})"
         if self.tokenizer is not None and (self.kind != "integers" or not re.fullmatch("[0-9a-f]{64}", self.tokenizer)):
-            return f"{within}tokenizer: must be a SHA-256 in hex, of integers (got {self.tokenizer[:80]})"
+            return f"{prefix}tokenizer: must be a SHA-256 in hex, of integers (got {self.tokenizer[:80]})"
         return self.normalization.fault(self.numbers)
 
-    def values_fault(self, x: NDArray[Any], classes: int, what: str = "the inputs are") -> str | None:
+    def values_fault(self, x: NDArray[Any], classes: int, name: str = "the inputs are") -> str | None:
         """Return why an array cannot hold the inputs of a shard's examples, or None."""
         dtype = DTYPES[self.kind]
         if x.shape[1:] != self.shape or x.dtype != dtype:
             return (
-                f"{what} {x.dtype} of shape {list(x.shape[1:])}; {self.kind} must be {dtype} of shape "
+                f"{name} {x.dtype} of shape {list(x.shape[1:])}; {self.kind} must be {dtype} of shape "
                 f"{list(self.shape)}"
             )
         if self.kind == "features" and not np.isfinite(x).all():
@@ -284,8 +284,8 @@ class Targets:
     def values_fault(self, y: NDArray[Any], count: int) -> str | None:
         """Return why an array cannot hold the targets of ``count`` examples as a shard does, or None."""
         if y.dtype != self.stored or y.shape != (count, *self.shape):
-            needed = [count, *self.shape]
-            return f"the targets are {y.dtype} of shape {list(y.shape)}; they must be {self.stored} of shape {needed}"
+            expected = [count, *self.shape]
+            return f"the targets are {y.dtype} of shape {list(y.shape)}; they must be {self.stored} of shape {expected}"
         if not y.size:
             return None
         if self.task == "regression":
@@ -433,7 +433,9 @@ class DataSpec:
             targets = replace(targets, mean=parts[-1].mean, std=parts[-1].std)
         return replace(self, inputs=inputs, targets=targets)
 
-    def mismatch(self, needed: DataSpec, source: str, *, exact: bool = False, skip: Collection[str] = ()) -> str | None:
+    def mismatch(
+        self, expected: DataSpec, source: str, *, exact: bool = False, skip: Collection[str] = ()
+    ) -> str | None:
         """Return the first difference from the data that ``source`` needs, except in normalizations; None: none.
 
         Parameters
@@ -445,11 +447,11 @@ class DataSpec:
         """
         aspects = ["kind", "input_shape", "inputs", "classes", "targets", *(["channel_axis", "high"] if exact else [])]
         for aspect in aspects:
-            has, wants = self._aspect(aspect), needed._aspect(aspect)
+            has, wants = self._aspect(aspect), expected._aspect(aspect)
             if has != wants and aspect not in skip:
                 return f"{aspect} is {_shown(has)}; {source} needs {_shown(wants)}"
-        if needed.tokenizer not in (None, self.tokenizer) and (exact or self.tokenizer is not None):
-            return f"tokenizer is {self.tokenizer}; {source} needs {needed.tokenizer}"
+        if expected.tokenizer not in (None, self.tokenizer) and (exact or self.tokenizer is not None):
+            return f"tokenizer is {self.tokenizer}; {source} needs {expected.tokenizer}"
         return None
 
     def _aspect(self, name: str) -> Any:
@@ -471,8 +473,8 @@ class DataSpec:
         if set(arrays) != set(self.inputs):
             return f"the inputs are {', '.join(arrays) or '(none)'}; they must be {', '.join(self.inputs)}"
         for name, spec in self.inputs.items():
-            what = f"the inputs {name} are" if name else "the inputs are"
-            if (fault := spec.values_fault(arrays[name], self.classes, what)) is not None:
+            subject = f"the inputs {name} are" if name else "the inputs are"
+            if (fault := spec.values_fault(arrays[name], self.classes, subject)) is not None:
                 return fault
         sizes = {len(each) for each in arrays.values()}
         if len(sizes) > 1:

@@ -53,26 +53,26 @@ def is_whole(text: str) -> bool:
     return text.strip().lstrip("+-").isdecimal()
 
 
-def as_array(value: Any, what: str) -> NDArray[Any]:
-    """Return a tensor, or anything else that numpy can convert, as an array; errors call it ``what``.
+def as_array(value: Any, name: str) -> NDArray[Any]:
+    """Return a tensor, or anything else that numpy can convert, as an array; errors call it ``name``.
 
     Raise DataError if numpy cannot convert it, or some of its values are masked.
     """
     if np.ma.is_masked(value):
-        raise DataError(f"{what}: the masked array has missing values; give an array without a mask")
+        raise DataError(f"{name}: the masked array has missing values; give an array without a mask")
     try:
         if not hasattr(value, "detach"):
             return np.asarray(value)
         tensor = value.detach().cpu()
         if "bfloat16" in str(tensor.dtype):  # a type that numpy lacks
             tensor = tensor.double()
-        found: NDArray[Any] = tensor.numpy()
+        array: NDArray[Any] = tensor.numpy()
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{what}: a {type(value).__name__} that numpy cannot convert ({str(error).splitlines()[0]}); give plain "
+            f"{name}: a {type(value).__name__} that numpy cannot convert ({str(error).splitlines()[0]}); give plain "
             "values, in rows of equal length"
         ) from error
-    return found
+    return array
 
 
 def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
@@ -102,12 +102,12 @@ class Rounding:
         self._rising = np.arange(columns)
         self._rows = 0
 
-    def add(self, values: NDArray[np.float64], kept: NDArray[np.float32]) -> None:
+    def add(self, values: NDArray[np.float64], rounded: NDArray[np.float32]) -> None:
         """Add ``[m, f]`` values, and the same values as stored; those that are not finite are ignored."""
         if not len(values):
             return
-        finite = np.isfinite(values) & np.isfinite(kept)
-        error = np.where(finite, np.abs(np.where(finite, values, 0) - np.where(finite, kept, 0)), 0)
+        finite = np.isfinite(values) & np.isfinite(rounded)
+        error = np.where(finite, np.abs(np.where(finite, values, 0) - np.where(finite, rounded, 0)), 0)
         self._low = np.minimum(self._low, np.where(finite, values, np.inf).min(0))
         self._high = np.maximum(self._high, np.where(finite, values, -np.inf).max(0))
         self._error = np.maximum(self._error, error.max(0))
@@ -127,15 +127,15 @@ class Rounding:
         np.divide(self._error, scale, out=shares, where=(extent > 0) & (scale > 0))
         return shares
 
-    def lost(self, spread: NDArray[np.float64] | None = None) -> list[int]:
+    def imprecise_columns(self, spread: NDArray[np.float64] | None = None) -> list[int]:
         """Return the columns for which 32 bits lose too much precision."""
         return [int(i) for i in np.flatnonzero(self.shares(spread) > COARSE)]
 
-    def counting(self) -> list[int]:
+    def counting_columns(self) -> list[int]:
         """Return the columns with another whole number in each row, in ascending order, like an id or an index."""
         return self._rising.tolist() if self._rows > FEW else []
 
-    def noted(self) -> list[int]:
+    def rounded_columns(self) -> list[int]:
         """Return the columns that are kept with notable changes: rounded integers, or visible rounding."""
         shares = self.shares()
         return [int(i) for i in np.flatnonzero((shares <= COARSE) & ((shares > VISIBLE) | (self._integers > 0)))]
@@ -168,8 +168,8 @@ def label_text(value: object, classes: Collection[str] = ()) -> str | None:
     if isinstance(value, float | Decimal):
         if math.isnan(value):
             return None
-        known = math.isfinite(value) and -EXACT <= value <= EXACT and value == int(value)
-        return str(int(value)) if known else str(value)
+        is_exact = math.isfinite(value) and -EXACT <= value <= EXACT and value == int(value)
+        return str(int(value)) if is_exact else str(value)
     raise ValueError(f"{value!s:.60} is a {type(value).__name__}, neither text nor a number")
 
 
@@ -178,7 +178,7 @@ def plain_numbers(names: Iterable[str]) -> dict[str, str]:
     different = set(names)
     if not all(_NUMBER.fullmatch(name) for name in different):
         return {}
-    return {name: found[1] for name in different if (found := _WHOLE.fullmatch(name)) and found[1] != name}
+    return {name: match[1] for name in different if (match := _WHOLE.fullmatch(name)) and match[1] != name}
 
 
 def measured(names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ from fedloom.algorithms.base import find_algorithm
 from fedloom.core.urls import is_url
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
-from fedloom.data.own import OWN, Given, Own, OwnClients, own_manifest, own_normalization
+from fedloom.data.own import OWN, GivenNormalization, Own, OwnClients, own_manifest, own_normalization
 from fedloom.data.partition import partition_dataset
 from fedloom.engine.assemble import make_parts
 from fedloom.engine.options import RunOptions
@@ -54,7 +54,7 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
 
     Raise DataError if the run's manifest is damaged.
     """
-    if isinstance(own.normalization, Given) or not own.spec.numbers:
+    if isinstance(own.normalization, GivenNormalization) or not own.spec.numbers:
         return own_normalization(own, ())
     before = folder.read("partition.json")
     if before is None:

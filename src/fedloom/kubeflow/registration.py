@@ -256,7 +256,7 @@ def properties(
     Metrics are those of the checkpoint's round: on test examples for each group of clients, and the headline metric on
     validation examples. A round that was not evaluated has none.
     """
-    private = TrainedPrivately.of(summary.get("training_privacy"))
+    private = TrainedPrivately.from_summary(summary.get("training_privacy"))
     known: dict[str, Any] = {key: summary[key] for key in ("algorithm", "dataset", "model", "seed", "rounds")}
     known |= {
         "run": summary["name"],

@@ -43,7 +43,7 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
         dataclasses.replace(parts.manifest.spec, targets=parts.setup.targets),
         parts.setup.clients,
         digests_of_run(parts),
-        TrainedPrivately.of(claim),
+        TrainedPrivately.from_summary(claim),
     )
     e = parts.experiment
     return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), problem.to_json())

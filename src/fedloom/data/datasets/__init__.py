@@ -45,9 +45,9 @@ def _reader(name: str) -> Callable[[Mapping[str, bytes]], RawDataset]:
 
 def _registry() -> dict[str, Dataset]:
     """Return the data sets of ``datasets.toml``, and those of other packages."""
-    known: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = {}
     for name, entry in tomllib.loads((Path(__file__).parent / "datasets.toml").read_text("utf-8")).items():
-        known[name] = Dataset(
+        datasets[name] = Dataset(
             name,
             entry["title"],
             DataSpec.single(entry["kind"], tuple(entry["input_shape"]), tuple(entry["classes"])),
@@ -55,11 +55,11 @@ def _registry() -> dict[str, Dataset]:
             _reader(entry.get("reader", "base:no_files")),
             tuple(DataFile(file, *content) for file, content in entry.get("files", {}).items()),
             tuple(entry.get("locations", ())),
-            needs=tuple(known[needed] for needed in entry.get("needs", ())),
+            needs=tuple(datasets[dependency] for dependency in entry.get("needs", ())),
             own=OWN_FILES if entry.get("leaf") else None,
             synthetic="reader" not in entry,
         )
-    return known | {each.name: each for each in plugins("fedloom.datasets", Dataset)}
+    return datasets | {each.name: each for each in plugins("fedloom.datasets", Dataset)}
 
 
 DATASETS = _registry()

@@ -83,7 +83,7 @@ class RawDataset:
 
 @dataclass(frozen=True)
 class DataFile:
-    """One stored file, uncompressed: its name, size in bytes (None if not recorded), and SHA-256 in hex."""
+    """Name, size in bytes (None if not recorded) and SHA-256 (hex) of an uncompressed file."""
 
     name: str
     size: int | None

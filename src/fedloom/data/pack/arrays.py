@@ -101,21 +101,21 @@ def read_arrays(path: Path, request: Request, errors: ValidationErrors, on_progr
     tensors = sorted(name.removeprefix(start) for name in arrays if name.startswith(f"{start}x."))
     inputs = ["x"] if f"{start}x" in arrays or not tensors else tensors
     others = [*["y"] * request.labelled, *[request.client or ""] * (request.client is not None)]
-    needed = [f"{prefix}{name}" for prefix in prefixes for name in (*inputs, *others)]
-    if missing := [name for name in needed if name not in arrays]:
+    names = [f"{prefix}{name}" for prefix in prefixes for name in (*inputs, *others)]
+    if missing := [name for name in names if name not in arrays]:
         raise DataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
             f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs; when packing with "
             f"{argument('unlabelled')}, only x"
         )
-    given: dict[str, RawInputs] = {}
+    inputs_by_name: dict[str, RawInputs] = {}
     for prefix in prefixes:
-        given[f"{prefix}x"] = unnamed({name[2:]: arrays[f"{prefix}{name}"] for name in inputs})
+        inputs_by_name[f"{prefix}x"] = unnamed({name[2:]: arrays[f"{prefix}{name}"] for name in inputs})
         if request.labelled:
-            given[f"{prefix}y"] = arrays[f"{prefix}y"]
-    columns = array_columns([(None, given)], None, request, errors)
+            inputs_by_name[f"{prefix}y"] = arrays[f"{prefix}y"]
+    columns = array_columns([(None, inputs_by_name)], None, request, errors)
     if request.client is not None:
-        owners = _joined(
+        owners = _concatenated(
             [(f"{prefix}{request.client}", arrays[f"{prefix}{request.client}"]) for prefix in prefixes], errors
         )
         if owners.shape != (len(columns),) or owners.dtype.kind not in "iufUS":
@@ -124,7 +124,7 @@ def read_arrays(path: Path, request: Request, errors: ValidationErrors, on_progr
                 f"names, [{len(columns)}]"
             )
         columns = replace(columns, owners=owner_names(owners.tolist(), columns.places.row, errors))
-    unused = sorted(set(arrays) - set(needed))
+    unused = sorted(set(arrays) - set(names))
     return replace(columns, notes=(*[f"arrays ignored: {first_of(unused)}"] * bool(unused), *columns.notes))
 
 
@@ -138,18 +138,18 @@ def read_medmnist(path: Path, request: Request, errors: ValidationErrors, on_pro
         raise ExperimentError(f"{key}: MedMNIST's files have no owners; leave it out", key=key)
     on_progress("reading arrays", 0, None)
     arrays = read_npz(path)
-    needed = [f"{prefix}_{what}" for prefix in MEDMNIST for what in ("images", "labels")]
-    if missing := [name for name in needed if name not in arrays]:
+    names = [f"{prefix}_{kind}" for prefix in MEDMNIST for kind in ("images", "labels")]
+    if missing := [name for name in names if name not in arrays]:
         raise DataError(f"{path} has no {', '.join(missing)}, as MedMNIST's files have")
-    given: dict[str, RawInputs] = {}
+    columns: dict[str, RawInputs] = {}
     for prefix, split in MEDMNIST.items():
         images = arrays[f"{prefix}_images"]
         if images.ndim == 4 and images.shape[3] == 3 and images.shape[1] != 3:
             images = images.transpose(0, 3, 1, 2)
         elif images.ndim == 4:  # volumes, whose grey levels are features
             images = (images[:, None] / np.float32(255)).astype(np.float32)
-        given |= {f"{split}_x": images, f"{split}_y": arrays[f"{prefix}_labels"]}
-    return array_columns([(None, given)], None, request, errors)
+        columns |= {f"{split}_x": images, f"{split}_y": arrays[f"{prefix}_labels"]}
+    return array_columns([(None, columns)], None, request, errors)
 
 
 def array_columns(
@@ -171,20 +171,23 @@ def array_columns(
     classes
         Names of the classes, or of other outputs, in order; None: those found.
     """
-    named = [part for owner, arrays in parts for part in _parts(owner, arrays, request)]
-    if not named or len({(part.split is None, part.owner is None) for part in named}) > 1:
-        what = "some clients have train_x and test_x, and others x" if named else "it has no arrays"
-        raise DataError(f"{errors.source}: {what}; give the same arrays for every client")
-    first, needs = named[0], request.needs
+    split_parts = [part for owner, arrays in parts for part in _parts(owner, arrays, request)]
+    if not split_parts or len({(part.split is None, part.owner is None) for part in split_parts}) > 1:
+        reason = "some clients have train_x and test_x, and others x" if split_parts else "it has no arrays"
+        raise DataError(f"{errors.source}: {reason}; give the same arrays for every client")
+    first, needs = split_parts[0], request.needs
     names = set(first.x) if needs is None else set(needs.inputs)
-    for part in named:
+    for part in split_parts:
         if set(part.x) != names:
-            inputs, needed = (first_of(sorted(filter(None, each))) or "a single input" for each in (part.x, names))
+            inputs, other = (first_of(sorted(filter(None, each))) or "a single input" for each in (part.x, names))
             needed_by = f"{first.whose}x has" if needs is None else f"{request.needed_by} needs"
-            raise DataError(f"{errors.source}: {part.whose}x has the inputs {inputs}; {needed_by} {needed}")
+            raise DataError(f"{errors.source}: {part.whose}x has the inputs {inputs}; {needed_by} {other}")
         _check_shapes(part, first, request, errors.source)
-    x = {name: _joined([(part.called(name), part.x[name]) for part in named], errors) for name in sorted(names)}
-    ys = [(f"{part.whose}y", part.y) for part in named if part.y is not None]
+    x = {
+        name: _concatenated([(part.called(name), part.x[name]) for part in split_parts], errors)
+        for name in sorted(names)
+    }
+    ys = [(f"{part.whose}y", part.y) for part in split_parts if part.y is not None]
     notes, specs = tuple[str, ...](), dict[str, InputSpec]()
     for name, each in x.items():
         if needs is not None:
@@ -194,14 +197,14 @@ def array_columns(
         axis = request.channel_axis if kind in ("features", "integers") and each.ndim > 2 else "first"
         specs[name] = InputSpec(kind, each.shape[1:], channel_axis=axis)
         notes += _notes_on_axes(f"x.{name}" if name else "x", specs[name])
-    split = np.repeat([-1 if part.split is None else part.split for part in named], [*map(len, named)])
+    split = np.repeat([-1 if part.split is None else part.split for part in split_parts], [*map(len, split_parts)])
     return Columns(
         x,
         specs,
-        _joined(ys, errors) if ys else None,
-        _ArrayPlaces(named),
+        _concatenated(ys, errors) if ys else None,
+        _ArrayPlaces(split_parts),
         None if first.split is None else split.astype(np.int64),
-        None if first.owner is None else [str(part.owner) for part in named for _ in range(len(part))],
+        None if first.owner is None else [str(part.owner) for part in split_parts for _ in range(len(part))],
         classes=classes,
         notes=notes,
     )
@@ -209,33 +212,33 @@ def array_columns(
 
 def _parts(owner: str | None, arrays: Mapping[str, RawInputs], request: Request) -> list[_Part]:
     """Return the arrays of one owner by their splits."""
-    whose = "" if owner is None else f"client {owner}: "
+    place = "" if owner is None else f"client {owner}: "
     prefixes = _prefixes(arrays)
-    known = [f"{prefix}{name}" for prefix in prefixes for name in ("xy" if request.labelled else "x")]
-    foreign, missing = ([*filter(lambda name: name not in b, a)] for a, b in ((arrays, known), (known, arrays)))
+    allowed = [f"{prefix}{name}" for prefix in prefixes for name in ("xy" if request.labelled else "x")]
+    foreign, missing = ([*filter(lambda name: name not in b, a)] for a, b in ((arrays, allowed), (allowed, arrays)))
     if foreign or missing:
         raise DataError(
-            f"{whose}{', '.join(missing or foreign)} {'is missing from' if missing else 'cannot be combined with'} "
-            f"{', '.join(arrays if missing else known) or 'the arrays'}; give x and y, or train_x, train_y, test_x and "
-            "test_y, and possibly validation_x and validation_y"
+            f"{place}{', '.join(missing or foreign)} {'is missing from' if missing else 'cannot be combined with'} "
+            f"{', '.join(arrays if missing else allowed) or 'the arrays'}; give x and y, or train_x, train_y, test_x "
+            "and test_y, and possibly validation_x and validation_y"
         )
     parts = []
     for prefix, split in prefixes.items():
         x, y = named_arrays(arrays[f"{prefix}x"]), arrays.get(f"{prefix}y")
         if not x or isinstance(y, Mapping):
-            raise DataError(f"{whose}{prefix}x must be an array, or arrays by name, and {prefix}y one array")
+            raise DataError(f"{place}{prefix}x must be an array, or arrays by name, and {prefix}y one array")
         inputs = {name: _with_channels(x[name], name, request) for name in sorted(x)}
-        parts.append(_Part(f"{whose}{prefix}", inputs, y, split, owner))
+        parts.append(_Part(f"{place}{prefix}", inputs, y, split, owner))
     if all(each.ndim and not len(each) for part in parts for each in part.x.values()):
-        raise DataError(f"{whose}it has no examples; leave such a client out")
+        raise DataError(f"{place}it has no examples; leave such a client out")
     return parts
 
 
 def _prefixes(arrays: Iterable[str]) -> dict[str, int | None]:
     """Return the prefixes of the arrays' names, with the position of the split that each stands for, if any."""
     arrays = {name.partition(".")[0] for name in arrays}
-    given: dict[str, int | None] = {f"{name}_": i for i, name in enumerate(SPLITS) if f"{name}_x" in arrays}
-    return given if "x" not in arrays and {0, 2} <= {*given.values()} else {"": None}
+    prefixes: dict[str, int | None] = {f"{name}_": i for i, name in enumerate(SPLITS) if f"{name}_x" in arrays}
+    return prefixes if "x" not in arrays and {0, 2} <= {*prefixes.values()} else {"": None}
 
 
 def _with_channels(x: NDArray[Any], name: str, request: Request) -> NDArray[Any]:
@@ -268,7 +271,7 @@ def _check_shapes(part: _Part, first: _Part, request: Request, source: str) -> N
         )
 
 
-def _joined(arrays: Sequence[tuple[str, NDArray[Any]]], errors: ValidationErrors) -> NDArray[Any]:
+def _concatenated(arrays: Sequence[tuple[str, NDArray[Any]]], errors: ValidationErrors) -> NDArray[Any]:
     """Return arrays of one kind of values, one after the other; errors name them."""
     (first, one), kind = arrays[0], {"S": "U"}
     for name, other in arrays[1:]:
@@ -281,7 +284,7 @@ def _joined(arrays: Sequence[tuple[str, NDArray[Any]]], errors: ValidationErrors
     return one if len(arrays) == 1 else np.concatenate([array for _, array in arrays])
 
 
-def _kind(x: NDArray[Any], called: str, name: str, errors: ValidationErrors) -> TensorKind:
+def _kind(x: NDArray[Any], label: str, name: str, errors: ValidationErrors) -> TensorKind:
     """Return the kind of an input tensor inferred from its array.
 
     Integers that are not pixels stay integers if all of them are 0 or more; with negative ones they are measurements.
@@ -289,19 +292,19 @@ def _kind(x: NDArray[Any], called: str, name: str, errors: ValidationErrors) -> 
     if x.ndim == 4 and x.dtype == np.uint8:
         if x.shape[1] > MOST_CHANNELS >= x.shape[3]:
             raise DataError(
-                f"{errors.source}: {called} has images of shape {list(x.shape[1:])}; they must be "
+                f"{errors.source}: {label} has images of shape {list(x.shape[1:])}; they must be "
                 "[channels, height, width], as x.transpose(0, 3, 1, 2) makes them"
             )
         return "pixels"
     if (x.ndim > 1 or name) and x.dtype.kind in "iufb":
         return "integers" if x.dtype.kind in "iu" and int(x.min(initial=0)) >= 0 else "features"
     raise DataError(
-        f"{errors.source}: {called} is {x.dtype} of shape {described_shape(x)}; it must be numbers, [n, features] or "
+        f"{errors.source}: {label} is {x.dtype} of shape {described_shape(x)}; it must be numbers, [n, features] or "
         "[n, ...] of any shape, or pixels from 0 to 255 as uint8, [n, height, width] or [n, channels, height, width]"
     )
 
 
-def _notes_on_axes(called: str, spec: InputSpec) -> tuple[str, ...]:
+def _notes_on_axes(label: str, spec: InputSpec) -> tuple[str, ...]:
     """Return a note if the last axis of features, rather than the first, looks like that of channels."""
     shape = spec.shape
     if spec.kind != "features" or spec.channel_axis == "last" or len(shape) < 2:
@@ -309,22 +312,22 @@ def _notes_on_axes(called: str, spec: InputSpec) -> tuple[str, ...]:
     if not shape[0] > MOST_CHANNELS >= shape[-1]:
         return ()
     return (
-        f"{called} has inputs of shape {list(shape)}, whose first axis is taken for channels, each with a mean of its "
+        f"{label} has inputs of shape {list(shape)}, whose first axis is taken for channels, each with a mean of its "
         "own; if the last one is that of channels, set channel_axis: last, or give numpy.moveaxis(x, -1, 1)",
     )
 
 
 def class_names(classes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of classes in the form of labels; raise DataError for anything but a list of different names."""
-    if isinstance(classes, str) or not isinstance(classes, Iterable) or not (given := [*classes]):
+    if isinstance(classes, str) or not isinstance(classes, Iterable) or not (listed := [*classes]):
         raise DataError(f"classes: {classes!r:.80} is not a list of names; give a name for each class, in order")
     try:
-        names = [label_text(each, (str(each).strip(),)) for each in given]
+        names = [label_text(each, (str(each).strip(),)) for each in listed]
     except ValueError as error:
         raise DataError(f"classes: {error}; give a name for each class") from None
     if not all(names):
         raise DataError(
-            f"classes: {given[[*map(bool, names)].index(False)]!r} is a missing label; give a name for each"
+            f"classes: {listed[[*map(bool, names)].index(False)]!r} is a missing label; give a name for each"
         )
     distinct = tuple(name for name in names if name)
     if (twice := named_twice(distinct)) is not None:
@@ -351,8 +354,8 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"{member.filename} has version {version} of the npy format; use 1.0 or 2.0")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = header(file)
         declared, size = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
         if dtype.hasobject or min(shape, default=0) < 0 or declared != size:
             raise ValueError(f"{member.filename} declares {dtype} of shape {list(shape)}, and holds {size:,} bytes")

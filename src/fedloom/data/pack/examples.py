@@ -246,25 +246,27 @@ class ValidationErrors:
     _counts: dict[str, int] = field(default_factory=dict)
     _places: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, what: str, *places: str) -> None:
+    def add(self, message: str, *places: str) -> None:
         """Record an error of some kind at each of these places."""
-        self.add_many(what, len(places), places)
+        self.add_many(message, len(places), places)
 
-    def add_many(self, what: str, count: int, places: Iterable[str]) -> None:
+    def add_many(self, message: str, count: int, places: Iterable[str]) -> None:
         """Record ``count`` errors of some kind; only the first places are used."""
         if count:
-            self._counts[what] = self._counts.get(what, 0) + count
-            named = self._places.setdefault(what, [])
-            named += [shortened(place, 100) for place, _ in zip(places, range(SHOWN - len(named)), strict=False)]
+            self._counts[message] = self._counts.get(message, 0) + count
+            places_shown = self._places.setdefault(message, [])
+            places_shown += [
+                shortened(place, 100) for place, _ in zip(places, range(SHOWN - len(places_shown)), strict=False)
+            ]
 
     def refuse(self) -> None:
         """Raise DataError if errors were recorded: one line for each kind, with its count and first places."""
         if not self._counts:
             return
         lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'error')}{self.outcome}"]
-        for what, count in self._counts.items():
-            places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
-            lines.append(f"  {what}, in {pluralize(count, 'place')}: {places}")
+        for message, count in self._counts.items():
+            places = "; ".join(self._places[message]) + ("; ..." if count > len(self._places[message]) else "")
+            lines.append(f"  {message}, in {pluralize(count, 'place')}: {places}")
         raise DataError("\n".join(lines))
 
 

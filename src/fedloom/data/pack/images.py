@@ -59,8 +59,8 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
     """
     _check_request(folder, request)
     needs = request.needs
-    given = _are_splits(folder, () if needs is None else needs.class_names)
-    depth = int(given) + int(request.client is not None)
+    split_folders = _are_splits(folder, () if needs is None else needs.class_names)
+    depth = int(split_folders) + int(request.client is not None)
     task = request.wanted_task
     masked = request.labelled and task in (None, "segmentation") and _has_masks(folder, depth)
     if not masked and task not in (None, "classification"):
@@ -74,15 +74,15 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         entries = [_Entry(path, tuple(map(composed, _below(folder, path)))) for path in files_below(folder)]
     stack = ImageStack(None if needs is None else needs.input_shape, request.resize)
     palettes = _Palettes()
-    kept: list[_Entry] = []
+    entries_read: list[_Entry] = []
     masks: list[NDArray[np.int64]] = []
-    known = endings()
-    for done, entry in enumerate(entries):
-        on_progress("reading images", done, len(entries))
+    suffixes = endings()
+    for count, entry in enumerate(entries):
+        on_progress("reading images", count, len(entries))
         name = "/".join(entry.steps)
         try:
             if entry.mask is None:
-                _check_place(entry, depth, request, known, given=given)
+                _check_place(entry, depth, request, suffixes, has_splits=split_folders)
             picture = read_picture(entry.image)
             if entry.mask is not None:
                 mask = _read_mask(entry.mask, name, picture, palettes)
@@ -90,11 +90,11 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         except UnfitImage as unfit:
             errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else name)
             continue
-        kept.append(entry)
+        entries_read.append(entry)
         if entry.mask is not None:
-            masks.append(_resized(mask, stack.size))
+            masks.append(_resized_mask(mask, stack.size))
     errors.refuse()
-    if not kept:
+    if not entries_read:
         raise DataError(
             f"{folder} has no images; put images below it as CLASS/NAME.png, or in {IMAGES} with masks of the same "
             f"names in {MASKS}"
@@ -103,7 +103,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
     if masked:
         y = np.stack(masks)
     elif request.labelled:
-        labels = [entry.steps[depth] for entry in kept]
+        labels = [entry.steps[depth] for entry in entries_read]
         classes = found_classes(labels) if needs is None else needs.class_names
         position = {composed(name): i for i, name in enumerate(classes)}
         y = np.array([position[label] for label in labels], dtype=np.int64)
@@ -111,9 +111,11 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, on_pro
         {"": x},
         {"": InputSpec("pixels", x.shape[1:])},
         y,
-        Places(["/".join(entry.steps) for entry in kept]),
-        np.array([SPLIT_NAMES[entry.steps[0].lower()] for entry in kept], dtype=np.int64) if given else None,
-        None if request.client is None else [entry.steps[depth - 1] for entry in kept],
+        Places(["/".join(entry.steps) for entry in entries_read]),
+        np.array([SPLIT_NAMES[entry.steps[0].lower()] for entry in entries_read], dtype=np.int64)
+        if split_folders
+        else None,
+        None if request.client is None else [entry.steps[depth - 1] for entry in entries_read],
         classes=classes,
         notes=(*stack.notes(), *palettes.notes()),
     )
@@ -176,12 +178,12 @@ def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
     return bool(names) and len(splits) == len(names)
 
 
-def _check_place(entry: _Entry, depth: int, request: Request, known: frozenset[str], *, given: bool) -> None:
+def _check_place(entry: _Entry, depth: int, request: Request, suffixes: frozenset[str], *, has_splits: bool) -> None:
     """Reject a path that has no image extension, is not a file, or is outside the folder of a class or split."""
-    if given and len(entry.steps) == 1:
+    if has_splits and len(entry.steps) == 1:
         raise UnfitImage("an image outside the folders of splits", "")
-    if entry.image.suffix.lower() not in known:
-        raise UnfitImage(f"not an image, by its name; images end in {first_of(sorted(known), 30)}", "")
+    if entry.image.suffix.lower() not in suffixes:
+        raise UnfitImage(f"not an image, by its name; images end in {first_of(sorted(suffixes), 30)}", "")
     if not entry.image.is_file():
         raise UnfitImage("not a file, but a pipe, a device or a broken link", "")
     if request.labelled and len(entry.steps) < depth + 2:
@@ -206,10 +208,10 @@ def _has_masks(folder: Path, depth: int) -> bool:
 def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> list[_Entry]:
     """Return images with their masks, by folders and name; record images without a mask, and masks without an image."""
     files: dict[str, dict[tuple[str, ...], Path]] = {IMAGES: {}, MASKS: {}}
-    known = endings()
+    suffixes = endings()
     for path in files_below(folder):
         steps = _below(folder, path)
-        if len(steps) <= depth + 1 or steps[depth] not in files or path.suffix.lower() not in known:
+        if len(steps) <= depth + 1 or steps[depth] not in files or path.suffix.lower() not in suffixes:
             errors.add(f"not an image in a folder {IMAGES} or {MASKS}", "/".join(steps))
             continue
         key = (*steps[:depth], *steps[depth + 1 : -1], path.stem)
@@ -217,8 +219,8 @@ def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> list[_Entry]:
             errors.add("two files of one name", "/".join(steps))
         files[steps[depth]][key] = path
     images, masks = files[IMAGES], files[MASKS]
-    for what, one, other in (("image without a mask", images, masks), ("mask without an image", masks, images)):
-        errors.add(what, *(str(path.relative_to(folder)) for key, path in one.items() if key not in other))
+    for message, one, other in (("image without a mask", images, masks), ("mask without an image", masks, images)):
+        errors.add(message, *(str(path.relative_to(folder)) for key, path in one.items() if key not in other))
     return [_Entry(images[key], key, masks[key]) for key in images if key in masks]
 
 
@@ -247,8 +249,8 @@ class _Palettes:
 
     def notes(self) -> tuple[str, ...]:
         """Return the colours of the numbers that are used; masks of other clients must have the same."""
-        shown = [f"{number} {self.colours[number][0]}" for number in sorted(self.used) if number in self.colours]
-        return (f"colours in the palette of the masks: {first_of(shown, 24)}",) if shown else ()
+        colours = [f"{number} {self.colours[number][0]}" for number in sorted(self.used) if number in self.colours]
+        return (f"colours in the palette of the masks: {first_of(colours, 24)}",) if colours else ()
 
 
 def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> NDArray[np.int64]:
@@ -256,14 +258,14 @@ def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> ND
 
     Raise UnfitImage if it is not a mask of this image, or it is unclear in which orientation it was drawn.
     """
-    mask, _, held = load_picture(path, _check_form)
+    mask, _, digest = load_picture(path, _check_form)
     size = image.image.size
     sides_swap = image.orientation >= 5 and size[0] != size[1]  # the size then shows how the mask was drawn
-    if held != image.orientation and not (held == 1 and sides_swap and mask.size == size):
+    if digest != image.orientation and not (digest == 1 and sides_swap and mask.size == size):
         raise UnfitImage(
             "mask whose EXIF orientation is not that of its image: was it drawn before or after the image was turned? "
             "Apply the orientation to the pixels of both files, and remove the tag",
-            f"mask {held}, image {image.orientation}",
+            f"mask {digest}, image {image.orientation}",
         )
     if mask.size != size:
         shapes = (" x ".join(map(str, each[::-1])) for each in (mask.size, size))
@@ -285,7 +287,7 @@ def _check_form(mask: Image) -> None:
         )
 
 
-def _resized(values: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
+def _resized_mask(values: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
     """Return a mask resized to (width, height), by nearest neighbours."""
     height, width = values.shape
     if (width, height) == size:

@@ -1,4 +1,4 @@
-"""In-memory data sets such as torchvision's: images and labels are kept exactly, or rejected with their index."""
+"""In-memory data sets such as torchvision's. Images and labels are kept exactly, or rejected with their index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROUNDING = 1e-3
 """Maximum deviation of a float from a multiple of 1/255, as a fraction of that step."""
 
 
-def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any], tuple[str, ...]]:
+def read_items(dataset: Any, name: str) -> tuple[NDArray[np.uint8], NDArray[Any], tuple[str, ...]]:
     """Return the images of a data set ``[n, channels, height, width]``, its labels ``[n]``, and notes.
 
     Raise DataError if an item is not such a pair, image shapes differ, or a pixel or label cannot be kept exactly.
@@ -50,23 +50,23 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
     """
     images: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
-    changed: Counter[str] = Counter()
-    for i, (image, label) in enumerate(_pairs(dataset, what)):
-        pixels, changes = _pixels(image, f"{what}[{i}]")
+    notes: Counter[str] = Counter()
+    for i, (image, label) in enumerate(_pairs(dataset, name)):
+        pixels, changes = _pixels(image, f"{name}[{i}]")
         if images and pixels.shape != images[0].shape:
             raise DataError(
-                f"{what}[{i}]: is an image of shape {list(pixels.shape)}, but the first one has "
+                f"{name}[{i}]: is an image of shape {list(pixels.shape)}, but the first one has "
                 f"{list(images[0].shape)}; resize all images to one size"
             )
         images.append(pixels)
-        labels.append(_label(label, f"{what}[{i}]"))
-        changed.update(changes)
+        labels.append(_label(label, f"{name}[{i}]"))
+        notes.update(changes)
     if len({isinstance(label, str) for label in labels}) > 1:
-        raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
-    return np.stack(images), np.array(labels), tuple(f"{pluralize(n, 'image')} {note}" for note, n in changed.items())
+        raise DataError(f"{name}: has labels that are numbers and labels that are names; use one of the two for all")
+    return np.stack(images), np.array(labels), tuple(f"{pluralize(n, 'image')} {note}" for note, n in notes.items())
 
 
-def read_dataset(dataset: Any, what: str) -> tuple[Any, Any, tuple[str, ...]]:
+def read_dataset(dataset: Any, name: str) -> tuple[Any, Any, tuple[str, ...]]:
     """Return the inputs of a data set of torch, one tensor or several by name, its targets, and notes.
 
     Images of Pillow and their labels are read as by :func:`read_items`.
@@ -76,22 +76,22 @@ def read_dataset(dataset: Any, what: str) -> tuple[Any, Any, tuple[str, ...]]:
     from torch import Tensor
     from torch.utils.data import default_collate
 
-    items = list(_pairs(dataset, what))
+    items = list(_pairs(dataset, name))
     if _is_pillow(items[0][0]):
-        return read_items(items, what)
+        return read_items(items, name)
     try:
         x, y = default_collate(items)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{what}: its items cannot be stacked ({reason}); pad them to one shape") from error
-    named = isinstance(y, tuple | list) and all(isinstance(label, str) for label in y)
-    if not isinstance(x, Tensor | Mapping) or not (isinstance(y, Tensor) or named):
+        raise DataError(f"{name}: its items cannot be stacked ({reason}); pad them to one shape") from error
+    has_names = isinstance(y, tuple | list) and all(isinstance(label, str) for label in y)
+    if not isinstance(x, Tensor | Mapping) or not (isinstance(y, Tensor) or has_names):
         types = " and ".join(type(each).__name__ for each in items[0])
-        raise DataError(f"{what}: an item is a pair of {types}; give a tensor, or a dict of tensors, and its target")
+        raise DataError(f"{name}: an item is a pair of {types}; give a tensor, or a dict of tensors, and its target")
     return x, y, ()
 
 
-def _pairs(dataset: Any, what: str) -> Iterator[Sequence[Any]]:
+def _pairs(dataset: Any, name: str) -> Iterator[Sequence[Any]]:
     """Yield the items of a data set.
 
     Raise DataError if it is none, has no items or others than pairs, has another length than it states, or yields
@@ -102,27 +102,25 @@ def _pairs(dataset: Any, what: str) -> Iterator[Sequence[Any]]:
     except TypeError:  # such as a data loader over a stream
         length = None
     if isinstance(dataset, str | bytes | Mapping | Set) or (length is None and not hasattr(dataset, "__iter__")):
-        raise DataError(f"{what}: is a {type(dataset).__name__}; it must be a data set of pairs (x, y)")
+        raise DataError(f"{name}: is a {type(dataset).__name__}; it must be a data set of pairs (x, y)")
     for i in range(min(READ_TWICE, length or 0)):  # before any is converted: a random transform explains other errors
         if _differs(dataset, i):
             raise DataError(
-                f"{what}[{i}]: is a different input each time it is read, and only one would be kept.",
+                f"{name}[{i}]: is a different input each time it is read, and only one would be kept.",
                 hint="leave out its random transforms, and give them as augment=, which changes only training images",
-                key=what,
+                key=name,
             )
     count = 0
     for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0):
-        place, count = f"{what}[{count}]", count + 1
+        place, count = f"{name}[{count}]", count + 1
         if length is not None and count > length:
             break
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(f"{place}: is a {type(item).__name__}; it must be a pair (x, y)", hint=STACKED)
         yield item
     if not count or length not in (None, count):
-        stated = f" than the {length:,} of its length; correct its length" if length else ""
-        raise DataError(
-            f"{what} has {'no' if not count else 'more' if count > (length or 0) else 'fewer'} items{stated}"
-        )
+        hint = f" than the {length:,} of its length; correct its length" if length else ""
+        raise DataError(f"{name} has {'no' if not count else 'more' if count > (length or 0) else 'fewer'} items{hint}")
 
 
 def _differs(dataset: Any, place: int) -> bool:
@@ -224,9 +222,9 @@ def _unscaled(values: NDArray[Any], place: str) -> NDArray[np.uint8]:
         whole = np.round(levels)
         exact = (np.abs(levels - whole) < ROUNDING) & (whole >= 0) & (whole <= 255)
     if not exact.all():
-        found = values[~exact].reshape(-1)[0]
+        value = values[~exact].reshape(-1)[0]
         raise DataError(
-            f"{place}: has a pixel of {found:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
+            f"{place}: has a pixel of {value:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
             "transform, or use ToTensor alone: pixels are standardized by the federation (whole numbers from 0 to 255 "
             "must be of an integer type)"
         )

@@ -68,31 +68,31 @@ def names_of(
     labels: Iterable[object],
     place: Place,
     errors: ValidationErrors,
-    what: str = "label",
+    column: str = "label",
     classes: Collection[str] = (),
 ) -> list[str | None]:
     """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid.
 
     Record those that are missing or invalid. ``classes`` are those given, if any.
     """
-    known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
+    parsed: dict[tuple[type, object], tuple[str | None, str | None]] = {}
     names: list[str | None] = []
     for i, label in enumerate(labels):
         key = (type(label), label) if isinstance(label, str | bytes | int | float) else (type(label), str(label))
-        if key not in known:
+        if key not in parsed:
             try:
-                known[key] = label_text(label, classes), None
+                parsed[key] = label_text(label, classes), None
             except ValueError as error:
-                known[key] = "?", str(error)
-        name, fault = known[key]
+                parsed[key] = "?", str(error)
+        name, fault = parsed[key]
         if name is None and isinstance(label, str) and label.strip():
-            errors.add(f"{what} missing, by its text; rename it if it is a name", f"{place(i)}: {label!r}")
+            errors.add(f"{column} missing, by its text; rename it if it is a name", f"{place(i)}: {label!r}")
         elif name is None:
-            errors.add(f"{what} missing", place(i))
+            errors.add(f"{column} missing", place(i))
         elif fault is not None:
-            errors.add(f"a {what} must be text or a whole number", f"{place(i)}: {fault}")
+            errors.add(f"a {column} must be text or a whole number", f"{place(i)}: {fault}")
         names.append(name)
-    plain = plain_numbers(name for name, _ in known.values() if name)
+    plain = plain_numbers(name for name, _ in parsed.values() if name)
     return [plain.get(name, name) if name else None for name in names] if plain else names
 
 
@@ -122,8 +122,8 @@ def notes_of_classes(classes: Sequence[str], several: str) -> tuple[str, ...]:
         return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {first_of(classes)}",)
     for mark in SEPARATORS:
         parts = {name: [part.strip() for part in name.split(mark)] for name in classes if mark in name}
-        known = Counter(part for name in classes for part in parts.get(name, [name]))
-        if lists := [name for name, own in parts.items() if all(own) and any(known[part] > 1 for part in own)]:
+        counts = Counter(part for name in classes for part in parts.get(name, [name]))
+        if lists := [name for name, own in parts.items() if all(own) and any(counts[part] > 1 for part in own)]:
             several_are = pluralize(len(lists), "class is a list", "classes are lists")
             return (
                 f"{several_are} of others: {first_of(lists, 5)}; if an example has several labels, give {several} for "
@@ -136,16 +136,16 @@ def _positions(
     labels: Sequence[str | None], classes: Sequence[str], place: Place, errors: ValidationErrors
 ) -> NDArray[np.int64]:
     """Return the position in the classes of each label, ``[n]``; record unknown labels."""
-    known = {composed(name): i for i, name in enumerate(classes)}
-    y = np.array([known.get(label or "", -1) for label in labels], dtype=np.int64)
+    positions = {composed(name): i for i, name in enumerate(classes)}
+    y = np.array([positions.get(label or "", -1) for label in labels], dtype=np.int64)
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
     consecutive = tuple(classes) == tuple(map(str, range(len(classes))))
     allowed = f"0 to {len(classes) - 1}" if consecutive and classes else first_of(classes)
-    shown = (labels[i] if are_numbers((labels[i] or "",)) else repr(labels[i]) for i in unknown)
+    labels_shown = (labels[i] if are_numbers((labels[i] or "",)) else repr(labels[i]) for i in unknown)
     errors.add_many(
         f"unknown label; labels are {allowed}",
         len(unknown),
-        (f"{place(i)}: {label}" for i, label in zip(unknown, shown, strict=True)),
+        (f"{place(i)}: {label}" for i, label in zip(unknown, labels_shown, strict=True)),
     )
     return y
 

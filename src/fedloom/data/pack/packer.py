@@ -77,13 +77,13 @@ def _inputs(
     places = columns.places
     for name, spec in columns.specs.items():
         high = len(_given_classes(columns, request) or ()) if spec.kind == "tokens" else spec.high
-        named = partial(places.cell, name), partial(places.column, name)
+        naming = partial(places.cell, name), partial(places.column, name)
         spread = (
             np.broadcast_to(np.reshape(spec.normalization.std, spec.broadcast), (1, *spec.shape)).reshape(-1)
             if spec.normalization.std
             else None
         )
-        x[name], of_input = _stored(columns.x[name], spec.kind, *named, errors, high=high, spread=spread)
+        x[name], of_input = _packed_numbers(columns.x[name], spec.kind, *naming, errors, high=high, spread=spread)
         notes += of_input if spec.tokenizer is None else ()  # ids of tokens are no numbers
         unbounded = spec.kind == "integers" and spec.high is None
         specs[name] = replace(spec, high=int(x[name].max(initial=0)) + 1) if unbounded else spec
@@ -94,7 +94,7 @@ def _given_classes(columns: Columns, request: Request) -> tuple[str, ...] | None
     return columns.classes if request.needs is None else request.needs.class_names
 
 
-def _stored(
+def _packed_numbers(
     x: NDArray[Any],
     kind: TensorKind,
     cell: Callable[[int, int], str],
@@ -120,7 +120,7 @@ def _stored(
     if kind == "pixels" and x.dtype == np.uint8:
         return np.ascontiguousarray(x), ()
     numbers = math.prod(x.shape[1:])
-    stored = np.zeros((len(x), numbers), dtype=DTYPES[kind])
+    packed = np.zeros((len(x), numbers), dtype=DTYPES[kind])
     rounding, rows = Rounding(numbers), max(1, VALUES // numbers)
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
@@ -131,14 +131,14 @@ def _stored(
         if kind == "features":
             finite = np.isfinite(values)
             with np.errstate(over="ignore", invalid="ignore"):
-                stored[part] = values
-            large = finite & ~np.isfinite(stored[part])
+                packed[part] = values
+            large = finite & ~np.isfinite(packed[part])
             faults = {"not a finite number": ~finite, "too large for a 32-bit float": large}
-            rounding.add(values, stored[part])
+            rounding.add(values, packed[part])
         else:
             top = 255 if kind == "pixels" else EXACT if high is None else high - 1
             wrong = _not_whole(values, top)
-            stored[part] = np.where(wrong, 0, values)
+            packed[part] = np.where(wrong, 0, values)
             faults = {f"not an integer from 0 to {top}": wrong}
             if kind == "integers":
                 rounding.add(values, values.astype(np.float32))  # a model may get them as 32-bit floats
@@ -147,27 +147,27 @@ def _stored(
             errors.add_many(
                 fault, int(wrong.sum()), (f"{cell(start + int(i), int(j))}: {values[i, j]:g}" for i, j in places)
             )
-    lost = rounding.lost(spread)
+    precision_loss = rounding.imprecise_columns(spread)
     errors.add_many(
         "values that 32-bit floats cannot distinguish (subtract an offset first, or leave the column out)",
-        len(lost),
-        map(column, lost),
+        len(precision_loss),
+        map(column, precision_loss),
     )
     notes = []
-    if noted := rounding.noted():
-        notes.append(f"rounded to the precision of 32-bit floats: {first_of(list(map(column, noted)))}")
-    if counting := rounding.counting():
+    if note := rounding.rounded_columns():
+        notes.append(f"rounded to the precision of 32-bit floats: {first_of(list(map(column, note)))}")
+    if counting := rounding.counting_columns():
         notes.append(
             f"another whole number in each row, in order: {first_of(list(map(column, counting)))}; if it is an id or "
             "numbers the rows, leave it out: it tells nothing of new examples"
         )
-    return stored.reshape(x.shape), tuple(notes)
+    return packed.reshape(x.shape), tuple(notes)
 
 
-def _not_whole(values: NDArray[Any], top: int, ignored: int | None = None) -> NDArray[np.bool_]:
+def _not_whole(values: NDArray[Any], top: int, ignored_value: int | None = None) -> NDArray[np.bool_]:
     """Return the values that are neither an integer from 0 to ``top`` nor the ignored one."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(~((values >= 0) & (values <= top) & (values == np.floor(values)) | (values == ignored)))
+        return np.asarray(~((values >= 0) & (values <= top) & (values == np.floor(values)) | (values == ignored_value)))
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -184,28 +184,28 @@ def _targets(
 
     Raise DataError if they do not have the shape or type that their task needs.
     """
-    given = _given_classes(columns, request)
+    class_list = _given_classes(columns, request)
     if columns.y is None:
-        return None, None, given or (), ()
+        return None, None, class_list or (), ()
     y = _without_ones(columns.y, request.wanted_task, specs)
     task = request.wanted_task or _inferred_task(y, specs, columns)
     if task == "classification":
-        labels, classes, notes = _classes(y, given, columns, request, errors)
+        labels, classes, notes = _classes(y, class_list, columns, request, errors)
         return labels, None, classes, notes
-    wanted = None if request.needs is None else request.needs.targets
+    required = None if request.needs is None else request.needs.targets
     names, outputs = columns.outputs or columns.classes or (), request.outputs
-    if wanted is not None:
-        names, outputs = wanted.names, wanted.outputs
-    stored, targets, notes = _of_task(y, task, specs, columns, errors, names=names, outputs=outputs)
+    if required is not None:
+        names, outputs = required.names, required.outputs
+    packed, targets, notes = _of_task(y, task, specs, columns, errors, names=names, outputs=outputs)
     if task == "next_token":
-        stored, moved = tokens_to_predict(x, stored)
-        notes += moved
+        packed, shifted = tokens_to_predict(x, packed)
+        notes += shifted
     if task == "multilabel" and request.wanted_task is None and one_hot(y):
         notes += (
             "every row of the targets has exactly one 1, and they are read as several labels of an example "
             f"(multilabel); if they are classes (one-hot), set {request.called('task')}: classification",
         )
-    return stored, targets, (), notes
+    return packed, targets, (), notes
 
 
 def _inferred_task(y: NDArray[Any], specs: Mapping[str, InputSpec], columns: Columns) -> TaskName:
@@ -233,7 +233,7 @@ def _inferred_task(y: NDArray[Any], specs: Mapping[str, InputSpec], columns: Col
 
 def _classes(
     y: NDArray[Any],
-    given: tuple[str, ...] | None,
+    class_list: tuple[str, ...] | None,
     columns: Columns,
     request: Request,
     errors: ValidationErrors,
@@ -250,7 +250,7 @@ def _classes(
             map(place, wrong.tolist()),
         )
         errors.refuse()
-        classes = given or columns.outputs or tuple(map(str, range(y.shape[1])))
+        classes = class_list or columns.outputs or tuple(map(str, range(y.shape[1])))
         if len(classes) != y.shape[1]:
             raise DataError(
                 f"{errors.source}: targets have {y.shape[1]} columns, one for each class; the classes are "
@@ -259,10 +259,10 @@ def _classes(
         return y.argmax(1), classes, ()
     in_order = columns.classes is not None or any(spec.kind == "tokens" for spec in columns.specs.values())
     labels, classes = label_positions(
-        y, given, place, errors, in_order=in_order, is_name=columns.label_is_name and columns.classes is None
+        y, class_list, place, errors, in_order=in_order, is_name=columns.label_is_name and columns.classes is None
     )
     several = f"0 and 1 for each (y [n, K], or columns that {request.called('targets')} names)"
-    return labels, classes, () if given is not None else notes_of_classes(classes, several)
+    return labels, classes, () if class_list is not None else notes_of_classes(classes, several)
 
 
 def _of_task(
@@ -296,19 +296,19 @@ def _of_task(
             f"{of_inputs}"
         )
     if task == "regression":
-        stored, notes = _stored(
+        packed, notes = _packed_numbers(
             y.reshape(*y.shape, *[1] * (y.ndim == 1)),
             "features",
             lambda i, j: f"{place(i)}, target {j}",
             lambda j: f"target {j}",
             errors,
         )
-        return stored.reshape(y.shape), Targets(task, shape, math.prod(shape), tuple(names)), notes
+        return packed.reshape(y.shape), Targets(task, shape, math.prod(shape), tuple(names)), notes
     if task == "segmentation":
         y, notes = pixel_classes(y, len(names) or outputs, errors.source)
-    known = shape[0] if task == "multilabel" else len(names) or _outputs(task, y, specs, outputs, errors.source)
-    targets = Targets(task, shape, known, tuple(names))
-    top = 1 if task == "multilabel" else known - 1
+    label_count = shape[0] if task == "multilabel" else len(names) or _outputs(task, y, specs, outputs, errors.source)
+    targets = Targets(task, shape, label_count, tuple(names))
+    top = 1 if task == "multilabel" else label_count - 1
     wrong = _not_whole(y, top, targets.ignored)
     also = "" if targets.ignored is None else f", or {targets.ignored} for no target"
     labels = names if task == "multilabel" else ()
@@ -321,18 +321,18 @@ def _of_task(
 
 def _outputs(task: TaskName, y: NDArray[Any], specs: Mapping[str, InputSpec], outputs: int | None, source: str) -> int:
     """Return the number of classes of a pixel, or of tokens; in masks, 255 is a class only among greater numbers."""
-    ignored = IGNORED[task]
-    counted = y if (y > ignored).any() else y[y != ignored]
-    found = int(counted.max(initial=0)) + 1 if np.isfinite(y).all() else 1
+    ignored_value = IGNORED[task]
+    values = y if (y > ignored_value).any() else y[y != ignored_value]
+    count = int(values.max(initial=0)) + 1 if np.isfinite(y).all() else 1
     vocabulary = max(spec.high or 1 for spec in specs.values())
-    if task == "next_token" and outputs is None and FEW_LABELS * found > vocabulary:
-        found = max(found, vocabulary)
-    if outputs is not None and outputs < found:
+    if task == "next_token" and outputs is None and FEW_LABELS * count > vocabulary:
+        count = max(count, vocabulary)
+    if outputs is not None and outputs < count:
         raise DataError(
-            f"{source}: outputs is {outputs}, but the data have {found}; number the classes from 0, or set it to "
-            f"{found} or more"
+            f"{source}: outputs is {outputs}, but the data have {count}; number the classes from 0, or set it to "
+            f"{count} or more"
         )
-    return max(found, outputs or 1)
+    return max(count, outputs or 1)
 
 
 def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tuple[NDArray[Any], tuple[str, ...]]:
@@ -344,22 +344,22 @@ def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tupl
 
     Raise DataError if no pixel has a class, or the number of classes must be stated.
     """
-    ignored = IGNORED["segmentation"]
-    marked = masks == ignored
-    others = masks[~marked]
-    if marked.any() and others.size and outputs in (None, 2) and not others.any():
-        return np.where(marked, 1, masks), (f"masks of 0 and {ignored}: {ignored} became class 1",)
+    ignored_value = IGNORED["segmentation"]
+    is_ignored = masks == ignored_value
+    others = masks[~is_ignored]
+    if is_ignored.any() and others.size and outputs in (None, 2) and not others.any():
+        return np.where(is_ignored, 1, masks), (f"masks of 0 and {ignored_value}: {ignored_value} became class 1",)
     if outputs is None and masks.size and not _not_whole(masks, EXACT).any():
         _check_numbers(masks, source)
-    if not marked.any() or (outputs or 0) > ignored or (others > ignored).any():
+    if not is_ignored.any() or (outputs or 0) > ignored_value or (others > ignored_value).any():
         return masks, ()
     if not others.size:
         raise DataError(
-            f"{source}: every pixel of the masks is {ignored}, which marks pixels without a class; give pixels the "
-            "numbers of their classes, from 0"
+            f"{source}: every pixel of the masks is {ignored_value}, which marks pixels without a class; give pixels "
+            "the numbers of their classes, from 0"
         )
     return masks, (
-        f"{int(marked.sum()):,} pixels are {ignored}, which marks pixels without a class: they are left out",
+        f"{int(is_ignored.sum()):,} pixels are {ignored_value}, which marks pixels without a class: they are left out",
     )
 
 
@@ -370,17 +370,19 @@ def _check_numbers(masks: NDArray[Any], source: str) -> None:
     are consecutive from 0.
     """
     small = masks.max() <= np.iinfo(np.uint16).max  # np.unique sorts all pixels
-    found = np.flatnonzero(np.bincount(masks.reshape(-1).astype(np.int64))) if small else np.unique(masks)
-    ignored, numbers = IGNORED["segmentation"], [int(number) for number in found]
-    used, most = len(numbers), numbers[-1]
-    if most == ignored and used > 1 and (numbers[-2] != used - 2 or used > ignored):
-        fault = f"{ignored} may be a class, or mark pixels without one ({ignored} is a class if there are more)"
-    elif most != ignored and 2 * used < most + 1:
+    values = np.flatnonzero(np.bincount(masks.reshape(-1).astype(np.int64))) if small else np.unique(masks)
+    ignored_value, numbers = IGNORED["segmentation"], [int(number) for number in values]
+    count, most = len(numbers), numbers[-1]
+    if most == ignored_value and count > 1 and (numbers[-2] != count - 2 or count > ignored_value):
+        fault = (
+            f"{ignored_value} may be a class, or mark pixels without one ({ignored_value} is a class if there are more)"
+        )
+    elif most != ignored_value and 2 * count < most + 1:
         fault = f"most of the classes from 0 to {most:,} would have no pixel"
     else:
         return
     raise DataError(
-        f"{source}: the masks have the {used:,} numbers {first_of([f'{number}' for number in numbers])}, and {fault}.",
+        f"{source}: the masks have the {count:,} numbers {first_of([f'{number}' for number in numbers])}, and {fault}.",
         hint=f"number the classes from 0 in the masks, or set outputs to the number of classes ({most + 1} or more)",
         key="outputs",
     )
@@ -389,10 +391,10 @@ def _check_numbers(masks: NDArray[Any], source: str) -> None:
 def tokens_to_predict(x: Mapping[str, NDArray[Any]], y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return the target of each output, ``[n, T]``, and a note; targets that equal an input are moved by one place."""
     for name, tokens in x.items():
-        moved = next_tokens(tokens, y)
-        if moved is not y:
-            called = f"x.{name}" if name else "x"
-            return moved, (f"targets equal {called}: they were moved by one place, so that outputs predict the next",)
+        shifted = next_tokens(tokens, y)
+        if shifted is not y:
+            label = f"x.{name}" if name else "x"
+            return shifted, (f"targets equal {label}: they were moved by one place, so that outputs predict the next",)
     return y, ()
 
 

@@ -67,11 +67,11 @@ def read_picture(path: Path) -> Picture:
 
     Raise UnfitImage if the file cannot be read, or its pixels cannot be kept.
     """
-    image, notes, held = load_picture(path, check_depth)
+    image, notes, digest = load_picture(path, check_depth)
     if image.has_transparency_data:
         image, lowest = _transparency(image)
         notes += (TRANSPARENT,) if lowest < 255 else ()
-    return Picture(image, (*notes, TURNED) if held != 1 else notes, held)
+    return Picture(image, (*notes, TURNED) if digest != 1 else notes, digest)
 
 
 def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
@@ -83,21 +83,19 @@ def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
     """
     from PIL import Image, ImageOps
 
-    with _failures_named(path), Image.open(path, formats=FORMATS) as opened:
-        width, height = opened.size
+    with _failures_named(path), Image.open(path, formats=FORMATS) as file:
+        width, height = file.size
         if width * height > MOST_PIXELS:
             raise _too_large(f"{height} x {width}")
-        check(opened)
-        notes = (FURTHER,) if check_frames(opened) else ()
+        check(file)
+        notes = (FURTHER,) if check_frames(file) else ()
         # Pillow rotates a TIFF while loading it; the EXIF of a PNG may come after its pixels.
-        before = 1 if opened.format == "PNG" else orientation(opened)
-        opened.filename = (
-            ""  # else Pillow maps the file into memory, with the sides of a TIFF swapped before their time
-        )
-        opened.load()
-        after = orientation(opened)
-        upright = opened.copy() if after == 1 else ImageOps.exif_transpose(opened)
-        return Picture(upright, notes, after if before == 1 else before)
+        stored_orientation = 1 if file.format == "PNG" else orientation(file)
+        file.filename = ""  # else Pillow maps the file into memory, with the sides of a TIFF swapped before their time
+        file.load()
+        final_orientation = orientation(file)
+        upright = file.copy() if final_orientation == 1 else ImageOps.exif_transpose(file)
+        return Picture(upright, notes, final_orientation if stored_orientation == 1 else stored_orientation)
 
 
 def check_depth(image: Image) -> None:
@@ -106,20 +104,20 @@ def check_depth(image: Image) -> None:
     Raise UnfitImage if it has more bits, or its mode does not convert to greyscale or RGB.
     """
     deep = image.mode.startswith(("I", "F"))
-    found = f"mode {image.mode}"
+    description = f"mode {image.mode}"
     tiles = getattr(image, "tile", ())  # empty after loading
     arguments = [tile[3] for tile in tiles]
     if image.format == "PNG":
-        deep = deep or any(";16" in str(given) for given in arguments)
+        deep = deep or any(";16" in str(argument) for argument in arguments)
     elif image.format == "PPM":
-        deep = deep or any(isinstance(given, tuple) and given[-1] > 255 for given in arguments)
+        deep = deep or any(isinstance(argument, tuple) and argument[-1] > 255 for argument in arguments)
     elif image.format == "TIFF":
         deep = deep or max(getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, (1,))) > 8
     if deep:
-        found += "" if image.mode.startswith(("I", "F")) else " with 16 bits"
-        raise UnfitImage("more than 8 bits a channel; scale the images to 8 bits first", found)
+        description += "" if image.mode.startswith(("I", "F")) else " with 16 bits"
+        raise UnfitImage("more than 8 bits a channel; scale the images to 8 bits first", description)
     if image.mode not in (*GREY, *COLOUR):
-        raise UnfitImage("a mode without an exact greyscale or RGB form; save the images as RGB first", found)
+        raise UnfitImage("a mode without an exact greyscale or RGB form; save the images as RGB first", description)
 
 
 def check_frames(image: Image) -> bool:
@@ -138,10 +136,10 @@ def check_frames(image: Image) -> bool:
 def orientation(image: Image) -> int:
     """Return the EXIF camera orientation, 1 to 8; 1, upright, if it is missing or damaged."""
     try:
-        found: Any = image.getexif().get(ORIENTATION, 1)
+        value: Any = image.getexif().get(ORIENTATION, 1)
     except Exception:  # EXIF comes from all kinds of programs; viewers show such images unrotated
         return 1
-    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
 
 
 def _transparency(image: Image) -> tuple[Image, int]:
@@ -151,8 +149,8 @@ def _transparency(image: Image) -> tuple[Image, int]:
     return (plain if image.mode in PALETTES else image), int(lowest)
 
 
-def _too_large(found: str) -> UnfitImage:
-    return UnfitImage(f"more than {MOST_PIXELS:,} pixels; make the images smaller first", found)
+def _too_large(size: str) -> UnfitImage:
+    return UnfitImage(f"more than {MOST_PIXELS:,} pixels; make the images smaller first", size)
 
 
 @contextmanager
@@ -202,17 +200,17 @@ class ImageStack:
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
         grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
         mode = "L" if grey else "RGB"
-        changed = list(picture.notes)
+        notes = list(picture.notes)
         if image.mode != mode:
-            changed.append(f"converted from {image.mode} to {mode}")
+            notes.append(f"converted from {image.mode} to {mode}")
             image = image.convert(mode)
         if image.size != size:
             from PIL.Image import Resampling
 
-            changed.append(f"resized to {size[1]} x {size[0]}")
+            notes.append(f"resized to {size[1]} x {size[0]}")
             image = image.resize(size, Resampling.BILINEAR)
-        for what in changed:
-            self._changed[what] = self._changed.get(what, 0) + 1
+        for note in notes:
+            self._changed[note] = self._changed.get(note, 0) + 1
         self._grey += grey
         self._pixels.append(np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], -1).transpose(2, 0, 1))
 
@@ -231,4 +229,4 @@ class ImageStack:
 
     def notes(self) -> tuple[str, ...]:
         """Return how many images were changed, and how."""
-        return tuple(f"{pluralize(count, 'image')} {what}" for what, count in self._changed.items())
+        return tuple(f"{pluralize(count, 'image')} {note}" for note, count in self._changed.items())

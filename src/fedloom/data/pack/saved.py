@@ -20,7 +20,7 @@ from fedloom.data.pack.arrays import array_columns
 from fedloom.data.pack.examples import SPLIT_NAMES, Columns, OnProgress, Request, ValidationErrors
 from fedloom.data.pack.items import read_items
 from fedloom.data.pack.tables import read_frame
-from fedloom.data.pack.texts import IDS, tokenized
+from fedloom.data.pack.texts import IDS, tokenize
 from fedloom.data.spec import INPUT_NAME, InputSpec, RawInputs
 from fedloom.errors import DataError, ExperimentError
 
@@ -57,8 +57,8 @@ def read_saved(path: Path, request: Request, errors: ValidationErrors, on_progre
     else:
         import pandas
 
-        named = [frame.assign(**{SPLIT: SPLITS[split or 0]}) for split, frame in frames.items()]
-        columns = read_frame(pandas.concat(named, ignore_index=True), replace(request, split=SPLIT), errors)
+        tables = [frame.assign(**{SPLIT: SPLITS[split or 0]}) for split, frame in frames.items()]
+        columns = read_frame(pandas.concat(tables, ignore_index=True), replace(request, split=SPLIT), errors)
     classes = None if request.targets else _class_names(features.get(request.label))
     return replace(columns, classes=classes, notes=(*columns.notes, *notes))
 
@@ -82,13 +82,13 @@ def _splits(path: Path) -> tuple[dict[int | None, Any], list[str]]:
         raise DataError(f"{path} is not a data set that datasets has saved: {reason}") from error
     if not isinstance(whole, Mapping):
         return {None: whole}, []
-    known = [name for name in whole if name.lower() in SPLIT_NAMES]
-    parts: dict[int | None, Any] = {SPLIT_NAMES[name.lower()]: whole[name] for name in known}
-    if 0 not in parts or len(parts) < len(known):
+    names = [name for name in whole if name.lower() in SPLIT_NAMES]
+    parts: dict[int | None, Any] = {SPLIT_NAMES[name.lower()]: whole[name] for name in names}
+    if 0 not in parts or len(parts) < len(names):
         raise DataError(
             f"{path}: the splits are {first_of(list(whole))}; give train, validation (or val) and test, each once"
         )
-    left_out = [name for name in whole if name not in known]
+    left_out = [name for name in whole if name not in names]
     notes = [f"splits left out: {first_of(left_out)}"] * bool(left_out)
     if len(parts) == 1:
         return {None: parts[0]}, notes
@@ -111,14 +111,14 @@ def _has_lists(column: Any) -> bool:
 
 
 def _of_images(parts: Mapping[int | None, Any], image: str, request: Request, errors: ValidationErrors) -> Columns:
-    given: dict[str, RawInputs] = {}
+    arrays: dict[str, RawInputs] = {}
     owners: list[str] = []
     for split, part in parts.items():
         prefix = "" if split is None else f"{SPLITS[split]}_"
         items = [(row[image], row[request.label]) for row in part]
-        given[f"{prefix}x"], given[f"{prefix}y"], _ = read_items(items, f"{errors.source} {prefix}".rstrip(" _"))
+        arrays[f"{prefix}x"], arrays[f"{prefix}y"], _ = read_items(items, f"{errors.source} {prefix}".rstrip(" _"))
         owners += [] if request.client is None else map(str, part[request.client])
-    columns = array_columns([(None, given)], None, request, errors)
+    columns = array_columns([(None, arrays)], None, request, errors)
     return replace(columns, owners=None if request.client is None else owners)
 
 
@@ -126,32 +126,32 @@ def _of_lists(
     frames: Mapping[int | None, DataFrame], lists: Sequence[str], request: Request, errors: ValidationErrors
 ) -> Columns:
     """Return columns of lists, and the tokens of a text, as inputs; the column of labels may be a list, too."""
-    given: dict[str, RawInputs] = {}
+    arrays: dict[str, RawInputs] = {}
     owners: list[str] = []
     specs: dict[str, InputSpec] = {}
     text = request.text
     for split, frame in frames.items():
         prefix = "" if split is None else f"{SPLITS[split]}_"
-        inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
+        inputs = {name: _stacked_columns(frame, name, errors.source) for name in lists if name != request.label}
         if text is not None:
             if text.column not in frame.columns:
                 raise DataError(f"{errors.source}: there is no column {text.column!r}; it has {first_of([*frame])}")
             cells = frame[text.column].astype(object).where(frame[text.column].notna(), None).tolist()
-            tokens, specs = tokenized(cells, text, lambda i: f"row {i + 1}, column {text.column}", errors)
+            tokens, specs = tokenize(cells, text, lambda i: f"row {i + 1}, column {text.column}", errors)
             inputs |= {name or IDS: each for name, each in tokens.items()}
         if wrong := [name for name in inputs if not INPUT_NAME.fullmatch(name)]:
             raise DataError(f"{errors.source}: column {wrong[0]!r} cannot name an input; use letters and digits")
         is_list = request.label in lists
-        labels = _stacked(frame, request.label, errors.source) if is_list else np.asarray(frame[request.label])
-        given |= {f"{prefix}x": next(iter(inputs.values())) if len(inputs) == 1 else inputs, f"{prefix}y": labels}
+        labels = _stacked_columns(frame, request.label, errors.source) if is_list else np.asarray(frame[request.label])
+        arrays |= {f"{prefix}x": next(iter(inputs.values())) if len(inputs) == 1 else inputs, f"{prefix}y": labels}
         owners += [] if request.client is None else map(str, frame[request.client])
     errors.refuse()
-    columns = array_columns([(None, given)], None, request, errors)
+    columns = array_columns([(None, arrays)], None, request, errors)
     of_text = {(name or IDS if "" not in columns.specs else name): spec for name, spec in specs.items()}
     return replace(columns, specs={**columns.specs, **of_text}, owners=None if request.client is None else owners)
 
 
-def _stacked(frame: DataFrame, name: str, source: str) -> NDArray[Any]:
+def _stacked_columns(frame: DataFrame, name: str, source: str) -> NDArray[Any]:
     try:
         return np.stack([np.asarray(value) for value in frame[name]])
     except ValueError as error:

@@ -27,7 +27,7 @@ from fedloom.data.pack.examples import (
 )
 from fedloom.data.pack.labels import owner_names, split_positions
 from fedloom.data.pack.packer import has_fraction
-from fedloom.data.pack.texts import tokenized
+from fedloom.data.pack.texts import tokenize
 from fedloom.data.spec import InputSpec
 from fedloom.data.values import EXACT, MISSING, TRUTHS, as_numbers, is_whole, number
 from fedloom.errors import DataError, ExperimentError
@@ -94,8 +94,8 @@ def read_csv(path: Path, request: Request, errors: ValidationErrors, on_progress
     errors.refuse()
     header = [name.strip() for name in header]
     if not any(header) or all(number(cell) is not None for cell in header):
-        what = "has numbers" if any(header) else "is empty"
-        raise DataError(f"{path}: the first line {what}; it must have the names of the columns")
+        reason = "has numbers" if any(header) else "is empty"
+        raise DataError(f"{path}: the first line {reason}; it must have the names of the columns")
     if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
         raise DataError(f"{path}: the first line is {header[0]!r:.60}; separate the names of the columns by commas")
     layout = _layout(header, request, errors.source)
@@ -140,8 +140,8 @@ def _csv_chunks(
             for i, cell in enumerate(cells):
                 value, truth = number(cell), TRUTHS.get(cell.strip().lower())
                 if fault := _fault(cell, value, truth):
-                    shown = f": {cell!r}" if cell.strip() else ""
-                    errors.add(fault, f"line {whole[i][0]}, column {name}{shown}")
+                    excerpt = f": {cell!r}" if cell.strip() else ""
+                    errors.add(fault, f"line {whole[i][0]}, column {name}{excerpt}")
                 else:
                     (truths if value is None else digits).add(name)
                     values[i, j] = truth if value is None else value
@@ -150,14 +150,14 @@ def _csv_chunks(
             values,
             {name: [row[place[name]] for _, row in whole] for name in layout.others},
         )
-    mixed = [f"column {name}" for name in layout.numeric if name in truths & digits]
-    errors.add("true or false among numbers", *mixed)
+    columns = [f"column {name}" for name in layout.numeric if name in truths & digits]
+    errors.add("true or false among numbers", *columns)
 
 
 def _plain_numbers(cells: Sequence[str]) -> NDArray[np.float64] | None:
     """Return the numbers in texts; None if each cell needs a check, because float() accepts more forms."""
-    joined = "".join(cells)
-    if "_" in joined or not joined.isascii():
+    text = "".join(cells)
+    if "_" in text or not text.isascii():
         return None
     try:
         values = np.array([float(cell) for cell in cells])
@@ -273,24 +273,24 @@ def _columns(layout: _Layout, chunks: Iterable[Rows], noun: str, request: Reques
         parts.append(numbers)
         for name, column in others.items():
             cells[name] += column
-    values, x, named, start = np.concatenate(parts), dict[str, NDArray[Any]](), dict[str, Sequence[str]](), 0
+    values, x, names, start = np.concatenate(parts), dict[str, NDArray[Any]](), dict[str, Sequence[str]](), 0
     specs = layout.specs
     for name, spec in specs.items():
         end = start + math.prod(spec.shape)
         x[name] = values[:, start:end].reshape(-1, *spec.shape)
-        named[name] = layout.inputs[start:end]
+        names[name] = layout.inputs[start:end]
         start = end
-    places = Places(rows, noun, named)
+    places = Places(rows, noun, names)
     if request.text is not None:
         text = request.text.column
-        x, specs = tokenized(
+        x, specs = tokenize(
             cells[layout.text or text], request.text, lambda i: f"{places.row(i)}, column {text}", errors, request
         )
         places.columns = {name: [text] * math.prod(spec.shape) for name, spec in specs.items()}
     y: NDArray[Any] | None = None
     if layout.targets:
-        wanted = None if request.needs is None else request.needs.targets
-        several = request.targets if wanted is None else wanted.shape
+        required = None if request.needs is None else request.needs.targets
+        several = request.targets if required is None else required.shape
         y = values[:, start:] if several else values[:, start]
     elif layout.label is not None:
         y = np.empty(len(rows), dtype=object)
@@ -337,28 +337,31 @@ def _layout(header: Sequence[str], request: Request, source: str, index: Sequenc
     key = request.called("targets" if several else "label")
     targets = [column(name, key) for name in several or (request.label,)] if numeric else []
     label = request.label if request.labelled and not numeric else None
-    wanted = {"label": label, "split": request.split, "client": request.client}
-    chosen = {key: None if name is None else column(name, request.called(key)) for key, name in wanted.items()}
-    rest = [name for name in header if name not in chosen.values() and name not in targets]
+    requested = {"label": label, "split": request.split, "client": request.client}
+    columns = {key: None if name is None else column(name, request.called(key)) for key, name in requested.items()}
+    rest = [name for name in header if name not in columns.values() and name not in targets]
     text = None if request.text is None else column(request.text.column, request.called("text"))
     specs: Mapping[str, InputSpec] = {}
     if text is not None:
-        inputs, why = [], "columns left out; the input is the text"
+        inputs, reason = [], "columns left out; the input is the text"
         ignored = [name for name in rest if name != text]
     elif request.features is not None:
         inputs = [column(name, f"{request.needed_by}.features") for name in request.features]
-        why = "columns ignored"
+        reason = "columns ignored"
         ignored = [name for name in rest if name not in inputs]
     else:
-        inputs, why = _without_index(rest, header, index, source), "columns left out, as an index that numbers the rows"
+        inputs, reason = (
+            _without_index(rest, header, index, source),
+            "columns left out, as an index that numbers the rows",
+        )
         ignored = [repr(name) if name else "the first, without a name" for name in rest if name not in inputs]
     if text is None:
         integers = request.integers if needs is None and isinstance(request.integers, tuple) else ()
         last = [column(name, request.called("integers")) for name in integers]
         inputs = [*(name for name in inputs if name not in last), *last]
         specs = _specs(inputs, len(last), request, source)
-    notes = (f"{why}: {first_of(ignored)}",) if ignored else ()
-    return _Layout(inputs, targets, chosen["label"], chosen["split"], chosen["client"], text, specs, notes)
+    notes = (f"{reason}: {first_of(ignored)}",) if ignored else ()
+    return _Layout(inputs, targets, columns["label"], columns["split"], columns["client"], text, specs, notes)
 
 
 def _without_index(rest: Sequence[str], header: Sequence[str], index: Sequence[str], source: str) -> list[str]:
@@ -395,9 +398,9 @@ def _specs(inputs: Sequence[str], integers: int, request: Request, source: str) 
             f"{source}: {request.needed_by}.inputs has {first_of(sorted(specs))}; a table has only {FEATURES} and "
             f"{INTEGERS}"
         )
-    if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in specs.values())):
+    if len(inputs) != (width := sum(math.prod(spec.shape) for spec in specs.values())):
         shapes = ", ".join(f"{name or 'input_shape'} {list(spec.shape)}" for name, spec in specs.items())
         raise DataError(
-            f"{source} has {len(inputs):,} columns of inputs; {request.needed_by} needs {needed:,} ({shapes})"
+            f"{source} has {len(inputs):,} columns of inputs; {request.needed_by} needs {width:,} ({shapes})"
         )
     return specs

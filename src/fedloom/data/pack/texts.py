@@ -33,9 +33,9 @@ IDS, MASK = "input_ids", "attention_mask"
 """Names of the inputs that a tokenizer makes."""
 
 
-def tokenized(
+def tokenize(
     texts: Sequence[object],
-    how: TextColumn,
+    settings: TextColumn,
     place: Callable[[int], str],
     errors: ValidationErrors,
     request: Request | None = None,
@@ -52,32 +52,32 @@ def tokenized(
     place
         Returns the place of the i-th text.
     """
-    tokenizer = _opened(how, errors.source)
-    ids = InputSpec("integers", (how.length,), high=len(tokenizer), tokenizer=tokenizer_digest(tokenizer))
-    specs = {MASK: InputSpec("integers", (how.length,), high=2), IDS: ids} if how.mask else {"": ids}
+    tokenizer = _load_tokenizer(settings, errors.source)
+    ids = InputSpec("integers", (settings.length,), high=len(tokenizer), tokenizer=tokenizer_digest(tokenizer))
+    specs = {MASK: InputSpec("integers", (settings.length,), high=2), IDS: ids} if settings.mask else {"": ids}
     if request is not None and request.needs is not None:
-        specs = _fitting(specs, request.needs.inputs, request.needed_by, errors.source)
+        specs = _required_inputs(specs, request.needs.inputs, request.needed_by, errors.source)
     checked = [text if isinstance(text, str) and text.strip() else "" for text in texts]
     for i, text in enumerate(texts):
         if not checked[i]:
             missing = text is None or isinstance(text, str)
             errors.add("text missing" if missing else "not a text", f"{place(i)}{'' if missing else f': {text!r}'}")
-    x = {name: np.zeros((len(texts), how.length), dtype=np.int64) for name in specs}
+    x = {name: np.zeros((len(texts), settings.length), dtype=np.int64) for name in specs}
     for start in range(0, len(checked), ROWS):
         some = checked[start : start + ROWS]
-        tokens = tokenizer(some, padding="max_length", truncation=True, max_length=how.length, return_tensors="np")
+        tokens = tokenizer(some, padding="max_length", truncation=True, max_length=settings.length, return_tensors="np")
         empty = [start + i for i, count in enumerate(tokens[MASK].sum(1)) if some[i] and not count]
         errors.add_many("text without a token of the tokenizer", len(empty), map(place, empty))
-        if how.truncation == "refuse":
-            lengths = {start + i: len(ids) for i, ids in enumerate(tokenizer(some)[IDS]) if len(ids) > how.length}
+        if settings.truncation == "refuse":
+            lengths = {start + i: len(ids) for i, ids in enumerate(tokenizer(some)[IDS]) if len(ids) > settings.length}
             places = [f"{place(i)}: {length} tokens" for i, length in lengths.items()]
-            errors.add(f"text of more than {how.length} tokens", *places)
+            errors.add(f"text of more than {settings.length} tokens", *places)
         for name in specs:
             x[name][start : start + ROWS] = tokens[name or IDS]
     return x, specs
 
 
-def _opened(how: TextColumn, source: str) -> Any:
+def _load_tokenizer(settings: TextColumn, source: str) -> Any:
     """Return the tokenizer of a folder, with the sides that the settings name."""
     try:
         from transformers import AutoTokenizer
@@ -86,12 +86,12 @@ def _opened(how: TextColumn, source: str) -> Any:
             f"{source}: tokens of a text need the package transformers, which is not installed",
             hint="pip install 'fedloom[text]'",
         ) from None
-    folder = Path(expanded(how.tokenizer))
+    folder = Path(expanded(settings.tokenizer))
     if not folder.is_dir():
         raise DataError(f"{folder} is not the folder of a tokenizer")
-    sides: dict[str, str] = {} if how.padding is None else {"padding_side": how.padding}
-    if how.truncation not in (None, "refuse"):
-        sides["truncation_side"] = how.truncation
+    sides: dict[str, str] = {} if settings.padding is None else {"padding_side": settings.padding}
+    if settings.truncation not in (None, "refuse"):
+        sides["truncation_side"] = settings.truncation
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **sides)
     except (OSError, ValueError) as error:
@@ -118,28 +118,28 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _fitting(
-    specs: Mapping[str, InputSpec], needed: Mapping[str, InputSpec], needed_by: str, source: str
+def _required_inputs(
+    specs: Mapping[str, InputSpec], expected: Mapping[str, InputSpec], needed_by: str, source: str
 ) -> dict[str, InputSpec]:
     """Return the inputs that are required, with the tokenizer's digest; raise DataError if they differ."""
-    if set(specs) != set(needed) or not all(_fits(specs[name], needed[name]) for name in needed):
+    if set(specs) != set(expected) or not all(_fits(specs[name], expected[name]) for name in expected):
         raise DataError(
-            f"{source}: a text gives the inputs {_described(specs)}; {needed_by} needs {_described(needed)}"
+            f"{source}: a text gives the inputs {_description(specs)}; {needed_by} needs {_description(expected)}"
         )
-    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in needed.items()}
+    return {name: replace(spec, tokenizer=specs[name].tokenizer) for name, spec in expected.items()}
 
 
-def _fits(given: InputSpec, needed: InputSpec) -> bool:
-    same = (given.kind, given.shape) == (needed.kind, needed.shape)
-    return same and (given.high or 0) <= (needed.high or 0) and needed.tokenizer in (None, given.tokenizer)
+def _fits(spec: InputSpec, expected: InputSpec) -> bool:
+    same = (spec.kind, spec.shape) == (expected.kind, expected.shape)
+    return same and (spec.high or 0) <= (expected.high or 0) and expected.tokenizer in (None, spec.tokenizer)
 
 
-def _described(specs: Mapping[str, InputSpec]) -> str:
-    described = (
+def _description(specs: Mapping[str, InputSpec]) -> str:
+    description = (
         f"{name} {list(spec.shape)} {spec.kind} below {spec.high}, tokenizer {spec.tokenizer or 'any'}".strip()
         for name, spec in specs.items()
     )
-    return "; ".join(described)
+    return "; ".join(description)
 
 
 def read_characters(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Columns:
