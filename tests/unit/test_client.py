@@ -377,7 +377,7 @@ def test_a_gradient_covers_all_examples_and_selected_leaves() -> None:
     torch.testing.assert_close(value[0], loss.detach(), rtol=0, atol=1e-14)
     w = local.parameters(theta)
     head = [w[name] for name in SMALL.layout.head]
-    part, _ = local.gradient(w, *local.everything(), of=head)
+    part, _ = local.gradient(w, *local.everything(), parameters=head)
     torch.testing.assert_close(
         torch.cat([g.flatten() for g in part]), expected[SMALL.layout.body_size :], rtol=0, atol=1e-14
     )

@@ -1,1 +1,1 @@
-"""One module per method: its server algorithm, its client algorithm, its settings."""
+"""Methods: one module each, with the server algorithm, the client algorithm and the settings."""

@@ -37,8 +37,10 @@ class ClientWeights:
     def ascend(self, weights: Tensor, rate: float, clients: Sequence[str], replies: Replies[Any]) -> Tensor:
         """Return λ + rate · v, projected: v_i is n/m times the loss of each of the m clients that answered, else 0."""
         v, each = torch.zeros_like(weights), len(weights) / int(replies.present.sum())
-        for client, loss, here in zip(clients, replies.loss[:, 0].tolist(), replies.present.tolist(), strict=True):
-            v[self.row[client]] += each * loss if here else 0.0
+        for client, loss, is_present in zip(
+            clients, replies.loss[:, 0].tolist(), replies.present.tolist(), strict=True
+        ):
+            v[self.row[client]] += each * loss if is_present else 0.0
         return project_onto_simplex(weights + rate * v) if rate else weights
 
 
@@ -73,8 +75,8 @@ class WeightedServer(FedAvgServer):
         updates = cohort.send(SharedModel(self.state["theta"]), self.method.update)
         chances = updates.mean_weights * self.weights.of(cohort.clients, weights)
         theta = self.state["theta"]
-        stepped = theta + self.settings.server_lr * updates.mean(updates.delta_theta, chances)
-        self.state["theta"] = self.averaged(theta, updates, stepped)
+        target = theta + self.settings.server_lr * updates.mean(updates.delta_theta, chances)
+        self.state["theta"] = self.averaged(theta, updates, target)
         self.state["weights"] = self.weights.ascend(weights, self.settings.weights_lr, cohort.clients, updates)
         return base.statistics_of(updates) | concentration(self.state["weights"])
 

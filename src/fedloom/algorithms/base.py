@@ -211,8 +211,8 @@ class ClientAlgorithm:
     @cache
     def _openings(cls) -> dict[type[Message], str]:
         """Return message class -> name of the method that it opens, by the annotation of the parameter ``opening``."""
-        marked = [name for name in dir(cls) if hasattr(getattr(cls, name), "is_conversation")]
-        return {get_type_hints(getattr(cls, name))["opening"]: name for name in marked}
+        names = [name for name in dir(cls) if hasattr(getattr(cls, name), "is_conversation")]
+        return {get_type_hints(getattr(cls, name))["opening"]: name for name in names}
 
     def trains(self, opening: type[Message]) -> bool:
         """Return whether this class of message opens a training round; noise, clipping and states follow from it."""
@@ -230,10 +230,10 @@ class ClientAlgorithm:
         openings = self._openings()
         name = openings.get(type(opening))
         if name is None:
-            known = ", ".join(sorted(t.__name__ for t in openings))
-            raise TypeError(f"{type(opening).__name__} opens no conversation; expected {known}")
-        opened: Conversation | Predictors = getattr(self, name)(clients, opening)
-        return opened if isinstance(opened, Generator) else _finished(opened)
+            names = ", ".join(sorted(t.__name__ for t in openings))
+            raise TypeError(f"{type(opening).__name__} opens no conversation; expected {names}")
+        started: Conversation | Predictors = getattr(self, name)(clients, opening)
+        return started if isinstance(started, Generator) else _finished(started)
 
 
 def personalization_steps(settings: Any, examples: int) -> int:
@@ -266,7 +266,7 @@ class Algorithm(ABC):
     settings: ClassVar[Any]
     """Subclass of ``Settings``: the keys under ``algorithm`` in an experiment file, without ``name``."""
     example: ClassVar[Mapping[str, Any]] = {}
-    """Settings of a training on a few examples, in addition to those of :meth:`example_settings`."""
+    """Further settings of a training on a few examples, which complete :meth:`example_settings`."""
     trains: ClassVar[bool] = True
     """False for a method without rounds, which requires ``federation.rounds: 0``."""
     needs: ClassVar[tuple[Need, ...]] = ()
@@ -472,10 +472,10 @@ def find_algorithm(name: str) -> Algorithm:
     for point in entries("fedloom.algorithms"):
         if point.name == name:
             return load_plugin(point, Algorithm)  # type: ignore[type-abstract]
-    known = available()
+    names = available()
     raise ExperimentError(
-        f"algorithm.name: there is no method {name!r}; choose one of {', '.join(known)}",
+        f"algorithm.name: there is no method {name!r}; choose one of {', '.join(names)}",
         key="algorithm.name",
         found=name,
-        allowed=known,
+        allowed=names,
     )

@@ -69,8 +69,8 @@ def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tenso
 
 def _lengths(batch: Batch) -> list[int]:
     """Return the number of examples of each client in a batch, without padding."""
-    counted = (batch.weight > 0).sum(-1)
-    return [int(n) for n in counted.reshape(-1)]
+    lengths = (batch.weight > 0).sum(-1)
+    return [int(n) for n in lengths.reshape(-1)]
 
 
 def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
@@ -102,8 +102,8 @@ class TrainBatches:
         self, model: FlatModel, group: ClientGroup, *, members: Sequence[int] | None = None, at_home: bool | None = None
     ) -> None:
         self.group = group
-        kept = group.round is None if at_home is None else at_home
-        self.private = None if kept else group.examples
+        round = group.round is None if at_home is None else at_home
+        self.private = None if round else group.examples
         """Privacy of examples, for which steps are noisy; None if they are not."""
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1
@@ -146,17 +146,19 @@ class TrainBatches:
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()
         draw = self._batches if self.private is None else self._private_batches
-        drawn, augment = draw(size, counts, purpose, totals, shrinking), self.group.augment
-        yield from drawn if augment is None or not augmented else self._augmented(augment, drawn, size, counts, purpose)
+        batches, augment = draw(size, counts, purpose, totals, shrinking), self.group.augment
+        yield from (
+            batches if augment is None or not augmented else self._augmented(augment, batches, size, counts, purpose)
+        )
 
     def _augmented(
-        self, augment: Augmentation, drawn: Iterator[Batch], size: int, counts: Sequence[int], purpose: str
+        self, augment: Augmentation, batches: Iterator[Batch], size: int, counts: Sequence[int], purpose: str
     ) -> Iterator[Batch]:
         """Yield batches whose examples the augmentation has changed."""
         generator_of = self.group.generator if self.private is None else self.group.hidden
         generators = [generator_of(i, f"{purpose}/augment") for i in self.members]
         lengths: list[int] = []
-        for t, batch in enumerate(drawn):
+        for t, batch in enumerate(batches):
             x = batch.x if self.stacked else batch.x[None]
             if not lengths or batch.each is not None:
                 lengths = [min(size, n) for n in self.sizes] if batch.each is None else _lengths(batch)
@@ -170,13 +172,13 @@ class TrainBatches:
     ) -> Iterator[Batch]:
         whole = [size >= n for n in self.sizes]
         generators = [self.group.generator(i, purpose, orders=w) for i, w in zip(self.members, whole, strict=True)]
-        drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
+        per_client = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
         each = [total / min(size, n) for total, n in zip(totals or [1] * len(counts), self.sizes, strict=True)]
         if not self.stacked:
             weight = self._weight(min(size, self.sizes[0]), each[0])
-            yield from (self._take(index, weight) for index in drawn[0])
+            yield from (self._take(index, weight) for index in per_client[0])
             return
-        tables = [torch.stack(list(indices)) for indices in drawn]
+        tables = [torch.stack(list(indices)) for indices in per_client]
         length = max(counts)
         table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
         remaining, k = torch.tensor(counts, device=self._device), len(counts)
@@ -197,19 +199,19 @@ class TrainBatches:
         """
         expected = [min(size, n) for n in self.sizes]
         each = [total / b for total, b in zip(totals or [1] * len(counts), expected, strict=True)]
-        nothing = torch.arange(0)
+        empty = torch.arange(0)
         for t in range(max(counts)):
             going = [count > t for count in counts]
             k = sum(going) if shrinking else len(counts)
-            drawn = [self._sample(j, expected[j], f"{purpose}/sample/{t}") if going[j] else nothing for j in range(k)]
+            samples = [self._sample(j, expected[j], f"{purpose}/sample/{t}") if going[j] else empty for j in range(k)]
             active = None if shrinking or all(going) else torch.tensor(going, device=self._device)
-            yield self._private_batch(drawn, each[:k], active)
+            yield self._private_batch(samples, each[:k], active)
 
-    def _private_batch(self, drawn: Sequence[Tensor], each: Sequence[float], active: Tensor | None) -> Batch:
+    def _private_batch(self, samples: Sequence[Tensor], each: Sequence[float], active: Tensor | None) -> Batch:
         """Return the batch of these positions of the first clients' examples, padded to the same length, at least 1."""
-        length = max([1, *map(len, drawn)])
-        rows = [F.pad(d, (0, length - len(d))) for d in drawn]
-        weights = [F.pad(self._weight(len(d), w), (0, length - len(d))) for d, w in zip(drawn, each, strict=True)]
+        length = max([1, *map(len, samples)])
+        rows = [F.pad(d, (0, length - len(d))) for d in samples]
+        weights = [F.pad(self._weight(len(d), w), (0, length - len(d))) for d, w in zip(samples, each, strict=True)]
         if self.stacked:
             first = torch.tensor([0, *self.sizes]).cumsum(0)[: len(rows)]
             index = (torch.stack(rows) + first[:, None]).to(self._device)
@@ -236,13 +238,13 @@ class TrainBatches:
         """
         n = s.accumulate
         if self.private is not None:
-            drawn = self.batches(n * s.batch_size, counts, purpose, shrinking=shrinking)
-            return ((batch,) for batch in drawn)
+            batches = self.batches(n * s.batch_size, counts, purpose, shrinking=shrinking)
+            return ((batch,) for batch in batches)
         if n == 1:
             return ((batch,) for batch in self.batches(s.batch_size, counts, purpose, shrinking=shrinking))
         totals = [1 / n] * len(counts)
-        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, totals, shrinking=shrinking)
-        return zip(*[drawn] * n, strict=True)
+        batches = self.batches(s.batch_size, [n * count for count in counts], purpose, totals, shrinking=shrinking)
+        return zip(*[batches] * n, strict=True)
 
     def everything(self) -> list[Batch]:
         """Return all train data of each client, in pieces whose weights sum to 1; not for noisy steps."""
@@ -259,23 +261,23 @@ class TrainBatches:
     def halves(self, batch: Batch) -> tuple[Batch, Batch, Tensor]:
         """Return a batch in two parts, each with weights that sum to 1, and the first's share, ``[g, 1]`` float64."""
         self._refuse_if_private("halves of a batch")
-        counted = batch.weight > 0
-        b = counted.sum(-1, keepdim=True)
-        first = torch.arange(counted.shape[-1], device=b.device) < (b + 1) // 2
-        one, other = self._part(batch, counted & first), self._part(batch, counted & ~first)
+        is_example = batch.weight > 0
+        b = is_example.sum(-1, keepdim=True)
+        first = torch.arange(is_example.shape[-1], device=b.device) < (b + 1) // 2
+        one, other = self._part(batch, is_example & first), self._part(batch, is_example & ~first)
         return one, other, (((b + 1) // 2).double() / b).view(-1, 1)
 
-    def _refuse_if_private(self, what: str) -> None:
+    def _refuse_if_private(self, subject: str) -> None:
         """Raise RuntimeError if steps are noisy: such a method should have been rejected."""
         if self.private is not None:
-            raise RuntimeError(f"{what} would disclose examples without noise (federation.privacy: of examples)")
+            raise RuntimeError(f"{subject} would disclose examples without noise (federation.privacy: of examples)")
 
-    def _part(self, batch: Batch, chosen: Tensor) -> Batch:
-        weight = torch.where(chosen, 1 / chosen.sum(-1, keepdim=True).clamp(min=1).to(batch.weight.dtype), 0)
+    def _part(self, batch: Batch, rows: Tensor) -> Batch:
+        weight = torch.where(rows, 1 / rows.sum(-1, keepdim=True).clamp(min=1).to(batch.weight.dtype), 0)
         if self.stacked:
             return Batch(batch.x, batch.y, weight, seed=self.seed())
-        y = None if batch.y is None else batch.y[chosen]
-        return Batch(take(batch.x, chosen), y, weight[chosen], seed=self.seed())
+        y = None if batch.y is None else batch.y[rows]
+        return Batch(take(batch.x, rows), y, weight[rows], seed=self.seed())
 
     def _weight(self, b: int, each: float) -> Tensor:
         # Tokens and integers cannot hold 1/b.

@@ -184,11 +184,11 @@ class LocalTrainer(TrainBatches):
         """Reshape one number per client ``[g]`` to broadcast against a leaf."""
         return values.view(-1, *[1] * (like.dim() - 1)) if self.stacked else values[0]
 
-    def scaled(self, values: list[Tensor], by: Tensor) -> list[Tensor]:
+    def scaled(self, values: list[Tensor], factor: Tensor) -> list[Tensor]:
         """Multiply leaves by one number per client ``[g]``."""
         if not self.stacked:
-            return list(torch._foreach_mul(values, by[0]))
-        return [self.each(by, value) * value for value in values]
+            return list(torch._foreach_mul(values, factor[0]))
+        return [self.each(factor, value) * value for value in values]
 
     # Losses
 
@@ -214,10 +214,10 @@ class LocalTrainer(TrainBatches):
     def _value(self, model: FlatModel, w: Parameters, p: Batch) -> Tensor:
         if not self.stacked:
             return (model.loss(w, p.x, p.y) * model.batch_weights(p.y, p.weight)).sum(0, keepdim=True)
-        before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
+        buffers_before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
         absent = None if self._absent is None else self._absent[: len(p.weight)]
         losses = stacked_losses(model, w, p.x, p.y, p.weight, absent)
-        for name, was in before.items():  # a client that is done keeps its buffers
+        for name, was in buffers_before.items():  # a client that is done keeps its buffers
             assert p.active is not None
             w.buffers[name] = torch.where(self.each(p.active, was), w.buffers[name], was)
         return losses
@@ -226,19 +226,19 @@ class LocalTrainer(TrainBatches):
         self,
         w: Parameters,
         *pieces: Batch,
-        of: list[Tensor] | None = None,
+        parameters: list[Tensor] | None = None,
         differentiable: bool = False,
         at_home: bool = False,
     ) -> tuple[list[Tensor], Tensor]:
         """Return ∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
 
-        The gradient is with respect to the leaves ``of``, in their order, by default all of them. It is zero for a leaf
+        The gradient is with respect to the leaves ``parameters``, in their order, by default all. It is zero for a leaf
         that the model does not use. With ``differentiable`` it can itself be differentiated (for MAML).
 
         If steps are noisy, these are the results of :meth:`noisy_gradient`, whose losses are 0, except for a gradient
         that is only used ``at_home``.
         """
-        leaves = list(w.values()) if of is None else of
+        leaves = list(w.values()) if parameters is None else parameters
         if self.private is not None and not at_home:
             if differentiable or len(pieces) != 1:
                 self._refuse_if_private("a second derivative, or a gradient over several batches,")
@@ -284,8 +284,8 @@ class LocalTrainer(TrainBatches):
         if probe is not None:
             probe.released(batch, means[0])
         parts = torch.split(torch.stack(means), [one.numel() for one in rows[0]], dim=1)
-        found = [laid_out(part.reshape(leaf.shape).to(leaf), leaf) for part, leaf in zip(parts, leaves, strict=True)]
-        return found, batch.weight.new_zeros(len(rows))
+        gradient = [laid_out(part.reshape(leaf.shape).to(leaf), leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        return gradient, batch.weight.new_zeros(len(rows))
 
     def _noisy_mean(self, private: ExamplePrivacy, j: int, sums: Sequence[Tensor], batch: Batch) -> Tensor:
         """Return the j-th client's sums over a batch with noise, times the weight of an example, ``[d]`` float64."""
@@ -323,8 +323,8 @@ class LocalTrainer(TrainBatches):
         for j, (count, finite) in enumerate(zip(counts, finite_rows.tolist(), strict=True)):
             bad = [t for t, loss in enumerate(history[:count, j].tolist(), start=1) if not math.isfinite(loss)]
             if bad or not finite:
-                before = "smaller steps earlier, because its loss was not finite at the start" if bad[:1] == [1] else ""
-                other = also or before
+                remedy = "smaller steps earlier, because its loss was not finite at the start" if bad[:1] == [1] else ""
+                other = also or remedy
                 self.group.fail_client(
                     self.members[j],
                     f"training diverged at local step {bad[0] if bad else count} of {count}; "
@@ -336,8 +336,8 @@ class LocalTrainer(TrainBatches):
 def mean_loss(losses: list[Tensor], counts: Sequence[int]) -> Tensor:
     """Return the mean loss over each client's own steps: ``[g]`` float64, on the CPU, from ``[g]`` for each step."""
     history, number = torch.stack(losses).cpu().double(), torch.tensor(counts)
-    made = torch.arange(len(history))[:, None] < number
-    return torch.where(made, history, 0).cumsum(0)[-1] / number  # cumsum adds sequentially
+    is_step = torch.arange(len(history))[:, None] < number
+    return torch.where(is_step, history, 0).cumsum(0)[-1] / number  # cumsum adds sequentially
 
 
 def train(
@@ -381,28 +381,28 @@ def train(
     steps = [s.count(len(group.clients[i].train)) for i in members] if counts is None else counts
     ordered = LongestFirst.of(steps)
     counts, theta = ordered.counts, ordered.rows(theta)
-    who = [members[j] for j in ordered.order]
-    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=who, at_home=at_home)
+    ordered_members = [members[j] for j in ordered.order]
+    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=ordered_members, at_home=at_home)
     w = local.parameters(theta)
     parts: dict[object, Container[str]] = {"all": w, "body": model.layout.body, "head": model.layout.head}
-    chosen = parts[only] if isinstance(only, str) else only
-    names = [name for name in w if name in chosen]
+    selected = parts[only] if isinstance(only, str) else only
+    names = [name for name in w if name in selected]
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
-    changed = _corrected(local, correct, names, leaves, ordered)
+    gradient = _corrected(local, correct, names, leaves, ordered)
     step, losses = local.sgd(leaves, s), []
-    last = partial(LocalTrainer, model, group, mask_absent=s.mask_absent, members=who[:1], at_home=at_home)
+    last = partial(LocalTrainer, model, group, mask_absent=s.mask_absent, members=ordered_members[:1], at_home=at_home)
     batches = local.steps(s, counts, purpose, shrinking=local.stacked)
     for gradients, loss in _gradients(local, w, names, batches, last):
         losses.append(local.padded(loss))
-        step(changed(gradients), None)
+        step(gradient(gradients), None)
         del gradients  # free them before the next ones are computed: they take as much memory as the model
-    del step, changed  # and the optimizer's state
+    del step, gradient  # and the optimizer's state
     w.buffers |= start
     return local.trained(local.join(w), losses, counts, key, s.lr).mapped(ordered.back)
 
 
 def adapt(
-    model: FlatModel, group: ClientGroup, theta: Tensor, s: LocalSGD, members: list[int] | None = None, **how: Any
+    model: FlatModel, group: ClientGroup, theta: Tensor, s: LocalSGD, members: list[int] | None = None, **options: Any
 ) -> Tensor:
     """Return θ ``[g, d]`` of a group after local steps (:func:`train`) of some members, by default of all.
 
@@ -410,11 +410,11 @@ def adapt(
     """
     if members == [] or not (s.steps or s.epochs):
         return theta
-    how = {"purpose": "fine-tune", **how}
+    options = {"purpose": "fine-tune", **options}
     if members is None:
-        return train(model, group, theta, s, **how).theta
+        return train(model, group, theta, s, **options).theta
     theta = theta.clone()
-    theta[members] = train(model, group, theta[members], s, members=members, **how).theta
+    theta[members] = train(model, group, theta[members], s, members=members, **options).theta
     return theta
 
 
@@ -429,19 +429,22 @@ def _gradients(
 
     The last remaining client uses its own trainer, ``last()``, whose step takes a fifth less time than a stack of one.
     """
-    k, of, by = len(local.members), [w[name] for name in names], local
+    k, variables, variables_by_name = len(local.members), [w[name] for name in names], local
     for pieces in steps:
         if local.stacked and local.going(pieces[0]) < k:
             k = local.going(pieces[0])
             w = local.first(w, k)
             if k == 1:
-                by, leaves = last(), {name: leaf.detach()[0].requires_grad_() for name, leaf in w.items()}
+                variables_by_name, leaves = (
+                    last(),
+                    {name: leaf.detach()[0].requires_grad_() for name, leaf in w.items()},
+                )
                 w = Leaves(leaves, {name: buffer[0] for name, buffer in w.buffers.items()})
-            of = [w[name] for name in names]
-        if by is local:
-            yield by.gradient(w, *pieces, of=of)
+            variables = [w[name] for name in names]
+        if variables_by_name is local:
+            yield variables_by_name.gradient(w, *pieces, parameters=variables)
         else:
-            yield _as_stack(*by.gradient(w, *(piece.of_first for piece in pieces), of=of))
+            yield _as_stack(*variables_by_name.gradient(w, *(piece.of_first for piece in pieces), parameters=variables))
 
 
 def _as_stack(gradients: list[Tensor], loss: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -462,11 +465,11 @@ def _corrected(
         return lambda gradients: gradients
     start = [leaf.detach().clone() for leaf in leaves]
     vectors = {name: local.parameters(ordered.rows(vector)) for name, vector in correct.given.items()}
-    given = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
+    control = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
     change = torch.no_grad()(correct.change)
 
     def changed(gradients: list[Tensor]) -> list[Tensor]:
-        some = {name: first_rows(values, gradients) for name, values in given.items()}
+        some = {name: first_rows(values, gradients) for name, values in control.items()}
         return change(gradients, first_rows(leaves, gradients), first_rows(start, gradients), some)
 
     return changed
@@ -481,13 +484,13 @@ def laid_out(values: Tensor, like: Tensor) -> Tensor:
     return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
 
 
-def proximal(strength: float, to: Tensor | None = None) -> Correction:
-    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the vectors ``to`` ``[g, d]``."""
+def proximal(strength: float, center: Tensor | None = None) -> Correction:
+    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the vectors ``center`` ``[g, d]``."""
 
     def change(
-        gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
+        gradients: list[Tensor], w: list[Tensor], start: list[Tensor], values: Mapping[str, list[Tensor]]
     ) -> list[Tensor]:
-        centre = given.get("to", start)
+        centre = values.get("to", start)
         return list(torch._foreach_add(gradients, torch._foreach_sub(w, centre), alpha=strength))
 
-    return Correction(change, {} if to is None else {"to": to})
+    return Correction(change, {} if center is None else {"to": center})

@@ -107,7 +107,7 @@ class ClientGroup:
         self._streams: dict[tuple[int, str], torch.Generator] = {}
         self._noisy_sums = [0] * len(self.clients)
         self.drew = [False] * len(self.clients)
-        """For each client, whether its values depend on random draws, and with them on the round."""
+        """True for each client whose values depend on random draws, and so on the round."""
         self.kept: dict[int, dict[str, Tensor]] = {}  # new state by position
         self.lost: dict[int, str] = {}  # reason by position
 
@@ -139,9 +139,9 @@ class ClientGroup:
         """
         if self._secret is None:
             return self.generator(i, purpose)
-        made = torch.Generator()
-        made.manual_seed(int(self._words(i, purpose, self._moment(i, purpose), 1)[0] >> np.uint64(1)))
-        return made
+        generator = torch.Generator()
+        generator.manual_seed(int(self._words(i, purpose, self._moment(i, purpose), 1)[0] >> np.uint64(1)))
+        return generator
 
     def uniform(self, i: int, purpose: str, size: int) -> Tensor:
         """Return numbers ``[size]`` float64, uniform in [0, 1), that the server does not know, like :meth:`noise`."""
@@ -150,16 +150,16 @@ class ClientGroup:
         words = self._words(i, purpose, self._moment(i, purpose), size)
         return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) / 2.0**53)
 
-    def noise(self, i: int, purpose: str, about: bytes, size: int) -> Tensor:
+    def noise(self, i: int, purpose: str, context: bytes, size: int) -> Tensor:
         """Return standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
 
         With a secret they are a pseudorandom function (SHAKE-256) of the secret, the client, the purpose, and
-        ``about``, which encodes everything that determines the value they protect. A repeated request therefore gets
+        ``context``, which encodes everything that determines the value they protect. A repeated request therefore gets
         the same noise and discloses nothing more; any other request gets independent noise.
         """
         if self._secret is None:
             return torch.randn(size, dtype=torch.float64, generator=self.generator(i, purpose))
-        words = self._words(i, purpose, about, size)
+        words = self._words(i, purpose, context, size)
         uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1), both ends excluded
         numbers: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
         return numbers
@@ -172,17 +172,17 @@ class ClientGroup:
         """
         purpose = f"example-noise/{self._noisy_sums[i]}"
         self._noisy_sums[i] += 1
-        about = b"" if self._secret is None else sha256(self._moment(i, purpose) + total.numpy().tobytes()).digest()
-        return self.noise(i, purpose, about, len(total))
+        context = b"" if self._secret is None else sha256(self._moment(i, purpose) + total.numpy().tobytes()).digest()
+        return self.noise(i, purpose, context, len(total))
 
     def _moment(self, i: int, purpose: str) -> bytes:
         """Return bytes that differ between purposes, conversations and rounds."""
         return seed_from(self.generator(i, purpose)).to_bytes(8, "little")
 
-    def _words(self, i: int, purpose: str, about: bytes, count: int) -> NDArray[np.uint64]:
+    def _words(self, i: int, purpose: str, context: bytes, count: int) -> NDArray[np.uint64]:
         """Return 64-bit words that are a pseudorandom function of the secret, the i-th client, and the arguments."""
         assert self._secret is not None
-        parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
+        parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), context)
         key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return np.frombuffer(shake_256(key).digest(8 * count), dtype="<u8")
 
@@ -201,16 +201,16 @@ class ClientGroup:
         """
         old = []
         for client, state, row in zip(self.clients, self._states, default, strict=True):
-            kept = row if state is None or name not in state else state[name].to(row)
-            if kept.shape != row.shape:
+            row_state = row if state is None or name not in state else state[name].to(row)
+            if row_state.shape != row.shape:
                 raise DataError(
-                    f"client {client.id}: its state has {name} of shape {tuple(kept.shape)}, and the model of this run "
-                    f"has {tuple(row.shape)}"
+                    f"client {client.id}: its state has {name} of shape {tuple(row_state.shape)}, and the model of "
+                    f"this run has {tuple(row.shape)}"
                 )
-            old.append(kept)
+            old.append(row_state)
         return torch.stack(old)
 
-    def save_state(self, **named: Tensor) -> None:
+    def save_state(self, **tensors: Tensor) -> None:
         """Keep rows ``[g, ...]``, one per client, for later rounds.
 
         Call it before yielding the answer that the rows belong to, so that a round that counts the client has its
@@ -221,7 +221,7 @@ class ClientGroup:
         if not self._may_keep:
             raise RuntimeError("personalization cannot save states")
         for i in range(len(self)):
-            self.kept.setdefault(i, {}).update({name: rows[i].detach().clone() for name, rows in named.items()})
+            self.kept.setdefault(i, {}).update({name: rows[i].detach().clone() for name, rows in tensors.items()})
 
     def fail_client(self, i: int, reason: str) -> None:
         """Drop the i-th client, which answers with this reason; the rest of the group continues."""

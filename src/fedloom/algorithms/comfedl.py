@@ -69,8 +69,8 @@ class ComFedLServer(SharedModelServer):
             updates = cohort.send(opening, CompositionalUpdate)  # lines 4-16
             losses = None if isinstance(updates, Sums) else updates.first
         else:
-            there = cohort.send(opening, LossAtSharedModel)
-            losses, f = there.loss, there.loss[there.present, 0]
+            at_shared_model = cohort.send(opening, LossAtSharedModel)
+            losses, f = at_shared_model.loss, at_shared_model.loss[at_shared_model.present, 0]
             self._refuse(cohort, losses)
             shift = f.max() if s.scale == "largest" else composed_loss(f, s.gamma)
             updates = cohort.send(LossShift(shift[None]), CompositionalUpdate)
@@ -81,7 +81,7 @@ class ComFedLServer(SharedModelServer):
             return statistics
         f = losses[updates.present, 0]
         r = optimal_weights(f, s.gamma)
-        clients = [id for id, here in zip(cohort.clients, updates.present.tolist(), strict=True) if here]
+        clients = [id for id, is_present in zip(cohort.clients, updates.present.tolist(), strict=True) if is_present]
         return statistics | {
             # Lemma 1 at the shared model; 1/Σ r² is the number of equally weighted clients with the same concentration.
             "objective": float(composed_loss(f, s.gamma)),
@@ -102,16 +102,16 @@ class ComFedLServer(SharedModelServer):
                 f"(now {s.local.lr:g}), or a larger gamma"
             )
 
-    def _refuse(self, cohort: Cohort, losses: Tensor, left: Tensor | None = None) -> None:
-        """Raise if a client left the finite range: at the shared model, or at step ``left`` if nonzero."""
+    def _refuse(self, cohort: Cohort, losses: Tensor, failed_step: Tensor | None = None) -> None:
+        """Raise if a client left the finite range: at the shared model, or at step ``failed_step`` if nonzero."""
         s = self.settings
         for i, client in enumerate(cohort.clients):
-            if losses[i] >= NOT_FINITE if left is None else left[i] > 0:
-                where = "the shared model" if left is None else f"local step {int(left[i])}"
+            if losses[i] >= NOT_FINITE if failed_step is None else failed_step[i] > 0:
+                place = "the shared model" if failed_step is None else f"local step {int(failed_step[i])}"
                 loss = f"{float(losses[i]):.4g}" if losses[i] < NOT_FINITE else "not finite"
                 others = "scale: largest or normalized, " if s.scale == "literal" else ""
                 raise FloatingPointError(
-                    f"{client} became infinite or NaN at {where}, with f = {loss}, γ = {s.gamma:g} and scale: "
+                    f"{client} became infinite or NaN at {place}, with f = {loss}, γ = {s.gamma:g} and scale: "
                     f"{s.scale};"
                     f" set {others}a smaller local.lr (now {s.local.lr:g}), or a larger gamma"
                 )
@@ -129,12 +129,12 @@ class ComFedLClient(base.ClientAlgorithm):
     def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
         """Perform Algorithm 1, lines 5-16."""
         theta = opening.theta.expand(len(clients), -1)
-        shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
+        shift, sent_loss = torch.zeros(1, dtype=torch.float64, device=theta.device), None
         if self.settings.scale != "literal":
-            there = loss_at_shared_model(self.setup.model, theta, clients, self.settings)
-            received: LossShift = yield LossAtSharedModel(there)
-            shift, held = received.shift, there if self.settings.holds else None
-        yield compositional_sgd(self.setup.model, theta, clients, self.settings, shift, held)
+            shared_loss = loss_at_shared_model(self.setup.model, theta, clients, self.settings)
+            received: LossShift = yield LossAtSharedModel(shared_loss)
+            shift, sent_loss = received.shift, shared_loss if self.settings.holds else None
+        yield compositional_sgd(self.setup.model, theta, clients, self.settings, shift, sent_loss)
         return None
 
     @conversation
@@ -163,8 +163,8 @@ def compose_loss(
     if s.objective == "robust":
         return value(w, *batch)
     slope, _ = local.gradient(w, *batch, differentiable=torch.is_grad_enabled() and not s.first_order)
-    moved = {name: laid_out(part - s.inner_lr * d, part) for (name, part), d in zip(w.items(), slope, strict=True)}
-    return value(Parameters(moved, w.buffers), *outer)
+    adapted = {name: laid_out(part - s.inner_lr * d, part) for (name, part), d in zip(w.items(), slope, strict=True)}
+    return value(Parameters(adapted, w.buffers), *outer)
 
 
 def loss_at_shared_model(model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings) -> Tensor:
@@ -173,8 +173,8 @@ def loss_at_shared_model(model: FlatModel, theta: Tensor, clients: ClientGroup, 
     if s.losses_on == "all":
         batch = outer = local.everything()
     else:
-        drawn = paired_batches(local, s, [1] * len(clients), "loss", "loss-outer", augmented=False)
-        batch, outer = ([pair] for pair in next(drawn))
+        batches = paired_batches(local, s, [1] * len(clients), "loss", "loss-outer", augmented=False)
+        batch, outer = ([pair] for pair in next(batches))
     with torch.no_grad():
         return reported(compose_loss(local, s, local.parameters(theta), batch, outer))[:, None]
 
@@ -191,7 +191,12 @@ def paired_batches(
 
 
 def compositional_sgd(
-    model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings, shift: Tensor, held: Tensor | None = None
+    model: FlatModel,
+    theta: Tensor,
+    clients: ClientGroup,
+    s: ComFedLSettings,
+    shift: Tensor,
+    sent_loss: Tensor | None = None,
 ) -> CompositionalUpdate:
     """Train one model per client on g^i(f^i(w)) (papers/002, Algorithm 1, lines 6-14).
 
@@ -209,28 +214,31 @@ def compositional_sgd(
     leaves, decay = list(w.values()), 2 * s.local.lambda_theta
     step, counts = local.sgd(leaves, s.local, decay=False), [s.local.count(n) for n in local.sizes]
     steps = torch.tensor(counts, device=theta.device)
-    left, left_loss = torch.zeros_like(steps), torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
+    failed_step, left_loss = (
+        torch.zeros_like(steps),
+        torch.zeros(len(clients), dtype=torch.float64, device=theta.device),
+    )
     losses = []
     for t, (batch, outer) in enumerate(paired_batches(local, s, counts, "train", "outer")):
         loss = compose_loss(local, s, w, [batch], [outer])  # lines 9-11
         slope = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         loss = loss.detach()
-        factor = s.factor(loss if held is None else held[:, 0].to(loss.dtype), shift)
+        factor = s.factor(loss if sent_loss is None else sent_loss[:, 0].to(loss.dtype), shift)
         with torch.no_grad():
             u = local.scaled(list(slope), factor)  # line 12
             u = [part + decay * leaf for part, leaf in zip(u, leaves, strict=True)] if decay else u
         losses.append(reported(loss))
-        going = (t < steps) & (left == 0)
+        going = (t < steps) & (failed_step == 0)
         finite = loss.isfinite() & factor.isfinite()
-        left = torch.where(going & ~finite, t + 1, left)
-        left_loss = torch.where(left == t + 1, losses[t], left_loss)
+        failed_step = torch.where(going & ~finite, t + 1, failed_step)
+        left_loss = torch.where(failed_step == t + 1, losses[t], left_loss)
         step(u, going & finite)  # line 13
     change = local.join(w) - theta
-    diverged = ~change.isfinite().all(1) & (left == 0)
-    left, left_loss = torch.where(diverged, steps, left), torch.where(diverged, losses[-1], left_loss)
-    stayed = left == 0
+    diverged = ~change.isfinite().all(1) & (failed_step == 0)
+    failed_step, left_loss = torch.where(diverged, steps, failed_step), torch.where(diverged, losses[-1], left_loss)
+    stayed = failed_step == 0
     mean = mean_loss([torch.where(stayed, loss, 0) for loss in losses], counts)
-    columns = [column.double()[:, None] for column in (steps, mean, losses[0], left, left_loss)]
+    columns = [column.double()[:, None] for column in (steps, mean, losses[0], failed_step, left_loss)]
     return CompositionalUpdate(torch.where(stayed[:, None], change, 0), *columns)
 
 
@@ -315,8 +323,8 @@ class ComFedLSettings(Settings):
         """SGD from the shared model to ``personal`` (damaml: the inner step of eq. 10)."""
         damaml, local = self.objective == "damaml", self.local
         steps = int(damaml) if self.adapt_steps is None else self.adapt_steps
-        kept = local.plain(self.inner_lr) if damaml else local
-        return kept.with_steps(steps=steps)
+        plain = local.plain(self.inner_lr) if damaml else local
+        return plain.with_steps(steps=steps)
 
     def factor(self, loss: Tensor, shift: Tensor) -> Tensor:
         """Return ∇g at a client's loss f ``[g]``, up to the divisor of ``scale`` (papers/002, below eq. 6; line 11).
@@ -366,7 +374,7 @@ class ComFedL(base.Algorithm):
 
     def sums(self, settings: Any) -> SummedFields:
         """Return the sum of the updates; losses at the shared model are separate answers."""
-        return sums_of(CompositionalUpdate, without=("first", "left_loss"))
+        return sums_of(CompositionalUpdate, excluded=("first", "left_loss"))
 
     def noisy_sums_suffice(self, settings: ComFedLSettings) -> str | None:
         """Return the reason unless the scale needs no losses."""

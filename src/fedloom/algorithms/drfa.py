@@ -70,11 +70,11 @@ class DRFAServer(SharedModelServer):
         cohort = round.sample(weights=weights, replace=s.replace)  # line 2
         moment = torch.randint(1, s.local.steps + 1, (1,), generator=round.generator("moment"))  # line 3
         updates = cohort.send(DRFATrainRequest(theta, moment.double()), NotedUpdate)  # lines 4-10
-        asked = round.sample(purpose="losses")  # line 13
-        losses = asked.send(LossRequest(theta + updates.mean(updates.delta_noted)), BatchLoss)  # lines 12, 14
+        loss_cohort = round.sample(purpose="losses")  # line 13
+        losses = loss_cohort.send(LossRequest(theta + updates.mean(updates.delta_noted)), BatchLoss)  # lines 12, 14
         self.state["theta"] = theta + updates.mean(updates.delta_theta)  # line 11
         rate = s.local.steps * s.gamma
-        self.state["weights"] = self.weights.ascend(weights, rate, asked.clients, losses)  # lines 15-16
+        self.state["weights"] = self.weights.ascend(weights, rate, loss_cohort.clients, losses)  # lines 15-16
         return base.statistics_of(updates) | concentration(self.state["weights"])
 
 
@@ -87,15 +87,15 @@ class DRFAClient(FineTuningClient):
         s, start, moment = self.settings.local, opening.theta.expand(len(clients), -1), int(opening.moment)
         local = LocalTrainer(self.setup.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(start)
-        leaves, losses, noted = list(w.values()), [], start
+        leaves, losses, snapshot = list(w.values()), [], start
         step, counts = local.sgd(leaves, s), [s.steps] * len(clients)
         for t, pieces in enumerate(local.steps(s, counts, "train"), start=1):
             gradients, loss = local.gradient(w, *pieces)
             losses.append(loss)
             step(gradients, None)
-            noted = local.join(w) if t == moment else noted
+            snapshot = local.join(w) if t == moment else snapshot
         trained = local.trained(local.join(w), losses, counts, "local.lr", s.lr)
-        yield NotedUpdate(trained.theta - start, trained.steps, trained.loss, noted - start)
+        yield NotedUpdate(trained.theta - start, trained.steps, trained.loss, snapshot - start)
         return None
 
     @conversation

@@ -37,10 +37,10 @@ class LastLayers:
     @classmethod
     def of(cls, layout: Layout, layers: int) -> LastLayers:
         """Return the last layers, without moving buffers; the head counts as one layer."""
-        trained = [name for name, _ in layout.entries if name not in layout.buffers]
-        layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name in trained}
+        entries = [name for name, _ in layout.entries if name not in layout.buffers]
+        layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name in entries}
         last = list(dict.fromkeys(layer.values()))[-layers:]
-        names = [name for name in trained if layer[name] in last]
+        names = [name for name in entries if layer[name] in last]
         return cls(names, layout.mask(names).nonzero()[:, 0])
 
     def mixed(self, shared: Tensor, own: Tensor, weights: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def learned(
         losses.append(torch.zeros(len(counts), dtype=torch.float64))
         for t, batch in enumerate(local.batches(s.local.batch_size, counts.tolist(), "weights")):  # the same each time
             w = local.parameters(layers.mixed(shared, own, weights))
-            gradients, loss = local.gradient(w, batch, of=[w[name] for name in layers.names])
+            gradients, loss = local.gradient(w, batch, parameters=[w[name] for name in layers.names])
             slope = torch.cat([gradient.reshape(len(counts), -1) for gradient in gradients], dim=1)
             active = running & (t < counts)
             step = (weights - s.weights_lr * slope * apart).clamp(0, 1)  # line 5
@@ -139,9 +139,9 @@ class FedALA(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedALASettings) -> Trained:
         """Perform lines 2-8."""
-        start, kept, steps = starts(model, group, theta, s)
+        start, weights, steps = starts(model, group, theta, s)
         trained = train(model, group, start, s.local)  # line 7
-        group.save_state(theta=trained.theta, **kept)  # line 8
+        group.save_state(theta=trained.theta, **weights)  # line 8
         return Trained(trained.theta, trained.steps + steps, trained.loss)
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedALASettings) -> dict[str, Tensor]:

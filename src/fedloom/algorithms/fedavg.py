@@ -98,7 +98,7 @@ class PersonalizeRequest(Message):
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Coordinates that clients train: those that are sent, and those that each client keeps for itself.
+    """Coordinates that clients train, divided into sent and kept ones.
 
     Attributes
     ----------
@@ -123,10 +123,10 @@ class Division:
         """Return the sent values ``[s]`` combined with those that each client kept, ``[g, p]``."""
         if self.first is None:
             return sent.expand(len(group), -1)
-        found = sent.new_empty(len(group), len(self.part))
-        found[:, ~self.is_kept] = sent
-        found[:, self.is_kept] = group.load_state("kept", self.first.to(sent).expand(len(group), -1))
-        return found
+        part = sent.new_empty(len(group), len(self.part))
+        part[:, ~self.is_kept] = sent
+        part[:, self.is_kept] = group.load_state("kept", self.first.to(sent).expand(len(group), -1))
+        return part
 
     def keep(self, group: ClientGroup, trained: Tensor) -> None:
         """Save each client's own values of the trained part ``[g, p]``."""
@@ -240,8 +240,8 @@ class FedAvgClient(base.ClientAlgorithm):
 
         if "global" in self.predictors:
             return or_shared_alone(model, clients, start, make)
-        made = make()
-        return predictors_of(model, **made) if isinstance(made, Mapping) else made
+        predictors = make()
+        return predictors_of(model, **predictors) if isinstance(predictors, Mapping) else predictors
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the method's steps for ``personal``."""
@@ -362,7 +362,7 @@ class FineTuningClient(base.ClientAlgorithm):
     predictors = ("personal", "global")
 
     def model_of(self, theta: Tensor) -> FlatModel:
-        """Return the model whose parameters the server sent: that of the setup, unless a method overrides this."""
+        """Return the model whose parameters the server sent, by default the model of the setup."""
         return self.setup.model
 
     @conversation
@@ -389,12 +389,12 @@ def or_shared_alone(
         ``[g, d]``, the model behind ``global``.
     """
     try:
-        made = make()
+        predictors = make()
     except NothingToTrainOn:
         if len(group) > 1:
             raise
-        made = {"global": shared}
-    return predictors_of(model, **made) if isinstance(made, Mapping) else made
+        predictors = {"global": shared}
+    return predictors_of(model, **predictors) if isinstance(predictors, Mapping) else predictors
 
 
 # --- averages ---------------------------------------------------------------------------------------------------------
@@ -426,8 +426,8 @@ def bounded(x: Tensor, most: float) -> Tensor:
     """
     norms = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64)
     scale = torch.where(norms > most, most / norms, 1.0)
-    found: Tensor = x * scale.to(x.dtype)[:, None]
-    return found
+    scaled: Tensor = x * scale.to(x.dtype)[:, None]
+    return scaled
 
 
 def trimmed_mean(x: Tensor, share: float) -> Tensor:
@@ -437,10 +437,10 @@ def trimmed_mean(x: Tensor, share: float) -> Tensor:
     K. Ramchandran, P. Bartlett, Byzantine-robust distributed learning, ICML 2018, arXiv 1803.01498, Definitions 1, 2.
     """
     rows = len(x)
-    cut = min(math.floor(share * rows + 1e-9), (rows - 1) // 2)  # 0.29 · 100 is 28.999...
+    count = min(math.floor(share * rows + 1e-9), (rows - 1) // 2)  # 0.29 · 100 is 28.999...
     parts = []
     for columns in torch.split(x, COLUMNS, dim=1):  # sorting copies
-        middle = columns.sort(dim=0).values[cut : rows - cut]
+        middle = columns.sort(dim=0).values[count : rows - count]
         total = torch.zeros_like(middle[0])
         for row in middle:
             total += row

@@ -54,8 +54,8 @@ class FedBN(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> dict[str, Tensor]:
         """Return the shared entries with the client's own (line 5); a new client trains its own (line 6)."""
-        how = {"only": self.own(model, s), "purpose": "personalize"}
-        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **how)}
+        options = {"only": self.own(model, s), "purpose": "personalize"}
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **options)}
 
 
 FEDBN = FedBN()

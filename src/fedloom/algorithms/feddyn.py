@@ -73,10 +73,10 @@ class FedDyn(FedAvg):
         g = group.load_state("g", torch.zeros_like(theta))
 
         def change(
-            gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
+            gradients: list[Tensor], w: list[Tensor], start: list[Tensor], values: Mapping[str, list[Tensor]]
         ) -> list[Tensor]:
             del start
-            return list(torch._foreach_add(torch._foreach_sub(gradients, given["linear"]), w, alpha=s.alpha))
+            return list(torch._foreach_add(torch._foreach_sub(gradients, values["linear"]), w, alpha=s.alpha))
 
         trained = train(model, group, theta, s.local, correct=Correction(change, {"linear": g + s.alpha * theta}))
         moved = (trained.theta - theta).masked_fill(model.layout.mask(model.layout.buffers).to(theta.device), 0)

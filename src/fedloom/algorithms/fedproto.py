@@ -84,11 +84,13 @@ class FedProtoServer(base.ServerAlgorithm):
         """Perform lines 1 and 7; a class that no answer has keeps its prototype."""
         updates = round.sample().send(PrototypeTrainRequest(**self.state), PrototypeUpdate)
         sums, total = updates.sum(updates.sums), updates.sum(updates.counts)
-        there = total > LEAST_COUNT
-        sums = sums * there[:, None] if updates.is_noisy else sums  # a class that no client has would only add noise
-        kept = self.state["prototypes"] * ~there[:, None]
-        self.state["prototypes"] = (sums + kept) / torch.where(there, total, 1).to(sums)[:, None]
-        self.state["known"] = torch.maximum(self.state["known"], there.double())
+        has_examples = total > LEAST_COUNT
+        sums = (
+            sums * has_examples[:, None] if updates.is_noisy else sums
+        )  # a class that no client has would only add noise
+        unchanged = self.state["prototypes"] * ~has_examples[:, None]
+        self.state["prototypes"] = (sums + unchanged) / torch.where(has_examples, total, 1).to(sums)[:, None]
+        self.state["known"] = torch.maximum(self.state["known"], has_examples.double())
         return base.statistics_of(updates) | {"classes": float(self.state["known"].sum())}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -108,8 +110,8 @@ class FedProtoClient(base.ClientAlgorithm):
         s, model = self.settings, self.setup.model
         trained = near_prototypes(model, clients, self._own(clients, opening), opening, s, s.local)
         clients.save_state(theta=trained.theta)  # line 5
-        found = [class_sums(model, row, c) for row, c in zip(trained.theta, clients.clients, strict=True)]
-        sums, counts = (torch.stack(each) for each in zip(*found, strict=True))
+        prototype_sums = [class_sums(model, row, c) for row, c in zip(trained.theta, clients.clients, strict=True)]
+        sums, counts = (torch.stack(each) for each in zip(*prototype_sums, strict=True))
         if s.weighting == "uniform":
             sums, counts = sums / counts.clamp(min=1).to(sums)[:, :, None], counts.clamp(max=1)
         yield PrototypeUpdate(sums, counts, trained.steps, trained.loss)  # line 6
@@ -177,8 +179,8 @@ def class_sums(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Ten
     split, leaves = train_examples(client, labelled=True), model.layout.leaves(theta)
     assert split.y is not None
     z = torch.cat([model.features(leaves, piece).flatten(1) for piece in pieces(split.x, PIECE)])
-    of = F.one_hot(split.y, client.classes)
-    return of.to(z).T @ z, of.sum(0).double()
+    one_hot = F.one_hot(split.y, client.classes)
+    return one_hot.to(z).T @ z, one_hot.sum(0).double()
 
 
 def nearest(model: FlatModel, theta: Tensor, opening: PrototypeTrainRequest) -> Tensor:

@@ -24,8 +24,8 @@ from fedloom.models.flat import FlatModel
 
 def with_heads(model: FlatModel, group: ClientGroup, body: Tensor) -> Tensor:
     """Return θ ``[g, d]``: the shared body with each client's kept head, or its own random head if it is new."""
-    drawn = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
-    return torch.cat([body, group.load_state("head", torch.stack(drawn).to(body.device))], dim=1)
+    heads = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
+    return torch.cat([body, group.load_state("head", torch.stack(heads).to(body.device))], dim=1)
 
 
 class FedRepSettings(Averaging):
@@ -67,8 +67,11 @@ class FedRep(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Mapping[str, Tensor]:
         """Return the shared body with each client's head; a new client trains one by SGD, the body frozen."""
-        theta, how = with_heads(model, group, body), {"purpose": "personalize", "key": self.adaptation_key}  # line 6
-        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, only="head", **how)}
+        theta, options = (
+            with_heads(model, group, body),
+            {"purpose": "personalize", "key": self.adaptation_key},
+        )  # line 6
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, only="head", **options)}
 
 
 FEDREP = FedRep()

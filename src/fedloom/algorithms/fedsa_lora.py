@@ -47,8 +47,8 @@ class FedSALoRA(FedBN):
 
     def own(self, model: FlatModel, s: FedSALoRASettings) -> tuple[str, ...]:
         """Return the parameters whose names match a pattern: the matrices B by default (lines 2-3)."""
-        trained = [name for name, _ in model.layout.entries if name not in model.layout.buffers]
-        return tuple(name for name in trained if any(fnmatchcase(name, one) for one in s.local_parameters))
+        names = [name for name, _ in model.layout.entries if name not in model.layout.buffers]
+        return tuple(name for name in names if any(fnmatchcase(name, one) for one in s.local_parameters))
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check that each pattern names parameters of the model, and that other parameters are left to share."""
@@ -61,10 +61,10 @@ class FedSALoRA(FedBN):
         if len(self.own(model, settings)) == len(names):
             self._refuse(settings, names, "every trained parameter stays with its client, so nothing would be shared")
 
-    def _refuse(self, settings: FedSALoRASettings, names: list[str], what: str) -> None:
-        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    def _refuse(self, settings: FedSALoRASettings, names: list[str], reason: str) -> None:
+        listing = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         raise ExperimentError(
-            f"algorithm.local_parameters: {what}. The trained parameters are {shown}; choose other patterns.",
+            f"algorithm.local_parameters: {reason}. The trained parameters are {listing}; choose other patterns.",
             key="algorithm.local_parameters",
             found=list(settings.local_parameters),
             allowed=names,

@@ -92,8 +92,8 @@ class FGDROClient(FineTuningClient):
                 if s.local.lambda_theta:
                     h = list(torch._foreach_add(h, leaves, alpha=2 * s.local.lambda_theta))
                 averages = [h, list(torch._foreach_mul(h, h))]
-                for moment, of, beta in zip(moments, averages, (s.beta_m, s.beta_q), strict=False):  # lines 6-7
-                    torch._foreach_lerp_(moment, of, 1.0 if first else beta)
+                for moment, average, beta in zip(moments, averages, (s.beta_m, s.beta_q), strict=False):  # lines 6-7
+                    torch._foreach_lerp_(moment, average, 1.0 if first else beta)
                 _step(leaves, moments, s, s.local.rate(clients.round))  # line 8
         trained = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, "a larger algorithm.lambda_kl")
         clients.save_state(u=u[:, None])  # line 9

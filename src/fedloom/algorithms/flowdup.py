@@ -154,7 +154,7 @@ class FLowDUP(FedAvg):
     def train(self, model: Any, group: ClientGroup, shared: Tensor, s: FLowDUPSettings) -> Trained:
         """Train ψ on both terms, or on the regularizer; clients with the same terms and batch size train together."""
         kinds = [(model.uses_labels(c), min(s.local.batch_size, len(c.train))) for c in group.clients]
-        together = [[i for i, found in enumerate(kinds) if found == kind] for kind in sorted(set(kinds))]
+        together = [[i for i, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))]
         parts = []
         for members in together:
             generator = model.for_training(labelled=kinds[members[0]][0], stacked=len(members) > 1)
@@ -273,16 +273,16 @@ class SubspaceGenerator(DerivedModel):
         """Return v = h₂(mean h₁(x)), ``[b, *input_shape] -> [k]``; or c, if all clients share it."""
         if self.shares:
             return parameters["centre"]
-        described = self.h1.describe(under("h1", parameters), x, y if self.h1.labels else None)
-        return self.h2.forward(under("h2", parameters), described)
+        descriptor = self.h1.describe(under("h1", parameters), x, y if self.h1.labels else None)
+        return self.h2.forward(under("h2", parameters), descriptor)
 
     def generated(self, parameters: Mapping[str, Tensor], v: Tensor) -> dict[str, Tensor]:
         """Return the parameters of the model θ₀ + P v, in the memory layout in which the model runs fastest."""
         layout = self.model.layout
-        found = layout.split(self.subspace.expand(v, parameters.get("origin")))
+        leaves = layout.split(self.subspace.expand(v, parameters.get("origin")))
         if self.stacked or not layout.channels_last:
-            return found
-        return {n: p.clone(memory_format=torch.channels_last) if p.dim() == 4 else p for n, p in found.items()}
+            return leaves
+        return {n: p.clone(memory_format=torch.channels_last) if p.dim() == 4 else p for n, p in leaves.items()}
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the features of the model that the batch makes."""

@@ -50,13 +50,13 @@ class HeurFedAMPServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 2-5 for the cohort."""
         cohort, models, counted = round.sample(), self.state["models"], self.state["counted"]
-        where = torch.tensor([self.setup.rows[client] for client in cohort.clients])
-        u = torch.stack([self._centre(i) for i in where.tolist()])  # line 3
+        rows = torch.tensor([self.setup.rows[client] for client in cohort.clients])
+        u = torch.stack([self._centre(i) for i in rows.tolist()])  # line 3
         updates = cohort.send(Centre(u), Update)  # line 4
-        here = where[updates.present]
+        present_rows = rows[updates.present]
         self.state = {"models": models.clone(), "counted": counted.clone()}
-        self.state["models"][here] = (u + updates.delta_theta)[updates.present]
-        self.state["counted"][here] = 1
+        self.state["models"][present_rows] = (u + updates.delta_theta)[updates.present]
+        self.state["counted"][present_rows] = 1
         return base.statistics_of(updates)
 
     def _centre(self, i: int) -> Tensor:

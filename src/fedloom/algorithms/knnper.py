@@ -49,9 +49,9 @@ class Neighbours(ModelPredictor):
         for k in sorted(ks):
             vote = self._vote(distances[:, :k], nearest[:, :k], own)
             for mixing in sorted(mixings):
-                found = self._score(self._mixed(vote, own, mixing))
-                if found > best:
-                    best, self.k, self.mixing = found, k, mixing
+                score = self._score(self._mixed(vote, own, mixing))
+                if score > best:
+                    best, self.k, self.mixing = score, k, mixing
 
     def _score(self, predictions: Tensor) -> tuple[int, float]:
         """Return the number of right predictions of the datastore, and their likelihood; 0 and -loss in regression."""
@@ -68,19 +68,19 @@ class Neighbours(ModelPredictor):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return θ, the datastore, and the chosen k, λ and scale."""
-        chosen = {"k": self.k, "mixing": self.mixing, "scale": self.scale}
-        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in chosen.items()}
+        values = {"k": self.k, "mixing": self.mixing, "scale": self.scale}
+        numbers = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         return {"theta": self.theta, "features": self.features, "labels": self.labels, **numbers}
 
     def named(self) -> dict[str, Tensor]:
         """Return the shared model's entries and the datastore."""
         return {**self.parameters, "datastore.features": self.features, "datastore.labels": self.labels}
 
-    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def predict(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return log-probabilities, ``[b, ...] -> [b, C]``, or numbers ``[b, k]``."""
-        own = super().predict(named, x)
-        there = named["datastore.features"], named["datastore.labels"]
-        vote = self._vote(*nearest_of(self.model.features(named, x), there[0], self.k), own, there[1])
+        own = super().predict(tensors, x)
+        datastore = tensors["datastore.features"], tensors["datastore.labels"]
+        vote = self._vote(*nearest_of(self.model.features(tensors, x), datastore[0], self.k), own, datastore[1])
         return self._mixed(vote, own, self.mixing)
 
     @torch.no_grad()
@@ -148,14 +148,14 @@ class KNNPer(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: KNNPerSettings) -> Predictors:
         """Return ``personal``, the mixture, and ``global``, the shared model, without training, for all clients."""
-        found: Predictors = []
+        predictors: Predictors = []
         for client, row in zip(group.clients, theta, strict=True):
             split = train_examples(client, labelled=True)
             assert split.y is not None
             personal = Neighbours(model, row, single(split.x), split.y, s.scale)
             personal.choose(single(split.x), s.neighbours, s.mixing)
-            found.append({"personal": personal, "global": ModelPredictor(model, row)})
-        return found
+            predictors.append({"personal": personal, "global": ModelPredictor(model, row)})
+        return predictors
 
     def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
         """Reject a client with fewer examples than the smallest k."""

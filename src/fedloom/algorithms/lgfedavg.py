@@ -53,8 +53,8 @@ class LGFedAvg(FedAvg):
         self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings
     ) -> dict[str, Tensor]:
         """Return the shared head on each client's body (line 5); a new client trains one, the head frozen (line 6)."""
-        theta, how = with_bodies(model, group, theta), {"only": "body", "purpose": "personalize"}
-        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **how)}
+        theta, options = with_bodies(model, group, theta), {"only": "body", "purpose": "personalize"}
+        return {"personal": adapt(model, group, theta, adaptation_of(s), group.new, **options)}
 
 
 LGFEDAVG = LGFedAvg()

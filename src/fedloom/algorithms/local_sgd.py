@@ -95,10 +95,12 @@ def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: 
         )
 
 
-def check_one_batch(local: PlainSGD, why: str) -> None:
-    """Raise ValueError if steps average several mini-batches; ``why`` is the reason not to allow that."""
+def check_one_batch(local: PlainSGD, reason: str) -> None:
+    """Raise ValueError if steps average several mini-batches; ``reason`` is the reason not to allow that."""
     if local.accumulate > 1:
-        raise ValueError(f"local.accumulate: must be 1, because {why} (got {local.accumulate}); raise local.batch_size")
+        raise ValueError(
+            f"local.accumulate: must be 1, because {reason} (got {local.accumulate}); raise local.batch_size"
+        )
 
 
 class PlainSGD(Settings):
@@ -155,8 +157,8 @@ class PlainSGD(Settings):
     @property
     def sgd(self) -> LocalSGD:
         """Settings of these steps for :func:`fedloom.algorithms.client.train`."""
-        kept = {name: getattr(self, name) for name in PlainSGD.model_fields}
-        return LocalSGD.model_validate({**kept, "momentum": 0.0})
+        values = {name: getattr(self, name) for name in PlainSGD.model_fields}
+        return LocalSGD.model_validate({**values, "momentum": 0.0})
 
     def with_steps(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
         """Return these settings with another number of steps or epochs."""
@@ -199,8 +201,8 @@ class LocalSGD(PlainSGD):
     def _fits_the_optimizer(self) -> Self:
         if self.optimizer == "sgd":
             for name in ("betas", "eps"):
-                if (found := getattr(self, name)) is not None:
-                    raise ValueError(f"{name}: sgd has no {name} (got {found}); leave it out, or set optimizer: adam")
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name}: sgd has no {name} (got {value}); leave it out, or set optimizer: adam")
             if self.momentum is None:
                 raise ValueError("momentum: must be a number with optimizer: sgd (got null); 0 is none")
         elif self.momentum is not None:
@@ -230,8 +232,8 @@ class LocalSGD(PlainSGD):
 
     def plain(self, lr: float) -> LocalSGD:
         """Return plain SGD of this many steps or epochs on the same batches, with another rate and the loss alone."""
-        kept = {name: getattr(self, name) for name in ("steps", "epochs", "batch_size", "mask_absent")}
-        return LocalSGD.model_validate({**kept, "lr": lr, "momentum": 0.0})
+        values = {name: getattr(self, name) for name in ("steps", "epochs", "batch_size", "mask_absent")}
+        return LocalSGD.model_validate({**values, "lr": lr, "momentum": 0.0})
 
 
 def adaptation_of(s: Any) -> LocalSGD:
@@ -241,12 +243,12 @@ def adaptation_of(s: Any) -> LocalSGD:
     ``personalize_epochs``.
     """
     if hasattr(s, "adaptation"):
-        found: LocalSGD = s.adaptation
+        settings: LocalSGD = s.adaptation
     elif hasattr(s, "personalize_epochs"):
-        found = s.local.with_steps(epochs=s.personalize_epochs)
+        settings = s.local.with_steps(epochs=s.personalize_epochs)
     else:
-        found = s.local.with_steps(steps=s.personalize_steps)
-    return found
+        settings = s.local.with_steps(steps=s.personalize_steps)
+    return settings
 
 
 LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
@@ -283,7 +285,7 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 
 def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """Return views of the first rows of stacked tensors, as many as ``like`` has, or the tensors if that is all."""
+    """Return views of the first ``len(like)`` rows of stacked tensors, or the tensors if they have no more."""
     whole = not tensors or tensors[0].shape == like[0].shape
     return tensors if whole else [tensor[: len(like[0])] for tensor in tensors]
 
@@ -324,12 +326,12 @@ def _separate(gradients: list[Tensor]) -> list[Tensor]:
     Autograd may return one tensor for two leaves that are only used as a sum, or a tensor whose entries share memory.
     """
     seen: set[int] = set()
-    found = []
+    separated = []
     for gradient in gradients:
         shared = gradient.data_ptr() in seen or (0 in gradient.stride() and gradient.numel() > 1)
         seen.add(gradient.data_ptr())
-        found.append(gradient.clone(memory_format=torch.contiguous_format) if shared else gradient)
-    return found
+        separated.append(gradient.clone(memory_format=torch.contiguous_format) if shared else gradient)
+    return separated
 
 
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
@@ -342,22 +344,22 @@ def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> _Move:
     momentum: list[Tensor] = []
 
     def step(gradients: list[Tensor], rounded: bool) -> None:
-        moved = first_rows(w, gradients)
+        direction = first_rows(w, gradients)
         if s.weight_decay:
-            gradients = list(torch._foreach_add(gradients, moved, alpha=s.weight_decay))
+            gradients = list(torch._foreach_add(gradients, direction, alpha=s.weight_decay))
         if s.momentum:
-            kept = first_rows(momentum, gradients)
+            decayed = first_rows(momentum, gradients)
             if momentum:
-                torch._foreach_mul_(kept, s.momentum)
-                torch._foreach_add_(kept, gradients)
+                torch._foreach_mul_(decayed, s.momentum)
+                torch._foreach_add_(decayed, gradients)
             else:
-                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(moved, gradients, strict=True))
-                kept = momentum
-            gradients = list(torch._foreach_add(gradients, kept, alpha=s.momentum)) if s.nesterov else kept
+                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(direction, gradients, strict=True))
+                decayed = momentum
+            gradients = list(torch._foreach_add(gradients, decayed, alpha=s.momentum)) if s.nesterov else decayed
         if rounded:
-            torch._foreach_sub_(moved, torch._foreach_mul(gradients, lr))
+            torch._foreach_sub_(direction, torch._foreach_mul(gradients, lr))
         else:
-            torch._foreach_add_(moved, gradients, alpha=-lr)
+            torch._foreach_add_(direction, gradients, alpha=-lr)
 
     return step
 
@@ -370,11 +372,11 @@ def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
     """
     (beta1, beta2), eps = s.betas or BETAS, s.eps or EPS
     everyone = w, *([torch.zeros_like(leaf) for leaf in w] for _ in range(2))
-    made = 0
+    steps_made = 0
 
     def step(gradients: list[Tensor], rounded: bool) -> None:
-        nonlocal made
-        made += 1
+        nonlocal steps_made
+        steps_made += 1
         w, first, second = (first_rows(tensors, gradients) for tensors in everyone)
         if s.weight_decay and decoupled:
             torch._foreach_mul_(w, 1 - lr * s.weight_decay)
@@ -384,8 +386,8 @@ def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         scale = torch._foreach_sqrt(second)
-        torch._foreach_div_(scale, (1 - beta2**made) ** 0.5)
+        torch._foreach_div_(scale, (1 - beta2**steps_made) ** 0.5)
         torch._foreach_add_(scale, eps)
-        torch._foreach_addcdiv_(w, first, scale, -lr / (1 - beta1**made))
+        torch._foreach_addcdiv_(w, first, scale, -lr / (1 - beta1**steps_made))
 
     return step

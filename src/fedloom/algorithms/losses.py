@@ -56,10 +56,10 @@ def stacked_losses(
             axes = (*axes, None if y is None else 0)
             losses: Tensor = vmap(loss, in_dims=axes, randomness=randomness)(dict(w), w.buffers, x, absent, y)
         else:  # that of a task is of each example, so it needs no vmap
-            found = model.forward_together(w, x) if absent is None else None
-            if found is None:
-                found = vmap(outputs, in_dims=axes, randomness=randomness)(dict(w), w.buffers, x, absent)
-            losses = model.task.loss(found.flatten(0, 1), y.flatten(0, 1)).view(weight.shape)
+            outputs_found = model.forward_together(w, x) if absent is None else None
+            if outputs_found is None:
+                outputs_found = vmap(outputs, in_dims=axes, randomness=randomness)(dict(w), w.buffers, x, absent)
+            losses = model.task.loss(outputs_found.flatten(0, 1), y.flatten(0, 1)).view(weight.shape)
     return (losses * weight).sum(1)
 
 
@@ -121,37 +121,37 @@ def clipped_sums(
         Audit that replaces the gradients of canaries before they are clipped; None without.
     """
     leaves = {name: leaf.detach() for name, leaf in w.items()}
-    chosen = {name: leaves.pop(name) for name in names}
+    selected = {name: leaves.pop(name) for name in names}
     if model.vmaps_examples:
         gradients_of = vmapped_gradients(model, labelled=batch.y is not None, stacked=stacked)
     else:
         gradients_of = partial(_one_by_one, _differentiated(partial(example_loss, model)), stacked=stacked)
     first = 1 + stacked  # axes before those of a leaf
     total: list[Tensor] = []
-    for part in _pieces(batch, sum(leaf.numel() for leaf in chosen.values()), stacked=stacked):
-        found = gradients_of(chosen, leaves, part.x, part.y)
-        flat = [found[name].reshape(*found[name].shape[:first], -1) for name in names]
+    for part in _pieces(batch, sum(leaf.numel() for leaf in selected.values()), stacked=stacked):
+        gradients = gradients_of(selected, leaves, part.x, part.y)
+        flat = [gradients[name].reshape(*gradients[name].shape[:first], -1) for name in names]
         flat = flat if probe is None else probe.chosen(part, flat)
         sums = _clipped(flat, part.weight > 0, clip)
         total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
-    return [one.reshape(chosen[name].shape) for one, name in zip(total, names, strict=True)]
+    return [one.reshape(selected[name].shape) for one, name in zip(total, names, strict=True)]
 
 
 def _differentiated(loss: Callable[..., Tensor]) -> Callable[..., dict[str, Tensor]]:
     """Return the gradient of a loss by its first argument, by autograd."""
 
-    def gradient(chosen: Mapping[str, Tensor], *rest: Any) -> dict[str, Tensor]:
-        leaves = {name: leaf.detach().requires_grad_() for name, leaf in chosen.items()}
+    def gradient(variables: Mapping[str, Tensor], *rest: Any) -> dict[str, Tensor]:
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in variables.items()}
         with torch.enable_grad():
-            found = torch.autograd.grad(loss(leaves, *rest), list(leaves.values()), materialize_grads=True)
-        return dict(zip(leaves, found, strict=True))
+            gradients = torch.autograd.grad(loss(leaves, *rest), list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True))
 
     return gradient
 
 
 def _one_by_one(
     gradient: Callable[..., dict[str, Tensor]],
-    chosen: Mapping[str, Tensor],
+    variables: Mapping[str, Tensor],
     others: Mapping[str, Tensor],
     x: Inputs,
     y: Tensor | None,
@@ -163,21 +163,21 @@ def _one_by_one(
     def row(i: int) -> dict[str, Tensor]:
         x_i, y_i = each(x, lambda t: t[i]), None if y is None else y[i]
         if not stacked:
-            return gradient(chosen, others, x_i, y_i)
-        own, rest = ({name: leaf[i] for name, leaf in leaves.items()} for leaves in (chosen, others))
+            return gradient(variables, others, x_i, y_i)
+        own, rest = ({name: leaf[i] for name, leaf in leaves.items()} for leaves in (variables, others))
         return _one_by_one(gradient, own, rest, x_i, y_i, stacked=False)
 
     rows = [row(i) for i in range(count(x))]
-    return {name: torch.stack([one[name] for one in rows]) for name in chosen}
+    return {name: torch.stack([one[name] for one in rows]) for name in variables}
 
 
-def _clipped(flat: list[Tensor], counted: Tensor, clip: float) -> list[Tensor]:
+def _clipped(flat: list[Tensor], weights: Tensor, clip: float) -> list[Tensor]:
     """Return sums of clipped gradients ``[..., d]`` of examples ``[..., b, d]``, over those counted ``[..., b]``."""
     norm = torch.stack([gradient.norm(dim=-1) for gradient in flat]).norm(dim=0)
-    known = norm.isfinite()
-    if not known.all():
-        flat = [torch.where(known[..., None], gradient, 0) for gradient in flat]
-    factor = torch.where(known & counted, (clip / norm).clamp(max=1), 0)[..., None, :]
+    is_finite = norm.isfinite()
+    if not is_finite.all():
+        flat = [torch.where(is_finite[..., None], gradient, 0) for gradient in flat]
+    factor = torch.where(is_finite & weights, (clip / norm).clamp(max=1), 0)[..., None, :]
     return [(factor @ gradient)[..., 0, :] for gradient in flat]
 
 
@@ -186,8 +186,8 @@ def _pieces(batch: Batch, numbers: int, *, stacked: bool) -> Iterator[Batch]:
     length, axis = batch.weight.shape[-1], int(stacked)
     size = max(1, MOST_NUMBERS // max(1, numbers))
     for start in range(0, length, size):
-        where = (axis, start, min(size, length - start))
-        y = None if batch.y is None else batch.y.narrow(*where)
-        rows = None if batch.rows is None else batch.rows.narrow(*where)
-        x = each(batch.x, lambda t, at=where: t.narrow(*at))  # type: ignore[misc]
-        yield Batch(x, y, batch.weight.narrow(*where), rows=rows)
+        bounds = (axis, start, min(size, length - start))
+        y = None if batch.y is None else batch.y.narrow(*bounds)
+        rows = None if batch.rows is None else batch.rows.narrow(*bounds)
+        x = each(batch.x, lambda t, offset=bounds: t.narrow(*offset))  # type: ignore[misc]
+        yield Batch(x, y, batch.weight.narrow(*bounds), rows=rows)

@@ -122,13 +122,13 @@ def by_ivon(
     = w, both stay bitwise unchanged.
     """
     beta1, beta2 = betas
-    momentum, made = torch.zeros_like(q.mu), 0
+    momentum, steps_made = torch.zeros_like(q.mu), 0
 
     def step(d_mu: Tensor, d_sigma: Tensor) -> None:
-        nonlocal made
-        made += 1
+        nonlocal steps_made
+        steps_made += 1
         momentum.lerp_(d_mu, 1 - beta1)
-        d_mu = momentum / (1 - beta1**made)
+        d_mu = momentum / (1 - beta1**steps_made)
         add_posterior_gradient(d_mu, d_sigma, q, w, zeta)
         x = d_sigma.mul_(q.sigma).mul_((1 - beta2) / zeta)
         sigma = q.sigma * (1 + x + x.square() / 2).rsqrt()

@@ -1,4 +1,4 @@
-"""MOON: FedAvg whose clients' features stay near those of the shared model, and move away from those of old ones.
+"""MOON: FedAvg that pulls clients' features towards the shared model's, and away from their previous model's.
 
 Q. Li, B. He, D. Song, Model-contrastive federated learning, CVPR 2021, arXiv 2103.16257, Algorithm 1. A client adds to
 its loss, for each example, μ times the cross-entropy of distinguishing the shared model's features from those of its
@@ -98,19 +98,19 @@ class Contrasting(Anchored):
 
     def __init__(self, model: FlatModel, s: MOONSettings) -> None:
         shapes = dict(model.layout.entries)
-        super().__init__(model, {f"{which}.{name}": shapes[name] for which in ("shared", "last") for name in shapes})
+        super().__init__(model, {f"{source}.{name}": shapes[name] for source in ("shared", "last") for name in shapes})
         self.mu, self.temperature = s.mu, s.temperature
 
     def term(self, parameters: Mapping[str, Tensor], z: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
         """Return μ ℓ_con (eq. 3) of each example."""
         del y
         similarities = torch.stack(
-            [F.cosine_similarity(z, self._frozen(parameters, which, x), dim=1) for which in ("shared", "last")], dim=1
+            [F.cosine_similarity(z, self._frozen(parameters, source, x), dim=1) for source in ("shared", "last")], dim=1
         )
         return -self.mu * F.log_softmax(similarities / self.temperature, dim=1)[:, 0]
 
-    def _frozen(self, parameters: Mapping[str, Tensor], which: str, x: Tensor) -> Tensor:
-        own = {name: parameters[f"{FROZEN}.{which}.{name}"].detach() for name, _ in self.predicting.layout.entries}
+    def _frozen(self, parameters: Mapping[str, Tensor], source: str, x: Tensor) -> Tensor:
+        own = {name: parameters[f"{FROZEN}.{source}.{name}"].detach() for name, _ in self.predicting.layout.entries}
         return self.predicting.features(own, x).flatten(1)
 
 

@@ -52,17 +52,17 @@ class PeFLLServer(base.ServerAlgorithm):
     def __init__(self, settings: PeFLLSettings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
         size, h = settings.descriptor_size(setup.clients), settings.hypernetwork
-        made = setup.model.layout.size if h.subspace is None else h.subspace.dimension(setup.model)
+        output_size = setup.model.layout.size if h.subspace is None else h.subspace.dimension(setup.model)
         self.embedding = settings.embedding_network(setup)
-        self.hypernetwork = h.network(size, made)
+        self.hypernetwork = h.network(size, output_size)
         eta_v = self.embedding.init(generator, setup.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
         if h.start == "model":
-            in_subspace = torch.zeros(made, dtype=setup.dtype)
+            in_subspace = torch.zeros(output_size, dtype=setup.dtype)
             first = in_subspace if h.subspace else setup.model.init(generator, setup.dtype)
             eta_h = self.hypernetwork.started_at(first, eta_h)
         optimizer_v, optimizer_h = settings.optimizers()
-        self.sizes |= {"l": size, "s": made, "eta_v": len(eta_v)}
+        self.sizes |= {"l": size, "s": output_size, "eta_v": len(eta_v)}
         self.state = {
             "eta_v": eta_v,
             **prefixed("eta_h", eta_h),
@@ -76,9 +76,11 @@ class PeFLLServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform Algorithm 2, lines 2-18."""
         cohort = round.sample()  # line 2
-        described = cohort.send(PeFLLTrainRequest(self.state["eta_v"]), Descriptor, meanwhile=self.settle)  # lines 3-7
-        shift, scale, _ = standard = self._standard(described)
-        theta, pullback = self.hypernetwork.vjp(self.eta_h, (described.v - shift) / scale)  # line 8
+        descriptors = cohort.send(
+            PeFLLTrainRequest(self.state["eta_v"]), Descriptor, meanwhile=self.settle
+        )  # lines 3-7
+        shift, scale, _ = standard = self._standard(descriptors)
+        theta, pullback = self.hypernetwork.vjp(self.eta_h, (descriptors.v - shift) / scale)  # line 8
         updates = cohort.send(PersonalizedModel(theta), Update)  # lines 9-11
         back = pullback(updates.delta_theta, updates.mean_weights)  # line 12
         d_eta_h: dict[str, Tensor] = {}
@@ -90,10 +92,10 @@ class PeFLLServer(base.ServerAlgorithm):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Perform Algorithm 1."""
         self.settle()
-        described = cohort.send(DescriptorRequest(self.state["eta_v"]), Descriptor)  # lines 1-4
-        cohort.record("descriptor", described.v)
+        descriptors = cohort.send(DescriptorRequest(self.state["eta_v"]), Descriptor)  # lines 1-4
+        cohort.record("descriptor", descriptors.v)
         shift, scale, _ = self.state["standard"]
-        theta = self.hypernetwork(self.eta_h, (described.v - shift) / scale)  # line 5
+        theta = self.hypernetwork(self.eta_h, (descriptors.v - shift) / scale)  # line 5
         return cohort.send(PersonalizedModel(theta))  # line 6
 
     @property
@@ -101,12 +103,12 @@ class PeFLLServer(base.ServerAlgorithm):
         """Parameters η_h by layer."""
         return under("eta_h", self.state)
 
-    def _standard(self, described: Replies[Descriptor]) -> Tensor:
+    def _standard(self, descriptors: Replies[Descriptor]) -> Tensor:
         """Return (shift, scale, set) for this round, set from the first descriptor if standardization is on."""
         standard = self.state["standard"]
         if self.settings.descriptor.standardize == "none" or standard[2]:
             return standard
-        first = described.v[int(described.present.nonzero()[0])]
+        first = descriptors.v[int(descriptors.present.nonzero()[0])]
         # A one-coordinate or constant descriptor has no deviation to scale by.
         scale = first.std() if first.numel() > 1 and first.std() > 0 else torch.ones(())
         return torch.stack([first.mean(), scale.to(first.dtype), torch.ones((), dtype=first.dtype)])
@@ -133,8 +135,8 @@ class PeFLLServer(base.ServerAlgorithm):
     def settle(self) -> None:
         """Finish the update of η_h. Runs while clients compute descriptors, which do not depend on η_h."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending()
+            update, self._pending = self._pending, None
+            update()
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,26 +179,26 @@ class PeFLLClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: DescriptorRequest) -> Conversation:
         """Perform Algorithm 1, lines 2-6."""
-        how = self.settings.descriptor.evaluate
-        v, _ = self._describe(clients, opening.eta_v, how, "evaluation-descriptor", graph=False)
+        examples = self.settings.descriptor.evaluate
+        v, _ = self._describe(clients, opening.eta_v, examples, "evaluation-descriptor", graph=False)
         model: PersonalizedModel = yield Descriptor(v)
         sgd = self.settings.local.with_steps(steps=self.settings.personalize_steps)  # not in the paper: further steps
         theta = adapt(self.setup.model, clients, self._expanded(model.theta), sgd)
         return predictors_of(self.setup.model, personal=theta)
 
-    def _expanded(self, made: Tensor) -> Tensor:
+    def _expanded(self, outputs: Tensor) -> Tensor:
         """Return θ ``[g, d]`` from the hypernetwork's output: θ itself, or its coordinates ``[g, k]`` in a subspace."""
-        return made if self.subspace is None else self.subspace.expand(made)
+        return outputs if self.subspace is None else self.subspace.expand(outputs)
 
     def _describe(
-        self, clients: ClientGroup, eta_v: Tensor, how: str, purpose: str, *, graph: bool = True
+        self, clients: ClientGroup, eta_v: Tensor, examples: str, purpose: str, *, graph: bool = True
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return descriptors ``[g, l]``, and the pullback ``[g, l] -> [g, |η_v|]``, one row per client."""
         layout = self.embedding.layout
         weights = [layout.leaves(eta_v, requires_grad=graph) for _ in clients.clients]
         private = self.settings.descriptor.privacy
         clip = None if private is None else private.clip
-        visible = [self._visible(clients, i, how, purpose) for i in range(len(clients))]
+        visible = [self._visible(clients, i, examples, purpose) for i in range(len(clients))]
         v = [self.embedding.describe(w, x, y, clip) for w, (x, y) in zip(weights, visible, strict=True)]
 
         def pullback(d_v: Tensor) -> Tensor:
@@ -205,11 +207,11 @@ class PeFLLClient(base.ClientAlgorithm):
                 [layout.join(dict(zip(w, g, strict=True))) for w, g in zip(weights, gradients, strict=True)]
             )
 
-        sent = [v_i.detach() for v_i in v]
+        descriptors = [v_i.detach() for v_i in v]
         if private is not None and private.noise_multiplier:
             for i, (x, y) in enumerate(visible):
-                sent[i] = self._noisy(clients, i, f"{purpose}-noise", sent[i], private, eta_v, x, y)
-        return torch.stack(sent).to(eta_v.dtype), pullback
+                descriptors[i] = self._noisy(clients, i, f"{purpose}-noise", descriptors[i], private, eta_v, x, y)
+        return torch.stack(descriptors).to(eta_v.dtype), pullback
 
     @staticmethod
     def _noisy(
@@ -223,17 +225,17 @@ class PeFLLClient(base.ClientAlgorithm):
         y: Tensor | None,
     ) -> Tensor:
         """Add Gaussian noise to v ``[l]`` of examples x, y: z times 2C/n, the most that replacing one can move it."""
-        about = sha256(repr(private).encode())
+        context = sha256(repr(private).encode())
         for tensor in (eta_v, *([x] if isinstance(x, Tensor) else x.values()), *(() if y is None else (y,))):
-            about.update(tensor.contiguous().cpu().numpy().data)
+            context.update(tensor.contiguous().cpu().numpy().data)
         deviation = private.noise_multiplier * 2 * private.clip / count(x)
-        noise = clients.noise(i, purpose, about.digest(), len(v)).to(v.device)
+        noise = clients.noise(i, purpose, context.digest(), len(v)).to(v.device)
         return on_grid(v + deviation * noise, deviation)
 
-    def _visible(self, clients: ClientGroup, i: int, how: str, purpose: str) -> tuple[Inputs, Tensor | None]:
+    def _visible(self, clients: ClientGroup, i: int, examples: str, purpose: str) -> tuple[Inputs, Tensor | None]:
         """Return the data that φ sees of a client: its inputs, and its labels unless the variant is unlabelled."""
         x, y = visible_examples(clients.clients[i], labels=self.settings.embedding.labels)
-        if how == "all":
+        if examples == "all":
             return x, y
         index = next(batches(count(x), self.settings.descriptor.batch_size, 1, clients.generator(i, purpose)))
         return take(x, index), None if y is None else y[index]
@@ -462,17 +464,19 @@ class PeFLL(base.Algorithm):
 
         Raise ExperimentError if neither the client nor the run sets C.
         """
-        known = settings.descriptor.privacy
-        if clip is None and known is None:
+        privacy = settings.descriptor.privacy
+        if clip is None and privacy is None:
             raise ExperimentError(
                 f"{argument('clip')} must be given, because the run was trained without "
                 "algorithm.descriptor.privacy.clip: a number above 0, chosen independently of the protected data.",
                 key="clip",
             )
-        asked = {"clip": known.clip if clip is None else clip, "noise_multiplier": noise_multiplier, "delta": delta}
-        how = {"train": "all", "evaluate": "all", "privacy": DescriptorPrivacy.model_validate(asked)}
-        changed: PeFLLSettings = settings.model_copy(update={"descriptor": settings.descriptor.model_copy(update=how)})
-        return changed
+        values = {"clip": privacy.clip if clip is None else clip, "noise_multiplier": noise_multiplier, "delta": delta}
+        descriptor_settings = {"train": "all", "evaluate": "all", "privacy": DescriptorPrivacy.model_validate(values)}
+        private_settings: PeFLLSettings = settings.model_copy(
+            update={"descriptor": settings.descriptor.model_copy(update=descriptor_settings)}
+        )
+        return private_settings
 
 
 PEFLL = PeFLL()

@@ -39,7 +39,7 @@ def hessian_product(
 ) -> list[Tensor]:
     """Return ∇²f_i(w_i) q: (∇f_i(w_i + δq) - ∇f_i(w_i - δq)) / 2δ, or exactly if δ is None."""
     if delta is not None:
-        ahead, behind = (local.gradient(along(w, q, by), batch)[0] for by in (delta, -delta))
+        ahead, behind = (local.gradient(along(w, q, step), batch)[0] for step in (delta, -delta))
         return list(torch._foreach_div(torch._foreach_sub(ahead, behind), 2 * delta))
     slope, _ = local.gradient(w, batch, differentiable=True)
     with torch.enable_grad():
@@ -47,11 +47,13 @@ def hessian_product(
     return list(torch.autograd.grad(product, list(w.values()), materialize_grads=True))
 
 
-def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
+def along(w: Parameters, direction: list[Tensor], step: float) -> Parameters:
     """Return the parameters w + by · direction, with the buffers of w."""
     with torch.no_grad():
-        moved = torch._foreach_add(list(w.values()), torch._foreach_mul(direction, by))
-        ahead = {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
+        values = torch._foreach_add(list(w.values()), torch._foreach_mul(direction, step))
+        ahead = {
+            name: laid_out(value, leaf).requires_grad_() for (name, leaf), value in zip(w.items(), values, strict=True)
+        }
         return Parameters(ahead, w.buffers)
 
 
@@ -129,8 +131,8 @@ class PerFedAvg(FedAvg):
         w, counts, losses = local.parameters(ordered.rows(theta)), ordered.counts, []
         step = local.sgd(list(w.values()), s.local)
         purposes = ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
-        drawn = [local.batches(s.local.batch_size, counts, name, shrinking=local.stacked) for name in purposes]
-        for outer, inner, *third in zip(*drawn, strict=True):
+        batches = [local.batches(s.local.batch_size, counts, name, shrinking=local.stacked) for name in purposes]
+        for outer, inner, *third in zip(*batches, strict=True):
             gradients, loss = meta_gradient(local, local.first(w, local.going(outer)), s, inner, outer, *third)
             losses.append(local.padded(loss))
             step(gradients, None)  # line 7

@@ -61,36 +61,36 @@ class PFedBayesServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform one round of Algorithm 1."""
         v = self.state["v"]
-        updated = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
-        self.state["v"] = torch.lerp(v, self._average(v, updated, self._drawn(updated, round)), self.settings.beta)
-        return {"client_steps": updated.total(updated.steps), "loss": float(updated.mean(updated.loss))}
+        updates = round.sample().send(GlobalGaussian(v), LocalizedGaussian)
+        self.state["v"] = torch.lerp(v, self._average(v, updates, self._drawn(updates, round)), self.settings.beta)
+        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the global distribution; a client has its own, or derives one from it."""
         return cohort.send(Prior(self.state["v"]))
 
-    def _drawn(self, updated: Replies[LocalizedGaussian], round: Round) -> Tensor:
+    def _drawn(self, updates: Replies[LocalizedGaussian], round: Round) -> Tensor:
         """Return weights ``[c]``: 1/S for each of the S clients drawn from those that answered, 0 for the others."""
-        answered, most = updated.present.nonzero()[:, 0], self.settings.averaged
-        if most is None or most >= len(answered):
-            return updated.mean_weights
-        order = torch.randperm(len(answered), generator=round.generator("averaged"))
-        weights = torch.zeros_like(updated.mean_weights)
-        weights[answered[order[:most]]] = 1 / most
+        rows, most = updates.present.nonzero()[:, 0], self.settings.averaged
+        if most is None or most >= len(rows):
+            return updates.mean_weights
+        order = torch.randperm(len(rows), generator=round.generator("averaged"))
+        weights = torch.zeros_like(updates.mean_weights)
+        weights[rows[order[:most]]] = 1 / most
         return weights
 
-    def _average(self, v: Tensor, updated: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
+    def _average(self, v: Tensor, updates: Replies[LocalizedGaussian], weights: Tensor) -> Tensor:
         """Average the localized distributions ``[2, d]``; entries that no client moved stay bitwise unchanged.
 
         A weighted sum of equal numbers is inexact, and Adam would amplify its rounding error to steps of its learning
         rate at the next visit.
         """
-        average = v + updated.mean(updated.v, weights, since=v)
+        average = v + updates.mean(updates.v, weights, since=v)
         if self.settings.aggregation == "parameters":
             return average
-        clients, mu, moved = MeanField(updated.v), average[MU], updated.v - v  # Lemma A.2
-        second = updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights)
-        still = updated.mean((moved != 0).to(v.dtype), weights).sum(0) == 0
+        clients, mu, change = MeanField(updates.v), average[MU], updates.v - v  # Lemma A.2
+        second = updates.mean(clients.sigma.square() + (clients.mu - mu).square(), weights)
+        still = updates.mean((change != 0).to(v.dtype), weights).sum(0) == 0
         return torch.where(still, v, matched_moments(mu, second))
 
 
@@ -119,7 +119,7 @@ class PFedBayesClient(base.ClientAlgorithm):
         """Return ``personal``, the client's kept q_i or one derived from the prior, and ``global``, the prior."""
         s, prior = self.settings, opening.v.expand(len(clients), -1, -1)
         v, new = clients.load_state("v", prior), clients.new
-        made = {"personal": v, "global": prior}
+        parameters = {"personal": v, "global": prior}
         if new and s.personalize_steps:
             q, w = MeanField(v[new]), MeanField(prior[new])
             try:
@@ -127,10 +127,10 @@ class PFedBayesClient(base.ClientAlgorithm):
             except NothingToTrainOn:
                 if len(clients) > 1:  # served one by one
                     raise
-                del made["personal"]
+                del parameters["personal"]
             v[new] = q.v
         return [
-            {name: self._predictor(of[i], clients.generator(i, name)) for name, of in made.items()}
+            {name: self._predictor(values[i], clients.generator(i, name)) for name, values in parameters.items()}
             for i in range(len(clients))
         ]
 
@@ -185,8 +185,8 @@ class PFedBayesClient(base.ClientAlgorithm):
         s = self.settings
         n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
         lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
-        if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
-            raise ExperimentError(why)
+        if reason := unstable(s, float(lr_q.max()), float(w.sigma.min())):
+            raise ExperimentError(reason)
         if s.optimizer == "gd":
             return on_objective(by_gradient(q, lr_q), q, w, s.zeta), by_gradient(w, torch.full_like(n, s.lr_global))
         descend_w = by_adam(w, s.lr_global, moments, 1)
@@ -198,12 +198,12 @@ class PFedBayesClient(base.ClientAlgorithm):
         """Move the buffers in the means of these Gaussians by a call of the drawn network θ ``[g, d]``."""
         layout = self.setup.model.layout
         if layout.buffers:
-            moving = layout.mask(layout.buffers).to(theta.device)
-            for of in fields:
-                w = local.parameters(torch.where(moving, of.mu, theta))
+            is_buffer = layout.mask(layout.buffers).to(theta.device)
+            for field in fields:
+                w = local.parameters(torch.where(is_buffer, field.mu, theta))
                 with torch.no_grad():
                     local.value(w, batch)
-                of.mu.copy_(torch.where(moving, local.join(w), of.mu))
+                field.mu.copy_(torch.where(is_buffer, local.join(w), field.mu))
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
         """Return the mean prediction of S networks drawn from N(μ, σ²), or for S = 0 that of the mean network."""
@@ -263,13 +263,13 @@ def on_objective(step: Step, q: MeanField, w: MeanField, zeta: float) -> Step:
     return descend
 
 
-def by_gradient(of: MeanField, lr: Tensor) -> Step:
+def by_gradient(gradients: MeanField, lr: Tensor) -> Step:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of gradient descent in place at rate ``lr`` ``[g, 1]``."""
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
-        of.mu.addcmul_(d_mu, lr, value=-1)
-        of.rho.addcmul_(d_rho, lr, value=-1)
-        of.refresh()
+        gradients.mu.addcmul_(d_mu, lr, value=-1)
+        gradients.rho.addcmul_(d_rho, lr, value=-1)
+        gradients.refresh()
 
     return step
 
@@ -288,18 +288,18 @@ class AdamMoments:
         return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
 
 
-def by_adam(of: MeanField, lr: float, moments: AdamMoments, which: int) -> Step:
-    """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
+def by_adam(gradients: MeanField, lr: float, moments: AdamMoments, place: int) -> Step:
+    """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``place`` is 0 for the moments of q, 1 for those of w.
 
     Every client is a separate parameter, since clients may have made different numbers of steps.
     """
-    values = [*of.mu, *of.rho]
-    first, second = ([*part[:, MU], *part[:, RHO]] for part in moments.of[:, which].unbind(1))
+    values = [*gradients.mu, *gradients.rho]
+    first, second = ([*part[:, MU], *part[:, RHO]] for part in moments.of[:, place].unbind(1))
     steps = [count.clone() for count in [*moments.steps[:, 0]] * 2]
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
         adam_(values, [*d_mu, *d_rho], first, second, steps, lr)
-        of.refresh()
+        gradients.refresh()
 
     return step
 
@@ -379,18 +379,18 @@ class PFedBayesSettings(Settings):
 
     @model_validator(mode="after")
     def _check_stability(self) -> Self:
-        if why := unstable(self, self.lr_personal if self.objective == "total" else 0.0, softplus(self.rho)):
-            raise ValueError(why)
+        if reason := unstable(self, self.lr_personal if self.objective == "total" else 0.0, softplus(self.rho)):
+            raise ValueError(reason)
         return self
 
 
 def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
     """Return why gradient descent on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge; None if it would not."""
     bound = 2 * sigma**2
-    for what, rate in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
+    for name, rate in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
         if s.optimizer == "gd" and rate >= bound:
             return (
-                f"{what}: {rate:.3g} is too large, because gradient descent on KL(q_i ‖ w) diverges from 2σ_w² = "
+                f"{name}: {rate:.3g} is too large, because gradient descent on KL(q_i ‖ w) diverges from 2σ_w² = "
                 f"{bound:.3g} on (σ_w = {sigma:.3g}); lower it, or use optimizer: adam, which has no such bound"
             )
     return None

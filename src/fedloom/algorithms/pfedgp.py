@@ -54,7 +54,7 @@ def tree(z: Tensor, y: Tensor, classes: int) -> Tensor:
         if len(part) < 2:
             continue
         second = two_means(torch.stack([means[c] for c in part])).tolist()
-        sides = [[c for c, other in zip(part, second, strict=True) if other == which] for which in (False, True)]
+        sides = [[c for c, other in zip(part, second, strict=True) if other == side] for side in (False, True)]
         split = torch.zeros(1, classes, dtype=torch.int64)
         split[0, sides[0]], split[0, sides[1]] = 1, -1
         splits = torch.cat([splits, split])
@@ -74,11 +74,11 @@ def two_means(points: Tensor) -> Tensor:
     centres = points[[one, other]]
     for _ in range(100):
         near, far = ((points - centre).square().sum(1) for centre in centres)
-        found = far < near
-        found[one], found[other] = False, True
-        if torch.equal(found, second):
+        is_far = far < near
+        is_far[one], is_far[other] = False, True
+        if torch.equal(is_far, second):
             break
-        second, centres = found, torch.stack([points[~found].mean(0), points[found].mean(0)])
+        second, centres = is_far, torch.stack([points[~is_far].mean(0), points[is_far].mean(0)])
     return second
 
 
@@ -128,7 +128,7 @@ class Posterior(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, cross: Tensor, own: float, kappa: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance, unclamped."""
-        kept: list[tuple[Tensor, ...]] = []
+        saved: list[tuple[Tensor, ...]] = []
         means, variances = [], []
         for root in in_pieces(omega.sqrt(), len(k)):
             factor = cholesky_of(k, root)
@@ -137,8 +137,8 @@ class Posterior(torch.autograd.Function):
             means.append((half * solved).sum(1))
             variances.append(own - half.square().sum(1))
             if any(ctx.needs_input_grad):
-                kept.append((root, factor, half, solved))
-        ctx.kept = kept
+                saved.append((root, factor, half, solved))
+        ctx.kept = saved
         return torch.cat(means), torch.cat(variances)
 
     @staticmethod
@@ -166,9 +166,9 @@ def in_pieces(chains: Tensor, n: int) -> tuple[Tensor, ...]:
 
 def cholesky_of(k: Tensor, root: Tensor) -> Tensor:
     """Return the Cholesky factors ``[S, n, n]`` of I + Ω^½ K Ω^½."""
-    made = (root[:, :, None] * k).mul_(root[:, None, :])
-    made.diagonal(dim1=1, dim2=2).add_(1)
-    factor: Tensor = torch.linalg.cholesky(made)
+    scaled = (root[:, :, None] * k).mul_(root[:, None, :])
+    scaled.diagonal(dim1=1, dim2=2).add_(1)
+    factor: Tensor = torch.linalg.cholesky(scaled)
     return factor
 
 
@@ -228,13 +228,13 @@ def predictive_loss(z: Tensor, y: Tensor, splits: Tensor, s: PFedGPSettings, ran
     u, y, loss = unit(z.cpu()), y.cpu(), z.sum().cpu().double() * 0  # 0, also without held-out examples
     for split in splits:
         side = split[y]
-        fitted, predicted = [], []
-        for which in (1, -1):  # line 6
-            members = torch.from_numpy(random.permutation((side == which).nonzero()[:, 0].numpy()))
-            held = int(s.held_out * len(members))
-            predicted.append(members[:held])
-            fitted.append(members[held:])
-        rows, queries = torch.cat(fitted), torch.cat(predicted)
+        train_parts, test_parts = [], []
+        for sign in (1, -1):  # line 6
+            members = torch.from_numpy(random.permutation((side == sign).nonzero()[:, 0].numpy()))
+            held_count = int(s.held_out * len(members))
+            test_parts.append(members[:held_count])
+            train_parts.append(members[held_count:])
+        rows, queries = torch.cat(train_parts), torch.cat(test_parts)
         if len(queries):
             k, kappa = prior(u[rows], s), side[rows].double() / 2
             omega = gibbs(k.detach(), kappa, s.chains, s.gibbs_steps, random)  # line 7
@@ -319,13 +319,13 @@ class GPTree(Predictor):
         """Return the body's entries, and features, sides and ω of each Gaussian process, as ``gp.0.omega``."""
         return self.parameters
 
-    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def predict(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return log-probabilities ``[b, ...] -> [b, C]``, a class's being the sum over its path (line 14)."""
-        s, z = self.settings, self.model.features(named, x)
+        s, z = self.settings, self.model.features(tensors, x)
         u = unit(z)
-        log_p = torch.where(named["gp.present"] > 0, 0.0, -torch.inf).to(u).expand(len(u), -1)
-        for i, split in enumerate(named["gp.splits"]):
-            features, kappa, omega = (named[f"gp.{i}.{name}"] for name in ("features", "kappa", "omega"))
+        log_p = torch.where(tensors["gp.present"] > 0, 0.0, -torch.inf).to(u).expand(len(u), -1)
+        for i, split in enumerate(tensors["gp.splits"]):
+            features, kappa, omega = (tensors[f"gp.{i}.{name}"] for name in ("features", "kappa", "omega"))
             both = log_sides(*posterior(prior(features, s), kernel(u, features, s), s.outputscale, kappa, omega))
             for side, log_side in zip((1, -1), both, strict=True):
                 log_p = log_p + torch.where(split == side, log_side[:, None], 0.0)
@@ -393,12 +393,14 @@ class PFedGP(FedAvg):
 
     def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Predictors:
         """Return ``personal`` for seen and unseen clients alike, without training."""
-        found: Predictors = []
+        predictors: Predictors = []
         for i, client in enumerate(group.clients):
             if (wrong := unusable(s, len(client.train), 2)) is not None:
                 raise DataError(f"client {client.id}: {wrong}")
-            found.append({"personal": GPTree(model, body[i], client, s, numpy_generator(group.generator(i, "gp")))})
-        return found
+            predictors.append(
+                {"personal": GPTree(model, body[i], client, s, numpy_generator(group.generator(i, "gp")))}
+            )
+        return predictors
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bounds of the body's training."""

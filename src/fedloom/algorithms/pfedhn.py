@@ -67,8 +67,11 @@ class PFedHNServer(base.ServerAlgorithm):
         self.optimizer.apply(list(under("h", new).values()), d_h, under("step", new), factor)  # line 5
         e, momentum = new["embeddings"][mine], new["embeddings.momentum"][mine]
         self.descent.apply([e], [back.d_v], {"0.momentum": momentum}, factor)  # line 6
-        there = updates.present  # the other rows, and their momentum, do not change
-        new["embeddings"][mine[there]], new["embeddings.momentum"][mine[there]] = e[there], momentum[there]
+        is_present = updates.present  # the other rows, and their momentum, do not change
+        new["embeddings"][mine[is_present]], new["embeddings.momentum"][mine[is_present]] = (
+            e[is_present],
+            momentum[is_present],
+        )
         self.state.update(new)
         return base.statistics_of(updates)
 
@@ -83,9 +86,9 @@ class PFedHNServer(base.ServerAlgorithm):
             updates = cohort.send(TrialModel(theta, new.double()), Update)  # line 3
             d_e = pullback(updates.delta_theta, updates.mean_weights).d_v
             d_e = torch.stack([row * self._factor(row.norm()) for row in d_e])  # line 4, each client's own gradient
-            moved = e.clone()
-            self.descent.apply([moved], [d_e], {"0.momentum": momentum}, 1.0)  # line 6
-            e = torch.where(new, moved, e)
+            embeddings = e.clone()
+            self.descent.apply([embeddings], [d_e], {"0.momentum": momentum}, 1.0)  # line 6
+            e = torch.where(new, embeddings, e)
         return cohort.send(GeneratedModel(self.hypernetwork(h, e)))
 
     def _factor(self, norm: Tensor) -> float:

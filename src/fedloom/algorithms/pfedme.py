@@ -80,8 +80,8 @@ class PFedMe(FedAvg):
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
         """Return ``personal``, θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖², and ``global``, w."""
         correct = proximal(s.proximity)  # line 6
-        made = train(model, group, theta, s.adaptation, correct=correct, purpose="personalize", key="inner_lr")
-        return {"personal": made.theta, "global": theta}
+        personal = train(model, group, theta, s.adaptation, correct=correct, purpose="personalize", key="inner_lr")
+        return {"personal": personal.theta, "global": theta}
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps."""

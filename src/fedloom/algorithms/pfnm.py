@@ -59,36 +59,38 @@ class PFNMServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> base.Statistics:
         """Train clients from their atoms, or from a network of their own, and rematch all known networks."""
         cohort = round.sample()
-        where = [self.setup.rows[client] for client in cohort.clients]
-        merged, known = self._merged(), self.state["atoms"][:, 0] >= 0
+        rows = [self.setup.rows[client] for client in cohort.clients]
+        global_network, known_rows = self._merged(), self.state["atoms"][:, 0] >= 0
         starts = []
-        for i, client in zip(where, cohort.clients, strict=True):
-            if merged is not None and known[i]:  # line 3
-                starts.append(network(merged[0][self.state["atoms"][i]], merged[1], self.setup))
+        for i, client in zip(rows, cohort.clients, strict=True):
+            if global_network is not None and known_rows[i]:  # line 3
+                starts.append(network(global_network[0][self.state["atoms"][i]], global_network[1], self.setup))
             else:
                 starts.append(self.setup.model.init(round.generator(f"start/{client}"), self.setup.dtype))
         theta = torch.stack(starts)
         updates = cohort.send(Subnetwork(theta), CountedUpdate)  # line 4
-        here = torch.tensor(where)[updates.present]
+        present_rows = torch.tensor(rows)[updates.present]
         models, atoms, classes = (self.state[name].clone() for name in ("models", "atoms", "classes"))
-        models[here] = (theta + updates.delta_theta)[updates.present]
-        classes[here] = updates.classes[updates.present]
-        known[here] = True
+        models[present_rows] = (theta + updates.delta_theta)[updates.present]
+        classes[present_rows] = updates.classes[updates.present]
+        known_rows[present_rows] = True
         if not models.isfinite().all():
             raise FloatingPointError("a client's network is not finite and cannot be matched")
         s = self.settings
-        atoms[known] = match(  # line 5
-            neurons(self.setup, models[known])[0], self._precisions(classes[known]), atoms[known], self._assign,
-            prior=s.sigma0**-2, gamma=s.gamma, cap=s.cap, sweeps=s.sweeps, generator=round.generator("sweeps"),
-            centre=self._centre(),
+        atoms[known_rows] = match(  # line 5
+            neurons(self.setup, models[known_rows])[0], self._precisions(classes[known_rows]), atoms[known_rows],
+            self._assign, prior=s.sigma0**-2, gamma=s.gamma, cap=s.cap, sweeps=s.sweeps,
+            generator=round.generator("sweeps"), centre=self._centre(),
         )  # fmt: skip
         self.state |= {"models": models, "atoms": atoms, "classes": classes}
         return base.statistics_of(updates) | {"width": float(atoms.max() + 1)}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the global network, or an untrained one of the clients' width before the first round."""
-        merged = self._merged()
-        return cohort.send(PersonalizeRequest(self.state["start"] if merged is None else network(*merged, self.setup)))
+        global_network = self._merged()
+        return cohort.send(
+            PersonalizeRequest(self.state["start"] if global_network is None else network(*global_network, self.setup))
+        )
 
     def _centre(self) -> Tensor:
         """Return μ0 of a neuron's numbers ``[K]``: 0 except for its bias."""
@@ -108,11 +110,14 @@ class PFNMServer(base.ServerAlgorithm):
 
     def _merged(self) -> tuple[Tensor, Tensor] | None:
         """Return neurons ``[I, K]`` and output biases ``[C]`` of the global network (line 6); None before any count."""
-        known, prior = self.state["atoms"][:, 0] >= 0, self.settings.sigma0**-2
-        if not known.any():
+        is_matched, prior = self.state["atoms"][:, 0] >= 0, self.settings.sigma0**-2
+        if not is_matched.any():
             return None
-        (v, out), p = neurons(self.setup, self.state["models"][known]), self._precisions(self.state["classes"][known])
-        total, precision, _ = pool(v, p, self.state["atoms"][known], prior, self._centre())
+        (v, out), p = (
+            neurons(self.setup, self.state["models"][is_matched]),
+            self._precisions(self.state["classes"][is_matched]),
+        )
+        total, precision, _ = pool(v, p, self.state["atoms"][is_matched], prior, self._centre())
         p_out, mean = p[:, -out.shape[1] :], self.settings.bias_mean
         return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
 
@@ -160,9 +165,9 @@ def wide(setup: Setup, theta: Tensor) -> FlatModel:
     (inputs, outputs), model = (setup.model.layout.entries[0][1][1], setup.outputs), setup.model
     units = (theta.shape[-1] - outputs) // (inputs + 1 + outputs)
     assert isinstance(model, MLP)
-    made = type(model)(setup.input_shape, [units], outputs)
-    made.task = model.task
-    return made
+    module = type(model)(setup.input_shape, [units], outputs)
+    module.task = model.task
+    return module
 
 
 class PFNMSettings(Settings):
@@ -336,5 +341,5 @@ def match(
 
 def without_gaps(assignment: Tensor) -> Tensor:
     """Return the assignment with its atoms renumbered 0 ... I - 1 in the same order."""
-    used = torch.bincount(assignment.flatten()) > 0
-    return (used.cumsum(0) - 1)[assignment]
+    is_used = torch.bincount(assignment.flatten()) > 0
+    return (is_used.cumsum(0) - 1)[assignment]

@@ -74,14 +74,14 @@ class QFedAvg(FedAvg):
         trained = train(model, group, theta, s.local)  # line 5
         change, weight = trained.theta - theta, f**s.q
         lr = s.local.rate(group.round)
-        moving = model.layout.mask(model.layout.buffers).to(theta.device)
-        stepped = change.masked_fill(moving, 0) if model.layout.buffers else change
-        h = s.q * f ** (s.q - 1) * stepped.double().square().sum(1) / lr + weight  # lines 6-7, L being 1/lr
+        is_buffer = model.layout.mask(model.layout.buffers).to(theta.device)
+        gradient = change.masked_fill(is_buffer, 0) if model.layout.buffers else change
+        h = s.q * f ** (s.q - 1) * gradient.double().square().sum(1) / lr + weight  # lines 6-7, L being 1/lr
         overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
         for i in overflown.nonzero()[:, 0].tolist():
             group.fail_client(i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; lower algorithm.q (now {s.q:g})")
-        scaled = weight.to(change.dtype)[:, None] * change
-        answer = {"delta_theta": torch.where(moving, change, scaled), "h": h[:, None]}
+        weighted_change = weight.to(change.dtype)[:, None] * change
+        answer = {"delta_theta": torch.where(is_buffer, change, weighted_change), "h": h[:, None]}
         return dataclasses.replace(trained, also=answer)
 
     def aggregate(self, theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:

@@ -131,16 +131,16 @@ def check_example_privacy(method: Any, settings: Any) -> None:
 
     Raise ExperimentError if it cannot; the message begins with the key to change.
     """
-    why = method.example_privacy(settings) if _is_stated(method) else "The method does not state that it can."
-    if why is not None:
+    reason = method.example_privacy(settings) if _is_stated(method) else "The method does not state that it can."
+    if reason is not None:
         raise ExperimentError(
-            f"algorithm.name: {method.name} cannot protect single examples ({PRIVACY_KEY}: examples). {why}",
+            f"algorithm.name: {method.name} cannot protect single examples ({PRIVACY_KEY}: examples). {reason}",
             hint="docs/algorithms/README.md lists the methods that can; with `of: clients`, others can",
             key="algorithm.name",
             found=method.name,
         )
-    for key, found, text in _refused(method, settings):
-        raise ExperimentError(f"{key}: {text} ({PRIVACY_KEY}: examples)", key=key, found=found)
+    for key, value, text in _refused(method, settings):
+        raise ExperimentError(f"{key}: {text} ({PRIVACY_KEY}: examples)", key=key, found=value)
 
 
 def _is_stated(method: Any) -> bool:

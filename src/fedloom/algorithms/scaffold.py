@@ -39,8 +39,8 @@ class ScaffoldServer(SharedModelServer):
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
         share = updates.count / len(self.setup.roster)
-        stepped = theta + self.settings.server_lr * updates.mean(updates.delta_theta)
-        self.state["theta"] = self.averaged(theta, updates, stepped)  # line 8
+        new_theta = theta + self.settings.server_lr * updates.mean(updates.delta_theta)
+        self.state["theta"] = self.averaged(theta, updates, new_theta)  # line 8
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
         return base.statistics_of(updates)
 
@@ -68,11 +68,11 @@ class ScaffoldClient(FineTuningClient):
 
 
 def controlled(
-    gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
+    gradients: list[Tensor], w: list[Tensor], start: list[Tensor], controls: Mapping[str, list[Tensor]]
 ) -> list[Tensor]:
     """Return g_i(y_i) - c_i + c (line 5)."""
     del w, start
-    return list(torch._foreach_add(gradients, torch._foreach_sub(given["c"], given["c_i"])))
+    return list(torch._foreach_add(gradients, torch._foreach_sub(controls["c"], controls["c_i"])))
 
 
 class ControlledSGD(PlainSGD):
@@ -81,14 +81,14 @@ class ControlledSGD(PlainSGD):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        given = value if isinstance(value, dict) else {}
-        why = PydanticCustomError(
+        keys = value if isinstance(value, dict) else {}
+        error = PydanticCustomError(
             "refused_key",
             "control variates are mean gradients only of plain SGD, without momentum, decay and clipping; leave it out",
         )
-        refused = [name for name in given if name in LocalSGD.model_fields and name not in cls.model_fields]
-        if refused:
-            details = [InitErrorDetails(type=why, loc=(name,), input=given[name]) for name in refused]
+        foreign = [name for name in keys if name in LocalSGD.model_fields and name not in cls.model_fields]
+        if foreign:
+            details = [InitErrorDetails(type=error, loc=(name,), input=keys[name]) for name in foreign]
             raise ValidationError.from_exception_data(cls.__name__, details)
         return value
 

@@ -58,10 +58,10 @@ def reported_fields(answer: type[Message], fields: Mapping[str, Summed]) -> tupl
     return tuple(f.name for f in answer.fields() if f.name in fields and f.name not in learned)
 
 
-def sums_of(answer: type[Message], *, without: Collection[str] = (), **chosen: Summed) -> SummedFields:
-    """Return the sums of the fields of one answer: plain sums, except for the ``chosen`` fields.
+def sums_of(answer: type[Message], *, excluded: Collection[str] = (), **summed: Summed) -> SummedFields:
+    """Return the sums of the fields of one answer: plain sums, except for the ``summed`` fields.
 
-    Fields named in ``without`` are not sent at all.
+    Fields named in ``excluded`` are not sent at all.
     """
-    names = [field.name for field in answer.fields() if field.name not in without]
-    return {answer: {name: chosen.get(name, UNIFORM) for name in names}}
+    names = [field.name for field in answer.fields() if field.name not in excluded]
+    return {answer: {name: summed.get(name, UNIFORM) for name in names}}

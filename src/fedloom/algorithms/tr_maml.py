@@ -18,7 +18,7 @@ from fedloom.algorithms.sums import SummedFields
 
 
 class TRMAMLSettings(MetaLearning):
-    """Keys of ``algorithm`` for TR-MAML: those of Per-FedAvg, except that p weights the clients."""
+    """Keys of ``algorithm`` for TR-MAML, equal to Per-FedAvg's, except that p weights the clients."""
 
     server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
     weights_lr: float = Field(

@@ -67,18 +67,18 @@ class WGAServer(base.ServerAlgorithm):
         steps, losses = 0.0, []
         for step in range(s.steps_per_round):
             t = (round.number - 1) * s.steps_per_round + step
-            answered: list[tuple[int, Replies[Gradients]]] = []
+            responses: list[tuple[int, Replies[Gradients]]] = []
             for block in blocks:
                 replies, truth = self._exchange(cohort, block, step, new["theta"])
                 steps += replies.total(replies.steps) + (truth.total(truth.steps) if truth is not replies else 0.0)
-                answered.append((len(block), replies))
+                responses.append((len(block), replies))
                 for j, user in enumerate(block):
-                    at = cohort.clients.index(user)
-                    if truth.present[at]:  # without its own gradient it makes no step
+                    position = cohort.clients.index(user)
+                    if truth.present[position]:  # without its own gradient it makes no step
                         noise = round.generator(f"oracle/{step}/{user}")
-                        self._move_user(new, cohort.clients, replies, truth, j, at, t, noise)
-                        losses.append(float(replies.loss[at]))
-            self._note_variances(new, cohort, answered)
+                        self._move_user(new, cohort.clients, replies, truth, j, position, t, noise)
+                        losses.append(float(replies.loss[position]))
+            self._note_variances(new, cohort, responses)
         self.state = new
         statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
         return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
@@ -94,16 +94,16 @@ class WGAServer(base.ServerAlgorithm):
 
     def _move_user(
         self, new: dict[str, Tensor], clients: Sequence[str], replies: Replies[Gradients], truth: Replies[Gradients],
-        j: int, at: int, t: int, noise: torch.Generator,
+        j: int, position: int, t: int, noise: torch.Generator,
     ) -> None:  # fmt: skip
-        """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient.
+        """Make the step of the j-th user of a block, the client in row ``position``, along its aggregated gradient.
 
         That is g_t (papers/004): of its own gradient, and the weighted mean of those of N helpers, all ``[d]``.
         """
-        s, row = self.settings, self.row[clients[at]]
+        s, row = self.settings, self.row[clients[position]]
         mine = {name: tensor[row] for name, tensor in new.items() if name != "variances"}
         gradients = replies.gradient[:, j]
-        g, weights = gradients[at], self._weights(clients, gradients, truth.present, new, at)
+        g, weights = gradients[position], self._weights(clients, gradients, truth.present, new, position)
         if s.rule != "alone" and weights.any():
             n = 1 / float(weights.square().sum())  # N, if the weights are equal
             helpers, beta = replies.mean(gradients, weights), 0.0
@@ -117,7 +117,7 @@ class WGAServer(base.ServerAlgorithm):
             elif s.rule == "oracle":
                 true = truth.gradient[:, j]
                 spread = (s.oracle_variance / n / g.numel()) ** 0.5
-                bias = replies.mean(true, weights) - true[at]
+                bias = replies.mean(true, weights) - true[position]
                 bias = bias + spread * torch.randn(bias.shape, generator=noise, dtype=torch.float64).to(bias)
             g = weighted_gradient(g, helpers, s.alpha_at(t, n, beta), bias)
         if s.optimizer == "momentum":
@@ -138,34 +138,38 @@ class WGAServer(base.ServerAlgorithm):
         return cohort.send(UserModel(states, mean, steps.double()))
 
     def _weights(
-        self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], at: int
+        self, clients: Sequence[str], gradients: Tensor, present: Tensor, new: Mapping[str, Tensor], position: int
     ) -> Tensor:
-        """Return weights ``[c]`` of the helpers of the user in row ``at``; they sum to 1, or are 0 without helpers."""
-        chosen = self.settings.weights
+        """Return the weights ``[c]`` of a user's helpers, given the user's row; they sum to 1, or are 0."""
+        rule = self.settings.weights
         weights = present.double()
-        weights[at] = 0
+        weights[position] = 0
         tiny = torch.finfo(torch.float64).tiny ** 0.5
-        if isinstance(chosen, dict):
-            weights *= torch.tensor([chosen.get(client, 0.0) for client in clients], dtype=torch.float64)
-        elif chosen == "cosine":
+        if isinstance(rule, dict):
+            weights *= torch.tensor([rule.get(client, 0.0) for client in clients], dtype=torch.float64)
+        elif rule == "cosine":
             g = gradients.double()
-            weights *= (g @ g[at] / (g.norm(dim=1) * g[at].norm()).clamp(min=tiny)).clamp(min=0)
-        elif chosen == "inverse_variance":
-            known = new["variances"][[self.setup.rows[client] for client in clients]]
-            if bool((known[weights > 0, 1] > 0).all()):  # none is known in the first exchange: equal weights
-                weights /= (known[:, 0] / known[:, 1].clamp(min=1)).clamp(min=tiny)
+            weights *= (g @ g[position] / (g.norm(dim=1) * g[position].norm()).clamp(min=tiny)).clamp(min=0)
+        elif rule == "inverse_variance":
+            variances = new["variances"][[self.setup.rows[client] for client in clients]]
+            if bool((variances[weights > 0, 1] > 0).all()):  # none is known in the first exchange: equal weights
+                weights /= (variances[:, 0] / variances[:, 1].clamp(min=1)).clamp(min=tiny)
         return weights / weights.sum() if bool(weights.any()) else weights
 
     def _note_variances(
-        self, new: dict[str, Tensor], cohort: Cohort, answered: Sequence[tuple[int, Replies[Gradients]]]
+        self, new: dict[str, Tensor], cohort: Cohort, responses: Sequence[tuple[int, Replies[Gradients]]]
     ) -> None:
         """Add this step's estimates of σ_i², one per client, averaged over all states; used from the next step on."""
-        for at, client in enumerate(cohort.clients):
-            found = [(states, replies.variance[at, 0]) for states, replies in answered if replies.present[at]]
-            if found and "variances" in new:
-                known = new["variances"][self.setup.rows[client]]
-                known[0] += sum(states * estimate for states, estimate in found) / sum(states for states, _ in found)
-                known[1] += 1
+        for position, client in enumerate(cohort.clients):
+            measurements = [
+                (states, replies.variance[position, 0]) for states, replies in responses if replies.present[position]
+            ]
+            if measurements and "variances" in new:
+                variances = new["variances"][self.setup.rows[client]]
+                variances[0] += sum(states * estimate for states, estimate in measurements) / sum(
+                    states for states, _ in measurements
+                )
+                variances[1] += 1
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -210,12 +214,12 @@ class WGAClient(base.ClientAlgorithm):
                     continue
                 owner = roster[int(message.users[j])]
                 own = torch.tensor([[client.id == owner] for client in clients.clients], device=theta.device)
-                used = own if s.rule == "alone" else torch.ones_like(own)  # the others would be unused
-                if used.any():
-                    found, here, spread = gradient_of(local, theta, batch, halved=s.weights == "inverse_variance")
-                    gradient[:, j] = torch.where(used, found, 0)
-                    variance, states, count = variance + spread * used, states + used, count + used
-                    loss = torch.where(own, here, loss)
+                is_used = own if s.rule == "alone" else torch.ones_like(own)  # the others would be unused
+                if is_used.any():
+                    slope, local_loss, spread = gradient_of(local, theta, batch, halved=s.weights == "inverse_variance")
+                    gradient[:, j] = torch.where(is_used, slope, 0)
+                    variance, states, count = variance + spread * is_used, states + is_used, count + is_used
+                    loss = torch.where(own, local_loss, loss)
             message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
 
     @conversation

@@ -158,12 +158,12 @@ class InputSpec:
             return f"{prefix}tokenizer: must be a SHA-256 in hex, of integers (got {self.tokenizer[:80]})"
         return self.normalization.fault(self.numbers)
 
-    def values_fault(self, x: NDArray[Any], classes: int, name: str = "the inputs are") -> str | None:
+    def values_fault(self, x: NDArray[Any], classes: int, subject: str = "the inputs are") -> str | None:
         """Return why an array cannot hold the inputs of a shard's examples, or None."""
         dtype = DTYPES[self.kind]
         if x.shape[1:] != self.shape or x.dtype != dtype:
             return (
-                f"{name} {x.dtype} of shape {list(x.shape[1:])}; {self.kind} must be {dtype} of shape "
+                f"{subject} {x.dtype} of shape {list(x.shape[1:])}; {self.kind} must be {dtype} of shape "
                 f"{list(self.shape)}"
             )
         if self.kind == "features" and not np.isfinite(x).all():
@@ -433,9 +433,7 @@ class DataSpec:
             targets = replace(targets, mean=parts[-1].mean, std=parts[-1].std)
         return replace(self, inputs=inputs, targets=targets)
 
-    def mismatch(
-        self, expected: DataSpec, source: str, *, exact: bool = False, skip: Collection[str] = ()
-    ) -> str | None:
+    def mismatch(self, other: DataSpec, source: str, *, exact: bool = False, skip: Collection[str] = ()) -> str | None:
         """Return the first difference from the data that ``source`` needs, except in normalizations; None: none.
 
         Parameters
@@ -447,11 +445,11 @@ class DataSpec:
         """
         aspects = ["kind", "input_shape", "inputs", "classes", "targets", *(["channel_axis", "high"] if exact else [])]
         for aspect in aspects:
-            has, wants = self._aspect(aspect), expected._aspect(aspect)
+            has, wants = self._aspect(aspect), other._aspect(aspect)
             if has != wants and aspect not in skip:
                 return f"{aspect} is {_shown(has)}; {source} needs {_shown(wants)}"
-        if expected.tokenizer not in (None, self.tokenizer) and (exact or self.tokenizer is not None):
-            return f"tokenizer is {self.tokenizer}; {source} needs {expected.tokenizer}"
+        if other.tokenizer not in (None, self.tokenizer) and (exact or self.tokenizer is not None):
+            return f"tokenizer is {self.tokenizer}; {source} needs {other.tokenizer}"
         return None
 
     def _aspect(self, name: str) -> Any:

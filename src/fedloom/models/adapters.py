@@ -62,8 +62,8 @@ def adapted(make: Callable[[], nn.Module], lora: LoRA) -> Callable[[], nn.Module
                 "model.lora: the factory returns a module with adapters; leave model.lora out", key="model.lora"
             )
         names = [name for name, _ in base.named_modules() if name]
-        for key, wanted in (("targets", lora.targets), ("train", lora.train)):
-            for end in wanted:
+        for key, pattern in (("targets", lora.targets), ("train", lora.train)):
+            for end in pattern:
                 if not any(name == end or name.endswith(f".{end}") for name in names):
                     linear = ", ".join(name for name, layer in base.named_modules() if isinstance(layer, nn.Linear))
                     raise ExperimentError(
@@ -122,28 +122,30 @@ def adapter_files(model: FlatModel | None, tensors: Mapping[str, Tensor]) -> dic
         source = Path(folder) if name == "default" else Path(folder) / name
         files = {file: (source / file).read_bytes() for file in (CONFIG, WEIGHTS)}
     assert model is not None
-    saved = get_peft_model_state_dict(adapters, dict(own), adapter_name=name, save_embedding_layers=False)
-    kept = {id(t) for t in saved.values()}
-    beside = {key: tensors[key].contiguous() for key, _ in model.layout.entries if id(tensors[key]) not in kept}
+    saved_tensors = get_peft_model_state_dict(adapters, dict(own), adapter_name=name, save_embedding_layers=False)
+    saved_ids = {id(t) for t in saved_tensors.values()}
+    beside = {key: tensors[key].contiguous() for key, _ in model.layout.entries if id(tensors[key]) not in saved_ids}
     return {**files, BESIDE: safetensors.torch.save(beside)} if beside else files
 
 
 def _adapters_in(module: nn.Module | None) -> tuple[str, Any]:
     """Return the name, with a dot, and the layer of ``peft`` in a module."""
-    why = "the client's model is not a module with adapters of peft"
+    reason = "the client's model is not a module with adapters of peft"
     try:
         import peft
     except ImportError:
         module = None
-    found = [] if module is None else [(n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)]
-    if len(found) == 1 and len(found[0][1].peft_config) == 1:
-        name, adapters = found[0]
+    peft_modules = (
+        [] if module is None else [(n, m) for n, m in module.named_modules() if isinstance(m, peft.PeftModel)]
+    )
+    if len(peft_modules) == 1 and len(peft_modules[0][1].peft_config) == 1:
+        name, adapters = peft_modules[0]
         return f"{name}." if name else "", adapters
-    if found:
-        count = max(len(found), len(found[0][1].peft_config))
-        why = f"the client's model has {count} adapters, but a folder holds only one"
+    if peft_modules:
+        count = max(len(peft_modules), len(peft_modules[0][1].peft_config))
+        reason = f"the client's model has {count} adapters, but a folder holds only one"
     raise ExperimentError(
-        f"This model cannot be saved as .peft: {why}.", hint="save it as .safetensors, .pt2 or .onnx", key="out"
+        f"This model cannot be saved as .peft: {reason}.", hint="save it as .safetensors, .pt2 or .onnx", key="out"
     )
 
 

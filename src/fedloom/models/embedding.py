@@ -104,7 +104,7 @@ class LeNetEmbedding(EmbeddingNetwork):
 
 
 class LinearEmbedding(EmbeddingNetwork):
-    """One linear layer on the label input alone (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
+    """Linear layer on the label input alone (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
 
     def __init__(self, outputs: int, size: int, **target: Any) -> None:
         super().__init__(outputs, **target)
@@ -116,7 +116,7 @@ class LinearEmbedding(EmbeddingNetwork):
 
 
 class MLPEmbedding(EmbeddingNetwork):
-    """One hidden layer with ReLU on the input with the label input appended (papers/001, A.5, Table 9: "MLP").
+    """Hidden layer with ReLU on the input with the label input appended (papers/001, A.5, Table 9: "MLP").
 
     Inputs of any shape are flattened. The paper does not give the width.
     """
@@ -300,9 +300,9 @@ class EmbeddingSettings(Settings):
             others = tuple(name for name in allowed if name != self.network)
             raise self._refused(f"does not fit: {error}", others) from error
 
-    def _refused(self, why: str, allowed: tuple[str, ...]) -> ExperimentError:
+    def _refused(self, reason: str, allowed: tuple[str, ...]) -> ExperimentError:
         return ExperimentError(
-            f"algorithm.embedding.network: {self.network!r} {why}; choose from {', '.join(allowed)}",
+            f"algorithm.embedding.network: {self.network!r} {reason}; choose from {', '.join(allowed)}",
             hint=f"set algorithm.embedding.network: {allowed[0]}",
             key="algorithm.embedding.network",
             found=self.network,

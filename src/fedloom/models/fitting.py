@@ -70,8 +70,8 @@ def fitted(
     except ExperimentError as error:
         raise (refusal or error) from error
     if refusal is not None:
-        which = ", ".join(f"the integers {name}".strip() for name in integers)
-        log.info("model.name: %s cannot take %s, and gets them standardized like features", choice.name, which)
+        names = ", ".join(f"the integers {name}".strip() for name in integers)
+        log.info("model.name: %s cannot take %s, and gets them standardized like features", choice.name, names)
     return FittedModel(model, standardizes=True)
 
 

@@ -40,8 +40,8 @@ def linear(parameters: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
 def linear_entries(widths: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
     """Return the entries of linear layers fc1, fc2, ... between these widths."""
     entries: list[tuple[str, tuple[int, ...]]] = []
-    for i, (before, after) in enumerate(pairwise(widths), start=1):
-        entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
+    for i, (inputs, outputs) in enumerate(pairwise(widths), start=1):
+        entries += [(f"fc{i}.weight", (outputs, inputs)), (f"fc{i}.bias", (outputs,))]
     return entries
 
 
@@ -136,8 +136,8 @@ class Layout:
 
     def mask(self, names: Container[str]) -> Tensor:
         """Return which coordinates of θ belong to some entries, ``[d]`` bool."""
-        chosen = torch.tensor([name in names for name, _ in self.entries])
-        return chosen.repeat_interleave(torch.tensor(self.sizes))
+        is_selected = torch.tensor([name in names for name, _ in self.entries])
+        return is_selected.repeat_interleave(torch.tensor(self.sizes))
 
     @cached_property
     def head(self) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ class FlatNetwork(ABC):
 
 
 class FlatModel(FlatNetwork):
-    """Model with the ``loss`` by which all methods train it: that of its task, unless it defines its own.
+    """Model with the ``loss`` that all methods train, by default the loss of its task.
 
     ``forward`` takes the named parameters, so that a training loop splits θ once, not at every step. Prediction and
     evaluation use the model itself; gradients for training use :meth:`in_training`.
@@ -418,11 +418,11 @@ def vmapped_gradients(model: FlatModel, *, labelled: bool, stacked: bool) -> Cal
 
 
 def example_loss(
-    model: FlatModel, chosen: Mapping[str, Tensor], others: Mapping[str, Tensor], x: Any, y: Tensor | None
+    model: FlatModel, variables: Mapping[str, Tensor], others: Mapping[str, Tensor], x: Any, y: Tensor | None
 ) -> Tensor:
     """Return the loss of one example, without the axis of a batch, at leaves in two parts."""
     one = tree_map(lambda t: t[None], x)
-    return model.loss(Leaves({**others, **chosen}), one, None if y is None else y[None]).sum()
+    return model.loss(Leaves({**others, **variables}), one, None if y is None else y[None]).sum()
 
 
 _Forward: TypeAlias = Callable[[Mapping[str, Tensor], Tensor], Any]
@@ -449,7 +449,7 @@ def _autocast(function: _Forward) -> _Forward:
     def computed(parameters: Mapping[str, Tensor], x: Tensor) -> Any:
         like = next(iter(parameters.values()))
         with torch.autocast(like.device.type, torch.bfloat16):
-            found = function(parameters, x)
-        return tree_map(lambda t: t.to(like.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, found)
+            result = function(parameters, x)
+        return tree_map(lambda t: t.to(like.dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, result)
 
     return computed

@@ -109,11 +109,11 @@ class Hypernetwork(FlatNetwork):
         theta = weight.new_empty(len(h), len(weight))
         blocks = -(-len(weight) // COLUMNS) if fast else 1
         for w, b, out in zip(weight.chunk(blocks), bias.chunk(blocks), theta.chunk(blocks, 1), strict=True):
-            done = 0
+            offset = 0
             for rows in (*(_larger(self.width, len(w), torch.get_num_threads()) if fast else ()), TILE):
-                while len(h) - done >= rows:
-                    torch.addmm(b, h[done : done + rows], w.t(), out=out[done : done + rows])
-                    done += rows
+                while len(h) - offset >= rows:
+                    torch.addmm(b, h[offset : offset + rows], w.t(), out=out[offset : offset + rows])
+                    offset += rows
         return theta
 
     def vjp(self, parameters: Mapping[str, Tensor], v: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Pullback]]:

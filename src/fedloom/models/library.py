@@ -37,16 +37,16 @@ def resnet18(input_shape: tuple[int, ...], outputs: int, norm: Literal["batch", 
     Group normalization has 32 groups (Y. Wu, K. He, ECCV 2018).
     """
     models = imported("resnet18", "torchvision.models", "vision")
-    made: nn.Module = models.resnet18(num_classes=outputs, norm_layer=None if norm == "batch" else _groups)
+    module: nn.Module = models.resnet18(num_classes=outputs, norm_layer=None if norm == "batch" else _groups)
     channels, *sides = input_shape
     if min(sides) < SMALL:
-        made.conv1 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
-        made.maxpool = nn.Identity()
+        module.conv1 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
+        module.maxpool = nn.Identity()
     elif channels != 3:
-        made.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
-    assert isinstance(made.conv1, nn.Conv2d)
-    nn.init.kaiming_normal_(made.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision draws it
-    return made
+        module.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
+    assert isinstance(module.conv1, nn.Conv2d)
+    nn.init.kaiming_normal_(module.conv1.weight, mode="fan_out", nonlinearity="relu")  # as torchvision draws it
+    return module
 
 
 def _groups(channels: int) -> nn.Module:
@@ -66,7 +66,7 @@ def vit(
         raise ValueError(f"images must be square, with a side that patch divides (got {height}x{side}, patch {patch})")
     check_heads(width, heads)
     models = imported("vit", "torchvision.models", "vision")
-    made: nn.Module = models.VisionTransformer(
+    module: nn.Module = models.VisionTransformer(
         image_size=side,
         patch_size=patch,
         num_layers=layers,
@@ -77,10 +77,10 @@ def vit(
         num_classes=outputs,
     )
     if channels != 3:
-        made.conv_proj = nn.Conv2d(channels, width, patch, patch)
-        nn.init.trunc_normal_(made.conv_proj.weight, std=(channels * patch**2) ** -0.5)  # as torchvision draws it
-        nn.init.zeros_(made.conv_proj.bias)  # type: ignore[arg-type]
-    return made
+        module.conv_proj = nn.Conv2d(channels, width, patch, patch)
+        nn.init.trunc_normal_(module.conv_proj.weight, std=(channels * patch**2) ** -0.5)  # as torchvision draws it
+        nn.init.zeros_(module.conv_proj.bias)  # type: ignore[arg-type]
+    return module
 
 
 def unet(input_shape: tuple[int, ...], outputs: int, channels: Sequence[int]) -> nn.Module:
@@ -93,14 +93,14 @@ def unet(input_shape: tuple[int, ...], outputs: int, channels: Sequence[int]) ->
         sides = "x".join(map(str, input_shape[1:]))
         raise ValueError(f"sides of images must be multiples of {factor}, and at least {2 * factor} (got {sides})")
     nets = imported("unet", "monai.networks.nets", "unet")
-    made: nn.Module = nets.UNet(
+    module: nn.Module = nets.UNet(
         spatial_dims=2,
         in_channels=input_shape[0],
         out_channels=outputs,
         channels=tuple(channels),
         strides=(2,) * (len(channels) - 1),
     )
-    return made
+    return module
 
 
 class TokenTransformer(nn.Module):

@@ -126,23 +126,23 @@ class ModuleModel(FlatModel):
     ) -> None:
         self._make = make
         self.task = task
-        described = descriptions(input_shape, kind, classes)
-        self._module = seeded(make, 0, trial_inputs(described, 0))
+        input_descriptions = descriptions(input_shape, kind, classes)
+        self._module = seeded(make, 0, trial_inputs(input_descriptions, 0))
         check_layers(self._module)
-        of = identity_of(self._module, dict(described), classes, head, output, task, target_shape)
-        found = _FOUND.get(of)
-        if found is None:
-            found = _found(self._module, described, classes, head, output, task, target_shape)
-        if of is not None:
-            _FOUND[of] = found
-        self._trial, moving, last = found.trial, found.moving, found.head
-        self._call, self.draws = found.tried.call, found.tried.draws
+        identity = identity_of(self._module, dict(input_descriptions), classes, head, output, task, target_shape)
+        facts = _FOUND.get(identity)
+        if facts is None:
+            facts = _found(self._module, input_descriptions, classes, head, output, task, target_shape)
+        if identity is not None:
+            _FOUND[identity] = facts
+        self._trial, moving_names, last = facts.trial, facts.moving, facts.head
+        self._call, self.draws = facts.tried.call, facts.tried.draws
         self._head = None if last is None else last.name
         self.has_features = last is not None and last.has_features
         separable = self._head is not None and not is_tied(self._module, self._head)
         self.layout = replace(
-            layout_of(self._module, moving, self._head if separable else None, local=buffers == "local"),
-            channels_last=found.tried.layout.channels_last,
+            layout_of(self._module, moving_names, self._head if separable else None, local=buffers == "local"),
+            channels_last=facts.tried.layout.channels_last,
             logits_apart=last is not None and (not last.gives_logits or self._call.whole),
         )
         self.needs_result = self._call.whole
@@ -151,9 +151,9 @@ class ModuleModel(FlatModel):
         self.tied = tied_names(self._module)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.steps = isinstance(own_loss(self._module), TrainingStep)  # whose loss is that of a batch
-        self.needs_whole_batches = bool(moving or batch_layers(self._module) or self.steps)
-        self.constrained, self.least_batch = bool(moving), found.least_batch
-        self._renormalizes = found.renormalizes
+        self.needs_whole_batches = bool(moving_names or batch_layers(self._module) or self.steps)
+        self.constrained, self.least_batch = bool(moving_names), facts.least_batch
+        self._renormalizes = facts.renormalizes
         self.predicts_by_batch = bool(without_statistics(self._module))
         warn_of_batches(self._module)
         kind_of_module = type(self._module).__name__
@@ -207,7 +207,7 @@ class ModuleModel(FlatModel):
     def features(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return the input of the head, ``[b, *input_shape] -> [b, f]``; the head's own entries may be missing."""
         assert self._head is not None, "has_features is False"
-        function, taken = self._own(), list[Tensor]()
+        function, captured = self._own(), list[Tensor]()
         like = next(iter(parameters.values()))
         head = {
             name: like.new_zeros(shape)
@@ -217,18 +217,18 @@ class ModuleModel(FlatModel):
         if head:
             parameters = Leaves({**parameters, **head}, getattr(parameters, "buffers", None))
         layer = function.module.get_submodule(self._head)
-        hook = layer.register_forward_pre_hook(lambda _, given: taken.append(given[0]))
+        hook = layer.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0]))
         try:
             self._called(function, parameters, x)
         finally:
             hook.remove()
-        found = taken[0].flatten(1) if taken[0].dim() > 1 else taken[0][None]  # a single example, squeezed
-        return found[: len(first_input(x))] if self.predicts_by_batch else found
+        features = captured[0].flatten(1) if captured[0].dim() > 1 else captured[0][None]  # a single example, squeezed
+        return features[: len(first_input(x))] if self.predicts_by_batch else features
 
     def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return outputs, ``[b, *input_shape] -> [b, *output_shape]``."""
-        found: Tensor = self._called(self._own(), parameters, x)
-        return found
+        outputs: Tensor = self._called(self._own(), parameters, x)
+        return outputs
 
     def result(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Any:
         """Return all that the module returns for inputs, or the inputs if its loss calls it."""
@@ -283,13 +283,13 @@ class ModuleModel(FlatModel):
         if not hasattr(self._copies, "function"):
             module = copied_around(self._module).train(self._trains)
             self._copies.function = ModuleFunction(module, self.layout.buffers, self._call)
-        found: ModuleFunction = self._copies.function
-        return found
+        function: ModuleFunction = self._copies.function
+        return function
 
 
 def _found(
     module: nn.Module,
-    described: Mapping[str, InputDescription],
+    inputs: Mapping[str, InputDescription],
     outputs: int,
     head: str | None,
     output: str | int | None,
@@ -297,24 +297,24 @@ def _found(
     target_shape: tuple[int, ...],
 ) -> _Findings:
     """Try a module, and return the findings."""
-    x, others = (trial_inputs(described, seed) for seed in (0, 1))
+    x, others = (trial_inputs(inputs, seed) for seed in (0, 1))
     call = replace(call_of(module, x, output), exponential=gives_logarithms(module))
     x, others = within_tables(copied(module).eval(), call, x, others)
     y = task.trial_targets(ROWS, outputs, target_shape, raw=takes_raw_targets(module))
     trial = TrialData(x, others, y, task, outputs)
-    moving = moving_tensors(module, x)
-    found = tried(module, layout_of(module, moving, None, local=False), call, trial)
-    last = head_of(module, found.call, x, others, head)
-    return _Findings(trial, moving, found, last, least_batch(module, x), _renormalizes(module, found, x))
+    buffers = moving_tensors(module, x)
+    result = tried(module, layout_of(module, buffers, None, local=False), call, trial)
+    last = head_of(module, result.call, x, others, head)
+    return _Findings(trial, buffers, result, last, least_batch(module, x), _renormalizes(module, result, x))
 
 
-def _renormalizes(module: nn.Module, found: Tried, x: ModuleInputs) -> bool:
+def _renormalizes(module: nn.Module, trial: Tried, x: ModuleInputs) -> bool:
     """Return True if a call in evaluation mode changes the parameters that it is given."""
-    theta = theta_of(module, found.layout)
-    leaves = found.layout.leaves(theta)
+    theta = theta_of(module, trial.layout)
+    leaves = trial.layout.leaves(theta)
     with torch.no_grad():
-        ModuleFunction(copied_around(module).eval(), found.layout.buffers, found.call)(leaves, x)
-    return not torch.equal(found.layout.join(leaves), theta)
+        ModuleFunction(copied_around(module).eval(), trial.layout.buffers, trial.call)(leaves, x)
+    return not torch.equal(trial.layout.join(leaves), theta)
 
 
 def remember(module: nn.Module, name: str | None = None) -> str:
@@ -376,25 +376,25 @@ def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int,
     check_permitted(name)
     package, _, function = name.partition(":")
     try:
-        made = getattr(importlib.import_module(package), function)
+        factory = getattr(importlib.import_module(package), function)
     except Exception as error:
         raise ExperimentError(
             f"{KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
             hint="install its package, or name its folder in PYTHONPATH",
         ) from error
     try:
-        known = inspect.signature(made).parameters
+        parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError) as error:
         raise ExperimentError(f"{KEY}: {name!r} is not a function; give package:function") from error
-    given = {key: value for key, value in (("input_shape", input_shape), ("classes", classes)) if key in known}
+    values = {key: value for key, value in (("input_shape", input_shape), ("classes", classes)) if key in parameters}
 
     def make() -> nn.Module:
         try:
-            found = made(**given)
+            module = factory(**values)
         except Exception as error:
             raise ExperimentError(f"{KEY}: {name} failed ({type(error).__name__}: {error})") from error
-        if not isinstance(found, nn.Module):
-            raise ExperimentError(f"{KEY}: {name} must return an nn.Module (got a {type(found).__name__})")
-        return found
+        if not isinstance(module, nn.Module):
+            raise ExperimentError(f"{KEY}: {name} must return an nn.Module (got a {type(module).__name__})")
+        return module
 
     return make

@@ -68,25 +68,25 @@ def descriptions(input_shape: InputShape, kind: str, outputs: int) -> Mapping[st
     return {"": SingleInput(kind, input_shape, outputs if kind == "tokens" else None)}
 
 
-def trial_inputs(described: Mapping[str, InputDescription], seed: int, rows: int = ROWS) -> ModuleInputs:
+def trial_inputs(descriptions: Mapping[str, InputDescription], seed: int, rows: int = ROWS) -> ModuleInputs:
     """Return random inputs, ``[rows, ...]``.
 
     The first entry of each row of integers is the largest of the data, so that the module's tables are tried with it.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = {name: _drawn(each, rows, generator) for name, each in described.items()}
-    return found.get("", found)
+    inputs = {name: _drawn(each, rows, generator) for name, each in descriptions.items()}
+    return inputs.get("", inputs)
 
 
-def _drawn(described: InputDescription, rows: int, generator: torch.Generator) -> Tensor:
-    shape = (rows, *described.shape)
-    if described.kind not in ("tokens", "integers"):
+def _drawn(description: InputDescription, rows: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, *description.shape)
+    if description.kind not in ("tokens", "integers"):
         return torch.randn(shape, generator=generator)
-    high = described.high or 2
-    dtype = torch.uint8 if described.kind == "tokens" else torch.int64
-    drawn = torch.randint(high, shape, generator=generator, dtype=dtype)
-    drawn.view(rows, -1)[:, 0] = high - 1
-    return drawn
+    high = description.high or 2
+    dtype = torch.uint8 if description.kind == "tokens" else torch.int64
+    values = torch.randint(high, shape, generator=generator, dtype=dtype)
+    values.view(rows, -1)[:, 0] = high - 1
+    return values
 
 
 def first_input(x: ModuleInputs) -> Tensor:
@@ -105,8 +105,8 @@ def shape_of(input_shape: InputShape) -> tuple[int, ...] | dict[str, tuple[int, 
     """Return the shape of one input, or the shapes of named inputs."""
     if not isinstance(input_shape, Mapping):
         return input_shape
-    found = {name: tuple(each.shape) for name, each in input_shape.items()}
-    return found.get("", found)
+    shapes = {name: tuple(each.shape) for name, each in input_shape.items()}
+    return shapes.get("", shapes)
 
 
 LOGITS = "logits"
@@ -173,82 +173,82 @@ class ModuleCall:
         """Call a module, and return outputs as the task needs them, ``[b, *output_shape]``."""
         return self.shaped(self.outputs(module, self.result(module, x), x))
 
-    def outputs(self, module: Any, found: Any, x: ModuleInputs) -> Tensor:
+    def outputs(self, module: Any, returned: Any, x: ModuleInputs) -> Tensor:
         """Return the tensor of outputs in a module's result for ``x``, with the axis of the batch."""
-        read = self.read(module, found)
-        return read[None] if self.squeezes and len(first_input(x)) == 1 else read
+        outputs = self.read(module, returned)
+        return outputs[None] if self.squeezes and len(first_input(x)) == 1 else outputs
 
-    def shaped(self, found: Tensor) -> Tensor:
+    def shaped(self, outputs: Tensor) -> Tensor:
         """Return a module's tensor as the outputs that the task needs; probabilities become logits."""
         if self.probabilities:
-            log_p = found.clamp(min=_LEAST).log()
-            found = log_p if self.probabilities == "softmax" else log_p - (1 - found).clamp(min=_LEAST).log()
-        found = found.exp() if self.exponential else found
+            log_p = outputs.clamp(min=_LEAST).log()
+            outputs = log_p if self.probabilities == "softmax" else log_p - (1 - outputs).clamp(min=_LEAST).log()
+        outputs = outputs.exp() if self.exponential else outputs
         if self.shape is None:
-            return found
+            return outputs
         if self.classes_first:
-            return found.transpose(1, 2)
+            return outputs.transpose(1, 2)
         if not self.binary:
-            return found.reshape(-1, *self.shape)
-        z = found.reshape(-1, 1, *self.shape[1:])
+            return outputs.reshape(-1, *self.shape)
+        z = outputs.reshape(-1, 1, *self.shape[1:])
         return torch.cat([torch.zeros_like(z), z], 1)
 
     def unshaped(self, outputs: Tensor) -> Tensor:
         """Return outputs in the shape and unit in which the module gave them, for its own loss."""
-        found = outputs.log() if self.exponential else outputs
+        shaped = outputs.log() if self.exponential else outputs
         if self.classes_first:
-            found = outputs.transpose(1, 2)
+            shaped = outputs.transpose(1, 2)
         elif self.given is not None:
-            found = (outputs[:, 1] - outputs[:, 0] if self.binary else found).reshape(-1, *self.given)
+            shaped = (outputs[:, 1] - outputs[:, 0] if self.binary else shaped).reshape(-1, *self.given)
         if self.probabilities:
-            found = found.exp() if self.probabilities == "softmax" else found.sigmoid()
-        return found
+            shaped = shaped.exp() if self.probabilities == "softmax" else shaped.sigmoid()
+        return shaped
 
-    def reading(self, found: Any, fitted: Callable[[Tensor], ModuleCall | None]) -> ModuleCall:
+    def reading(self, returned: Any, fit_to: Callable[[Tensor], ModuleCall | None]) -> ModuleCall:
         """Return a call that reads one field of an output: its logits, ``out``, or the only tensor that fits the task.
 
         A tensor that has the task's shape is preferred to one that must be reshaped.
         """
-        parts = _parts(found)
-        if isinstance(found, Tensor) or self.field != LOGITS or isinstance(parts.get(LOGITS), Tensor):
+        parts = _parts(returned)
+        if isinstance(returned, Tensor) or self.field != LOGITS or isinstance(parts.get(LOGITS), Tensor):
             return self
         if isinstance(parts.get(OUT), Tensor):
             return replace(self, field=OUT)
-        fits = {key: fit for key, part in parts.items() if isinstance(part, Tensor) and (fit := fitted(part))}
-        chosen = [key for key, fit in fits.items() if fit.shape is None] or [*fits]
-        return replace(self, field=chosen[0]) if len(chosen) == 1 else self
+        fits = {key: fit for key, part in parts.items() if isinstance(part, Tensor) and (fit := fit_to(part))}
+        candidates = [key for key, fit in fits.items() if fit.shape is None] or [*fits]
+        return replace(self, field=candidates[0]) if len(candidates) == 1 else self
 
-    def read(self, module: Any, found: Any) -> Tensor:
+    def read(self, module: Any, returned: Any) -> Tensor:
         """Return the tensor of a module's output.
 
         Raise UnreadOutputError if it has none in this field; the message lists all fields and shapes.
         """
-        if isinstance(found, Tensor):
-            return found
-        parts, field = _parts(found), self.field
+        if isinstance(returned, Tensor):
+            return returned
+        parts, field = _parts(returned), self.field
         if isinstance(field, str) and field.isdecimal() and field not in parts:
             field = int(field)
         if isinstance(field, int) and field not in parts:
             field = [*parts, *[field] * (field + 1)][field]  # position of a named part
-        chosen = parts.get(field)
-        if isinstance(chosen, Tensor):
-            return chosen
-        of = f"{KEY}: {type(module).__name__}"
-        listed = ", ".join(f"{key} ({_shape_or_type(part)})" for key, part in parts.items())
+        selected = parts.get(field)
+        if isinstance(selected, Tensor):
+            return selected
+        subject = f"{KEY}: {type(module).__name__}"
+        listing = ", ".join(f"{key} ({_shape_or_type(part)})" for key, part in parts.items())
         if not parts:
-            raise UnreadOutputError(f"{of} must return a tensor of outputs (got a {type(found).__name__})")
-        why = f"there is no tensor {LOGITS}. Set `model.output` to the one that holds the outputs"
+            raise UnreadOutputError(f"{subject} must return a tensor of outputs (got a {type(returned).__name__})")
+        reason = f"there is no tensor {LOGITS}. Set `model.output` to the one that holds the outputs"
         if self.field != LOGITS:
-            why = f"model.output is {self.field!r}, which is no tensor among them. Choose one of them"
+            reason = f"model.output is {self.field!r}, which is no tensor among them. Choose one of them"
         raise UnreadOutputError(
-            f"{of} returns a {type(found).__name__} of {listed}, and {why}",
+            f"{subject} returns a {type(returned).__name__} of {listing}, and {reason}",
             key="model.output",
             found=self.field,
             allowed=[key for key, part in parts.items() if isinstance(part, Tensor)],
         )
 
     def fitted(
-        self, task: PredictionTask, outputs: int, wanted: tuple[int, ...], found: Tensor, rows: int
+        self, task: PredictionTask, outputs: int, expected: tuple[int, ...], given_outputs: Tensor, rows: int
     ) -> ModuleCall | None:
         """Return this call with outputs of a shape that the task needs; None if they cannot have it.
 
@@ -265,20 +265,20 @@ class ModuleCall:
         rows
             b.
         """
-        given = tuple(found.shape[1:])
-        if task.name == "next_token" and given == wanted[1:] and len(found) == rows * wanted[0]:
-            return replace(self, given=given, shape=wanted)
-        if len(found) != rows:
+        actual = tuple(given_outputs.shape[1:])
+        if task.name == "next_token" and actual == expected[1:] and len(given_outputs) == rows * expected[0]:
+            return replace(self, given=actual, shape=expected)
+        if len(given_outputs) != rows:
             return None
-        if given == wanted:
+        if actual == expected:
             return self
-        if task.has_binary_form(outputs) and given in (wanted[1:], (1, *wanted[1:])):
-            return replace(self, given=given, shape=wanted, binary=True)
-        flat = task.name == "regression" and given == (outputs,)
-        if flat or _without_ones(given) == _without_ones(wanted):
-            return replace(self, given=given, shape=wanted)
-        if task.name == "next_token" and given == wanted[::-1]:
-            return replace(self, given=given, shape=wanted, classes_first=True)
+        if task.has_binary_form(outputs) and actual in (expected[1:], (1, *expected[1:])):
+            return replace(self, given=actual, shape=expected, binary=True)
+        flat = task.name == "regression" and actual == (outputs,)
+        if flat or _without_ones(actual) == _without_ones(expected):
+            return replace(self, given=actual, shape=expected)
+        if task.name == "next_token" and actual == expected[::-1]:
+            return replace(self, given=actual, shape=expected, classes_first=True)
         return None
 
 
@@ -291,15 +291,15 @@ def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _parts(found: Any) -> dict[str | int, Any]:
+def _parts(returned: Any) -> dict[str | int, Any]:
     """Return the parts of an output by name or position; empty if it has none."""
-    if isinstance(found, Mapping):
-        return dict(found)
-    if is_dataclass(found):
-        return {field.name: getattr(found, field.name) for field in fields(found)}
-    if isinstance(found, tuple | list):
-        named = dict(zip(getattr(found, "_fields", ()), found, strict=False))
-        return {**named, **{i: part for i, part in enumerate(found) if not named}}
+    if isinstance(returned, Mapping):
+        return dict(returned)
+    if is_dataclass(returned):
+        return {field.name: getattr(returned, field.name) for field in fields(returned)}
+    if isinstance(returned, tuple | list):
+        named_fields = dict(zip(getattr(returned, "_fields", ()), returned, strict=False))
+        return {**named_fields, **{i: part for i, part in enumerate(returned) if not named_fields}}
     return {}
 
 
@@ -343,11 +343,11 @@ def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None)
     try:
         signature.bind(**x)
     except TypeError as error:
-        known = signature.parameters.values()
-        if len(known) == 1 and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known):
+        accepted = signature.parameters.values()
+        if len(accepted) == 1 and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in accepted):
             return ModuleCall(field=field)
         raise ExperimentError(
-            f"{KEY}: {type(module).__name__}.forward takes {', '.join(map(str, known)) or 'nothing'}, but an example "
-            f"consists of {', '.join(x)} ({error}). Name the inputs as its arguments, or take one dict"
+            f"{KEY}: {type(module).__name__}.forward takes {', '.join(map(str, accepted)) or 'nothing'}, but an "
+            f"example consists of {', '.join(x)} ({error}). Name the inputs as its arguments, or take one dict"
         ) from error
     return ModuleCall(by_name=True, field=field)

@@ -133,7 +133,7 @@ class _Trial:
 
     @cached_property
     def elsewhere(self) -> Tensor:
-        """Another θ, each entry scaled by its own factor, which reveals use of the module's original parameters."""
+        """θ with every entry scaled by its own factor, to reveal use of the module's original parameters."""
         factors = torch.rand(self.layout.size, generator=torch.Generator().manual_seed(0))
         return self.theta * (0.5 + factors)
 
@@ -147,29 +147,28 @@ class _Trial:
             self.sizes.noted(function.module),
             at_layer(function.module, f"for inputs {shapes(self.data.x)} in {mode} mode"),
         ):
-            given = function.result(self._contiguous(), self.data.x)
-        wanted = self.data.output_shape
+            returned = function.result(self._contiguous(), self.data.x)
+        expected = self.data.output_shape
 
-        def fitted(found: Tensor) -> ModuleCall | None:
-            return self.call.fitted(task, self.data.outputs, wanted, found, rows) if found.dim() else None
+        def fitted(outputs: Tensor) -> ModuleCall | None:
+            return self.call.fitted(task, self.data.outputs, expected, outputs, rows) if outputs.dim() else None
 
-        read = self.call.reading(given, fitted)
-        found = read.read(self.module, given)
-        fit = fitted(found)
+        reading = self.call.reading(returned, fitted)
+        outputs = reading.read(self.module, returned)
+        fit = fitted(outputs)
         if fit is None:
             of_classes = task.is_classification
-            what = "logits" if of_classes else f"outputs for {task.name}"
-            problem = (
-                f"must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} {list(found.shape)})"
-            )
-            if of_classes and tuple(found.shape) in ((rows,), (rows, 1)):
+            noun = "logits" if of_classes else f"outputs for {task.name}"
+            actual = f"{outputs.dtype} {list(outputs.shape)}"
+            problem = f"must return {noun}, {[rows, *expected]}, for {rows} inputs (got {actual})"
+            if of_classes and tuple(outputs.shape) in ((rows,), (rows, 1)):
                 raise ExperimentError(
                     f'{self.what}: set task="regression" (in a file data.source.task) if the targets are numbers, '
                     f"such as ratings or counts: whole numbers are read as classes, here {self.data.outputs}. A model "
                     f"of classes {problem}"
                 )
             raise ExperimentError(f"{self.what} {problem}")
-        return replace(fit, field=read.field)
+        return replace(fit, field=reading.field)
 
     def of_probabilities(self) -> ModuleCall:
         """Return the call with the kind of its outputs, logits or probabilities, judged by several parameters."""
@@ -186,9 +185,9 @@ class _Trial:
         """Return the outputs for parameters times a factor, with noise unless it is 1, so that none of them is 0."""
         generator, own = torch.Generator().manual_seed(0), self._contiguous()
         noise = 0.0 if factor == 1 else 1.0
-        moved = {name: factor * p + noise * torch.randn(p.shape, generator=generator) for name, p in own.items()}
+        scaled = {name: factor * p + noise * torch.randn(p.shape, generator=generator) for name, p in own.items()}
         with torch.no_grad(), drawing_with(0):
-            return self._function(training=False)(Leaves(moved, own.buffers), self.data.x)
+            return self._function(training=False)(Leaves(scaled, own.buffers), self.data.x)
 
     def call_for_loss(self) -> ModuleCall:
         """Return the call with what the module's own loss takes: all of the result, or else the outputs in it."""
@@ -198,17 +197,17 @@ class _Trial:
         if isinstance(own_loss(self.module), TrainingStep):
             return replace(self.call, whole=True)
         leaves = self._contiguous()
-        at = at_layer(function.module, f"for inputs {shapes(self.data.x)} in training mode")
-        with torch.no_grad(), drawing_with(0), at:
-            found = function.result(leaves, self.data.x)
-        if isinstance(found, Tensor):
+        place = at_layer(function.module, f"for inputs {shapes(self.data.x)} in training mode")
+        with torch.no_grad(), drawing_with(0), place:
+            returned = function.result(leaves, self.data.x)
+        if isinstance(returned, Tensor):
             return self.call
         function.call = replace(self.call, whole=True)
         with torch.no_grad(), suppress(Exception):  # a loss of the outputs alone
-            if function.loss(leaves, self.data.x, found, self.data.y).shape == (len(self.data.y),):
+            if function.loss(leaves, self.data.x, returned, self.data.y).shape == (len(self.data.y),):
                 return function.call
         try:
-            self.call.read(self.module, found)
+            self.call.read(self.module, returned)
         except UnreadOutputError:
             return replace(self.call, field=self.fitting_call(training=True).field)
         return self.call
@@ -234,42 +233,42 @@ class _Trial:
         mode = "in training mode" if training else "in evaluation mode"
         function, x, rows = self._function(training=training), self.data.x, len(self.data.y)
         own = training and self.has_loss  # its outputs in training may be any
-        moved: list[Tensor] = []
+        outputs: list[Tensor] = []
 
         def call(
             x: ModuleInputs, *, seed: int = 0, note: bool = False, watch: bool = False, apart: bool = False
         ) -> Tensor:
-            module, noted = function.module, self.noted if training else None
-            noting = draws_noted(module, self.generators, noted, watch=watch) if note else nullcontext()
-            at = at_layer(module, f"for inputs {shapes(x)} {mode}")
+            module, notes = function.module, self.noted if training else None
+            noting = draws_noted(module, self.generators, notes, watch=watch) if note else nullcontext()
+            layer = at_layer(module, f"for inputs {shapes(x)} {mode}")
             parameters = self._contiguous(requires_grad=training)  # fresh buffers
             if apart:
                 displace(parameters.values())
-            with torch.set_grad_enabled(training), drawing_with(seed), noting, at:
-                found = function.result(parameters, x) if own else function(parameters, x)
-            moved[:] = [self.layout.join(parameters).detach()]
-            return _joined(found, len(first_input(x))).detach()  # without its graph, which has all parameters
+            with torch.set_grad_enabled(training), drawing_with(seed), noting, layer:
+                returned = function.result(parameters, x) if own else function(parameters, x)
+            outputs[:] = [self.layout.join(parameters).detach()]
+            return _joined(returned, len(first_input(x))).detach()  # without its graph, which has all parameters
 
-        kept = {**untrained(function.module), **dict(function.module.named_buffers())}
-        kept = {name: t.clone() for name, t in kept.items()}
+        tensors = {**untrained(function.module), **dict(function.module.named_buffers())}
+        tensors = {name: t.clone() for name, t in tensors.items()}
         names = {name for name, _ in function.module.named_parameters()}
         first = call(x, note=True)
         self._check_outputs(first, rows, own=own)
-        self._check_tensors_kept(function.module, names, kept, mode, moved[0])
-        once = moved[0]
+        self._check_tensors_kept(function.module, names, tensors, mode, outputs[0])
+        once = outputs[0]
         for seed in range(1, _SEEDS if self.noted else 1):
             self._check_outputs(call(x, seed=seed, note=True), rows, own=own)
-        before = attributes(function.module)
+        attributes_before = attributes(function.module)
         by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
         alone = call(x if by_batch else tree_map(lambda t: t[1:2], x), note=True, watch=True)
         self._check_outputs(alone, rows if by_batch else 1, own=own)
         call(x, apart=True)
         self._require(
-            torch.equal(first, call(x)) and torch.equal(once, moved[0]),
+            torch.equal(first, call(x)) and torch.equal(once, outputs[0]),
             f"gives different outputs for the same inputs {mode}. Draw only from the global generators of torch, numpy "
             "and Python, and keep no state between calls",
         )
-        self._check_attributes_kept(function.module, before, mode)
+        self._check_attributes_kept(function.module, attributes_before, mode)
         function = self._function(training=training)
         call(self.data.others)
         self._require(
@@ -292,13 +291,13 @@ class _Trial:
 
     def own_gradient(self, *, training: bool = True) -> dict[str, Tensor]:
         """Return torch's gradient of the module itself, away from its initial parameters."""
-        module, there = copied(self.module).train(training), self.layout.split(self.elsewhere)
+        module, parameters = copied(self.module).train(training), self.layout.split(self.elsewhere)
         function = ModuleFunction(module, self.layout.buffers, self.call)
         own = {name: p for name, p in module.named_parameters() if p.requires_grad}
         with torch.no_grad():
             for name, p in own.items():
-                p.copy_(there[name])
-        return self._gradients(function, Leaves(own, {name: there[name].clone() for name in self.layout.buffers}))
+                p.copy_(parameters[name])
+        return self._gradients(function, Leaves(own, {name: parameters[name].clone() for name in self.layout.buffers}))
 
     def runs_channels_last(self, expected: Mapping[str, Tensor], outputs: Tensor) -> bool:
         """Return True if a training step and predictions are correct with channels-last kernels.
@@ -313,10 +312,10 @@ class _Trial:
             else:
                 self.check_gradient(expected)
             with torch.no_grad():
-                predicted = self._function(training=False)(self.layout.leaves(self.theta), self.data.x)
+                contiguous = self._function(training=False)(self.layout.leaves(self.theta), self.data.x)
         except Exception:  # use contiguous kernels, or reject the module with them
             return False
-        return near(predicted, outputs)
+        return near(contiguous, outputs)
 
     def check_gradient(self, expected: Mapping[str, Tensor], *, training: bool = True) -> None:
         """Make one training step, and compare its gradient with that of the module itself.
@@ -324,12 +323,12 @@ class _Trial:
         Where the exact gradient is 0, as for a bias before batch normalization, both sides have rounding errors alone.
         """
         leaves = self.layout.divided(self.layout.leaves(self.elsewhere, requires_grad=True))
-        found = self._gradients(self._function(training=training), leaves)
+        gradients = self._gradients(self._function(training=training), leaves)
         least = 1e-9 + ROUNDING * max(
-            float(there.nan_to_num(posinf=0.0, neginf=0.0).norm()) for there in expected.values()
+            float(reference.nan_to_num(posinf=0.0, neginf=0.0).norm()) for reference in expected.values()
         )
-        for name, there in expected.items():
-            if not near(found[name], there, least):
+        for name, reference in expected.items():
+            if not near(gradients[name], reference, least):
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
                     f"{named(layer, self.module.get_submodule(layer))}: the gradient of {name} differs from "
@@ -345,7 +344,7 @@ class _Trial:
         plain = replace(self.layout, channels_last=False)
         return plain.divided(plain.leaves(self.theta, requires_grad=requires_grad))
 
-    def _gradients(self, function: ModuleFunction, at: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _gradients(self, function: ModuleFunction, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the mean loss for all parameters; zeros for unused ones."""
         module = function.module
         with (
@@ -354,14 +353,14 @@ class _Trial:
             draws_noted(module, self.generators, self.noted),
             at_layer(module, "in a training step"),
         ):
-            losses = self._losses(function, at)
+            losses = self._losses(function, leaves)
             if not losses.requires_grad:
                 raise ExperimentError(
                     f"{self.what}: no parameter has a gradient in training mode. Compute the outputs from parameters, "
                     "without torch.no_grad() or detach()"
                 )
-            gradients = torch.autograd.grad(losses.mean(), list(at.values()), materialize_grads=True)
-        return dict(zip(at, gradients, strict=True))
+            gradients = torch.autograd.grad(losses.mean(), list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True))
 
     def _losses(self, function: ModuleFunction, leaves: Mapping[str, Tensor]) -> Tensor:
         x, y = self.data.x, self.data.y
@@ -369,56 +368,56 @@ class _Trial:
         name = "training_step" if isinstance(own, TrainingStep) else "loss(outputs, y), of each example,"
         if own is None:
             return self.data.task.loss(function(leaves, x), y)
-        found = function.for_loss(leaves, x)
+        actual = function.for_loss(leaves, x)
         try:
-            losses = function.loss(leaves, x, found, y)
+            losses = function.loss(leaves, x, actual, y)
         except Exception as error:
             raise ExperimentError(f"{self.what}.{name} must return a loss ({type(error).__name__}: {error})") from error
         if not isinstance(losses, Tensor) or losses.shape != (len(y),):
-            found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+            actual = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ExperimentError(
-                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {found}); compute it "
-                "with reduction='none'"
+                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {actual}); compute "
+                "it with reduction='none'"
             )
         return losses
 
     def _check_outputs(self, outputs: Tensor, rows: int, *, own: bool) -> None:
-        wanted = tuple(outputs.shape) if own else (rows, *self.data.output_shape)
-        if rows == 1 and outputs.shape == wanted[1:] and not self.call.squeezes:
+        expected = tuple(outputs.shape) if own else (rows, *self.data.output_shape)
+        if rows == 1 and outputs.shape == expected[1:] and not self.call.squeezes:
             raise LostAxisError(
-                f"{self.what} must return logits, {list(wanted)}, for 1 input (got {list(outputs.shape)})"
+                f"{self.what} must return logits, {list(expected)}, for 1 input (got {list(outputs.shape)})"
             )
-        if outputs.shape != wanted or not outputs.is_floating_point():
+        if outputs.shape != expected or not outputs.is_floating_point():
             raise ExperimentError(
-                f"{self.what} must return logits, {list(wanted)}, for {rows} inputs (got {outputs.dtype} "
+                f"{self.what} must return logits, {list(expected)}, for {rows} inputs (got {outputs.dtype} "
                 f"{list(outputs.shape)})"
             )
         if outputs.isnan().any():
             raise ExperimentError(f"{self.what} gives NaN for inputs of mean 0 and deviation 1, or random integers")
 
     def _check_tensors_kept(
-        self, module: nn.Module, names: set[str], before: Mapping[str, Tensor], mode: str, theta: Tensor
+        self, module: nn.Module, names: set[str], tensors_before: Mapping[str, Tensor], mode: str, theta: Tensor
     ) -> None:
         """Reject new parameters, and tensors that change in evaluation or that are not part of θ.
 
         Integers may count calls in training: a module whose outputs depend on them is rejected by another check.
         """
-        made = sorted({name for name, _ in module.named_parameters()} - names)
-        if made:
-            layer = made[0].rpartition(".")[0]
+        created = sorted({name for name, _ in module.named_parameters()} - names)
+        if created:
+            layer = created[0].rpartition(".")[0]
             raise ExperimentError(
-                f"{named(layer, module.get_submodule(layer))} creates its parameters at run time ({made[0]}). Use "
+                f"{named(layer, module.get_submodule(layer))} creates its parameters at run time ({created[0]}). Use "
                 "layers that create them at construction"
             )
-        moved = self.layout.divided(self.layout.split(theta)).buffers
+        buffers_of_theta = self.layout.divided(self.layout.split(theta)).buffers
         still = self.layout.divided(self.layout.split(self.theta)).buffers
         buffers = dict(module.named_buffers())
         for name, t in {**untrained(module), **buffers}.items():
             counts = module.training and not t.is_floating_point()
-            kept = name in before and torch.equal(before[name], t)
-            if name in moved and not module.training:
-                kept = torch.equal(moved[name], still[name])
-            if not kept and not counts:
+            is_unchanged = name in tensors_before and torch.equal(tensors_before[name], t)
+            if name in buffers_of_theta and not module.training:
+                is_unchanged = torch.equal(buffers_of_theta[name], still[name])
+            if not is_unchanged and not counts:
                 layer, kind = name.rpartition(".")[0], "buffer" if name in buffers else "frozen parameter"
                 raise ExperimentError(
                     f"{named(layer, module.get_submodule(layer))} changes its {kind} {name} when called {mode}. "
@@ -426,12 +425,14 @@ class _Trial:
                     "training"
                 )
 
-    def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
+    def _check_attributes_kept(
+        self, module: nn.Module, attributes_before: Mapping[tuple[str, str], Any], mode: str
+    ) -> None:
         """Reject state in Python attributes that changes between calls with the same inputs."""
-        after = attributes(module)
-        changed = [place for place in after if after[place] != before.get(place)]
-        if changed:
-            layer, key = changed[0]
+        attributes_after = attributes(module)
+        differing = [place for place in attributes_after if attributes_after[place] != attributes_before.get(place)]
+        if differing:
+            layer, key = differing[0]
             raise ExperimentError(
                 f"{named(layer, module.get_submodule(layer))} changes its attribute {key} each time it is called "
                 f"{mode}, so that results may depend on the number of calls, and on evaluation.batch_size. Keep no "
@@ -439,9 +440,9 @@ class _Trial:
             )
 
 
-def _joined(found: Any, rows: int) -> Tensor:
+def _joined(returned: Any, rows: int) -> Tensor:
     """Return all numbers of a result that belong to examples, ``[rows, ...]``."""
-    if isinstance(found, Tensor):
-        return found
-    parts = [t for t in tree_leaves(found) if isinstance(t, Tensor) and t.dim() and len(t) == rows]
+    if isinstance(returned, Tensor):
+        return returned
+    parts = [t for t in tree_leaves(returned) if isinstance(t, Tensor) and t.dim() and len(t) == rows]
     return torch.cat([t.flatten(1).float() if t.dim() > 1 else t[:, None].float() for t in parts], 1)

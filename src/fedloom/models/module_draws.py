@@ -24,11 +24,11 @@ GLOBAL = ("torch", "numpy", "python")
 
 @contextmanager
 def draws_noted(
-    module: nn.Module, known: NumpyGenerators, noted: set[str] | None, *, watch: bool = False
+    module: nn.Module, generators: NumpyGenerators, notes: set[str] | None, *, watch: bool = False
 ) -> Iterator[None]:
     """Record the libraries whose global generators a module draws from, and restore the generators.
 
-    Raise ExperimentError if the module draws from a generator of its own, or, if ``noted`` is None, from any generator;
+    Raise ExperimentError if the module draws from a generator of its own, or, if ``notes`` is None, from any generator;
     the message names the layer.
 
     Parameters
@@ -38,14 +38,14 @@ def draws_noted(
     watch
         True to detect other generators, too; some layers then use another kernel.
     """
-    given, numpy = _GivenGenerators(), known.present()
-    before = _generators(numpy) | {given.name: given.used}
+    passed, numpy = _GivenGenerators(), generators.present()
+    states_before = _generators(numpy) | {passed.name: passed.used}
     drew: dict[str, tuple[str, nn.Module]] = {}  # by generator, the innermost layer first, since it returns first
     active: list[list[str]] = []  # generators used before each active layer
 
     def used() -> list[str]:
-        now = _generators(numpy) | {given.name: given.used}
-        return [name for name, state in now.items() if state != before[name]]
+        now = _generators(numpy) | {passed.name: passed.used}
+        return [name for name, state in now.items() if state != states_before[name]]
 
     def leave(name: str, layer: nn.Module, output: Any) -> None:
         earlier = active.pop()
@@ -55,28 +55,28 @@ def draws_noted(
 
     with hooks(module, leave, lambda name, layer: active.append(used())):
         try:
-            with given if watch else nullcontext():
+            with passed if watch else nullcontext():
                 yield
         finally:
-            found = used()
-            random.setstate(before["python"])
-            np.random.set_state(before["numpy"])  # noqa: NPY002  # modules may use it
-            torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
-            for generator, state in zip(numpy, before["a generator of numpy"], strict=True):
+            sources = used()
+            random.setstate(states_before["python"])
+            np.random.set_state(states_before["numpy"])  # noqa: NPY002  # modules may use it
+            torch.default_generator.set_state(torch.frombuffer(bytearray(states_before["torch"]), dtype=torch.uint8))
+            for generator, state in zip(numpy, states_before["a generator of numpy"], strict=True):
                 generator.bit_generator.state = state
-    for source in found:
-        where = named(*drew.get(source, ("", module)))
+    for source in sources:
+        layer_at = named(*drew.get(source, ("", module)))
         if source not in GLOBAL:
             raise ExperimentError(
-                f"{where} draws random numbers from {source} of its own, which a run cannot seed. Draw from the global "
-                "generator of torch, numpy or Python: leave out `generator=`, or use torch.rand"
+                f"{layer_at} draws random numbers from {source} of its own, which a run cannot seed. Draw from the "
+                "global generator of torch, numpy or Python: leave out `generator=`, or use torch.rand"
             )
-        if noted is None:
+        if notes is None:
             raise ExperimentError(
-                f"{where} draws random numbers in evaluation mode (by {source}), so that predictions could not be "
+                f"{layer_at} draws random numbers in evaluation mode (by {source}), so that predictions could not be "
                 "repeated. Draw in training mode only: `if self.training`, or F.dropout(x, p, self.training)"
             )
-        noted.add(source)
+        notes.add(source)
 
 
 class NumpyGenerators:

@@ -73,21 +73,23 @@ def moving_tensors(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
     The module is called as it is, and with other trained parameters, which also move a teacher that equals its student
     at the start. Calls that fail move nothing: the check of the module reports them with the layer.
     """
-    kept = {**untrained(module), **dict(module.named_buffers())}
-    moving: set[str] = set()
+    tensors = {**untrained(module), **dict(module.named_buffers())}
+    names: set[str] = set()
     for apart in (False, True):
-        tried = copied(module).train()
+        copy = copied(module).train()
         if apart:
-            displace(p for p in tried.parameters() if p.requires_grad)
+            displace(p for p in copy.parameters() if p.requires_grad)
         try:
             with torch.enable_grad(), drawing_with(0):
-                call_of(tried, x).result(tried, x)
+                call_of(copy, x).result(copy, x)
         except Exception:  # the check names the layer
             continue
-        after = {**untrained(tried), **dict(tried.named_buffers())}
-        floating = {name: t for name, t in kept.items() if t.is_floating_point() and name in after}
-        moving |= {n for n, t in floating.items() if after[n].shape == t.shape and not torch.equal(t, after[n])}
-    return tuple(name for name in kept if name in moving)
+        tensors_after = {**untrained(copy), **dict(copy.named_buffers())}
+        floating = {name: t for name, t in tensors.items() if t.is_floating_point() and name in tensors_after}
+        names |= {
+            n for n, t in floating.items() if tensors_after[n].shape == t.shape and not torch.equal(t, tensors_after[n])
+        }
+    return tuple(name for name in tensors if name in names)
 
 
 @torch.no_grad()
@@ -103,10 +105,10 @@ def least_batch(module: nn.Module, x: ModuleInputs) -> int:
     """Return the fewest examples on which a call in training mode succeeds: 2 if it fails for one alone, else 1."""
     if not batch_layers(module):
         return 1
-    tried, one = copied(module).train(), tree_map(lambda t: t[:1], x)
+    copy, one = copied(module).train(), tree_map(lambda t: t[:1], x)
     try:
         with torch.enable_grad(), drawing_with(0):
-            call_of(tried, x).result(tried, one)
+            call_of(copy, x).result(copy, one)
     except ValueError:
         return 2
     return 1
@@ -159,17 +161,17 @@ def head_of(
     head = None
     for each in reversed(layers) if name is None else [name]:
         if head is None and len(calls[each]) == 1:
-            features, found = calls[each][0]
-            fits = found.shape in (outputs.shape, (*outputs.shape, 1))
-            if fits and torch.equal(found.reshape(outputs.shape), outputs):
+            features, head_output = calls[each][0]
+            fits = head_output.shape in (outputs.shape, (*outputs.shape, 1))
+            if fits and torch.equal(head_output.reshape(outputs.shape), outputs):
                 is_shaped = bool(call.binary or call.probabilities or call.exponential)
                 head = Head(each, features.dim() == 2, gives_logits=not is_shaped)
     if name is None:
         return head
     if head is None and len(calls[name]) == 1:
-        features, found = calls[name][0]
+        features, head_output = calls[name][0]
         _perturb(module)
-        hook = layers[name].register_forward_hook(lambda *_: found)
+        hook = layers[name].register_forward_hook(lambda *_: head_output)
         if torch.equal(_linear_calls(module, call, {}, others)[1], outputs):
             head = Head(name, features.dim() == 2, gives_logits=False)
         hook.remove()
@@ -199,13 +201,13 @@ def _linear_calls(
 ) -> tuple[dict[str, list[tuple[Tensor, Tensor]]], Tensor]:
     """Return input and output of each call of some layers, and the module's outputs, before they are shaped."""
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in layers}
-    registered = [
-        layer.register_forward_hook(lambda _, given, output, name=name: calls[name].append((given[0], output)))
+    handles = [
+        layer.register_forward_hook(lambda _, inputs, output, name=name: calls[name].append((inputs[0], output)))
         for name, layer in layers.items()
     ]
     with torch.no_grad(), drawing_with(0):
         outputs = call.read(module, call.result(module, x))
-    for hook in registered:
+    for hook in handles:
         hook.remove()
     return calls, outputs
 
@@ -238,9 +240,9 @@ def _limits(module: nn.Module, call: ModuleCall, x: ModuleInputs, name: str) -> 
     for j in range(column.shape[1]):
 
         def is_beyond(value: int, j: int = j) -> bool:
-            given = tree_map(lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t, x)
-            (given if isinstance(given, Tensor) else given[name])[:, j] = value
-            return _is_beyond(module, call, given)
+            zeros = tree_map(lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t, x)
+            (zeros if isinstance(zeros, Tensor) else zeros[name])[:, j] = value
+            return _is_beyond(module, call, zeros)
 
         limits[j] = max(bisect_left(range(high), True, key=is_beyond) - 1, 0) if is_beyond(high) else high
     return limits if int(limits.max()) == high else None
@@ -289,15 +291,15 @@ class ConvolutionSizes:
         """Note the sizes of all convolutions that are called within the block."""
         self._by_instance = any(isinstance(layer, _InstanceNorm) for layer in module.modules())
         convolutions = [layer for layer in module.modules() if isinstance(layer, _ConvNd)]
-        registered = [layer.register_forward_hook(self._note) for layer in convolutions]
+        handles = [layer.register_forward_hook(self._note) for layer in convolutions]
         try:
             yield
         finally:
-            for hook in registered:
+            for hook in handles:
                 hook.remove()
 
-    def _note(self, layer: Any, given: Any, outputs: Any) -> None:
-        del given
+    def _note(self, layer: Any, inputs: Any, outputs: Any) -> None:
+        del inputs
         if isinstance(outputs, Tensor) and layer.weight.dim() == 4:
             self._kernels += layer.weight.numel()
             self._outputs += outputs.numel() // max(len(outputs), 1)
@@ -332,28 +334,28 @@ def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: st
     kind
         Kind of a single input.
     """
-    described = descriptions(input_shape, kind, outputs=2)
-    if not any(each.kind == "features" for each in described.values()):
+    input_descriptions = descriptions(input_shape, kind, outputs=2)
+    if not any(each.kind == "features" for each in input_descriptions.values()):
         return
     with torch.random.fork_rng(devices=[]):
         module = make().eval()
-        seen = [_lookups(module, described, value) for value in PROBES]
-    for (where, first), *others in zip(*seen, strict=False):
+        seen = [_lookups(module, input_descriptions, value) for value in PROBES]
+    for (layer, first), *others in zip(*seen, strict=False):
         if any(not torch.equal(first, other) for _, other in others):
             raise ExperimentError(
-                f"{named(where, module.get_submodule(where))} looks up codes that it truncates from the features, but "
+                f"{named(layer, module.get_submodule(layer))} looks up codes that it truncates from the features, but "
                 "features are standardized as measurements, so the codes would differ from those in the data",
                 hint="pack the codes as integers, or give the network a column of 0 and 1 for each category",
             )
 
 
-def _lookups(module: nn.Module, described: Mapping[str, InputDescription], value: float) -> list[tuple[str, Tensor]]:
+def _lookups(module: nn.Module, descriptions: Mapping[str, InputDescription], value: float) -> list[tuple[str, Tensor]]:
     """Return the layer and the integers of each lookup, for features that consist of one value."""
-    x = trial_inputs(described, 0, rows=2)
+    x = trial_inputs(descriptions, 0, rows=2)
     if isinstance(x, Tensor):
         x = torch.full_like(x, value)
     else:
-        x = {name: torch.full_like(t, value) if described[name].kind == "features" else t for name, t in x.items()}
+        x = {name: torch.full_like(t, value) if descriptions[name].kind == "features" else t for name, t in x.items()}
     layers: list[str] = []
     mode = _Lookups(layers)
     inside = hooks(module, lambda name, *_: layers.remove(name), lambda name, layer: layers.append(name))
@@ -380,10 +382,12 @@ class _Lookups(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in LOOKUPS:
-            where = self._layers[-1] if self._layers else ""
-            given = (t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor))
-            integers = [t for t in given if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
-            self.found += [(where, t.clone()) for t in integers]
+            layer = self._layers[-1] if self._layers else ""
+            tensors = (t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor))
+            integers = [
+                t for t in tensors if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool
+            ]
+            self.found += [(layer, t.clone()) for t in integers]
         return func(*args, **(kwargs or {}))
 
 

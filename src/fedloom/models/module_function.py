@@ -34,12 +34,12 @@ def own_loss(module: nn.Module) -> Any:
 
     None if it has neither, or an attribute ``loss`` that is no function.
     """
-    found = getattr(module, "loss", None)
-    return found if callable(found) else TrainingStep(module) if _has_step(module) else None
+    loss = getattr(module, "loss", None)
+    return loss if callable(loss) else TrainingStep(module) if _has_step(module) else None
 
 
 class TrainingStep:
-    """Loss of a ``LightningModule``, which calls the module itself: that of a batch, for each of its examples."""
+    """Loss of a ``LightningModule``, which calls the module itself; each example of a batch has the batch's loss."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -49,8 +49,8 @@ class TrainingStep:
         vars(self.module).update(log=_nothing, log_dict=_nothing)
         step = self.module.training_step
         arguments = ((x, y), 0)[: len(inspect.signature(step).parameters)]
-        found = step(*arguments)
-        loss = found.get("loss") if isinstance(found, Mapping) else found
+        result = step(*arguments)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(f"training_step gives a {type(loss).__name__}; it must return the loss of the batch")
         return loss.reshape(()).expand(len(first_input(x)))
@@ -95,10 +95,10 @@ def criterion_weights(criterion: Any, y: Tensor, weight: Tensor) -> Tensor:
     """
     if not isinstance(criterion, CrossEntropyLoss | NLLLoss) or not vars(criterion).get(_AVERAGED):
         return weight
-    counted = y != criterion.ignore_index
-    divisor = counted.double()
+    is_counted = y != criterion.ignore_index
+    divisor = is_counted.double()
     if criterion.weight is not None:
-        divisor = divisor * criterion.weight.to(divisor)[y.where(counted, 0)]
+        divisor = divisor * criterion.weight.to(divisor)[y.where(is_counted, 0)]
     share = weight.double()
     total = (share * divisor.reshape(*weight.shape, -1).mean(-1)).sum(-1, keepdim=True)
     return (share * (share.sum(-1, keepdim=True) / total).where(total > 0, 0)).to(weight.dtype)
@@ -129,17 +129,19 @@ class ModuleFunction:
     def __init__(self, module: nn.Module, buffers: Collection[str] = (), call: ModuleCall = AS_IT_IS) -> None:
         self.module = module
         self.call = call
-        found = places(module)
-        self._buffers = [place for place in found if place[2] in buffers]
-        self._places = [place for place in found if place[2] in buffers or _is_trained(place[0][place[1]])]
-        self._constants = [place for place in found if place[2] not in buffers and not _is_trained(place[0][place[1]])]
-        self._own = [held[key] for held, key, _ in self._places]
+        own_places = places(module)
+        self._buffers = [place for place in own_places if place[2] in buffers]
+        self._places = [place for place in own_places if place[2] in buffers or _is_trained(place[0][place[1]])]
+        self._constants = [
+            place for place in own_places if place[2] not in buffers and not _is_trained(place[0][place[1]])
+        ]
+        self._own = [module_dict[key] for module_dict, key, _ in self._places]
         self._device: torch.device | None = None
 
     def __call__(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return the module's outputs for ``x``."""
-        found: Tensor = self._call(self.call, parameters, first_input(x).device, self.module, x)
-        return found
+        outputs: Tensor = self._call(self.call, parameters, first_input(x).device, self.module, x)
+        return outputs
 
     def result(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Any:
         """Return all that the module returns for ``x``."""
@@ -149,7 +151,7 @@ class ModuleFunction:
         """Return what the loss needs first: all that the module returns for ``x``, or ``x`` for a training step."""
         return x if isinstance(own_loss(self.module), TrainingStep) else self.result(parameters, x)
 
-    def loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs, found: Any, y: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs, returned: Any, y: Tensor | None) -> Tensor:
         """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does.
 
         Parameters
@@ -158,49 +160,49 @@ class ModuleFunction:
             All that the module returns for ``x``, or the tensor of outputs, in the module's shape and unit.
         """
         own, like = own_loss(self.module), first_input(x)
-        taken = found if self.call.whole else self.call.outputs(self.module, found, x)
+        outputs = returned if self.call.whole else self.call.outputs(self.module, returned, x)
         if not isinstance(own, _Loss):
-            losses: Tensor = self._call(own, parameters, like.device, taken, y)
+            losses: Tensor = self._call(own, parameters, like.device, outputs, y)
             return losses
-        if y is not None and y.is_floating_point() and y.numel() == taken.numel():
-            y = y.reshape(taken.shape)  # axes of length one
-        losses = self._call(own, parameters, like.device, taken, y)
+        if y is not None and y.is_floating_point() and y.numel() == outputs.numel():
+            y = y.reshape(outputs.shape)  # axes of length one
+        losses = self._call(own, parameters, like.device, outputs, y)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def _call(self, function: Any, parameters: Mapping[str, Tensor], device: torch.device, *args: Any) -> Any:
         if device != self._device:
             self._move_constants(device)
-        given = [] if isinstance(parameters, Leaves) else [p for p in self._constants if p[2] in parameters]
-        constants = [held[key] for held, key, _ in given]
+        replaced = [] if isinstance(parameters, Leaves) else [p for p in self._constants if p[2] in parameters]
+        constants = [module_dict[key] for module_dict, key, _ in replaced]
         try:
-            for held, key, name in given:
-                held[key] = parameters[name]
-            for held, key, name in self._places:
-                held[key] = parameters[name]
+            for module_dict, key, name in replaced:
+                module_dict[key] = parameters[name]
+            for module_dict, key, name in self._places:
+                module_dict[key] = parameters[name]
             return function(*args)
         finally:
-            for held, key, name in self._buffers:
-                _keep_moved(parameters[name], held[key])
-            for (held, key, _), own in zip((*self._places, *given), (*self._own, *constants), strict=True):
-                held[key] = own
+            for module_dict, key, name in self._buffers:
+                _keep_moved(parameters[name], module_dict[key])
+            for (module_dict, key, _), own in zip((*self._places, *replaced), (*self._own, *constants), strict=True):
+                module_dict[key] = own
 
     def _move_constants(self, device: torch.device) -> None:
         """Move buffers and frozen parameters to a device; a tensor of several layers stays one tensor."""
-        moved: dict[int, Tensor] = {}
+        constants: dict[int, Tensor] = {}
         for layer in self.module.modules():
             kinds: tuple[dict[str, Any], ...] = (layer._buffers, layer._parameters)
-            for held in kinds:
-                for key, t in held.items():
+            for module_dict in kinds:
+                for key, t in module_dict.items():
                     if t is not None and not _is_trained(t):
-                        held[key] = moved.setdefault(id(t), t if t.device == device else t.to(device))
+                        module_dict[key] = constants.setdefault(id(t), t if t.device == device else t.to(device))
         self._device = device
 
 
-def _keep_moved(given: Tensor, now: Tensor | None) -> None:
+def _keep_moved(tensor: Tensor, now: Tensor | None) -> None:
     """Copy a buffer that a call replaced by a new tensor, rather than changing it in place."""
-    if now is not given and now is not None:
+    if now is not tensor and now is not None:
         with torch.no_grad():
-            given.copy_(now)
+            tensor.copy_(now)
 
 
 def _is_trained(t: Tensor | None) -> bool:
@@ -210,12 +212,12 @@ def _is_trained(t: Tensor | None) -> bool:
 def places(module: nn.Module) -> list[Place]:
     """Return the places of all parameters and buffers; a tensor shared by several layers has the name of its first."""
     first: dict[int, str] = {}
-    found: list[Place] = []
+    result: list[Place] = []
     for kind in ("_parameters", "_buffers"):
         for prefix, layer in module.named_modules():
             tensors: dict[str, Tensor | None] = getattr(layer, kind)
             for key, t in tensors.items():
                 if t is not None:
                     name = first.setdefault(id(t), f"{prefix}.{key}" if prefix else key)
-                    found.append((tensors, key, name))
-    return found
+                    result.append((tensors, key, name))
+    return result

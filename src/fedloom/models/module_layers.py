@@ -35,23 +35,23 @@ def class_and_text(error: Exception) -> str:
 @contextmanager
 def hooks(
     module: nn.Module,
-    after: Callable[[str, nn.Module, Any], None],
-    before: Callable[[str, nn.Module], None] = lambda name, layer: None,
+    on_output: Callable[[str, nn.Module, Any], None],
+    on_input: Callable[[str, nn.Module], None] = lambda name, layer: None,
 ) -> Iterator[None]:
     """Call functions before and after each call of a layer, with its name and itself, and its output afterwards."""
-    registered: list[Any] = []
+    handles: list[Any] = []
     for name, layer in module.named_modules():
-        registered.append(layer.register_forward_pre_hook(lambda layer, _, name=name: before(name, layer)))
-        registered.append(layer.register_forward_hook(lambda layer, _, output, name=name: after(name, layer, output)))
+        handles.append(layer.register_forward_pre_hook(lambda layer, _, name=name: on_input(name, layer)))
+        handles.append(layer.register_forward_hook(lambda layer, _, output, name=name: on_output(name, layer, output)))
     try:
         yield
     finally:
-        for hook in registered:
+        for hook in handles:
             hook.remove()
 
 
 @contextmanager
-def at_layer(module: nn.Module, doing: str, *, hint: str = "", key: str | None = None) -> Iterator[None]:
+def at_layer(module: nn.Module, activity: str, *, hint: str = "", key: str | None = None) -> Iterator[None]:
     """Reject a module that fails, naming its innermost active layer and the line of its code.
 
     Parameters
@@ -63,25 +63,25 @@ def at_layer(module: nn.Module, doing: str, *, hint: str = "", key: str | None =
     key
         Key to change, if it is not the factory.
     """
-    at: list[tuple[str, nn.Module]] = []
-    with hooks(module, lambda *_: at.pop() and None, lambda name, layer: at.append((name, layer))):
+    layers: list[tuple[str, nn.Module]] = []
+    with hooks(module, lambda *_: layers.pop() and None, lambda name, layer: layers.append((name, layer))):
         try:
             yield
         except ExperimentError:
             raise
         except Exception as error:
-            name, layer = at[-1] if at else ("", module)
+            name, layer = layers[-1] if layers else ("", module)
             raise ExperimentError(
-                f"{named(name, layer)} fails {doing} ({class_and_text(error)}){_line(error)}{hint}", key=key
+                f"{named(name, layer)} fails {activity} ({class_and_text(error)}){_line(error)}{hint}", key=key
             ) from error
 
 
 def _line(error: Exception) -> str:
     """Return the line of the module's code that led to an error."""
-    at = raised_at(error)
-    if at is None or "fedloom" in Path(at.filename).parts:
+    location = raised_at(error)
+    if location is None or "fedloom" in Path(location.filename).parts:
         return ""
-    return f", at {Path(at.filename).name}, line {at.lineno}: {at.line}"
+    return f", at {Path(location.filename).name}, line {location.lineno}: {location.line}"
 
 
 def check_layers(module: nn.Module) -> None:
@@ -90,32 +90,32 @@ def check_layers(module: nn.Module) -> None:
     Raise ExperimentError if there are such layers, or no parameters to train.
     """
     for name, layer in module.named_modules():
-        where = named(name, layer)
+        label = named(name, layer)
         if isinstance(layer, torch.jit.ScriptModule):
             raise ExperimentError(
-                f"{where} is compiled by TorchScript, so that its parameters cannot be replaced. Give the module from "
+                f"{label} is compiled by TorchScript, so that its parameters cannot be replaced. Give the module from "
                 "which it was scripted or traced"
             )
         if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is None:
             raise ExperimentError(
-                f"{where} has momentum=None: its running statistics depend on the number of batches that this process "
+                f"{label} has momentum=None: its running statistics depend on the number of batches that this process "
                 "has seen. Set a number, such as momentum=0.1"
             )
-        _check_tensors(where, layer)
+        _check_tensors(label, layer)
     if not any(p.requires_grad for p in module.parameters()):
         frozen = next(module.parameters(), None) is not None
-        why = "all are frozen; set requires_grad of those to train" if frozen else "it has none"
-        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters to train: {why}")
+        reason = "all are frozen; set requires_grad of those to train" if frozen else "it has none"
+        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters to train: {reason}")
 
 
-def _check_tensors(where: str, layer: nn.Module) -> None:
+def _check_tensors(label: str, layer: nn.Module) -> None:
     for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
         if tensor.device.type != "cpu":
             fix = "call to_empty(device='cpu')" if tensor.is_meta else "`runtime.device` sets that of a run"
-            raise ExperimentError(f"{where}: {key} is on {tensor.device}. Make the module on the CPU; {fix}")
+            raise ExperimentError(f"{label}: {key} is on {tensor.device}. Make the module on the CPU; {fix}")
         if tensor.requires_grad and tensor.dtype != torch.float32:
             fix = "Convert it to torch.float32, or keep complex numbers as torch.view_as_real"
-            raise ExperimentError(f"{where}: {key} is {tensor.dtype}. {fix}")
+            raise ExperimentError(f"{label}: {key} is {tensor.dtype}. {fix}")
 
 
 def check_copyable(module: nn.Module) -> None:
@@ -144,15 +144,15 @@ def copied_around(module: nn.Module) -> nn.Module:
 
 def hollowed(module: nn.Module) -> nn.Module:
     """Copy a module for calls with other parameters: zeros without memory for trained ones; share the rest."""
-    known = {
+    placeholders = {
         id(p): nn.Parameter(p.new_zeros(()).expand(p.shape)) if p.requires_grad else p for p in module.parameters()
     }
-    return _copied(module, _computed_weights(module) | known)
+    return _copied(module, _computed_weights(module) | placeholders)
 
 
-def _copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
+def _copied(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
     try:
-        return copy.deepcopy(module, known)
+        return copy.deepcopy(module, copies)
     except Exception as error:
         for name, layer in module.named_modules():
             for key, value in vars(layer).items():
@@ -197,7 +197,7 @@ def is_tied(module: nn.Module, layer: str) -> bool:
 
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-"""Normalization layers: batch and instance normalization, and those of each example."""
+"""Normalization layers, by batch, by instance and by example."""
 
 
 @cache
@@ -208,8 +208,8 @@ def log_once(text: str, level: int = logging.INFO) -> None:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile`` wraps, or the module itself."""
-    found: nn.Module = getattr(module, "_orig_mod", module)
-    return found
+    original: nn.Module = getattr(module, "_orig_mod", module)
+    return original
 
 
 def untrained(module: nn.Module) -> dict[str, Tensor]:
@@ -219,11 +219,11 @@ def untrained(module: nn.Module) -> dict[str, Tensor]:
 
 def layout_of(module: nn.Module, buffers: tuple[str, ...], last: str | None, *, local: bool) -> Layout:
     """Return the layout of θ: the body's parameters, the moving tensors, and those of and below the layer ``last``."""
-    named = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
-    head = [name for name in named if last is not None and name.startswith(f"{last}.")]
+    parameter_shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    head = [name for name in parameter_shapes if last is not None and name.startswith(f"{last}.")]
     others = {**untrained(module), **dict(module.named_buffers())}
-    shapes = named | {name: tuple(others[name].shape) for name in buffers}
-    order = [*(name for name in named if name not in head), *buffers, *head]
+    shapes = parameter_shapes | {name: tuple(others[name].shape) for name in buffers}
+    order = [*(name for name in parameter_shapes if name not in head), *buffers, *head]
     norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
     return Layout(
         tuple((name, shapes[name]) for name in order),
@@ -251,18 +251,18 @@ def constants_of(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
 def tied_names(module: nn.Module) -> dict[str, str]:
     """Return the further names of tensors that several layers share, with the first name of each."""
     first: dict[int, str] = {}
-    named = module.state_dict(keep_vars=True)
-    return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
+    tensors = module.state_dict(keep_vars=True)
+    return {name: first[id(t)] for name, t in tensors.items() if first.setdefault(id(t), name) != name}
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a short digest of each tensor: of its type, shape and values."""
-    found = {}
+    digests = {}
     for name, t in tensors.items():
         digest = hashlib.blake2b(f"{t.dtype} {tuple(t.shape)}".encode(), digest_size=8)
         digest.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        found[name] = digest.hexdigest()
-    return found
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def running_statistics(module: nn.Module) -> set[str]:

@@ -75,15 +75,15 @@ class _Trial:
         alone = [self._step(i) for i in range(2)]
         if self.steps.clients == 1:
             return
-        together, predicted = self._steps_together(), self._predicted_together()
-        pairs = [("its outputs differ", predicted[i], self._predicted(i)) for i in range(2)]
+        together, predictions = self._steps_together(), self._predicted_together()
+        pairs = [("its outputs differ", predictions[i], self._predicted(i)) for i in range(2)]
         if not self.training.draws:  # together they draw different numbers
             for name, both in together.items():
                 pairs += [(f"the gradient of {name} differs", both[i], alone[i][name]) for i in range(2)]
-        for what, several, one in pairs:
+        for subject, several, one in pairs:
             if not near(several, one):
                 raise ExperimentError(
-                    f"{KEY_STACKED}: {what} when several clients are trained together; set it to 1",
+                    f"{KEY_STACKED}: {subject} when several clients are trained together; set it to 1",
                     key=KEY_STACKED,
                     found=self.steps.clients,
                     allowed=[1],
@@ -171,10 +171,10 @@ class _Trial:
                 f"{_APART}. Compute the loss of each example from its own outputs",
                 key="model.factory",
             )
-        if moving := self.training.layout.buffers:
-            layer = moving[0].rpartition(".")[0]
+        if buffers := self.training.layout.buffers:
+            layer = buffers[0].rpartition(".")[0]
             raise ExperimentError(
-                f"{named(layer, module.get_submodule(layer))} changes its buffer {moving[0]} when called in training "
+                f"{named(layer, module.get_submodule(layer))} changes its buffer {buffers[0]} when called in training "
                 "mode, and buffers are sent without noise (federation.privacy.of: examples). Make it a constant, or "
                 "leave the layer out",
                 key="model.factory",
@@ -196,33 +196,33 @@ class _Trial:
         leaves, x, y = self._leaves(0), self.inputs[0], self.y
         with at_layer(self.training.called_module(), "for the gradient of one example", key="model.factory"):
             rows = [slice(i, i + 1) for i in range(len(y))]
-            alone = [self._gradients(leaves, tree_map(lambda t, at=at: t[at], x), y[at]) for at in rows]
+            alone = [self._gradients(leaves, tree_map(lambda t, row=row: t[row], x), y[row]) for row in rows]
         try:
-            found = self._example_gradients(leaves, x, y)
+            gradients = self._example_gradients(leaves, x, y)
         except Exception:  # of a layer that vmap cannot run
             return False
         if self.training.draws:  # an example alone draws different numbers
             return True
-        pairs = [(both[name][i], one) for both in found for i, own in enumerate(alone) for name, one in own.items()]
+        pairs = [(both[name][i], one) for both in gradients for i, own in enumerate(alone) for name, one in own.items()]
         return all(near(one, other, 1e-6) for one, other in pairs)
 
     def _example_gradients(self, leaves: Leaves, x: Any, y: Tensor) -> list[dict[str, Tensor]]:
         """Return the gradients of each example, ``[b, *shape]``, of one client and, if needed, of two together."""
         w = {name: leaf.detach() for name, leaf in leaves.items()}
         with drawing_with(0):
-            found = [vmapped_gradients(self.training, labelled=True, stacked=False)(w, {}, x, y)]
+            gradients = [vmapped_gradients(self.training, labelled=True, stacked=False)(w, {}, x, y)]
         if self.steps.clients > 1:
             w, x, y = tree_map(lambda t: torch.stack([t, t]), (w, x, y))
             with drawing_with(0):
                 both = vmapped_gradients(self.training, labelled=True, stacked=True)(w, {}, x, y)
-            found += [{name: each[i] for name, each in both.items()} for i in range(2)]
-        return found
+            gradients += [{name: each[i] for name, each in both.items()} for i in range(2)]
+        return gradients
 
 
 def _differentiated(loss: Tensor, leaves: Mapping[str, Tensor], *, twice: bool) -> dict[str, Tensor]:
-    """Return the gradient of a loss; with ``twice``, that of the sum of its gradient."""
-    found = torch.autograd.grad(loss, list(leaves.values()), create_graph=twice, materialize_grads=True)
+    """Return the gradient of a loss; with ``twice``, the gradient of the sum of its gradient."""
+    gradients = torch.autograd.grad(loss, list(leaves.values()), create_graph=twice, materialize_grads=True)
     if twice:
-        total = torch.stack([each.sum() for each in found]).sum()
-        found = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+        total = torch.stack([each.sum() for each in gradients]).sum()
+        gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True))

@@ -126,8 +126,8 @@ class ConvNet(FlatModel):
                 f"{len(channels)} poolings 2x2 need images of at least {least}x{least} (got {height}x{width})"
             )
         entries: list[tuple[str, tuple[int, ...]]] = []
-        for name, (before, after) in zip(self.convolutions, pairwise([depth, *channels]), strict=True):
-            entries += [(f"{name}.weight", (after, before, 3, 3)), *self.beside(name, after)]
+        for name, (inputs, outputs) in zip(self.convolutions, pairwise([depth, *channels]), strict=True):
+            entries += [(f"{name}.weight", (outputs, inputs, 3, 3)), *self.beside(name, outputs)]
         widths = [channels[-1] * pooled[0] * pooled[1], *hidden, classes]
         self.linears = [f"fc{i}" for i in range(1, len(widths))]
         self.layout = Layout((*entries, *linear_entries(widths)))
@@ -213,8 +213,8 @@ class BatchNormConvNet(ConvNet):
         if self._trains:
             with torch.no_grad():
                 variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
-                for kept, found in zip(statistics, (mean, (variance + EPSILON).log()), strict=True):
-                    kept.lerp_(found, TRACKING)
+                for statistic, value in zip(statistics, (mean, (variance + EPSILON).log()), strict=True):
+                    statistic.lerp_(value, TRACKING)
             h = F.batch_norm(h, None, None, 1 + gain, shift, training=True, eps=EPSILON)
         else:
             mean, log_variance = statistics
@@ -246,19 +246,19 @@ class ResNet20(FlatModel):
             raise ValueError(f"ResNet20 needs images of at least 4x4 (got {input_shape[1]}x{input_shape[2]})")
         entries: list[tuple[str, tuple[int, ...]]] = [("conv.weight", (STAGES[0], input_shape[0], 3, 3))]
         self.blocks: list[tuple[str, int]] = []  # name, stride
-        before = STAGES[0]
+        inputs = STAGES[0]
         for s, channels in enumerate(STAGES, start=1):
             for b in range(1, BLOCKS + 1):
                 block = f"stage{s}.block{b}"
-                self.blocks.append((block, 2 if before != channels else 1))
+                self.blocks.append((block, 2 if inputs != channels else 1))
                 entries += [
-                    (f"{block}.conv1.weight", (channels, before, 3, 3)),
+                    (f"{block}.conv1.weight", (channels, inputs, 3, 3)),
                     (f"{block}.conv2.weight", (channels, channels, 3, 3)),
                 ]
-                if before != channels:
-                    entries.append((f"{block}.shortcut.weight", (channels, before, 1, 1)))
-                before = channels
-        entries += [("fc.weight", (classes, before)), ("fc.bias", (classes,))]
+                if inputs != channels:
+                    entries.append((f"{block}.shortcut.weight", (channels, inputs, 1, 1)))
+                inputs = channels
+        entries += [("fc.weight", (classes, inputs)), ("fc.bias", (classes,))]
         self.layout = Layout(tuple(entries))
 
     def bound(self, name: str, shape: tuple[int, ...], fan_in: int) -> float:

@@ -23,7 +23,7 @@ class Predictor(ABC):
         """Return all tensors used for prediction, by the model's own names."""
 
     @abstractmethod
-    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def predict(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return predictions, ``[b, *output_shape]``, as a function of :meth:`named`."""
 
     @torch.no_grad()
@@ -45,20 +45,20 @@ class Predictor(ABC):
 
 
 Predictors: TypeAlias = list[dict[str, Predictor]]
-"""One dict per client of the group: ``personal`` and, if it exists, ``global``."""
+"""Predictors ``personal`` and, if it exists, ``global``, in a dict per client of the group."""
 
 
-def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Predictor:
+def predictor_of(client: str, predictors: Mapping[str, Predictor], name: str) -> Predictor:
     """Return one of a client's predictors.
 
     Raise DataError if the client has none of that name, because it has no examples to train on.
     """
-    if name not in named:
+    if name not in predictors:
         raise DataError(
             f"client {client} has no {name} model, which needs labelled training examples. Pack some, or request the "
-            f"{' or the '.join(named)} model."
+            f"{' or the '.join(predictors)} model."
         )
-    return named[name]
+    return predictors[name]
 
 
 class ModelPredictor(Predictor):
@@ -85,12 +85,12 @@ class ModelPredictor(Predictor):
 
     def named(self) -> dict[str, Tensor]:
         """Return the entries of the layout, and the model's constants that its own ``state_dict`` has."""
-        saved = {name: t for name, t in self.model.constants.items() if name not in self.model.unsaved}
-        return {**self.parameters, **{name: t.to(self.theta.device) for name, t in saved.items()}}
+        constants = {name: t for name, t in self.model.constants.items() if name not in self.model.unsaved}
+        return {**self.parameters, **{name: t.to(self.theta.device) for name, t in constants.items()}}
 
-    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def predict(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return predictions, ``[b, *output_shape]``."""
-        return self.model.task.predictions(self.model.forward(named, x))
+        return self.model.task.predictions(self.model.forward(tensors, x))
 
 
 def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predictor]]:
@@ -100,8 +100,8 @@ def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predicto
     """
     g = next(iter(thetas.values())).shape[0]
     different = {id(theta): theta for theta in thetas.values()}
-    made = [{key: ModelPredictor(model, theta[i]) for key, theta in different.items()} for i in range(g)]
-    return [{name: each[id(theta)] for name, theta in thetas.items()} for each in made]
+    predictors = [{key: ModelPredictor(model, theta[i]) for key, theta in different.items()} for i in range(g)]
+    return [{name: each[id(theta)] for name, theta in thetas.items()} for each in predictors]
 
 
 class Ensemble(Predictor):
@@ -139,10 +139,10 @@ class Ensemble(Predictor):
         """Return the networks' entries, as ``networks.0.fc1.weight``."""
         return {f"networks.{i}.{name}": t for i, leaves in enumerate(self.networks) for name, t in leaves.items()}
 
-    def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def predict(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return predictions, ``[b, *output_shape]``."""
         names = self.model.layout.entries
-        networks = [{name: named[f"networks.{i}.{name}"] for name, _ in names} for i in range(len(self.networks))]
+        networks = [{name: tensors[f"networks.{i}.{name}"] for name, _ in names} for i in range(len(self.networks))]
         return self.model.task.combine(self._draws(networks, x))
 
     def _draws(self, networks: Sequence[Mapping[str, Tensor]], x: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ class ModelChoice(Settings):
         if self.precision == "float32":
             return model
         if not self.classifies or getattr(model, "steps", False):
-            what = "the module's training_step runs in float32" if self.classifies else f"{self.name} has no products"
+            reason = "the module's training_step runs in float32" if self.classifies else f"{self.name} has no products"
             raise ExperimentError(
-                f"model.precision: {what}; set float32 (got bfloat16)", key="model.precision", found=self.precision
+                f"model.precision: {reason}; set float32 (got bfloat16)", key="model.precision", found=self.precision
             )
         model = bfloat16(model)
         model.check_steps()
@@ -100,14 +100,14 @@ class ModelChoice(Settings):
         """Return the model in float32 for a problem that this network fits; see :meth:`build`."""
         shape, classes, kind, task, target_shape = problem
         if classes and task.output_shape(classes, target_shape) != (classes,):
-            needed = list(task.output_shape(classes, target_shape))
+            expected = list(task.output_shape(classes, target_shape))
             raise self.refused(
-                f"{self.name} has one row of outputs, but {task.name} needs outputs {needed}; use module"
+                f"{self.name} has one row of outputs, but {task.name} needs outputs {expected}; use module"
             )
         if isinstance(shape, Mapping):
-            named = ", ".join(f"{name} ({spec.kind})".strip() for name, spec in shape.items())
+            inputs = ", ".join(f"{name} ({spec.kind})".strip() for name, spec in shape.items())
             raise self.refused(
-                f"{self.name} accepts one input of {' or '.join(self.takes)}, but the inputs are {named}; use module"
+                f"{self.name} accepts one input of {' or '.join(self.takes)}, but the inputs are {inputs}; use module"
             )
         problems = []
         if kind not in self.takes:
@@ -131,9 +131,9 @@ class ModelChoice(Settings):
         """
         raise NotImplementedError
 
-    def refused(self, why: str) -> ExperimentError:
+    def refused(self, reason: str) -> ExperimentError:
         """Return the error for data that this network does not fit."""
-        return ExperimentError(f"model.name: {why}", key="model.name", found=self.name)
+        return ExperimentError(f"model.name: {reason}", key="model.name", found=self.name)
 
 
 def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:

@@ -56,8 +56,8 @@ class Subspace:
 
     def expand(self, v: Tensor, origin: Tensor | None = None) -> Tensor:
         """Return θ = θ₀ + P v, ``[k] -> [d]`` or ``[g, k] -> [g, d]``; differentiable, also in an ``origin`` given."""
-        drawn, groups, entries = self._on(v.device)
-        return (drawn if origin is None else origin) + entries * v.index_select(-1, groups)
+        vectors, groups, entries = self._on(v.device)
+        return (vectors if origin is None else origin) + entries * v.index_select(-1, groups)
 
     def project(self, change: Tensor) -> Tensor:
         """Return Pᵀ Δθ, ``[g, d] -> [g, k]``: the gradient with respect to v where Δθ is that of θ."""

@@ -189,8 +189,8 @@ class RunComparison:
     @property
     def tested_over(self) -> str:
         """Unit of observation of the tests: ``seeds``, ``clients``, or either."""
-        over = {pair.over for pair in self.pairs if self.p(pair) is not None}
-        return " or ".join(sorted(over, reverse=True)) or "clients"
+        units = {pair.over for pair in self.pairs if self.p(pair) is not None}
+        return " or ".join(sorted(units, reverse=True)) or "clients"
 
     @cached_property
     def references(self) -> dict[str, Reference]:
@@ -201,8 +201,8 @@ class RunComparison:
         """
         references = {}
         for block, members in self.blocks.items():
-            named = [i for i in members if self.rows[i].matches(self.against)]
-            candidates = [i for i in named if self.rows[i].is_own] or named
+            matching = [i for i in members if self.rows[i].matches(self.against)]
+            candidates = [i for i in matching if self.rows[i].is_own] or matching
             validated = self._validated(candidates)
             values = validated[1] if validated else dict.fromkeys(candidates, 0.0)
             because = "named" if self.against is not None else "best on validation" if validated else "first"
@@ -227,11 +227,11 @@ class RunComparison:
         """
         settings = {choice.row.method_in_block: choice.row.settings for choice in self.chosen}
         featured = {}
-        for block, shown in self.blocks.items():
-            if len(shown) > FEATURED:
-                rows = ((i, self.rows[i]) for i in shown)
-                shown = [i for i, row in rows if settings.get(row.method_in_block) in (None, row.settings)]
-            featured[block] = self._own_rows(shown) if len(shown) > FEATURED else shown
+        for block, rows_shown in self.blocks.items():
+            if len(rows_shown) > FEATURED:
+                rows = ((i, self.rows[i]) for i in rows_shown)
+                rows_shown = [i for i, row in rows if settings.get(row.method_in_block) in (None, row.settings)]
+            featured[block] = self._own_rows(rows_shown) if len(rows_shown) > FEATURED else rows_shown
         return featured
 
     @cached_property
@@ -240,11 +240,11 @@ class RunComparison:
 
         If a run has two rows, the row of the clients' own models is taken, since those were evaluated.
         """
-        measured = {
+        steps = {
             block: self._own_rows([i for i in members if self.rows[i].own_steps])
             for block, members in self.featured.items()
         }
-        return {block: members for block, members in measured.items() if members}
+        return {block: members for block, members in steps.items() if members}
 
     def _own_rows(self, members: Sequence[int]) -> list[int]:
         """Return the rows of clients' own models, and those of runs without such models."""
@@ -267,12 +267,12 @@ class RunComparison:
 
     def _choice(self, candidates: Sequence[int]) -> Choice | None:
         """Return the best of a method's rows on validation; None if they are of one setting, or not validated."""
-        tried = [self.rows[i].settings for i in candidates]
-        if not differing(tried) or (validated := self._validated(candidates)) is None:
+        settings = [self.rows[i].settings for i in candidates]
+        if not differing(settings) or (validated := self._validated(candidates)) is None:
             return None
         seeds, means = validated
         first, second, *_ = sorted(candidates, key=lambda i: -self.headline.sign * means[i])
-        edges = _edges(self.rows[first].settings, tried)
+        edges = _edges(self.rows[first].settings, settings)
         return Choice(self.rows[first], len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
 
     def marks(self, group: str, statistic: str = "mean") -> list[str]:
@@ -336,9 +336,9 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
     for run in runs:
         names.setdefault(run.headline, []).append(run.name)
     if len(names) > 1:
-        listed = "; ".join(f"{metric.title}: {first_of(of_metric, 3)}" for metric, of_metric in names.items())
+        listing = "; ".join(f"{metric.title}: {first_of(of_metric, 3)}" for metric, of_metric in names.items())
         raise ExperimentError(
-            f"Runs are compared by one metric, and these have different ones ({listed}). Compare the runs of each "
+            f"Runs are compared by one metric, and these have different ones ({listing}). Compare the runs of each "
             "metric separately."
         )
     comparison = RunComparison(tuple(comparison_rows(runs)), (), against)
@@ -371,11 +371,11 @@ def _notices(comparison: RunComparison) -> list[str]:
     return notices
 
 
-def _edges(chosen: Document, tried: Sequence[Document]) -> tuple[str, ...]:
+def _edges(choice: Document, candidates: Sequence[Document]) -> tuple[str, ...]:
     """Return the keys whose chosen value is the lowest or highest of three or more numbers."""
     edges = []
-    for key in differing(tried):
-        numbers = {settings[key] for settings in tried if type(settings.get(key)) in (int, float)}
-        if len(numbers) > 2 and chosen.get(key) in (min(numbers), max(numbers)):
+    for key in differing(candidates):
+        numbers = {settings[key] for settings in candidates if type(settings.get(key)) in (int, float)}
+        if len(numbers) > 2 and choice.get(key) in (min(numbers), max(numbers)):
             edges.append(key)
     return tuple(edges)

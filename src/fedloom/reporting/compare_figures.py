@@ -46,13 +46,13 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     may lie outside. A single row is drawn over rounds only, because its other panels would look the same; so are more
     than :data:`FEATURED` rows.
     """
-    shown = _groups_and_users(rows)
-    over = _SPENT if 1 < len(rows) <= FEATURED else _SPENT[:1]
-    figure = sheet(FULL, 0.8 + (2.1 if len(rows) <= FEATURED else 3.4) * len(shown))
-    grid = figure.subplots(len(shown), len(over), sharex="col", sharey="row", squeeze=False)
-    for group, line in zip(shown, grid, strict=True):
+    groups = _groups_and_users(rows)
+    axes_kinds = _SPENT if 1 < len(rows) <= FEATURED else _SPENT[:1]
+    figure = sheet(FULL, 0.8 + (2.1 if len(rows) <= FEATURED else 3.4) * len(groups))
+    grid = figure.subplots(len(groups), len(axes_kinds), sharex="col", sharey="row", squeeze=False)
+    for group, line in zip(groups, grid, strict=True):
         _draw_curves_of(group, line, rows, styles)
-    for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], axes_kinds, strict=True):
         in_bytes = title == "communication"
         top.set_title(f"Test {rows[0].headline.title} over {title}")
         bottom.set_xlabel(label)
@@ -64,19 +64,19 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
 
 
 def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> None:
-    trained = []
+    values = []
     for row in rows:
         curve = _curve(row, group)
         means = [point.mean for _, point in curve]
-        trained += means[1:] if len(means) > 2 else means
+        values += means[1:] if len(means) > 2 else means
         for axes, x in zip(line, zip(*(x for x, _ in curve), strict=True), strict=False):
             _draw_curve(axes, x, [point for _, point in curve], styles[row.label], row.label)
     line[0].set_ylabel(GROUP_NAMES[group])
     if rows[0].headline.percent:
-        line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
+        line[0].set_ylim(max(0.0, min([0.95, *values]) - 0.05), 1.0)
         percent(line[0].yaxis)
-    elif trained:
-        line[0].set_ylim(*around(trained))
+    elif values:
+        line[0].set_ylim(*around(values))
 
 
 @as_svg
@@ -108,23 +108,23 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
 @as_svg
 def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw the empirical distribution of the clients' test results in the last round, over all seeds."""
-    shown = [group for group in _groups_and_users(rows) if group != USERS]
+    groups = [group for group in _groups_and_users(rows) if group != USERS]
     figure = sheet(FULL, 3.1)
-    panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
-    for group, axes in zip(shown, panels, strict=True):
+    panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
+    for group, axes in zip(groups, panels, strict=True):
         by_label = {row.label: sorted(row.client_values(group)) for row in rows}
-        everything = [value for values in by_label.values() for value in values]
-        left, right = around(everything or [0.0])
+        all_values = [value for values in by_label.values() for value in values]
+        low, right = around(all_values or [0.0])
         end = right
         if rows[0].headline.percent:
-            left, right, end = max(0.0, min([1.0, *everything]) - 0.02), 1.005, 1.0
+            low, right, end = max(0.0, min([1.0, *all_values]) - 0.02), 1.005, 1.0
             percent(axes.xaxis)
         for label, values in by_label.items():
             if values:
                 x, y = _steps(values)
                 axes.plot([*x, end], [*y, 1.0], **styles[label].line, label=label)
         axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {rows[0].headline.title}", ylim=(0, 1.01))
-        axes.set_xlim(left, right)
+        axes.set_xlim(low, right)
         axes.grid(visible=True, axis="x")
     percent(panels[0].yaxis)
     panels[0].set_ylabel("share of clients at or below")
@@ -150,7 +150,9 @@ def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
         axes.set(title=title, xlabel="share of clients, sorted by difference", xlim=(0, 1))
         percent(axes.xaxis)
         factor = 100 if best.headline.percent else 1
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _, by=factor: f"{by * v:+.10g}" if v else "0"))
+        axes.yaxis.set_major_formatter(
+            FuncFormatter(lambda v, _, group_key=factor: f"{group_key * v:+.10g}" if v else "0")
+        )
     grid[0].set_ylabel(f"difference in {rows[0].headline.title}" + (", points" if rows[0].headline.percent else ""))
     _legend(figure, *grid)
     return figure
@@ -163,8 +165,10 @@ def paired_differences(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, li
     """
     panels = []
     for group in GROUPS:
-        measured = [row for row in rows if row.over_seeds(group) is not None]
-        best = max(measured, key=lambda row: row.headline.sign * row.mean(group), default=None)  # the first on ties
+        rows_measured = [row for row in rows if row.over_seeds(group) is not None]
+        best = max(
+            rows_measured, key=lambda row: row.headline.sign * row.mean(group), default=None
+        )  # the first on ties
         if best is not None:
             lines = {
                 row.label: [difference for of_seed in by_seed.values() for difference in of_seed]
@@ -233,8 +237,8 @@ WIDE_RANGE = 30
 def draw_trials(trials: Sequence[Document], chosen: int, headline: Headline) -> Figure:
     """Draw each finished trial's value on validation data, and the best so far."""
     figure, axes = panel(2.6, FULL)
-    done = [trial for trial in trials if trial["validation"] is not None]
-    x, y = [trial["trial"] for trial in done], [trial["validation"] for trial in done]
+    finished = [trial for trial in trials if trial["validation"] is not None]
+    x, y = [trial["trial"] for trial in finished], [trial["validation"] for trial in finished]
     best = headline.sign * np.maximum.accumulate(headline.sign * np.array(y))
     axes.step([*x, max(x) + 0.5], [*best, best[-1]], where="post", color=COLOURS["unseen"], label="best so far")
     _points(axes, x, y, x.index(chosen))
@@ -250,9 +254,9 @@ def draw_trials(trials: Sequence[Document], chosen: int, headline: Headline) -> 
 def draw_parameter(trials: Sequence[Document], key: str, chosen: int, headline: Headline) -> Figure:
     """Draw the value on validation data against a parameter."""
     figure, axes = panel(2.6)
-    done = [trial for trial in trials if trial["validation"] is not None]
-    x = [trial["parameters"][key] for trial in done]
-    _points(axes, x, [trial["validation"] for trial in done], [trial["trial"] for trial in done].index(chosen))
+    finished = [trial for trial in trials if trial["validation"] is not None]
+    x = [trial["parameters"][key] for trial in finished]
+    _points(axes, x, [trial["validation"] for trial in finished], [trial["trial"] for trial in finished].index(chosen))
     axes.set(title=key, ylabel=f"validation {headline.title}")
     if min(x) > 0 and max(x) / min(x) > WIDE_RANGE:
         axes.set_xscale("log")

@@ -115,7 +115,7 @@ def write_comparison(comparison: RunComparison, out: str | Path) -> Path:
 @contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``out`` once it is complete."""
-    part, old = (out.absolute().with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
+    part, old = (out.absolute().with_name(f".{out.name}.{os.getpid()}.{suffix}") for suffix in ("partial", "old"))
     try:
         part.mkdir(parents=True)
         yield part
@@ -146,9 +146,9 @@ def page_of(comparison: RunComparison) -> ReportPage:
     if note := caution(comparison):
         leads.append(Lead(note, {}))
     runs = comparison.runs
-    datasets, models = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
+    datasets, models = (", ".join(dict.fromkeys(getattr(run, field) for run in runs)) for field in ("dataset", "model"))
     seeds = sorted({run.seed for run in runs})
-    about = [
+    description = [
         datasets,
         models,
         pluralize(len(runs), "run"),
@@ -156,7 +156,7 @@ def page_of(comparison: RunComparison) -> ReportPage:
     ]
     return ReportPage(
         _title(comparison),
-        (" · ".join(about),),
+        (" · ".join(description),),
         sections(comparison),
         COLOURS,
         leads=tuple(leads),
@@ -222,10 +222,10 @@ def _figures(
         rows, title = [comparison.rows[i] for i in indices], comparison.title(block)
         if not comparison.groups or not applies(rows):
             continue
-        omitted, everything = "", len(comparison.blocks[block])
-        if members is comparison.featured and len(rows) < everything:
+        omitted, blocks = "", len(comparison.blocks[block])
+        if members is comparison.featured and len(rows) < blocks:
             own = ", and only clients' own models" if len(rows) > FEATURED else ""
-            omitted = f"{len(rows)} of {everything} rows: each method's setting chosen on validation{own}."
+            omitted = f"{len(rows)} of {blocks} rows: each method's setting chosen on validation{own}."
         panel = Panel(f"{name}-{number}" if title else name, draw(rows, comparison.styles), wide=True)
         parts.append(Part(title, (panel,), table(rows), text=omitted))
     return (*parts[:-1], replace(parts[-1], text=f"{text} {parts[-1].text}".rstrip())) if parts else ()
@@ -256,9 +256,9 @@ def _results(comparison: RunComparison) -> Part:
     headline = comparison.headline
     name = LABEL._replace(heading=f"test {headline.heading}")
     table = _by_block(comparison, name, SEEDS, *group_columns(comparison, statistics))
-    over = "seeds" if comparison.several_seeds else "clients"
+    units = "seeds" if comparison.several_seeds else "clients"
     sentences = [
-        f"Last round. Mean over clients, each counting once; ± one standard deviation over {over}.",
+        f"Last round. Mean over clients, each counting once; ± one standard deviation over {units}.",
         "Worst decile: mean of the worst tenth of clients.",
     ]
     if headline == MODEL_LOSS:
@@ -279,11 +279,11 @@ def _results(comparison: RunComparison) -> Part:
 
 
 def _costs(comparison: RunComparison) -> Part:
-    def mean(shown: Callable[[float], str], value: MeanStd | None) -> str:
-        return DASH if value is None else shown(value.mean)
+    def mean(display: Callable[[float], str], value: MeanStd | None) -> str:
+        return DASH if value is None else display(value.mean)
 
-    def sent(what: str, row: Row) -> str:
-        up, down = (row.of_runs(f"{what}_{way}") for way in ("up", "down"))
+    def sent(title: str, row: Row) -> str:
+        up, down = (row.of_runs(f"{title}_{way}") for way in ("up", "down"))
         return DASH if up is None or down is None else human_bytes(round(up.mean + down.mean))
 
     table = _by_block(
@@ -334,14 +334,14 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
             "p: two-sided, with Holm's correction over "
             + " and ".join(f"{comparison.family(g)} for {g} clients" for g in GROUPS if g in comparison.groups)
             + ", here and in the findings.",
-            *(TESTS[over] for over in comparison.tested_over.split(" or ")),
+            *(TESTS[unit] for unit in comparison.tested_over.split(" or ")),
             "To test the differences to one method alone, name it in advance (against): that is a smaller family."
             if comparison.against is None and len(comparison.rows) > 2
             else "",
             "pairs.csv has all pairs.",
         ]
         text = " ".join(filter(None, sentences))
-    shown = comparison.headline.shown_difference
+    display = comparison.headline.shown_difference
 
     def seeds(pair: Pair) -> str | Cell:
         return Cell(f"not comparable: {pair.why}", span=9) if comparison.p(pair) is None else str(len(pair.seeds))
@@ -357,9 +357,9 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
         Column("better", lambda pair: str(pair.better)),
         Column("equal", lambda pair: str(pair.clients - pair.better - pair.worse)),
         Column("worse", lambda pair: str(pair.worse)),
-        Column("median", lambda pair: shown(pair.median or 0.0)),
-        Column("mean", lambda pair: shown(pair.mean or 0.0)),
-        Column("95 %", lambda pair: " to ".join(map(shown, pair.ends))),
+        Column("median", lambda pair: display(pair.median or 0.0)),
+        Column("mean", lambda pair: display(pair.mean or 0.0)),
+        Column("95 %", lambda pair: " to ".join(map(display, pair.ends))),
         Column("p (Holm)", p),
     ]
     return (Part(tables=(tabulated(columns, blocks),), text=text),)
@@ -371,9 +371,9 @@ def _pair_blocks(comparison: RunComparison) -> Iterator[tuple[str, list[Pair]]]:
             reference = comparison.references[block].row
             pairs = (pair for pair in comparison.pairs if pair.group == group and pair.has(reference))
             turned = [pair.seen_from(pair.first + pair.second - reference) for pair in pairs]
-            if shown := [pair for pair in turned if pair.first in featured]:
-                about = ", ".join(filter(None, (f"{group} clients", comparison.title(block))))
-                yield f"{about}; minus {comparison.rows[reference].label}", shown
+            if block_pairs := [pair for pair in turned if pair.first in featured]:
+                caption = ", ".join(filter(None, (f"{group} clients", comparison.title(block))))
+                yield f"{caption}; minus {comparison.rows[reference].label}", block_pairs
 
 
 def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
@@ -381,33 +381,33 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
     claims = [run.privacy for run in comparison.runs if run.privacy is not None]
     if not claims:
         return ()
-    stated = {id(row): row.runs[0].privacy or {} for row in comparison.rows}
+    privacy = {id(row): row.runs[0].privacy or {} for row in comparison.rows}
     table = _by_block(
         comparison,
         LABEL,
-        Column("unit", lambda row: stated[id(row)].get("unit") or Cell("not private", span=6)),
+        Column("unit", lambda row: privacy[id(row)].get("unit") or Cell("not private", span=6)),
         Column("ε", lambda row: shown_epsilon(row.epsilon())),
         Column("ε toward members", lambda row: shown_epsilon(row.epsilon("members"))),
         Column("ε toward the aggregator", lambda row: shown_epsilon(row.epsilon("aggregator"))),
-        Column("δ", lambda row: f"{stated[id(row)]['delta']:g}"),
-        Column("noise from", lambda row: stated[id(row)]["noise"]),
+        Column("δ", lambda row: f"{privacy[id(row)]['delta']:g}"),
+        Column("noise from", lambda row: privacy[id(row)]["noise"]),
     )
     text = f"ε: the largest of the seeds, toward readers where no other is named. {' '.join(claims[0]['statement'])}"
     return (Part(tables=(table,), text=text),)
 
 
 def _validation(comparison: RunComparison) -> Part:
-    shown, headline = comparison.shown, comparison.headline
+    display, headline = comparison.shown, comparison.headline
 
     def best_round(row: Row) -> str:
         rounds = [DASH if result.best is None else str(result.best.round) for result in row.results]
         return ", ".join(rounds) if len(rounds) <= 4 else pluralize(len(set(rounds)), "round")
 
-    def results(over: str, test: Callable[[Row, str], MeanStd | None], *, best: bool) -> Iterator[Column[Row]]:
-        yield Column("validation", lambda row: shown(row.validation(best=best)), over)
+    def results(units: str, test: Callable[[Row, str], MeanStd | None], *, best: bool) -> Iterator[Column[Row]]:
+        yield Column("validation", lambda row: display(row.validation(best=best)), units)
         for group in comparison.groups:
             name = GROUP_NAMES[USERS] if group == USERS else group
-            yield Column(name, partial(lambda group, row: shown(test(row, group)), group), over)
+            yield Column(name, partial(lambda group, row: display(test(row, group)), group), units)
 
     last, by_validation = "last round", "best round by validation"
     table = _by_block(
@@ -432,10 +432,10 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
     blocks: dict[str, list[Choice]] = {}
     for choice in comparison.chosen:
         blocks.setdefault(comparison.title(choice.row.block), []).append(choice)
-    of, *results = choice_columns(comparison, "second best", "test, {}")
+    total, *results = choice_columns(comparison, "second best", "test, {}")
     columns: list[Column[Choice]] = [
         Column("settings", lambda choice: choice.row.label),
-        of,
+        total,
         Column("seeds", lambda choice: ", ".join(map(str, choice.seeds))),
         *results,
         Column("note", lambda choice: edge_note(choice.edges) if choice.edges else ""),
@@ -457,8 +457,8 @@ def _settings(comparison: RunComparison) -> Part:
         methods.setdefault((row.block, row.runs[0].method), []).append(row)
 
     def values(rows: Sequence[Row], key: str) -> str:
-        known = dict.fromkeys(shown_value(row.settings[key]) for row in rows if key in row.settings)
-        return ", ".join(known) or DASH
+        different = dict.fromkeys(shown_value(row.settings[key]) for row in rows if key in row.settings)
+        return ", ".join(different) or DASH
 
     columns: list[Column[str]] = [Column("key", str)]
     for (block, _), rows in methods.items():
@@ -480,4 +480,4 @@ def _runs(comparison: RunComparison) -> Part:
         Column("device", lambda run: str(run.environment.get("device", DASH))),
     ]
     text = "Partition: first digits of its fingerprint. Clients of the same partition are paired."
-    return Part(tables=(tabulated(columns, [("", comparison.runs)], left=2),), text=text)
+    return Part(tables=(tabulated(columns, [("", comparison.runs)], text_columns=2),), text=text)

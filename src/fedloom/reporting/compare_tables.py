@@ -42,10 +42,10 @@ def group_columns(comparison: RunComparison, statistics: Mapping[str, str]) -> I
                 yield Column(heading, cell, GROUP_NAMES[group])
 
 
-def _cost(key: str, shown: Callable[[float], str] = lambda count: human_bytes(round(count))) -> Callable[[Row], str]:
+def _cost(key: str, display: Callable[[float], str] = lambda count: human_bytes(round(count))) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         value = getattr(row.new_client, key)
-        return DASH if value is None else shown(value)
+        return DASH if value is None else display(value)
 
     return cell
 
@@ -108,11 +108,13 @@ def choice_columns(comparison: RunComparison, second: str, test: str) -> list[Co
     ]
 
 
-def own_steps_table(rows: Sequence[Row], heading: str, shown: Callable[[MeanStd | None], str], **options: Any) -> Table:
+def own_steps_table(
+    rows: Sequence[Row], heading: str, display: Callable[[MeanStd | None], str], **options: Any
+) -> Table:
     """Return a table of results after an unseen client's own steps."""
 
     def column(k: int) -> Column[Row]:
-        return Column(str(k), lambda row: shown(row.own_steps.get(k)))
+        return Column(str(k), lambda row: display(row.own_steps.get(k)))
 
     columns = [LABEL._replace(heading=heading), *map(column, own_steps_of(rows))]
     return tabulated(columns, [("", rows)], **options)
@@ -138,10 +140,10 @@ def latex_table(comparison: RunComparison) -> str:
         *group_columns(comparison, {"mean": "mean", "worst_decile": "worst decile"}),
         *COST_COLUMNS,
     ]
-    what = f"Test {comparison.headline.title}" + (" in percent" if comparison.headline.percent else "")
+    caption = f"Test {comparison.headline.title}" + (" in percent" if comparison.headline.percent else "")
     return as_latex(
-        tabulated(columns, [("", comparison.rows)], left=1 + several),
-        f"{what}, mean over clients, {spread_note(comparison)}. {marks_note(comparison)}",
+        tabulated(columns, [("", comparison.rows)], text_columns=1 + several),
+        f"{caption}, mean over clients, {spread_note(comparison)}. {marks_note(comparison)}",
     )
 
 
@@ -157,10 +159,10 @@ def spread_note(comparison: RunComparison) -> str:
 
 def marks_note(comparison: RunComparison, tied: str = "underlined") -> str:
     """Return a note that explains the marks of a table; ``tied`` is the style of tied rows."""
-    over = {"clients": "the clients of one seed", "seeds": "seeds"}.get(comparison.tested_over, "seeds or clients")
+    units = {"clients": "the clients of one seed", "seeds": "seeds"}.get(comparison.tested_over, "seeds or clients")
     return (
         f"Bold: best. {tied.capitalize()}: not significantly different from "
-        f"{reference_note(comparison)}, by a paired test over {over} with Holm's correction over "
+        f"{reference_note(comparison)}, by a paired test over {units} with Holm's correction over "
         f"{'all pairs of rows' if comparison.against is None else 'the pairs with it'} at {100 * LEVEL:g} %."
     )
 
@@ -352,14 +354,14 @@ def findings(comparison: RunComparison) -> Iterator[Finding]:
 
 def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Finding:
     rows, sign = comparison.rows, comparison.headline.sign
-    measured = [i for i in comparison.blocks[block] if i != best and rows[i].over_seeds(group) is not None]
-    others = sorted(measured, key=lambda i: -sign * rows[i].mean(group))
+    measured_rows = [i for i in comparison.blocks[block] if i != best and rows[i].over_seeds(group) is not None]
+    others = sorted(measured_rows, key=lambda i: -sign * rows[i].mean(group))
     pairs, reference = comparison.pairs_of(best, group), comparison.references[block].row
     only_reference = comparison.against is not None and reference != best
     rival = reference if only_reference and reference in others else others[0]
     p = {i: comparison.p(pair) for i, pair in pairs.items()}
     clients = max((pair.clients for pair in pairs.values() if pair.over == "clients"), default=0)
-    tested = sum(pair.group == group and comparison.p(pair) is not None for pair in comparison.pairs)
+    test_count = sum(pair.group == group and comparison.p(pair) is not None for pair in comparison.pairs)
     return Finding(
         block,
         group,
@@ -371,7 +373,7 @@ def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Fi
         only_reference,
         pairs.get(rival),
         p.get(rival),
-        clients if clients and tested * least_p(clients) >= LEVEL else None,
+        clients if clients and test_count * least_p(clients) >= LEVEL else None,
     )
 
 
@@ -419,9 +421,9 @@ def _evidence(comparison: RunComparison, pair: Pair, p: float) -> str:
     """Return the interval of a difference, the number of seeds or clients, and the p-value."""
     low, high = map(comparison.headline.shown_difference, pair.ends)
     seeds = f"{len(pair.seeds)} seeds" if len(pair.seeds) > 1 else f"1 seed, {pluralize(pair.clients, 'client')}"
-    shown = "< 0.001" if p < 0.001 else f"= {p:.2g}"
+    p_text = "< 0.001" if p < 0.001 else f"= {p:.2g}"
     return (
-        f"95 % interval {low} to {high}; {seeds}; p {shown}, by Holm's correction over {comparison.family(pair.group)}"
+        f"95 % interval {low} to {high}; {seeds}; p {p_text}, by Holm's correction over {comparison.family(pair.group)}"
     )
 
 

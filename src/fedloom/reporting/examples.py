@@ -46,12 +46,15 @@ def write_examples(folder: RunFolder, task: str, targets: Targets) -> None:
     rows.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
     worst = {row["id"]: row for row in rows[: CLIENTS[task]]}
     describe = _numbers if task == "regression" else _picture
-    found = {
+    predicted_by_client = {
         client: describe(x, y, predictions, targets)
         for client, (x, y, predictions) in predicted(folder, [*worst]).items()
         if len(y)
     }
-    clients = [{"id": client, "seen": worst[client]["seen"] == "true", **shown} for client, shown in found.items()]
+    clients = [
+        {"id": client, "seen": worst[client]["seen"] == "true", **example}
+        for client, example in predicted_by_client.items()
+    ]
     document = {"round": summary["rounds"], "task": task, "names": list(targets.names), "outputs": targets.outputs}
     folder.write_json(EXAMPLES, {**document, "clients": clients})
 
@@ -61,26 +64,26 @@ def predicted(folder: RunFolder, clients: Sequence[str]) -> dict[str, tuple[Inpu
 
     Clients without a personalized model, or without targets, are left out.
     """
-    found: dict[str, tuple[Inputs, Tensor, Tensor]] = {}
+    predictions: dict[str, tuple[Inputs, Tensor, Tensor]] = {}
     with torch_threads(1):  # restores the number of threads, which is changed inside
         parts, evaluator, dataset = restore(folder.path)
 
-        def keep(client: ClientData, named: Mapping[str, Predictor]) -> None:
-            if "personal" in named and client.test.y is not None:
+        def keep(client: ClientData, predictors: Mapping[str, Predictor]) -> None:
+            if "personal" in predictors and client.test.y is not None:
                 x: Any = take(client.test.x, slice(MOST))
                 y = client.test.y[:MOST]
-                found[client.id] = x, y.cpu(), named["personal"].predictions(x).cpu()
+                predictions[client.id] = x, y.cpu(), predictors["personal"].predictions(x).cpu()
 
         personalize_each(parts, evaluator, dataset, clients, keep)
-    return {client: found[client] for client in clients if client in found}
+    return {client: predictions[client] for client in clients if client in predictions}
 
 
 def _numbers(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dict[str, Any]:
     """Return true and predicted numbers ``[n][k]`` in the targets' own units; the inputs ``x`` are not shown."""
     mean = torch.tensor(targets.mean or [0.0] * targets.outputs, dtype=torch.float64)
     std = torch.tensor(targets.std or [1.0] * targets.outputs, dtype=torch.float64)
-    true, found = (t.reshape(len(y), -1).double() * std + mean for t in (y, predictions))
-    return {"true": _rounded(true), "predicted": _rounded(found)}
+    true, predicted_values = (t.reshape(len(y), -1).double() * std + mean for t in (y, predictions))
+    return {"true": _rounded(true), "predicted": _rounded(predicted_values)}
 
 
 def _rounded(values: Tensor) -> list[list[float]]:
@@ -89,16 +92,20 @@ def _rounded(values: Tensor) -> list[list[float]]:
 
 def _picture(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dict[str, Any]:
     """Return the image, or the slice of a volume, with the most wrong pixels, with its true and predicted classes."""
-    found = predictions.argmax(1)
+    predicted_classes = predictions.argmax(1)
     if y.dim() > 3:
-        y, found, x = y.flatten(0, 1), found.flatten(0, 1), each(x, lambda t: _slices(t, targets.shape[0]))
-    wrong = ((found != y) & (y < targets.outputs) & (y >= 0)).flatten(1).sum(1)
+        y, predicted_classes, x = (
+            y.flatten(0, 1),
+            predicted_classes.flatten(0, 1),
+            each(x, lambda t: _slices(t, targets.shape[0])),
+        )
+    wrong = ((predicted_classes != y) & (y < targets.outputs) & (y >= 0)).flatten(1).sum(1)
     worst = int(wrong.argmax())
     step = math.ceil(max(y.shape[1:]) / SIDE)
     thin = slice(None, None, step)
-    shown = {"true": y[worst, thin, thin].tolist(), "predicted": found[worst, thin, thin].tolist()}
+    values = {"true": y[worst, thin, thin].tolist(), "predicted": predicted_classes[worst, thin, thin].tolist()}
     image = _image(x, worst, tuple(y.shape[1:]))
-    return shown if image is None else {"image": image[thin, thin].tolist(), **shown}
+    return values if image is None else {"image": image[thin, thin].tolist(), **values}
 
 
 def _slices(x: Tensor, depth: int) -> Tensor:

@@ -284,12 +284,12 @@ def one_block(
     title: str = "",
     *,
     above: tuple[tuple[str, int], ...] = (),
-    left: int = 1,
+    text_columns: int = 1,
     small: bool = False,
     wide: bool = False,
 ) -> Table:
     """Return a table of one block without a title."""
-    return Table(tuple(headings), (("", tuple(rows)),), title, above, left, small, wide)
+    return Table(tuple(headings), (("", tuple(rows)),), title, above, text_columns, small, wide)
 
 
 class Column(NamedTuple, Generic[Item]):
@@ -305,7 +305,7 @@ def tabulated(
     blocks: Iterable[tuple[str, Iterable[Item]]],
     key: Callable[[Item], Mapping[str, str]] = lambda item: {},
     *,
-    left: int = 1,
+    text_columns: int = 1,
 ) -> Table:
     """Return a table with a row for each item of each titled block.
 
@@ -317,22 +317,22 @@ def tabulated(
         Returns ``colour`` and ``dash`` of an item's row.
     """
     above = tuple((title, len(list(same))) for title, same in itertools.groupby(column.above for column in columns))
-    filled = tuple(
+    rows_filled = tuple(
         (title, tuple(table_row(*_cells(columns, item), **key(item)) for item in items)) for title, items in blocks
     )
     headings = tuple(column.heading for column in columns)
-    return Table(headings, filled, above=above if len(above) > 1 else (), left=left)
+    return Table(headings, rows_filled, above=above if len(above) > 1 else (), left=text_columns)
 
 
 def _cells(columns: Sequence[Column[Item]], item: Item) -> Iterable[Cell]:
-    covered = 0
+    columns_left = 0
     for column in columns:
-        if covered:
-            covered -= 1
+        if columns_left:
+            columns_left -= 1
             continue
         content = column.cell(item)
         cell = Cell(content) if isinstance(content, str) else content
-        covered = cell.span - 1
+        columns_left = cell.span - 1
         yield cell
 
 
@@ -387,5 +387,5 @@ def escaped(text: str) -> str:
 def _latex(cell: Cell) -> str:
     mean, plus_minus, std = cell.text.partition(" ± ")
     command = {"best": r"\textbf", "tied": r"\underline"}.get(cell.mark)
-    shown = escaped(mean) if command is None else f"{command}{{{escaped(mean)}}}"
-    return rf"{shown} $\pm$ {std}" if plus_minus else shown
+    text = escaped(mean) if command is None else f"{command}{{{escaped(mean)}}}"
+    return rf"{text} $\pm$ {std}" if plus_minus else text

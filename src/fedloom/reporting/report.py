@@ -84,11 +84,13 @@ def _page(run: RunFolder) -> ReportPage:
     try:
         summary = run.json(SUMMARY)
         with reading(run, SUMMARY):
-            about = " · ".join((str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}"))
+            subtitle = " · ".join(
+                (str(summary["name"]), f"algorithm {summary['algorithm']}", f"model {summary['model']}")
+            )
             title = _title(method_title(summary), summary["dataset"], summary["seed"])
             steps = None if last is None else last.get("client_steps")
             facts = {"quality": _quality(summary), "cost": _cost(summary, steps)}
-        return ReportPage(title, (about, *about_data), sections, COLOURS, notices=notices, facts=facts)
+        return ReportPage(title, (subtitle, *about_data), sections, COLOURS, notices=notices, facts=facts)
     except DataError as error:
         results_of = "" if last is None else f" Results are those of round {last['round']}."
         unfinished = f"This run is not finished ({without_folder(run, error)}).{results_of}"

@@ -31,7 +31,7 @@ def audit_parts(run: RunFolder) -> tuple[Part, ...]:
     return (*canaries, *((_membership(document["membership"]),) if "membership" in document else ()))
 
 
-def _membership(found: Document) -> Part:
+def _membership(attack: Document) -> Part:
     columns: list[Column[tuple[str, str, Any]]] = [
         Column("model", lambda item: f"{item[0]}, {item[1]} clients"),
         Column("AUC", lambda item: f"{item[2]['auc']:.3f}"),
@@ -41,15 +41,15 @@ def _membership(found: Document) -> Part:
         Column("ε at least", lambda item: shown_bound(item[2]["epsilon"])),
         Column("examples", lambda item: f"{item[2]['members']:,} / {item[2]['others']:,}"),
     ]
-    table = tabulated(columns, [("", _results(found))], lambda item: {"colour": item[1]})
+    table = tabulated(columns, [("", _results(attack))], lambda item: {"colour": item[1]})
     text = (
         f"Training and test examples of the same clients, distinguished by the loss of the model after round "
-        f"{found['round']}. An AUC of 0.5 is chance. Examples: trained on / not trained on. The global model was not "
-        f"trained on any example of unseen clients. ε: lower bound with {100 * found['confidence']:g} % confidence at "
-        f"δ = {found['delta']:g}, from half of the examples, by the threshold that is best for the other half. The "
+        f"{attack['round']}. An AUC of 0.5 is chance. Examples: trained on / not trained on. The global model was not "
+        f"trained on any example of unseen clients. ε: lower bound with {100 * attack['confidence']:g} % confidence at "
+        f"δ = {attack['delta']:g}, from half of the examples, by the threshold that is best for the other half. The "
         "bound assumes independent examples; those of a single training are only nearly independent."
     )
-    panel = Panel("membership", draw_membership(found))
+    panel = Panel("membership", draw_membership(attack))
     return Part("Membership inference", (panel,), (table,), columns=2, text=text)
 
 
@@ -59,34 +59,34 @@ def _results(membership: Document) -> list[tuple[str, str, Any]]:
     return [(name, group, result) for name, groups in predictors for group, result in groups.items() if result]
 
 
-def _canaries(found: Document, claim: Document | None) -> Part:
-    guesses = found["guesses_in"] + found["guesses_out"]
-    kind = found["of"].removesuffix("s")
+def _canaries(attack: Document, claim: Document | None) -> Part:
+    guesses = attack["guesses_in"] + attack["guesses_out"]
+    kind = attack["of"].removesuffix("s")
     pairs = [
-        ("canaries", f"{pluralize(found['canaries'], kind)}, {found['in']} in"),
-        ("guesses", f"{found['guesses_in']} in and {found['guesses_out']} out, {found['right']} of {guesses} right"),
-        ("ε at least", f"{shown_bound(found['epsilon'])} at δ = {found['delta']:g}"),
-        ("largest possible bound", shown_bound(found["largest_bound"])),
+        ("canaries", f"{pluralize(attack['canaries'], kind)}, {attack['in']} in"),
+        ("guesses", f"{attack['guesses_in']} in and {attack['guesses_out']} out, {attack['right']} of {guesses} right"),
+        ("ε at least", f"{shown_bound(attack['epsilon'])} at δ = {attack['delta']:g}"),
+        ("largest possible bound", shown_bound(attack["largest_bound"])),
     ]
-    if found.get("normal_estimate") is not None:
-        pairs.append(("if scores are normal", estimate_note(found["normal_estimate"])))
-    if "sampling" in found:
-        pairs.append(("sampling", sampling_note(found["sampling"])))
+    if attack.get("normal_estimate") is not None:
+        pairs.append(("if scores are normal", estimate_note(attack["normal_estimate"])))
+    if "sampling" in attack:
+        pairs.append(("sampling", sampling_note(attack["sampling"])))
     if claim is not None:
         pairs.append(("claimed ε", f"{shown_epsilon(claim['epsilon'])} at δ = {claim['delta']:g}, for {claim['of']}"))
-    if found.get("verdict") is not None:
-        pairs.append(("verdict", found["verdict"]))
-    what = {
+    if attack.get("verdict") is not None:
+        pairs.append(("verdict", attack["verdict"]))
+    labels = {
         "direction": "A canary client sends a random direction as its update, or zeros; the score follows from the dot "
         "products of the direction with the sums that the server received, or with the change of the model.",
         "gradient": "The gradient of a canary example is a random direction, or 0; the score follows from the dot "
         "products of the direction with the noisy sums of its client.",
         "loss": "A canary example has a wrong target, and is trained on or left out; the score is the decrease of its "
         "loss.",
-    }[found["score"]]
+    }[attack["score"]]
     text = (
-        f"A fair coin decided whether each canary was in this run. {what} The bound holds with "
-        f"{100 * found['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(found, claim)}"
+        f"A fair coin decided whether each canary was in this run. {labels} The bound holds with "
+        f"{100 * attack['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(attack, claim)}"
     )
     return Part("Canaries", pairs=tuple(pairs), text=text)
 

@@ -55,9 +55,9 @@ def each_client(run: RunFolder) -> Part:
         accuracy = row.get(f"personal_accuracy_{reading}")
         result = f"accuracy {in_percent(float(accuracy))} %" if accuracy else "not measured"
         examples = pluralize(int(row["train"]), "training example")
-        about = "; ".join(filter(None, (result, examples, class_mix(counts.get(row["id"], ()), names))))
+        caption = "; ".join(filter(None, (result, examples, class_mix(counts.get(row["id"], ()), names))))
         table = confusion_table_of(confusions.get(row["id"], []), names)
-        cards.append(ConfusionCard(row["id"], f"c{k}", group_of(row), owner_of(row), about, table))
+        cards.append(ConfusionCard(row["id"], f"c{k}", group_of(row), owner_of(row), caption, table))
     text = (
         f"Accuracy: {reading}. Matrix: test split, unmasked, personalized model, in examples, with a row for each true "
         f"class and a column for each predicted one; the {CARD_CLASSES} most frequent classes."
@@ -81,13 +81,13 @@ def confusion_table_of(pairs: Sequence[tuple[int, int, int]], names: Sequence[st
         totals[true] += n
         often[true] += n
         often[predicted] += n
-    shown = sorted(sorted(often, key=lambda k: (-often[k], k))[:CARD_CLASSES])
+    classes = sorted(sorted(often, key=lambda k: (-often[k], k))[:CARD_CLASSES])
     examples = {(true, predicted): n for true, predicted, n in pairs}
     rows = []
-    for true in filter(totals.get, shown):
-        counts = (examples.get((true, predicted), 0) for predicted in shown)
+    for true in filter(totals.get, classes):
+        counts = (examples.get((true, predicted), 0) for predicted in classes)
         rows.append(table_row(names[true], *(Cell(str(n or ""), shade=round(100 * n / totals[true])) for n in counts)))
-    headings = ("true \\ predicted", *(names[k] for k in shown))
+    headings = ("true \\ predicted", *(names[k] for k in classes))
     return one_block(headings, rows, small=True) if rows else None
 
 
@@ -134,7 +134,9 @@ def _errors(counts: Mapping[str, Sequence[Sequence[int]]], names: Sequence[str],
     rows = []
     for _, i, j in wrong[: 6 if wide else NAMED]:
         parts = [(each[i][j], sum(each[i])) for each in counts.values()]
-        rows.append(table_row(f"{names[i]} → {names[j]}", *(in_percent(n / of) if of else DASH for n, of in parts)))
+        rows.append(
+            table_row(f"{names[i]} → {names[j]}", *(in_percent(n / total) if total else DASH for n, total in parts))
+        )
     title = f"Most frequent errors, {GROUP_TITLES[key]}"
     return small_table(title, ("true → predicted, %", *counts), rows, wide=wide)
 
@@ -185,7 +187,9 @@ def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
 def calibration(run: RunFolder) -> Part:
     """Return the reliability diagram, calibration errors and uncertainties."""
     panel = Panel("reliability", draw_reliability(run.json("calibration.json")))
-    of_clients = {key: of.get("ece_clients") for key, of in summary_of(run).get("uncertainty", {}).items() if of}
+    of_clients = {
+        key: values.get("ece_clients") for key, values in summary_of(run).get("uncertainty", {}).items() if values
+    }
     rows = []
     for key, group in last_line(run).get("uncertainty", {}).items():
         if group is not None:
@@ -245,9 +249,9 @@ def draw_reliability(document: Document) -> Figure:
     upper.plot([0, 1], [0, 1], color=INK, alpha=0.35, linewidth=0.8, linestyle=":")
     for name, rows in _groups(document).items():
         examples, confidence, accuracy = np.asarray(rows, dtype=np.float64).T
-        filled, dash, colour = examples > 0, "--" if name == "global" else "-", COLOURS[name]
+        has_examples, dash, colour = examples > 0, "--" if name == "global" else "-", COLOURS[name]
         line = {"color": colour, "marker": "o", "markersize": 3, "label": GROUP_TITLES[name]}
-        upper.plot(confidence[filled], accuracy[filled], dash, **line)
+        upper.plot(confidence[has_examples], accuracy[has_examples], dash, **line)
         lower.stairs(examples / examples.sum(), document["edges"], color=colour, linestyle=dash, linewidth=1.2)
     upper.set(title="Reliability diagram", xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")
     lower.set(xlim=(0, 1), xlabel="confidence (highest predicted probability)", ylabel="share of examples")
@@ -282,9 +286,9 @@ def draw_confidence_over_training(document: Document) -> Figure:
             group = "seen" if seen[client] else "unseen"
             for counts, colour in ((examples, OTHER), (right, COLOURS[group])):
                 axes.stairs(counts / examples.sum(), document["edges"], fill=True, color=colour)
-            said = f"accuracy {right.sum() / examples.sum():.0%}\n"
-            said += f"H {one['entropy'][client]:.2f}, I {one['mutual_information'][client]:.3f}"
-            axes.set_title(f"{title}{said}", fontsize=7.5, fontweight="normal")
+            text = f"accuracy {right.sum() / examples.sum():.0%}\n"
+            text += f"H {one['entropy'][client]:.2f}, I {one['mutual_information'][client]:.3f}"
+            axes.set_title(f"{title}{text}", fontsize=7.5, fontweight="normal")
         line[0].set_ylim(bottom=0)
         percent(line[0].yaxis, bins=3)
         for axes in line[len(columns) :]:
@@ -299,12 +303,12 @@ def draw_confidence_over_training(document: Document) -> Figure:
 def draw_accuracy_by_uncertainty(document: Document) -> Figure:
     """Draw each client's accuracy after the last round over its entropy and over its mutual information."""
     last = document["rounds"][-1]
-    here = [i for i, counts in enumerate(last["examples"]) if counts is not None]
-    seen = np.asarray(document["clients"]["seen"], dtype=bool)[here]
-    accuracy = np.array([sum(last["right"][i]) / sum(last["examples"][i]) for i in here])
+    clients = [i for i, counts in enumerate(last["examples"]) if counts is not None]
+    seen = np.asarray(document["clients"]["seen"], dtype=bool)[clients]
+    accuracy = np.array([sum(last["right"][i]) / sum(last["examples"][i]) for i in clients])
     figure = sheet(HALF, 4.6)
     for key, axes in zip(("entropy", "mutual_information"), figure.subplots(2, 1), strict=True):
-        x, name = np.array([last[key][i] for i in here], dtype=np.float64), key.replace("_", " ")
+        x, name = np.array([last[key][i] for i in clients], dtype=np.float64), key.replace("_", " ")
         dots(axes, x, accuracy, seen)
         r = _rank_correlation(x, accuracy)
         axes.set(title=f"Accuracy by {name}", ylabel="accuracy")
@@ -320,16 +324,16 @@ def _rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float |
         return None
     ranks = []
     for values in (a, b):  # a report of a run needs no scipy
-        _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[which])
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def _pictured(entropy: Sequence[float | None]) -> list[int]:
     """Return clients at the minimum, quartiles and maximum of entropy, or all if few, in ascending order of entropy."""
-    known = sorted((value, i) for i, value in enumerate(entropy) if value is not None)
-    places = np.unique(np.linspace(0, len(known) - 1, min(PICTURED, len(known))).round().astype(int))
-    return [known[place][1] for place in places]
+    ordered = sorted((value, i) for i, value in enumerate(entropy) if value is not None)
+    places = np.unique(np.linspace(0, len(ordered) - 1, min(PICTURED, len(ordered))).round().astype(int))
+    return [ordered[place][1] for place in places]
 
 
 def _groups(document: Document) -> dict[str, Sequence[Sequence[float]]]:

@@ -38,11 +38,11 @@ def descriptors(run: RunFolder) -> Part:
     """Return maps of the clients' descriptors, and their correlation with the clients' data."""
     document, manifest = run.json("descriptors.json"), run.manifest()
     names = [class_label(name) for name in manifest.spec.class_names]
-    about = {}
+    facts = {}
     for client in manifest.clients:
         name = f"{client.id} ({client.owner})" if client.owner else client.id
-        about[client.id] = ": ".join(filter(None, (name, class_mix(client.class_counts["train"], names))))
-    points = [(id, about.get(id, id)) for id in document["clients"]["ids"]]
+        facts[client.id] = ": ".join(filter(None, (name, class_mix(client.class_counts["train"], names))))
+    points = [(id, facts.get(id, id)) for id in document["clients"]["ids"]]
     panels = [
         Panel("descriptors", draw_map(document, manifest.spec.class_names), points=tuple(points)),
         Panel("correlation", draw_correlation(document)),
@@ -102,14 +102,14 @@ def draw_correlation(document: Document) -> Figure:
     """Draw the rank correlation between descriptor distances and distances of class proportions, over rounds."""
     figure, axes = panel(3.35)
     columns = (document["round"], document["spearman"], document["spearman_std"])
-    known = [(r, m, s or 0.0) for r, m, s in zip(*columns, strict=True) if m is not None]
+    points = [(r, m, s or 0.0) for r, m, s in zip(*columns, strict=True) if m is not None]
     axes.set(title="Descriptor distance and class mix", ylabel="Spearman's ρ, unseen clients")
     over_rounds(axes, max(document["round"]))
-    if not known:
+    if not points:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no unseen client has a coefficient", transform=axes.transAxes, ha="center", alpha=0.7)
         return figure
-    rounds, mean, std = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
+    rounds, mean, std = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     low, _ = band(axes, rounds, mean, std, COLOURS["unseen"], (-1, 1))
     axes.plot(rounds, mean, color=COLOURS["unseen"], marker="o", markersize=2.6, clip_on=False)
     axes.axhline(mean[0], color=INK, linewidth=0.7, linestyle=":", alpha=0.6)

@@ -63,11 +63,11 @@ def outputs(run: RunFolder) -> Part:
         Column("true", lambda k: f"{first[k]['true']:,.0f}"),
         *(column(title, metric) for title in groups for metric in metrics),
     ]
-    what = "label" if metrics[0] == "auroc" else "class"
+    kind = "label" if metrics[0] == "auroc" else "class"
     text = (
-        f"Test split, round {document['round']}, all examples of a group together; the {what} with the lowest "
+        f"Test split, round {document['round']}, all examples of a group together; the {kind} with the lowest "
         f"{metric_title(metrics[0])} first. True: number of "
-        + ("examples that have the label." if what == "label" else "pixels of the class.")
+        + ("examples that have the label." if kind == "label" else "pixels of the class.")
         + (f" Only the {MANY_OUTPUTS} worst of {len(names)} are listed." if len(names) > MANY_OUTPUTS else "")
     )
     return Part(tables=(tabulated(columns, [("", worst[:MANY_OUTPUTS])]),), text=text)
@@ -94,7 +94,7 @@ def _numbers(document: Document) -> Part:
     for client in document["clients"]:
         pairs = list(zip(client["true"], client["predicted"], strict=True))
         for i, name in enumerate(names):
-            residuals = [predicted[i] - true[i] for true, predicted in pairs]
+            residuals = [predictions[i] - true[i] for true, predictions in pairs]
             square = statistics.fmean(r * r for r in residuals)
             label = f"{client['id']}, {name}" if k > 1 else client["id"]
             values = (significant(statistics.fmean(residuals)), significant(math.sqrt(square)), str(len(residuals)))
@@ -118,9 +118,9 @@ def _masks(document: Document) -> Part:
     classes, names = document["outputs"], _class_names(document)
     rows = []
     for client in document["clients"]:
-        true, predicted = np.array([client["true"], client["predicted"]])  # raises ValueError if shapes differ
+        true, predictions = np.array([client["true"], client["predicted"]])  # raises ValueError if shapes differ
         labelled = (true >= 0) & (true < classes)
-        missed = [names[k] for k in true[labelled & (true != predicted)].tolist()]
+        missed = [names[k] for k in true[labelled & (true != predictions)].tolist()]
         most = max(sorted(set(missed)), key=missed.count, default="none")
         share = f"{100 * len(missed) / labelled.sum():.1f}" if labelled.any() else DASH
         rows.append(table_row(client["id"], share, most, colour=_group_of(client)))
@@ -149,8 +149,8 @@ def draw_predictions(document: Document, k: int, name: str) -> Figure:
         Index of the number among those predicted, and its name.
     """
     figure, axes = panel(3.3)
-    everything = [row[k] for client in document["clients"] for key in ("true", "predicted") for row in client[key]]
-    limits = around(everything or [0.0])
+    all_values = [row[k] for client in document["clients"] for key in ("true", "predicted") for row in client[key]]
+    limits = around(all_values or [0.0])
     axes.plot(limits, limits, color=INK, linewidth=0.7, alpha=0.5)
     for group, marker in (("seen", "o"), ("unseen", "D")):
         clients = [client for client in document["clients"] if _group_of(client) == group]

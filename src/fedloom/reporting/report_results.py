@@ -114,18 +114,18 @@ def result_table(run: RunFolder) -> Part:
     last, best, headline, main = lines[-1], _best(run), headline_of(lines[-1]), main_reading(run)
     other = "unmasked" if main == "masked" else "masked"
     is_best = best is not None and best["round"] == last["round"]
-    which = f"Round {last['round']} ({'last and best by validation' if is_best else 'last'})"
-    under = f", {main}" if headline == ACCURACY else ""
-    blocks = [(f"{which}{under}", _rows(last, headline))]
+    caption = f"Round {last['round']} ({'last and best by validation' if is_best else 'last'})"
+    suffix = f", {main}" if headline == ACCURACY else ""
+    blocks = [(f"{caption}{suffix}", _rows(last, headline))]
     otherwise = _other_reading(last, other)
     if any(otherwise.values()):
-        blocks.append((f"{which}, {other}", _rows(otherwise, headline)))
+        blocks.append((f"{caption}, {other}", _rows(otherwise, headline)))
     if best is not None and not is_best:
-        blocks.append((f"Round {best['round']} (best by validation){under}", _rows(best, headline)))
+        blocks.append((f"Round {best['round']} (best by validation){suffix}", _rows(best, headline)))
     headings = (f"test {headline.heading}", "clients", "mean ± std", "worst", "worst decile", "pooled", "loss")
     tables = (Table(headings, tuple(blocks)), *_all_metrics(last, headline))
-    about = (_about_results(headline), *_about_macro(last), *_last_evaluations(run, headline), *_spread(last))
-    return Part(tables=tables, text=" ".join(about))
+    notes = (_about_results(headline), *_about_macro(last), *_last_evaluations(run, headline), *_spread(last))
+    return Part(tables=tables, text=" ".join(notes))
 
 
 def _spread(line: Document) -> list[str]:
@@ -133,10 +133,10 @@ def _spread(line: Document) -> list[str]:
     groups = {key: group for key, group in line.get("spread", {}).items() if group and group["relative"] is not None}
     if not groups:
         return []
-    shown = [f"{GROUP_TITLES[key]} {100 * group['relative']:.2g} %" for key, group in groups.items()]
+    parts = [f"{GROUP_TITLES[key]} {100 * group['relative']:.2g} %" for key, group in groups.items()]
     return [
         f"Distance of the clients' models from their mean (root mean square, relative to the norm of the mean): "
-        f"{', '.join(shown)}; 0 if all clients have the same model."
+        f"{', '.join(parts)}; 0 if all clients have the same model."
     ]
 
 
@@ -147,10 +147,10 @@ def _about_results(headline: Headline) -> str:
             "Pooled: correct predictions over examples. Masked: only the labels of the client's own training data can "
             "be predicted. Loss: mean over clients, in nats."
         )
-    validated = f"pooled validation {headline.title}"
+    criterion = f"pooled validation {headline.title}"
     return (
         "Each client counts once in mean, std (population) and worst. Worst decile: mean of the worst tenth of clients "
-        f"(rounded up). {pooled} The best round has the {headline.superlative} {validated} of seen clients, the "
+        f"(rounded up). {pooled} The best round has the {headline.superlative} {criterion} of seen clients, the "
         "earliest on ties; test data are not used to choose it."
     )
 
@@ -195,9 +195,9 @@ def _last_evaluations(run: RunFolder, headline: Headline) -> list[str]:
         return []
     means = []
     for key, label in GROUP_TITLES.items():
-        over = (late[key] or {}).get(f"{headline.name}_mean")
-        if over is not None:
-            mean, *ends = (headline.shown(over[name]) for name in ("mean", "lowest", "highest"))
+        statistics = (late[key] or {}).get(f"{headline.name}_mean")
+        if statistics is not None:
+            mean, *ends = (headline.shown(statistics[name]) for name in ("mean", "lowest", "highest"))
             means.append(f"{label} {mean} ({' to '.join(ends)})")
     if not means:
         return []
@@ -263,11 +263,11 @@ def client_results(run: RunFolder) -> Part:
         return Part(text="No client's own results are known: metrics were summed securely, or no client was measured.")
     panels = [Panel("clients", draw_distribution(rows, headline, reading))]
     right, thick = ("right", "foot") if headline.higher_is_better else ("left", "top")
-    which, value = ("last evaluation", "a value")
+    caption, value = ("last evaluation", "a value")
     if headline == ACCURACY:
-        which, value = f"{reading}, {which}", "an accuracy"
+        caption, value = f"{reading}, {caption}", "an accuracy"
     text = (
-        f"Each client's test {headline.title} ({which}). Distribution: the share of clients at or below {value}, so "
+        f"Each client's test {headline.title} ({caption}). Distribution: the share of clients at or below {value}, so "
         f"{right} is better. The thick {thick} of a line is the worst decile."
     )
     tables = [_worst(rows, headline, reading, _class_names(run))]
@@ -287,47 +287,53 @@ def small_table(title: str, headings: tuple[str, ...], rows: Sequence[TableRow],
 def _worst(rows: Sequence[ClientRow], headline: Headline, reading: str, names: Mapping[str, str]) -> Table:
     """Return a table of every metric of the clients with the worst results, or of all clients if they are few."""
     column = client_column("personal", headline.name, reading)
-    measured = _measured(rows, column)
-    measured.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
-    few = len(measured) <= FEW_CLIENTS
+    rows_measured = _measured(rows, column)
+    rows_measured.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
+    few = len(rows_measured) <= FEW_CLIENTS
     columns = {headline.name: column}
     if headline != ACCURACY:  # every metric that some client has; the loss only if it is the headline
-        known = dict.fromkeys(key for row in measured for key in row if row[key])
-        by_name = {key.removeprefix("personal_").removesuffix(f"_{reading}"): key for key in known}
+        shown_columns = dict.fromkeys(key for row in rows_measured for key in row if row[key])
+        by_name = {key.removeprefix("personal_").removesuffix(f"_{reading}"): key for key in shown_columns}
         columns |= {
             name: key
             for name, key in by_name.items()
             if key == client_column("personal", name, reading) and name != MODEL_LOSS.name
         }
-    shown = []
-    for row in measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))]:
+    table_rows = []
+    for row in rows_measured if few else rows_measured[: min(NAMED, math.ceil(len(rows_measured) / 10))]:
         cells = [_shown(name, float(row[key]) if row[key] else None) for name, key in columns.items()]
         classes = [_classes(row["labels"].split(), names)] if names else []
-        shown.append(client_row(row, *cells, row["train"], *classes))
-    which = f"{headline.inferior} {headline.title}"
-    title = f"Clients, {which} first" if few else f"Clients of {which}"
+        table_rows.append(client_row(row, *cells, row["train"], *classes))
+    label = f"{headline.inferior} {headline.title}"
+    title = f"Clients, {label} first" if few else f"Clients of {label}"
     headings = ("client", *map(metric_heading, columns), "training examples", *(["classes"] if names else []))
-    return small_table(title, headings, shown, wide=len(columns) > MANY_METRICS)
+    return small_table(title, headings, table_rows, wide=len(columns) > MANY_METRICS)
 
 
 def _changed(rows: Sequence[ClientRow], headline: Headline, reading: str) -> Table:
     """Return a table of the clients with the largest losses and gains from personalization."""
-    before, after = (client_column(predictor, headline.name, reading) for predictor in ("global", "personal"))
+    global_column, personal_column = (
+        client_column(predictor, headline.name, reading) for predictor in ("global", "personal")
+    )
     gains = [
-        (headline.sign * (float(row[after]) - float(row[before])), row["id"], row)
-        for row in _measured(_measured(rows, before), after)
+        (headline.sign * (float(row[personal_column]) - float(row[global_column])), row["id"], row)
+        for row in _measured(_measured(rows, global_column), personal_column)
     ]
     gains.sort(key=lambda each: each[:2])
     half = min(NAMED // 2, len(gains) // 2)
-    shown = []
+    table_rows = []
     for gain, _, row in gains[:half] + gains[len(gains) - half :]:
         points = f"{100 * gain:+.1f}" if headline.percent else f"{gain:+.3g}"
-        shown.append(client_row(row, *(headline.shown(float(row[column])) for column in (before, after)), points))
+        table_rows.append(
+            client_row(
+                row, *(headline.shown(float(row[column])) for column in (global_column, personal_column)), points
+            )
+        )
     headings = ("client", "global, %", "personalized, %", "gain, points")
     if not headline.percent:
         gain_of = "gain" if headline.higher_is_better else f"{headline.title} saved"
         headings = ("client", "global", "personalized", gain_of)
-    return small_table("Smallest and largest gains by personalization", headings, shown)
+    return small_table("Smallest and largest gains by personalization", headings, table_rows)
 
 
 def client_row(row: ClientRow, *cells: str) -> TableRow:
@@ -367,15 +373,15 @@ def draw_learning_curve(lines: Sequence[Document], headline: Headline) -> Figure
     Axes of fractions begin at zero; others show the trained rounds, and an untrained model may lie outside.
     """
     figure, axes = panel(2.6)
-    drawn = [_draw_group(axes, lines, name, headline) for name in COLOURS]
+    groups_drawn = [_draw_group(axes, lines, name, headline) for name in COLOURS]
     over_rounds(axes, lines[-1]["round"])
     axes.set(title=f"Test {headline.title}", ylabel="mean over clients")
     if headline.percent:
-        top = max((top for _, top in drawn), default=0.0)
+        top = max((top for _, top in groups_drawn), default=0.0)
         axes.set_ylim(0, min(1.0, math.ceil(10 * top + 0.5) / 10))
         percent(axes.yaxis)
-    elif len(trained := [value for values, _ in drawn for value in values]) > 1:
-        axes.set_ylim(*around(trained))
+    elif len(values_trained := [value for values, _ in groups_drawn for value in values]) > 1:
+        axes.set_ylim(*around(values_trained))
     axes.legend(loc="lower right" if headline.percent else "best")
     return figure
 
@@ -383,17 +389,17 @@ def draw_learning_curve(lines: Sequence[Document], headline: Headline) -> Figure
 def _draw_group(axes: Axes, lines: Sequence[Document], name: str, headline: Headline) -> tuple[list[float], float]:
     """Draw a group's learning curve; return its means of trained rounds, and the upper end of its band."""
     groups = {line["round"]: values_of(line[name], headline) for line in lines if line[name] is not None}
-    measured = {number: values for number, values in groups.items() if values.mean is not None}
-    if not measured:
+    evaluations = {number: values for number, values in groups.items() if values.mean is not None}
+    if not evaluations:
         return [], 0.0
-    x, std = list(measured), [values.std for values in measured.values()]
-    mean = np.array([values.mean for values in measured.values()], dtype=np.float64)
+    x, std = list(evaluations), [values.std for values in evaluations.values()]
+    mean = np.array([values.mean for values in evaluations.values()], dtype=np.float64)
     top, colour = 0.0, COLOURS[name]
     if None not in std:
         limits = (0.0, 1.0) if headline.percent else (-math.inf, math.inf)
         _, high = band(axes, x, mean, np.array(std, dtype=np.float64), colour, limits)
         top = float(high.max())
-    dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
+    dash, marker = "--" if name == "global" else "-", "o" if len(evaluations) <= 25 else None
     clipped = not headline.percent
     axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=GROUP_TITLES[name], clip_on=clipped)
     return [value for number, value in zip(x, mean.tolist(), strict=True) if number], top
@@ -422,24 +428,24 @@ def draw_distribution(rows: Sequence[ClientRow], headline: Headline, reading: st
     curves = {name: _values([row for row in rows if group_of(row) == name], personal) for name in GROUPS}
     curves = {name: np.sort(curve) for name, curve in (curves | {"global": _values(rows, shared)}).items()}
     figure, axes = panel(3.3)
-    everything = np.concatenate(list(curves.values())).tolist()
-    left, right = around(everything or [0.0])
+    all_values = np.concatenate(list(curves.values())).tolist()
+    low, right = around(all_values or [0.0])
     if headline.percent:
-        left, right = min(everything, default=0.0) - 0.02, 1.0
+        low, right = min(all_values, default=0.0) - 0.02, 1.0
     for name, curve in curves.items():
         n = len(curve)
         if n == 0:
             continue
         tenth = math.ceil(n / 10)
         foot = slice(1, tenth + 1) if headline.higher_is_better else slice(n - tenth + 1, n + 1)
-        x, y = np.array([left, *curve, right]), np.array([0.0, *(np.arange(n) + 1) / n, 1.0])
+        x, y = np.array([low, *curve, right]), np.array([0.0, *(np.arange(n) + 1) / n, 1.0])
         dash, colour = "--" if name == "global" else "-", COLOURS[name]
         axes.step(x, y, dash, where="post", color=colour, label=f"{GROUP_TITLES[name]} ({n})")
         axes.step(x[foot], y[foot], where="post", color=colour, linewidth=3.6, alpha=0.75)
         end = -1 if headline.higher_is_better else 0
         axes.plot([x[foot][end]], [y[foot][end]], "o", color=colour, markersize=3.6)
     axes.set(title="Distribution over clients", xlabel=f"test {headline.title}", ylabel="share of clients at or below")
-    axes.set(xlim=(max(0.0, left), 1.005) if headline.percent else (left, right), ylim=(0, 1.01))
+    axes.set(xlim=(max(0.0, low), 1.005) if headline.percent else (low, right), ylim=(0, 1.01))
     axes.grid(visible=True, axis="x")
     percent(*([axes.xaxis] if headline.percent else []), axes.yaxis)
     axes.legend(loc="best")

@@ -54,9 +54,9 @@ def time(run: RunFolder) -> Part:
     if summary.get("rounds") == 0:
         return Part(text="No round was trained.")
     rounds: dict[int, Mapping[str, float]] = {}  # a repeated round counts once
-    failed = paused = 0.0
+    failed = paused_s = 0.0
     for line in run.objects(JOURNAL):
-        paused += line.get("paused", {}).get("seconds", 0.0)
+        paused_s += line.get("paused", {}).get("seconds", 0.0)
         if (outcome := line.get("outcome", DONE)) == DONE:
             rounds[line["round"]] = line.get("phases", {})
         elif outcome not in (BURNT, EVALUATED, SPENT):  # these follow a round, whose phases stay
@@ -67,8 +67,8 @@ def time(run: RunFolder) -> Part:
     inside: dict[str, float] = {}
     for _, phases in sorted(rounds.items()):
         inside |= {name: inside.get(name, 0.0) + seconds for name, seconds in phases.items()}
-    rest = summary.get("duration_s", 0.0) - failed - paused - sum(inside.values())
-    others = {"failed attempts": failed, "paused": paused, "evaluation and rest": rest}
+    rest = summary.get("duration_s", 0.0) - failed - paused_s - sum(inside.values())
+    others = {"failed attempts": failed, "paused": paused_s, "evaluation and rest": rest}
     text = (
         f"Time of the aggregator in {pluralize(len(rounds), 'round')}. A phase that is named after a message lasts "
         "from sending it to the last reply."
@@ -150,17 +150,17 @@ def data(run: RunFolder) -> Part:
 
 def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     scheme = {key: value for key, value in manifest.scheme.items() if value is not None}
-    ordered = sorted(scheme.items(), key=lambda item: (item[0] != "scheme", item[0]))
+    items = sorted(scheme.items(), key=lambda item: (item[0] != "scheme", item[0]))
     classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
     sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
     inputs_of = "×".join(map(str, manifest.spec.input_shape))
-    predicted = f", {pluralize(manifest.spec.classes, 'class', 'classes')}" if manifest.spec.classes else ""
+    outputs = f", {pluralize(manifest.spec.classes, 'class', 'classes')}" if manifest.spec.classes else ""
     if (targets := manifest.spec.targets) is not None:
-        predicted = f", {targets.task}, {pluralize(targets.outputs, 'output')}"
+        outputs = f", {targets.task}, {pluralize(targets.outputs, 'output')}"
     return (
-        ("data set", f"{manifest.dataset}{predicted}, inputs {inputs_of}"),
+        ("data set", f"{manifest.dataset}{outputs}, inputs {inputs_of}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
-        ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
+        ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in items)),
         ("training examples per client", number_range([client.train for client in manifest.clients])),
         *([("classes per client", number_range(classes_of))] if manifest.spec.classes else []),
         ("examples", ", ".join(f"{size:,} {split}" for split, size in sizes.items())),

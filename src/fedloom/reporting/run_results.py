@@ -147,9 +147,9 @@ def read_results(run: RunFolder) -> RunResults:
             **summary["communication"],
             duration_s=summary["duration_s"],
             own_steps={
-                line["steps"]: measured
+                line["steps"]: values
                 for line in summary["own_steps"] or ()
-                if (measured := _measured(line["unseen"], headline, {}, masked=masked)) is not None
+                if (values := _measured(line["unseen"], headline, {}, masked=masked)) is not None
             },
             results={
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
@@ -172,7 +172,7 @@ def _result(
     method = summary["algorithm"]
     costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
     column = client_column(predictor, headline.name, "masked" if masked else "unmasked")
-    tested = {
+    counts = {
         group: {
             row["id"]: _quotient(row, column, headline) for row in clients if row["seen"] == seen and row.get(column)
         }
@@ -180,10 +180,10 @@ def _result(
     }
     return Result(
         groups={
-            name: _measured(group, headline, tested.get(name, {}), masked=masked)
+            name: _measured(group, headline, counts.get(name, {}), masked=masked)
             for name, group in _groups_of(summary, predictor, method).items()
         },
-        clients=tested,
+        clients=counts,
         curve=tuple(_point(line, predictor, method, headline) for line in history),
         best=None if best is None else _point(best, predictor, method, headline),
         new_client=NewClient(*(costs.get(key) for key in NewClient._fields)),
@@ -196,17 +196,17 @@ def _quotient(row: ClientRow, column: str, headline: Headline) -> tuple[int, int
     Another metric is returned as its digits and a power of ten.
     """
     if headline == ACCURACY:
-        of = int(row["test"])
-        return round(float(row[column]) * of), of
+        total = int(row["test"])
+        return round(float(row[column]) * total), total
     return Decimal(row[column]).as_integer_ratio()
 
 
 def _groups_of(line: Document, predictor: str, method: str) -> dict[str, Document | None]:
     """Return a predictor's groups from a summary or a line of metrics; ``users`` if they are not all the seen ones."""
     groups = line if predictor == "personal" else line["global"]
-    found = {group: groups[group] for group in GROUPS}
+    result = {group: groups[group] for group in GROUPS}
     users = line.get(method, {}).get(USERS)
-    return found | {USERS: users} if predictor == "personal" and users not in (None, found["seen"]) else found
+    return result | {USERS: users} if predictor == "personal" and users not in (None, result["seen"]) else result
 
 
 def _measured(
@@ -220,7 +220,7 @@ def _measured(
         return None
     other = group["unmasked" if masked else "masked"] if headline == ACCURACY else None
     if std is None and clients:
-        losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
+        losses = sorted((loss / total for loss, total in clients.values()), reverse=True)
         std, decile = statistics.pstdev(losses), statistics.fmean(losses[: math.ceil(len(losses) / 10)])
     accuracy = None if other is None else other["accuracy_mean"]
     return GroupStatistics(group["clients"], mean, std, decile, pooled, accuracy)
@@ -246,8 +246,8 @@ class MeanStd(NamedTuple):
     @classmethod
     def over(cls, values: Iterable[float]) -> MeanStd:
         """Return the statistics of one or more values."""
-        known = list(values)
-        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None)
+        numbers = list(values)
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
     def shown(self, headline: Headline) -> str:
         """Return percent with one decimal, or five digits; with ± if there is a standard deviation."""
@@ -261,7 +261,7 @@ class MeanStd(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One predictor under one setting; its runs differ only in the seed.
+    """Predictor under one setting; its runs differ only in the seed.
 
     Attributes
     ----------
@@ -316,8 +316,8 @@ class Row:
     def epsilon(self, toward: str = "readers") -> float | None:
         """Return the largest ε toward ``readers``, ``members`` or ``aggregator``; None if a run has no guarantee."""
         claims = [run.privacy[f"to_{toward}"]["epsilon"] for run in self.runs if run.privacy is not None]
-        known = [float(epsilon) for epsilon in claims if epsilon is not None]
-        return max(known) if len(known) == len(self.runs) else None
+        numbers = [float(epsilon) for epsilon in claims if epsilon is not None]
+        return max(numbers) if len(numbers) == len(self.runs) else None
 
     @property
     def new_client(self) -> NewClient:
@@ -336,14 +336,14 @@ class Row:
 
     def mean(self, group: str) -> float:
         """Return the mean over seeds of a group for which the row has a result."""
-        found = self.over_seeds(group)
-        if found is None:
+        mean = self.over_seeds(group)
+        if mean is None:
             raise ValueError(f"{self.label} has no result for {group}")
-        return found.mean
+        return mean.mean
 
     def client_values(self, group: str) -> list[float]:
         """Return the clients' values of the headline metric in the last round, over all seeds."""
-        return [value / of for result in self.results for value, of in result.clients[group].values()]
+        return [value / total for result in self.results for value, total in result.clients[group].values()]
 
     def of_runs(self, quantity: str) -> MeanStd | None:
         """Return an attribute of :class:`RunResults`, such as ``duration_s``, over seeds."""
@@ -375,11 +375,11 @@ def comparison_rows(runs: Sequence[RunResults]) -> list[Row]:
     Runs that differ only in name and seed form one row per predictor. If two of them also share the seed, as a run and
     its replay do, they are listed separately: merging would count one result twice.
     """
-    merged: dict[str, list[RunResults]] = {}
+    by_label: dict[str, list[RunResults]] = {}
     for run in runs:
-        merged.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
+        by_label.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
     blocks: dict[str, list[Row]] = {}
-    for same in merged.values():
+    for same in by_label.values():
         distinct = len({run.seed for run in same}) == len(same)
         for group in [same] if distinct else [[run] for run in same]:
             first = group[0]
@@ -406,32 +406,32 @@ def _with_details(rows: Sequence[Row]) -> list[Row]:
     If the models differ, every row states its model.
     """
     models = [key for key in differing([row.settings for row in rows]) if key.startswith("model.")]
-    found = []
+    result = []
     for row in rows:
         keys = [*models, *differing([other.settings for other in rows if other.method == row.method])]
-        found.append(replace(row, details=tuple(setting_labels(dict.fromkeys(keys), row.settings))))
-    labels = [row.label for row in found]
+        result.append(replace(row, details=tuple(setting_labels(dict.fromkeys(keys), row.settings))))
+    labels = [row.label for row in result]
     return [
         replace(row, details=(*row.details, *(run.name for run in row.runs))) if labels.count(row.label) > 1 else row
-        for row in found
+        for row in result
     ]
 
 
 def _of_block(run: RunResults) -> dict[str, Any]:
-    """Return the settings that define a block: those of the data and, if models have their own losses, of the model."""
-    wanted = ("data.", "model.") if run.headline == MODEL_LOSS else ("data.",)
-    return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
+    """Return the data settings, which define a block, and the model's if models have their own losses."""
+    prefixes = ("data.", "model.") if run.headline == MODEL_LOSS else ("data.",)
+    return {key: value for key, value in run.settings.items() if key.startswith(prefixes)}
 
 
 def block_labels(rows: Sequence[Row]) -> dict[str, str]:
     """Return the data set of each block, with the settings that distinguish the block from others."""
     first = {row.block: row for row in reversed(rows)}
     keys = [key for key in differing([_of_block(row.runs[0]) for row in first.values()]) if key != "data.dataset"]
-    found = {}
+    result = {}
     for block, row in first.items():
         labels = [row.runs[0].dataset, *setting_labels(keys, row.settings)]
-        found[block] = ", ".join([*labels, *(["masked"] if row.runs[0].masked else [])])
-    return found
+        result[block] = ", ".join([*labels, *(["masked"] if row.runs[0].masked else [])])
+    return result
 
 
 def differing(settings: Sequence[Document]) -> tuple[str, ...]:
@@ -447,9 +447,11 @@ def shown_value(value: Any) -> str:
 
 def setting_labels(keys: Iterable[str], settings: Document) -> list[str]:
     """Return ``key value`` for each existing setting; keys are shortened, without a final ``name`` or ``scheme``."""
-    known = list(keys)
-    names = shortest_suffixes([re.sub(r"\.(name|scheme)$", "", key) for key in known])
-    return [f"{name} {shown_value(settings[key])}" for key, name in zip(known, names, strict=True) if key in settings]
+    shortened = list(keys)
+    names = shortest_suffixes([re.sub(r"\.(name|scheme)$", "", key) for key in shortened])
+    return [
+        f"{name} {shown_value(settings[key])}" for key, name in zip(shortened, names, strict=True) if key in settings
+    ]
 
 
 def own_steps_of(rows: Iterable[Row]) -> list[int]:
@@ -459,20 +461,20 @@ def own_steps_of(rows: Iterable[Row]) -> list[int]:
 
 def mean_std(values: Iterable[float | None]) -> MeanStd | None:
     """Return mean and sample standard deviation; None if there are no values or one is missing."""
-    known = list(values)
-    return None if mean_of(known) is None else MeanStd.over(value for value in known if value is not None)
+    numbers = list(values)
+    return None if mean_of(numbers) is None else MeanStd.over(value for value in numbers if value is not None)
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
     """Return the mean; None if there are no values or one is missing."""
-    known = list(values)
-    return None if not known or None in known else statistics.fmean(v for v in known if v is not None)
+    numbers = list(values)
+    return None if not numbers or None in numbers else statistics.fmean(v for v in numbers if v is not None)
 
 
 def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
     """Return each client's difference, first minus second, by seed, for seeds with the same partition in both rows."""
     others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
-    found: dict[int, list[float]] = {}
+    by_client: dict[int, list[float]] = {}
     for run, result in zip(first.runs, first.results, strict=True):
         if (run.seed, run.partition) not in others:
             continue
@@ -482,5 +484,5 @@ def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
                 right_2, examples_2 = theirs[client]
                 # A single division of integers: equal differences are then equal floats.
                 difference = (right * examples_2 - right_2 * examples) / (examples * examples_2)
-                found.setdefault(run.seed, []).append(difference)
-    return found
+                by_client.setdefault(run.seed, []).append(difference)
+    return by_client

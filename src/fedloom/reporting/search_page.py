@@ -76,26 +76,27 @@ def search_page(search: Document) -> ReportPage:
         for group, values in chosen["test"].items()
         if values["mean"] is not None
     ]
-    drawn = [key for key in chosen["parameters"] if _spread(trials, key)][:MANY_PARAMETERS]
+    parameters_drawn = [key for key in chosen["parameters"] if _spread(trials, key)][:MANY_PARAMETERS]
     panels = [Panel("trials", draw_trials(trials, chosen["trial"], headline), wide=True)]
     panels += [
-        Panel(f"parameter-{i}", draw_parameter(trials, key, chosen["trial"], headline)) for i, key in enumerate(drawn)
+        Panel(f"parameter-{i}", draw_parameter(trials, key, chosen["trial"], headline))
+        for i, key in enumerate(parameters_drawn)
     ]
     headings, rows = trial_rows(search)
     table = one_block(headings, (table_row(*cells) for cells in rows))
     states = [trial["state"] for trial in trials]
-    about = [f"sampler {search['sampler']}, seed {search['seed']}", pluralize(len(trials), "trial")]
-    about += [f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states]
+    description = [f"sampler {search['sampler']}, seed {search['seed']}", pluralize(len(trials), "trial")]
+    description += [f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states]
     values = tuple((key, as_yaml(value)) for key, value in chosen["parameters"].items())
-    why = (
+    reason = (
         f"{chosen['folder']} has the {headline.superlative} {headline.title} on the validation examples of the seen "
         "clients in the last round. Test results are shown for it alone."
     )
     return ReportPage(
         f"Search: {search['experiment']}",
-        (" · ".join(about),),
+        (" · ".join(description),),
         (
-            PageSection("Chosen values", (Part(pairs=values, text=why),)),
+            PageSection("Chosen values", (Part(pairs=values, text=reason),)),
             PageSection("Trials", (Part(panels=tuple(panels), columns=2), Part(tables=(table,)))),
         ),
         COLOURS,

@@ -114,11 +114,11 @@ RESAMPLES = 2000
 def _drawn_weights(sizes: tuple[int, ...]) -> NDArray[np.float64]:
     """Return the weight of each value in each resample, ``[RESAMPLES, Σ sizes]``; it depends on ``sizes`` alone."""
     random, seeds = make_rng(0, "bootstrap"), len(sizes)
-    picked = (random.random((RESAMPLES, seeds)) * seeds).astype(np.int64)
+    seeds_drawn = (random.random((RESAMPLES, seeds)) * seeds).astype(np.int64)
     weights = np.zeros((RESAMPLES, sum(sizes)))
     first = np.concatenate([[0], np.cumsum(sizes)])
     for j, n in enumerate(sizes):
-        resample, _ = np.nonzero(picked == j)
+        resample, _ = np.nonzero(seeds_drawn == j)
         clients = (random.random((len(resample), n)) * n).astype(np.int64)
         np.add.at(weights, (resample[:, None], first[j] + clients), 1 / (n * seeds))
     return weights
@@ -132,9 +132,9 @@ def holm(p: Sequence[float]) -> list[float]:
     Source: S. Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statistics 6 (1979).
     """
     order = np.argsort(p, kind="stable")
-    raised = np.maximum.accumulate(np.minimum(np.asarray(p)[order] * np.arange(len(p), 0, -1), 1.0))
+    increasing = np.maximum.accumulate(np.minimum(np.asarray(p)[order] * np.arange(len(p), 0, -1), 1.0))
     adjusted = np.empty(len(p))
-    adjusted[order] = raised
+    adjusted[order] = increasing
     return [float(value) for value in adjusted]
 
 
@@ -143,9 +143,9 @@ def _rank_sums(ranks: NDArray[np.int64]) -> NDArray[np.float64]:
     distribution = np.zeros(int(ranks.sum()) + 1)
     distribution[0] = 1.0
     for rank in ranks:
-        moved = np.zeros_like(distribution)
-        moved[rank:] = distribution[:-rank]
-        distribution = (distribution + moved) / 2
+        shifted = np.zeros_like(distribution)
+        shifted[rank:] = distribution[:-rank]
+        distribution = (distribution + shifted) / 2
     return distribution
 
 
@@ -241,8 +241,8 @@ def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
     first, second = (j, i) if _rank_value(rows[j], group) > _rank_value(rows[i], group) else (i, j)
     a, b, sign = rows[first], rows[second], rows[first].headline.sign
     by_seed = differences(a, b, group)
-    if why := _untested(a, b, group, paired=bool(by_seed)):
-        return Pair(first, second, group, why=why)
+    if reason := _untested(a, b, group, paired=bool(by_seed)):
+        return Pair(first, second, group, why=reason)
     clients = list(itertools.chain(*by_seed.values()))
     means = [statistics.fmean(of_seed) for of_seed in by_seed.values()]
     p_of_seeds = tuple(map(signed_rank_test, by_seed.values()))

@@ -100,9 +100,9 @@ class RunStatus:
         path = self._run.path / PARTITION
         manifest = None
         if path.exists():
-            written = path.stat().st_mtime
-            if self._partition is None or self._partition[0] != written:
-                self._partition = written, self._run.manifest()
+            modified_at = path.stat().st_mtime
+            if self._partition is None or self._partition[0] != modified_at:
+                self._partition = modified_at, self._run.manifest()
             manifest = self._partition[1]
         if not self._is_open:
             return () if manifest is None else manifest.clients
@@ -141,7 +141,7 @@ class RunStatus:
             return
         self._done = max(self._done, attempt.round)
         for conversation in attempt.conversations:
-            lost = {loss.row for loss in conversation.lost}
+            lost_rows = {loss.row for loss in conversation.lost}
             for row, client in enumerate(conversation.clients):
-                if row not in lost:
+                if row not in lost_rows:
                     self._last_round[client] = attempt.round

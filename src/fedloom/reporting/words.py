@@ -38,17 +38,17 @@ def audit_verdict(canaries: Document, claim: Document | None) -> str:
     """Return sentences with the verdict of an audit by canaries on the run's claim, and its reasons."""
     if claim is None:
         return "The run claims no ε for its training, so there is nothing to refute."
-    claimed = f"(ε = {rounded_up(claim['epsilon'])}, δ = {claim['delta']:g}) for {claim['of']}"
+    bound = f"(ε = {rounded_up(claim['epsilon'])}, δ = {claim['delta']:g}) for {claim['of']}"
     if claim["of"] != canaries["of"]:
-        return f"The run claims {claimed}, but nothing for {canaries['of']}."
+        return f"The run claims {bound}, but nothing for {canaries['of']}."
     verdict, power = canaries["verdict"], canaries["power"]
     if verdict == "failed":
         reasons = " ".join(_FAILURES[test].format(**_figures(canaries)) for test in canaries["failed_by"])
-        return f"Verdict: failed. {reasons} The claim of {claimed} does not hold."
+        return f"Verdict: failed. {reasons} The claim of {bound} does not hold."
     if verdict == "no power":
-        return f"Verdict: no power. Nothing speaks against the claim of {claimed}, but {_lack_of_power(power)}"
+        return f"Verdict: no power. Nothing speaks against the claim of {bound}, but {_lack_of_power(power)}"
     return (
-        f"Verdict: passed. Nothing speaks against the claim of {claimed}. With probability {power['probability']:g}, "
+        f"Verdict: passed. Nothing speaks against the claim of {bound}. With probability {power['probability']:g}, "
         f"this audit would have found noise of at most {in_percent(power['noise'])} % of the claimed."
     )
 
@@ -93,9 +93,13 @@ def _figures(canaries: Document) -> dict[str, Any]:
 def _lack_of_power(power: Document) -> str:
     """Return the end of a sentence that says what an audit without power finds, and a sentence with what it takes."""
     noise = power["noise"]
-    found = "not even the absence of all noise" if noise is None else f"only noise of at most {in_percent(noise)} %"
-    more = f"It takes {power['canaries']:,} canaries." if power["canaries"] else "Use a larger model, or train longer."
-    return f"with probability {power['probability']:g} this audit finds {found} of the claimed. {more}"
+    detectable = (
+        "not even the absence of all noise" if noise is None else f"only noise of at most {in_percent(noise)} %"
+    )
+    remedy = (
+        f"It takes {power['canaries']:,} canaries." if power["canaries"] else "Use a larger model, or train longer."
+    )
+    return f"with probability {power['probability']:g} this audit finds {detectable} of the claimed. {remedy}"
 
 
 def power_note(power: Document, claim: float, *, enough: bool) -> str:

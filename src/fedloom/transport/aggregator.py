@@ -303,19 +303,21 @@ class Aggregator:
             await self._models.begin()
         options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
         services, protection = self._services(), self._protection
-        at = await listening(address, services, protection, self._audit, options, self._report, self._health)
-        started.set_result(at.address)
-        log.debug("serving on %s", at.address)
-        watching = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
+        address_served = await listening(
+            address, services, protection, self._audit, options, self._report, self._health
+        )
+        started.set_result(address_served.address)
+        log.debug("serving on %s", address_served.address)
+        watchers = [asyncio.create_task(self._watch_connections()), asyncio.create_task(self._watch_rows())]
         await self._stopping.wait()
-        for task in watching:
+        for task in watchers:
             task.cancel()
-        await at.stop(1.0)
+        await address_served.stop(1.0)
         if self._models is not None:
             await self._models.end()
         # gRPC does not wait for handlers to finish, and prints a traceback for those that are cancelled then.
-        if left := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(left, timeout=1.0)
+        if remaining := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(remaining, timeout=1.0)
 
     def _services(self) -> dict[str, dict[str, Any]]:
         # Frames are read and written as bytes, so that an invalid frame ends its stream with our status and the traffic

@@ -117,7 +117,7 @@ def split_rows(encoded: Encoded, count: int) -> list[Encoded]:
 
 
 def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
-    """Yield ranges of consecutive answers that share a transfer: those of one class that fit into a chunk.
+    """Yield ranges of consecutive answers of one class that fit into a chunk and share a transfer.
 
     An answer with a broadcast has a separate transfer.
     """

@@ -97,11 +97,11 @@ class ConnectedWorkers:
 
     def _too_few(self, missing: Sequence[str], clients: Collection[str], timeout_s: float, workers: int) -> QuorumError:
         if missing:
-            what = f"no worker serves {len(missing)} of {pluralize(len(clients), 'client')}: {first_of(missing, 5)}"
+            reason = f"no worker serves {len(missing)} of {pluralize(len(clients), 'client')}: {first_of(missing, 5)}"
         else:
-            what = f"{len(self._workers)} of {pluralize(workers, 'worker')} joined"
+            reason = f"{len(self._workers)} of {pluralize(workers, 'worker')} joined"
         return QuorumError(
-            f"after {timeout_s:g} s {what} (connected workers: {first_of(sorted(self._workers), 20) or 'none'})",
+            f"after {timeout_s:g} s {reason} (connected workers: {first_of(sorted(self._workers), 20) or 'none'})",
             hint="start a `fedloom worker` that has their shards, or check the workers' logs",
         )
 

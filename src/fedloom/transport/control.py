@@ -208,15 +208,15 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
         If the address is invalid, or a token would be sent in plaintext to another machine.
     """
     ends = time.monotonic() + connect_s
-    reached = False
+    was_reached = False
     with dialled(address, credentials) as client:
         while True:
             try:
                 for now in client.watch():
-                    reached = True
+                    was_reached = True
                     yield now
             except AbandonedError:
-                if reached or time.monotonic() > ends:
+                if was_reached or time.monotonic() > ends:
                     raise
                 time.sleep(RETRY_INTERVAL_S)
             else:

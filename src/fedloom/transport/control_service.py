@@ -82,9 +82,9 @@ class ProgressPublisher:
         """Report a failed attempt."""
         self.say(f"round {attempt.round}: attempt {attempt.attempt} of {attempts} failed: {attempt.outcome}")
 
-    def evaluating(self, round: int, done: int, clients: int) -> None:
+    def evaluating(self, round: int, count: int, clients: int) -> None:
         """Report how many clients an evaluation has measured so far."""
-        self.say(f"{done} of {pluralize(clients, 'client')} measured")
+        self.say(f"{count} of {pluralize(clients, 'client')} measured")
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Report a line written to metrics.jsonl."""
@@ -114,17 +114,17 @@ class ProgressPublisher:
             )
         with self._lock:
             self._watchers += 1
-        sent: Any = None
+        last_sent: Any = None
         sent_at, seen = 0.0, len(self._evaluations)
         try:
             while True:
                 new, now = self._evaluations[seen:], activity()
                 seen += len(new)
-                for measured in new[:-1]:
-                    await context.write(self._response(replace(now, phase="evaluating", measured=measured)))
-                if (news := _news(now)) != sent or new or time.monotonic() - sent_at > stream.HEARTBEAT_S:
+                for measurement in new[:-1]:
+                    await context.write(self._response(replace(now, phase="evaluating", measured=measurement)))
+                if (news := _news(now)) != last_sent or new or time.monotonic() - sent_at > stream.HEARTBEAT_S:
                     await context.write(self._response(replace(now, measured=new[-1]) if new else now))
-                    sent, sent_at = news, time.monotonic()
+                    last_sent, sent_at = news, time.monotonic()
                 if now.phase in ENDS:
                     return
                 await asyncio.sleep(EVERY_S)
@@ -226,34 +226,34 @@ class ControlService:
             await context.write(wire.ClientsResponse(clients=clients))
 
     async def _pause(self, control: Control, request: wire.PauseRequest, context: Any) -> wire.PauseResponse:
-        by = await self._operator(context, "pause")
-        changed = await self._written(context, lambda: control.pause(by))
-        if changed:
-            self._say(f"rounds pause after the current one, as requested by {by}")
-        return wire.PauseResponse(changed=changed, activity=to_wire(self._activity()))
+        identity = await self._operator(context, "pause")
+        is_changed = await self._written(context, lambda: control.pause(identity))
+        if is_changed:
+            self._say(f"rounds pause after the current one, as requested by {identity}")
+        return wire.PauseResponse(changed=is_changed, activity=to_wire(self._activity()))
 
     async def _resume(self, control: Control, request: wire.ResumeRequest, context: Any) -> wire.ResumeResponse:
-        by = await self._operator(context, "resume")
-        changed = await self._written(context, control.resume)
-        if changed:
-            self._say(f"rounds continue, as requested by {by}")
-        return wire.ResumeResponse(changed=changed, activity=to_wire(self._activity()))
+        identity = await self._operator(context, "resume")
+        is_changed = await self._written(context, control.resume)
+        if is_changed:
+            self._say(f"rounds continue, as requested by {identity}")
+        return wire.ResumeResponse(changed=is_changed, activity=to_wire(self._activity()))
 
     async def _stop(self, control: Control, request: wire.StopRequest, context: Any) -> wire.StopResponse:
-        by = await self._operator(context, "stop now" if request.now else "stop")
-        when = "now" if request.now else "after the current round"
-        self._say(f"the aggregator stops {when}, as requested by {by}")
+        identity = await self._operator(context, "stop now" if request.now else "stop")
+        timing = "now" if request.now else "after the current round"
+        self._say(f"the aggregator stops {timing}, as requested by {identity}")
         control.stop(request.now)
         return wire.StopResponse(activity=to_wire(self._activity()))
 
-    async def _operator(self, context: Any, what: str) -> str:
+    async def _operator(self, context: Any, action: str) -> str:
         """Return the operator's name, recorded in the audit log; callers without identity must be on this machine."""
         activity = self._activity()
         if activity.phase in OVER:
             state = f"the run is over ({activity.phase}, round {activity.round})"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{state}: there is nothing to {what}")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{state}: there is nothing to {action}")
         if (peer := PEER.get()) is not None:
-            await self._written(context, lambda: peer.control(what))
+            await self._written(context, lambda: peer.control(action))
             return peer.identity.name
         if not is_loopback(host_of(context.peer())):
             reason = "an identity with role admin is required, unless the call comes from the aggregator's own machine"

@@ -123,11 +123,11 @@ class ServerConnection:
         credentials: Credentials | None,
         options: Any = CHANNEL_OPTIONS,
         *,
-        what: str = "the aggregator",
+        service: str = "the aggregator",
         sync: bool = False,
     ) -> None:
         self.address = address
-        self._host, _ = split_address(address, what=what, lowest=1)
+        self._host, _ = split_address(address, what=service, lowest=1)
         self.shown = shown = (credentials or Credentials()).show(self._host)
         self.metadata = () if shown.token is None else (("authorization", f"Bearer {shown.token.get_secret_value()}"),)
         """Metadata of each call: the token, if we have one."""

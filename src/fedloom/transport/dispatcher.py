@@ -115,10 +115,10 @@ class Dispatcher:
         self.silence.sign(link.worker.clients, link.name, link.owner)
         self.silence.join((member.id for member in link.worker.members), link.name, link.owner)
         self._claims.update((member.id, link.name) for member in link.worker.members)
-        for reported in islice(held, HELD_CONVERSATIONS):
-            self._note_held(link, reported)
-        served = pluralize(len(link.worker.clients), "client")
-        log.info("worker %s (%s, %s) joined", link.name, link.worker.device, served, extra={"worker": link.name})
+        for conversation in islice(held, HELD_CONVERSATIONS):
+            self._note_held(link, conversation)
+        client_count = pluralize(len(link.worker.clients), "client")
+        log.info("worker %s (%s, %s) joined", link.name, link.worker.device, client_count, extra={"worker": link.name})
         self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
 
@@ -126,8 +126,8 @@ class Dispatcher:
         """End an older stream of a worker; it has the same identity, or the newer one would have been refused."""
         if old.worker.incarnation != link.worker.incarnation:
             reason = f"another process joined as worker {link.name!r}; names must be unique"
-            refused = wire.Refused(code=wire.REFUSAL_CODE_REPLACED, reason=reason)
-            old.outbox.put_part(None, wire.AggregatorPart(refused=refused))
+            refusal = wire.Refused(code=wire.REFUSAL_CODE_REPLACED, reason=reason)
+            old.outbox.put_part(None, wire.AggregatorPart(refused=refusal))
         old.outbox.close()
         self._release(old)
 
@@ -208,8 +208,8 @@ class Dispatcher:
         """Close an exchange that no thread waits for: anything that still arrives for it is late."""
         if exchange.remaining_s() == 0.0 or not exchange.outstanding:
             silent = [exchange.client[row] for row in exchange.outstanding]
-            answered = [client for row, client in exchange.client.items() if row not in exchange.outstanding]
-            self.silence.end(answered, silent, time.monotonic() - exchange.started)
+            clients = [client for row, client in exchange.client.items() if row not in exchange.outstanding]
+            self.silence.end(clients, silent, time.monotonic() - exchange.started)
         exchange.finished.set()
         conversation = self._conversations.get(exchange.call.key)
         if conversation is not None and conversation.current is exchange:
@@ -282,7 +282,7 @@ class Dispatcher:
 
     def _held(self, conversation: OpenConversation, exchange: Exchange) -> tuple[dict[str, list[int]], list[int]]:
         """Return the rows to send by the worker that holds them, and those that no connected worker holds."""
-        held: dict[str, list[int]] = {}
+        rows_by_worker: dict[str, list[int]] = {}
         free: list[int] = []
         for row in exchange.call.rows:
             if row not in exchange.outstanding or row in exchange.sent:
@@ -290,10 +290,10 @@ class Dispatcher:
             client = exchange.client[row]
             holder = self._links.get(self._claims.get(client) or conversation.holders.get(row, ""))
             if holder is not None and client in holder.worker.clients:
-                held.setdefault(holder.name, []).append(row)
+                rows_by_worker.setdefault(holder.name, []).append(row)
             else:
                 free.append(row)
-        return held, free
+        return rows_by_worker, free
 
     def _deal(self, exchange: Exchange, free: list[int], shares: dict[str, list[int]]) -> None:
         """Add rows to workers' shares; resting workers get only rows that no other may serve."""
@@ -304,27 +304,27 @@ class Dispatcher:
         everyone = {name: link.worker.clients for name, link in self._links.items()}
         for workers in (rested, everyone):
             dealt = deal([exchange.client[row] for row in free], workers, loads)
-            given = {name: [free[i] for i in positions] for name, positions in dealt.items()}
-            for name, rows in given.items():
+            rows_by_link = {name: [free[i] for i in positions] for name, positions in dealt.items()}
+            for name, rows in rows_by_link.items():
                 shares.setdefault(name, []).extend(rows)
-            free = sorted(set(free).difference(*given.values()))
+            free = sorted(set(free).difference(*rows_by_link.values()))
 
     def _say_unserved(self, exchange: Exchange, because: str) -> None:
-        before, exchange.unserved = exchange.unserved, exchange.waiting()
-        if exchange.unserved == before or self._stopping:
+        unserved_before, exchange.unserved = exchange.unserved, exchange.waiting()
+        if exchange.unserved == unserved_before or self._stopping:
             return
         if not exchange.unserved:
             self._say("every client has a worker again")
             return
-        left = exchange.remaining_s()
+        seconds = exchange.remaining_s()
         until = "waiting for one"
-        if left is not None:
-            at = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-            until = f"waiting for one until {at}, {left:.0f} s (federation.deadline_s)"
+        if seconds is not None:
+            deadline = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+            until = f"waiting for one until {deadline}, {seconds:.0f} s (federation.deadline_s)"
         key, count = exchange.call.key, len(set(exchange.call.clients))
-        when = f"round {key.round}, attempt {key.attempt}" if key.purpose == TRAIN else f"after round {key.round}"
-        who = f"{len(exchange.unserved)} of {pluralize(count, 'client')} ({first_of(exchange.unserved, 3)})"
-        self._say(f"{because}{when}: no worker for {who}; {until}")
+        moment = f"round {key.round}, attempt {key.attempt}" if key.purpose == TRAIN else f"after round {key.round}"
+        subject = f"{len(exchange.unserved)} of {pluralize(count, 'client')} ({first_of(exchange.unserved, 3)})"
+        self._say(f"{because}{moment}: no worker for {subject}; {until}")
 
     # ---- sending
 
@@ -338,23 +338,23 @@ class Dispatcher:
     ) -> None:
         """Request these rows from a worker, after replaying earlier exchanges that it lacks."""
         call = exchange.call
-        reached = conversation.moves_to(link, rows)
-        answered = reached.pop(call.exchange, [])
-        for last, those in sorted(reached.items()):
+        rows_by_exchange = conversation.moves_to(link, rows)
+        answered_rows = rows_by_exchange.pop(call.exchange, [])
+        for last, those in sorted(rows_by_exchange.items()):
             self._replay(conversation.calls[last + 1 : -1], link, those)
         link.allowance += ALLOWED_PER_ROW * len(rows)
-        new = sorted(set(rows).difference(answered))
+        new = sorted(set(rows).difference(answered_rows))
         if new:
-            if call.told_again is not None and (repeated := conversation.ask(new)):
+            if call.told_again is not None and (repeated_rows := conversation.ask(new)):
                 try:
-                    call.told_again([exchange.client[row] for row in repeated])
+                    call.told_again([exchange.client[row] for row in repeated_rows])
                 except FedloomError as error:  # a request that cannot be accounted for is not sent
                     exchange.inbox.put(error)
                     return
             self._put(link, call, new, replay=False, remaining_s=exchange.remaining_s())
-        if answered:
-            again = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=answered)
-            link.outbox.put_part(call.key, wire.AggregatorPart(again=again))
+        if answered_rows:
+            resend = wire.Again(conversation=key_to_wire(call.key), exchange=call.exchange, rows=answered_rows)
+            link.outbox.put_part(call.key, wire.AggregatorPart(again=resend))
         exchange.asked_at[link] = time.monotonic()
         for row in rows:
             (exchange.sent if whom is None else whom)[row] = link
@@ -387,11 +387,11 @@ def _stalled(exchange: Exchange) -> list[int]:
     patience = exchange.patience_s()
     if patience is None:
         return []
-    before = time.monotonic() - patience
+    latest = time.monotonic() - patience
     return [
         row
         for row, link in sorted(exchange.sent.items())
-        if row not in exchange.second and max(link.sign_at, exchange.asked_at.get(link, 0.0)) < before
+        if row not in exchange.second and max(link.sign_at, exchange.asked_at.get(link, 0.0)) < latest
     ]
 
 

@@ -173,7 +173,7 @@ class Arrived:
 
 
 class Exchange:
-    """One call and the state of its rows."""
+    """Call to clients, and the state of its rows."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -283,19 +283,19 @@ class OpenConversation:
     def ask(self, rows: Iterable[int]) -> list[int]:
         """Record that these rows are asked to answer the current exchange; return those that were asked before."""
         requests = {(len(self.calls) - 1, row) for row in rows}
-        again = sorted(row for _, row in requests & self._requests)
+        repeated_rows = sorted(row for _, row in requests & self._requests)
         self._requests |= requests
-        return again
+        return repeated_rows
 
     def moves_to(self, link: Link, rows: list[int]) -> dict[int, list[int]]:
         """Record that a worker continues with these rows; return them by the last exchange that it has (-1: none)."""
-        held = link.held.setdefault(self.key, {})
-        reached: dict[int, list[int]] = {}
+        held_rows = link.held.setdefault(self.key, {})
+        rows_by_exchange: dict[int, list[int]] = {}
         for row in rows:
-            reached.setdefault(held.get(row, -1), []).append(row)
-            held[row] = len(self.calls) - 1
+            rows_by_exchange.setdefault(held_rows.get(row, -1), []).append(row)
+            held_rows[row] = len(self.calls) - 1
             self.holders[row] = link.name
-        return reached
+        return rows_by_exchange
 
 
 class Conversations:

@@ -16,7 +16,7 @@ FRAME_BYTES = 1 << 20
 
 PartClass: TypeAlias = type[wire.WorkerPart | wire.AggregatorPart | models.NewcomerPart | models.ModelPart]
 Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts and a seal."""
+"""Serialized part of a frame, which is the concatenation of its parts and a seal."""
 
 F = TypeVar("F", wire.WorkerFrame, wire.AggregatorFrame, models.NewcomerFrame, models.ModelFrame)
 
@@ -147,12 +147,12 @@ def read_parts(frame: type[Any], data: bytes) -> Iterator[tuple[str, Any]]:
     """
     part_class = _PARTS[frame]
     view = unseal_frame(data)
-    at = 0
-    while at < len(view) or not at:
-        start, end = _delimited(view, at, _PARTS_FIELD)
-        if end > len(view) or start == at:
+    position = 0
+    while position < len(view) or not position:
+        start, end = _delimited(view, position, _PARTS_FIELD)
+        if end > len(view) or start == position:
             raise _garbage(frame, data)
-        at = end
+        position = end
         chunk = _chunk_at(view[start:end], part_class.CHUNK_FIELD_NUMBER)
         if chunk is not None:
             yield "chunk", chunk
@@ -169,38 +169,38 @@ def read_parts(frame: type[Any], data: bytes) -> Iterator[tuple[str, Any]]:
 
 def _chunk_at(part: memoryview, field: int) -> ChunkView | None:
     """Read a part that is a single Chunk with its fields in order and its data last; None for any other part."""
-    at, end = _delimited(part, 0, field)
-    if end != len(part) or at == 0:
+    position, end = _delimited(part, 0, field)
+    if end != len(part) or position == 0:
         return None
-    transfer, at = _number(part, at, wire.Chunk.TRANSFER_FIELD_NUMBER)
-    offset, at = _number(part, at, wire.Chunk.OFFSET_FIELD_NUMBER)
-    start, end = _delimited(part, at, wire.Chunk.DATA_FIELD_NUMBER)
-    return ChunkView(transfer, offset, part[start:end]) if end == len(part) and start > at else None
+    transfer, position = _number(part, position, wire.Chunk.TRANSFER_FIELD_NUMBER)
+    offset, position = _number(part, position, wire.Chunk.OFFSET_FIELD_NUMBER)
+    start, end = _delimited(part, position, wire.Chunk.DATA_FIELD_NUMBER)
+    return ChunkView(transfer, offset, part[start:end]) if end == len(part) and start > position else None
 
 
-def _delimited(view: memoryview, at: int, field: int) -> tuple[int, int]:
+def _delimited(view: memoryview, position: int, field: int) -> tuple[int, int]:
     """Return the bounds of a length-delimited field; ``(at, at)`` if there is another field or none."""
-    if at >= len(view) or view[at] != field << 3 | 2:
-        return at, at
-    length, start = _varint_at(view, at + 1)
-    return (start, start + length) if start else (at, at)
+    if position >= len(view) or view[position] != field << 3 | 2:
+        return position, position
+    length, start = _varint_at(view, position + 1)
+    return (start, start + length) if start else (position, position)
 
 
-def _number(view: memoryview, at: int, field: int) -> tuple[int, int]:
+def _number(view: memoryview, position: int, field: int) -> tuple[int, int]:
     """Return an integer field and the position after it; 0 (omitted by proto3) if there is another field."""
-    if at >= len(view) or view[at] != field << 3:
-        return 0, at
-    value, after = _varint_at(view, at + 1)
-    return (value, after) if after else (0, at)
+    if position >= len(view) or view[position] != field << 3:
+        return 0, position
+    value, value_end = _varint_at(view, position + 1)
+    return (value, value_end) if value_end else (0, position)
 
 
-def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
+def _varint_at(view: memoryview, position: int) -> tuple[int, int]:
     """Return a varint and the position after it; ``(0, 0)`` if it does not end within ten bytes."""
     value = 0
-    for i, byte in enumerate(view[at : at + 10]):
+    for i, byte in enumerate(view[position : position + 10]):
         value |= (byte & 0x7F) << 7 * i
         if byte < 0x80:
-            return value, at + i + 1
+            return value, position + i + 1
     return 0, 0
 
 

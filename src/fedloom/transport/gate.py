@@ -106,16 +106,16 @@ class Peer:
 
         Raise StorageError if the line cannot be written; the peer may not join then.
         """
-        joined = {**self.about, **details}
-        self._audit.write("join", **joined, credential=self.admitted.credential)
-        self.joined = joined
+        details_shown = {**self.about, **details}
+        self._audit.write("join", **details_shown, credential=self.admitted.credential)
+        self.joined = details_shown
 
-    def control(self, what: str) -> None:
+    def control(self, request: str) -> None:
         """Write an operator's request to the audit log.
 
         Raise StorageError if the line cannot be written; the request must not be carried out then.
         """
-        self._audit.write("control", **self.about, what=what, credential=self.admitted.credential)
+        self._audit.write("control", **self.about, what=request, credential=self.admitted.credential)
 
     def refuse(self, kind: str, reason: str) -> None:
         """Write to the audit log that the peer's request was refused."""
@@ -162,13 +162,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """Reload changed files; end the streams of peers that would no longer be admitted."""
         if self._access.stale or self._reading is not None:
             await self._read()
-        before, self._versions = self._versions, self._access.versions
-        changed = [path for path, version in self._versions.items() if version != before[path]]
-        for path in changed:
+        versions_before, self._versions = self._versions, self._access.versions
+        changed_files = [path for path, version in self._versions.items() if version != versions_before[path]]
+        for path in changed_files:
             log.info("%s has changed", path)
             _log_to(self._audit.write, "settings", file=str(path))
         now = datetime.now(UTC)
-        for peer in [peer for peer in self._peers if changed or now >= peer.ends]:
+        for peer in [peer for peer in self._peers if changed_files or now >= peer.ends]:
             self._review(peer, now)
 
     async def _read(self) -> None:
@@ -231,31 +231,31 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             presented = presented_by(context)
             if self._access.stale or self._reading is not None:
                 await self._read()  # a token may have been created or revoked a moment ago
-            admitted = self._access.admit(presented, action)
+            admission = self._access.admit(presented, action)
         except Denied as denied:
-            known = denied.identity
-            kind = "unauthenticated" if known is None else "forbidden"
-            name = None if known is None else known.name
+            identity = denied.identity
+            kind = "unauthenticated" if identity is None else "forbidden"
+            name = None if identity is None else identity.name
             _log_to(self._audit.refused, host, kind, identity=name, call=call, reason=str(denied))
-            status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
+            status = grpc.StatusCode.UNAUTHENTICATED if identity is None else grpc.StatusCode.PERMISSION_DENIED
             await context.abort(status, str(denied), _final(denied))
             raise AssertionError("abort raises") from None
-        if (reason := self._rate_exceeded(admitted.identity, action)) is not None:
-            name = admitted.identity.name
+        if (reason := self._rate_exceeded(admission.identity, action)) is not None:
+            name = admission.identity.name
             _log_to(self._audit.refused, host, "rate", identity=name, call=call, reason=reason)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         ends = datetime.now(UTC) + timedelta(seconds=LONGEST_S * random.uniform(0.9, 1.0))
-        ends = ends if admitted.ends is None else min(ends, admitted.ends)
-        ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
-        return Peer(admitted, host, action, call, ends, ended, self._audit)
+        ends = ends if admission.ends is None else min(ends, admission.ends)
+        end: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        return Peer(admission, host, action, call, ends, end, self._audit)
 
     def _rate_exceeded(self, identity: Identity, action: Action) -> str | None:
         budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
         if not budget.spend():
             return f"too many calls of {identity.name}; retry later"
-        watching = (Action.WATCH, Action.CONTROL)
-        calls = sum(peer.identity.name == identity.name and peer.action in watching for peer in self._peers)
-        if action in watching and calls >= (SHARED_WATCHING if identity == SHARED else WATCHING):
+        unlimited = (Action.WATCH, Action.CONTROL)
+        calls = sum(peer.identity.name == identity.name and peer.action in unlimited for peer in self._peers)
+        if action in unlimited and calls >= (SHARED_WATCHING if identity == SHARED else WATCHING):
             return f"{identity.name} has too many open calls: close one first"
         return None
 
@@ -326,13 +326,13 @@ def server_credentials(files: ReloadingFile[ServerFiles]) -> grpc.ServerCredenti
         current = files.value
         return grpc.ssl_server_certificate_configuration([(current.pair.key, current.pair.chain)], current.ca)
 
-    given = files.version
+    version = files.version
 
     def changed() -> Any:
-        nonlocal given
+        nonlocal version
         try:
-            before, given = given, files.refresh()
-            return None if given == before else configuration()
+            previous, version = version, files.refresh()
+            return None if version == previous else configuration()
         except Exception:  # gRPC would end the handshake
             log.exception("the server's certificate")
             return None
@@ -354,8 +354,8 @@ async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[st
     """Warn once per certificate when a server's certificate is about to expire, and log replacements; runs forever."""
     warned, version = None, files.version
     while True:
-        before, version = version, files.refresh()
-        if version != before:
+        previous, version = version, files.refresh()
+        if version != previous:
             log.info("%s has changed", files.paths[0])
             _log_to(audit.write, "settings", file=str(files.paths[0]))
         certificate = files.value.pair.certificate

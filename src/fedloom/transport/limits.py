@@ -27,12 +27,12 @@ LEAST = 256 * UNITS["kbit/s"]
 def connections() -> int:
     """Raise the process's file limit as far as needed and allowed; return the maximum number of open connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CONNECTIONS + RESERVED_FILES
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    file_count = CONNECTIONS + RESERVED_FILES
+    limit = file_count if hard == resource.RLIM_INFINITY else min(file_count, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         soft = limit
-    files = wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)
+    files = file_count if soft == resource.RLIM_INFINITY else min(file_count, soft)
     return max(files - RESERVED_FILES, files // 4)
 
 
@@ -124,8 +124,8 @@ class BandwidthLimiter:
 
     async def free(self) -> None:
         """Wait until the rate allows for the bytes sent so far."""
-        while (left := self._free_at - time.monotonic()) > 0:
-            await asyncio.sleep(left)
+        while (wait_s := self._free_at - time.monotonic()) > 0:
+            await asyncio.sleep(wait_s)
 
     def charge(self, size: int) -> None:
         """Record bytes that are sent now."""

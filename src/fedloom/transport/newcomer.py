@@ -81,7 +81,7 @@ class Models:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._connection = ServerConnection(address, credentials, what="the server of models")
+        self._connection = ServerConnection(address, credentials, service="the server of models")
         self._channel, self._metadata = self._connection.channel, self._connection.metadata
         self._describe = self._channel.unary_unary(
             f"/{MODELS}/{DESCRIBE}",
@@ -103,17 +103,17 @@ class Models:
         ends = time.monotonic() + timeout_s
         while True:
             with self._failures(ends) as wait_s:
-                described = await self._describe(
+                description = await self._describe(
                     wire.DescribeRequest(), metadata=self._metadata, timeout=max(0.001, ends - time.monotonic())
                 )
-                if (described.package, described.protocol) != (fedloom.__version__, PROTOCOL):
+                if (description.package, description.protocol) != (fedloom.__version__, PROTOCOL):
                     raise RefusedError(
-                        f"the server at {self._address} has fedloom {printable(described.package, 80)} with protocol "
-                        f"{described.protocol}, and this client fedloom {fedloom.__version__} with protocol {PROTOCOL}",
+                        f"the server at {self._address} has fedloom {printable(description.package, 80)} with protocol "
+                        f"{description.protocol}, and this client has {fedloom.__version__} with protocol {PROTOCOL}",
                         hint=_SAME_VERSION,
                     )
-                if described.HasField("served"):
-                    return _parse_description(described)
+                if description.HasField("served"):
+                    return _parse_description(description)
                 wait_s[:] = [1.0]
                 if time.monotonic() + 1.0 > ends:
                     raise QuorumError(f"{self._address}: no round of the run is durable yet", hint="retry later")
@@ -121,7 +121,7 @@ class Models:
 
     async def converse(
         self,
-        about: About,
+        description: About,
         client: str,
         vocabulary: Mapping[str, type[Message]],
         speak: Speak,
@@ -153,8 +153,8 @@ class Models:
         ask = wire.Ask(
             client=client,
             package=fedloom.__version__,
-            algorithm=about.algorithm,
-            algorithm_version=about.version,
+            algorithm=description.algorithm,
+            algorithm_version=description.version,
             round=round,
         )
         while True:
@@ -187,12 +187,12 @@ class Models:
         """Return the error of a failed call; ``says_when`` if the server has stated the time of the next attempt."""
         code, details, connection = error.code(), error.details(), self._connection
         text = printable(details or "", 500) or code.name
-        if why := connection.distrust(code, details):
-            return RefusedError(f"{self._address}: {why}", hint="see docs/security.md")
+        if reason := connection.distrust(code, details):
+            return RefusedError(f"{self._address}: {reason}", hint="see docs/security.md")
         if _is_temporary(error):
-            why = connection.closed_after_handshake(code, details) or connection.perhaps_tls(code, details)
-            why = why or (text if says_when else connection_failure(code, details))
-            return QuorumError(f"no model from {self._address} in time: {why}", hint="retry later")
+            reason = connection.closed_after_handshake(code, details) or connection.perhaps_tls(code, details)
+            reason = reason or (text if says_when else connection_failure(code, details))
+            return QuorumError(f"no model from {self._address} in time: {reason}", hint="retry later")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
             return DataError(f"{self._address}: {text}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -210,7 +210,7 @@ def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
 
 
 class _Conversation:
-    """One attempt at a conversation, on a separate stream."""
+    """Attempt at a conversation, on a separate stream."""
 
     def __init__(self, call: Any, vocabulary: Mapping[str, type[Message]], speak: Speak) -> None:
         self._call = call
@@ -237,8 +237,8 @@ class _Conversation:
             if answer is None:
                 break
             await self._send(message_frames(self._cutter, encode(answer)))
-        served = header.served
-        return Answered(printable(served.run), served.round, printable(served.digest), self._up, self._reader.size)
+        run = header.served
+        return Answered(printable(run.run), run.round, printable(run.digest), self._up, self._reader.size)
 
     async def _send(self, frames: list[bytes]) -> None:
         for frame in frames:
@@ -251,17 +251,17 @@ class _Conversation:
         if data is grpc.aio.EOF:
             code = await self._call.code()  # the error, if any
             if code is not grpc.StatusCode.OK:
-                trailing = await self._call.trailing_metadata()
-                raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self._call.details())
+                metadata = await self._call.trailing_metadata()
+                raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, await self._call.details())
         return data  # type: ignore[no-any-return]
 
 
-def _parse_description(described: wire.Described) -> ServedModels:
-    served, load, experiment, problem = described.served, described.load, described.experiment, described.problem
-    about = About(printable(served.run), described.algorithm, described.algorithm_version, experiment, problem)
+def _parse_description(description: wire.Described) -> ServedModels:
+    run, load, experiment, problem = description.served, description.load, description.experiment, description.problem
+    facts = About(printable(run.run), description.algorithm, description.algorithm_version, experiment, problem)
     try:
         Problem.from_json(problem)
         parsed_json(experiment, DEEPEST)
     except (DataError, ValueError) as error:
         raise RefusedError(f"cannot read the server's description of its run: {printable(str(error), 300)}") from error
-    return ServedModels(about, served.round, printable(served.digest), load.handed_out, load.waiting)
+    return ServedModels(facts, run.round, printable(run.digest), load.handed_out, load.waiting)

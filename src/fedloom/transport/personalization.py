@@ -203,17 +203,17 @@ class Personalization:
 
     async def _refresh(self) -> None:
         try:
-            prepared = await asyncio.to_thread(self._newer, None if self._now is None else self._now.served.digest)
+            new_round = await asyncio.to_thread(self._newer, None if self._now is None else self._now.served.digest)
         except ExperimentError as error:
             self._never = str(error)
             raise
-        if prepared is not None:
-            self._now, served = prepared, prepared.served
-            log.info("serving round %d of %s (%s)", served.round, served.about.run, served.digest[:12])
+        if new_round is not None:
+            self._now, round = new_round, new_round.served
+            log.info("serving round %d of %s (%s)", round.round, round.about.run, round.digest[:12])
 
     def _newer(self, digest: str | None) -> PreparedRound | None:
-        served = self._load(digest)
-        return None if served is None else PreparedRound.from_served(served)
+        loaded = self._load(digest)
+        return None if loaded is None else PreparedRound.from_served(loaded)
 
     async def _served(self) -> PreparedRound | None:
         """Return the served round, which a lazy service loads on the first request; None if none is durable yet.
@@ -233,26 +233,28 @@ class Personalization:
 
     async def _describe(self, request: wire.DescribeRequest, context: Any) -> wire.Described:
         async with self._refusing(context):
-            prepared = await self._served()
-        load, described = self.load, wire.Described(package=fedloom.__version__, protocol=PROTOCOL)
-        described.load.handed_out, described.load.refused = load.handed_out, load.refused
-        described.load.waiting = load.waiting
+            current = await self._served()
+        load, description = self.load, wire.Described(package=fedloom.__version__, protocol=PROTOCOL)
+        description.load.handed_out, description.load.refused = load.handed_out, load.refused
+        description.load.waiting = load.waiting
         for share, name in (("0.5", "p50_ms"), ("0.9", "p90_ms"), ("0.99", "p99_ms")):
-            setattr(described.load, name, 1e3 * load.latency_s[share])
-        if prepared is not None:
-            about = prepared.served.about
-            described.served.CopyFrom(prepared.name)
-            described.algorithm, described.algorithm_version = about.algorithm, about.version
-            described.experiment, described.problem = about.experiment, about.problem
-        return described
+            setattr(description.load, name, 1e3 * load.latency_s[share])
+        if current is not None:
+            facts = current.served.about
+            description.served.CopyFrom(current.name)
+            description.algorithm, description.algorithm_version = facts.algorithm, facts.version
+            description.experiment, description.problem = facts.experiment, facts.problem
+        return description
 
     @property
     def load(self) -> ServingLoad:
         """Current load; callable from any thread."""
-        ordered = sorted(self._latencies) or [0.0]
-        latency = {f"{share}": ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.9, 0.99)}
-        served = None if self._now is None else self._now.served.round
-        return ServingLoad(served, self._handed_out, self._refused, len(self._tiles), self._open, latency)
+        latencies = sorted(self._latencies) or [0.0]
+        latency = {
+            f"{share}": latencies[min(len(latencies) - 1, int(share * len(latencies)))] for share in (0.5, 0.9, 0.99)
+        }
+        round = None if self._now is None else self._now.served.round
+        return ServingLoad(round, self._handed_out, self._refused, len(self._tiles), self._open, latency)
 
     async def _personalize(self, _: Any, context: Any) -> None:
         self._open += 1
@@ -287,13 +289,13 @@ class Personalization:
             return
         _check_ask(ask)
         client = PendingClient(ask.client, await self._round(ask))
-        served, opening, received_at = client.prepared.served, client.prepared.opening, time.perf_counter()
-        if served.answer is Metrics:
+        round, opening, received_at = client.prepared.served, client.prepared.opening, time.perf_counter()
+        if round.answer is Metrics:
             self._hand_out(client, received_at)
             await self._write(context, client.frames(opening, last=True))
         else:
             await self._write(context, client.frames(opening, last=False))
-            client.answer = await self._received(reader, served, served.answer)
+            client.answer = await self._received(reader, round, round.answer)
             await self._take_part(context, reader, client)
 
     async def _take_part(self, context: Any, reader: PartReader, client: PendingClient) -> None:
@@ -307,14 +309,14 @@ class Personalization:
                 message = await client.outgoing.get()
                 if isinstance(message, Exception):
                     raise message
-                frames, awaited = client.frames(message.encoded, last=message.awaited is None), message.awaited
+                frames, message_type = client.frames(message.encoded, last=message.awaited is None), message.awaited
                 del message  # holds the models of the whole tile
-                if awaited is None:
+                if message_type is None:
                     self._hand_out(client, received_at)
                     await self._write(context, frames)
                     return
                 await self._write(context, frames)
-                answer = await self._received(reader, client.prepared.served, awaited)
+                answer = await self._received(reader, client.prepared.served, message_type)
                 received_at = time.perf_counter()
                 if client.on_answer is not None:
                     client.on_answer(answer)
@@ -335,31 +337,31 @@ class Personalization:
             If the audit log cannot be written; the model must not be sent then.
         """
         if (peer := PEER.get()) is not None:
-            served = client.prepared.served
-            about: dict[str, Value] = {"client": client.client, "round": served.round, "digest": served.digest}
-            self._audit.write("handed_out", identity=peer.identity.name, host=peer.host, **about)
+            round = client.prepared.served
+            details: dict[str, Value] = {"client": client.client, "round": round.round, "digest": round.digest}
+            self._audit.write("handed_out", identity=peer.identity.name, host=peer.host, **details)
         self._handed_out += 1
         self._latencies.append(time.perf_counter() - received_at)
 
     async def _round(self, ask: wire.Ask) -> PreparedRound:
         """Return the round to serve; raise CallError if the client asks for another, or must retry later."""
-        prepared = await self._served()
-        if prepared is None:
+        current = await self._served()
+        if current is None:
             raise CallError(grpc.StatusCode.UNAVAILABLE, "no round of the run is durable yet; retry later", 1_000)
-        served = prepared.served
-        if (ask.algorithm, ask.algorithm_version) != (served.about.algorithm, served.about.version):
+        round = current.served
+        if (ask.algorithm, ask.algorithm_version) != (round.about.algorithm, round.about.version):
             raise CallError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the client asks for method {printable(ask.algorithm, 80)} version {ask.algorithm_version}, and the "
-                f"run has {served.about.algorithm} version {served.about.version}; {_SAME_VERSION}",
+                f"run has {round.about.algorithm} version {round.about.version}; {_SAME_VERSION}",
             )
-        if ask.HasField("round") and ask.round != served.round:
-            reason = f"round {ask.round} is not served; the current round is {served.round}"
+        if ask.HasField("round") and ask.round != round.round:
+            reason = f"round {ask.round} is not served; the current round is {round.round}"
             raise CallError(grpc.StatusCode.NOT_FOUND, reason)
         if self._open > self._settings.conversations:
             limit = pluralize(self._settings.conversations, "open conversation")
             raise self._overloaded(f"the limit of {limit} is reached")
-        return prepared
+        return current
 
     def _overloaded(self, reason: str) -> CallError:
         """Return the refusal of a client, with the time that the queue is expected to take."""
@@ -372,19 +374,19 @@ class Personalization:
             for frame in frames:
                 await context.write(frame)
 
-    async def _received(self, reader: PartReader, served: ServedRound, awaited: type[Message]) -> Received:
+    async def _received(self, reader: PartReader, round: ServedRound, message_type: type[Message]) -> Received:
         """Read one client's answer, whose values are checked by the tile that uses it.
 
         Raise WireError or CallError if it is damaged, or not of the awaited class in this run; TimeoutError if it does
         not arrive in time.
         """
-        shapes = {awaited: served.shapes[awaited]}
-        limit = 8 * sum(map(math.prod, shapes[awaited].values()))
+        shapes = {message_type: round.shapes[message_type]}
+        limit = 8 * sum(map(math.prod, shapes[message_type].values()))
         async with asyncio.timeout(self._settings.deadline_s):
-            received = await reader.message({awaited.__name__: awaited}, limit)
-        if (wrong := mismatch(awaited, received.specs, shapes, served.dtype)) is not None:
+            message = await reader.message({message_type.__name__: message_type}, limit)
+        if (wrong := mismatch(message_type, message.specs, shapes, round.dtype)) is not None:
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, wrong)
-        return received
+        return message
 
 
 async def _read_ask(reader: PartReader) -> wire.Ask | None:
@@ -452,10 +454,10 @@ async def serve_models(
         ("grpc.max_allowed_incoming_connections", connections()),
     )
     await service.begin()
-    at = await listening(listen, {MODELS: service.handlers}, protection, audit, options, say, health)
-    started(at.address)
+    address = await listening(listen, {MODELS: service.handlers}, protection, audit, options, say, health)
+    started(address.address)
     try:
         await asyncio.to_thread(stop.wait)
     finally:
-        await at.stop(drain_s)
+        await address.stop(drain_s)
         await service.end()

@@ -136,21 +136,21 @@ class Receiver:
                 f"rows {rows[:5]} of {len(envelope.clients)} clients, expected ascending rows with one client each",
             )
         exchange = self._conversations.find(envelope.conversation, envelope.exchange)
-        awaited: dict[int, int] = {}
+        awaited_rows: dict[int, int] = {}
         late: list[WireError] = []
         for place, row in enumerate(rows):
             try:
                 check_awaited(link, exchange, row)
-                awaited[row] = place
+                awaited_rows[row] = place
             except WireError as error:
                 if error.refusal is not Refusal.LATE:
                     raise
                 late.append(error)
-        if not awaited:
+        if not awaited_rows:
             raise late[0]
         for dropped in late:
             self._refusals.count(dropped.refusal)
-        return exchange, awaited
+        return exchange, awaited_rows
 
     def _accept(self, link: Link, begin: wire.Begin, exchange: Exchange, rows: dict[int, int]) -> Arrival:
         """Check what a reply announces before allocating memory for it."""
@@ -249,7 +249,7 @@ class Receiver:
 
     def _missing(self, link: Link, missing: wire.Missing) -> None:
         """Resend the earlier messages of a conversation to a worker that lacks them, and repeat the request."""
-        lacking = False
+        is_incomplete = False
         for row in missing.rows:
             try:
                 exchange = self._conversations.find(missing.conversation, missing.exchange)
@@ -265,23 +265,23 @@ class Receiver:
                 self.drop_arrival(exchange, row, link)
                 exchange.sent.pop(row)
                 link.held[exchange.call.key].pop(row, None)
-                lacking = True
+                is_incomplete = True
         conversation = self._conversations.get(key_from_wire(missing.conversation))
-        if lacking and conversation is not None:
+        if is_incomplete and conversation is not None:
             self._resend(conversation)
 
-    def _row_lost(self, link: Link, lost: wire.RowLost) -> None:
+    def _row_lost(self, link: Link, message: wire.RowLost) -> None:
         try:
-            exchange = self._conversations.find(lost.conversation, lost.exchange)
-            check_awaited(link, exchange, lost.row)
+            exchange = self._conversations.find(message.conversation, message.exchange)
+            check_awaited(link, exchange, message.row)
         except WireError as error:
             self._note_sign(link, error)
             self._refusals.count(error.refusal)
             self._spend(link)
             return
-        if not self._let_go(exchange, lost.row, link):  # else the other stream will settle the row
-            reason = printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason"
-            self._settle(link, exchange, lost.row, Lost(reason, is_bug=lost.bug))
+        if not self._let_go(exchange, message.row, link):  # else the other stream will settle the row
+            reason = printable(message.reason, REASON_CHARACTERS) or "the worker gave no reason"
+            self._settle(link, exchange, message.row, Lost(reason, is_bug=message.bug))
 
     # ---- refusals
 
@@ -289,7 +289,7 @@ class Receiver:
         """Count and log a refused reply, from any thread; return the reason."""
         self._refusals.count(error.refusal)
         key = exchange.call.key
-        about = {
+        details = {
             "client": exchange.client[row],
             "round": key.round,
             "attempt": key.attempt,
@@ -298,7 +298,7 @@ class Receiver:
         }
         log.warning(
             "refused the reply of client %s (round %d, attempt %d, exchange %d, worker %s): %s",
-            *about.values(), error, extra=about,
+            *details.values(), error, extra=details,
         )  # fmt: skip
         return str(error)
 
@@ -330,8 +330,8 @@ class Receiver:
         link.ignored.add(number)
         self._spend(link)
         if error.refusal is not Refusal.LATE and link.outbox.waiting(None) < UNREAD_REFUSALS:
-            refused = wire.TransferRefused(transfer=number, reason=str(error)[:REASON_CHARACTERS])
-            link.outbox.put_part(None, wire.AggregatorPart(transfer_refused=refused))
+            refusal = wire.TransferRefused(transfer=number, reason=str(error)[:REASON_CHARACTERS])
+            link.outbox.put_part(None, wire.AggregatorPart(transfer_refused=refusal))
 
     def _note_sign(self, link: Link, error: WireError) -> None:
         """Record that a worker is alive if its answer is only late."""

@@ -127,10 +127,10 @@ async def listening(
     except ExperimentError:
         await server.stop(None)
         raise
-    watching = [] if gate is None else [asyncio.create_task(gate.watch())]
+    watchers = [] if gate is None else [asyncio.create_task(gate.watch())]
     if protection.tls is not None:
-        watching.append(asyncio.create_task(watch_certificate(protection.tls, say, audit)))
-    return Listening(server, state, f"{host}:{bound}", probes, watching)
+        watchers.append(asyncio.create_task(watch_certificate(protection.tls, say, audit)))
+    return Listening(server, state, f"{host}:{bound}", probes, watchers)
 
 
 class Health:

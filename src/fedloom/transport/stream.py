@@ -63,8 +63,8 @@ def key_from_wire(key: wire.ConversationKey) -> ConversationKey:
 def states_to_wire(versions: Versions) -> wire.ClientState:
     """Convert the versions of a client's state to their wire format."""
     start = None if versions.start is None else wire.StateVersion(**vars(versions.start))
-    needed = [wire.StateVersion(**vars(version)) for version in sorted(versions.needed)]
-    return wire.ClientState(start=start, needed=needed, life=versions.life)
+    versions_needed = [wire.StateVersion(**vars(version)) for version in sorted(versions.needed)]
+    return wire.ClientState(start=start, needed=versions_needed, life=versions.life)
 
 
 def states_from_wire(state: wire.ClientState) -> Versions:
@@ -139,7 +139,7 @@ class Outbox:
                 await write(self.heartbeat)
 
     def _next(self) -> Pieces:
-        """Take the next part of the lane whose turn it is; empty if nothing waits."""
+        """Take the next part, from the lanes in turn; empty if nothing waits."""
         while self._lanes:
             lane, waiting = next(iter(self._lanes.items()))
             part = next(waiting[0], None)
@@ -206,7 +206,7 @@ def parse_welcome(address: str, data: bytes) -> wire.Welcome:
     return welcome
 
 
-def refusal_error(address: str, refused: wire.Refused) -> FedloomError:
+def refusal_error(address: str, refusal: wire.Refused) -> FedloomError:
     """Return the error of a worker that the aggregator refuses."""
     same_version = "install the same version of fedloom on both sides"
     hints = {
@@ -215,13 +215,13 @@ def refusal_error(address: str, refused: wire.Refused) -> FedloomError:
         wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
         wire.REFUSAL_CODE_REPLACED: f"give every worker a unique name with {argument('name')}",
     }
-    reason = printable(refused.reason, REASON_CHARACTERS)
-    if refused.code == wire.REFUSAL_CODE_CLIENTS:
+    reason = printable(refusal.reason, REASON_CHARACTERS)
+    if refusal.code == wire.REFUSAL_CODE_CLIENTS:
         return DataError(
             f"the aggregator at {address} refused: {reason}",
             hint="create the partition from the aggregator's experiment file: fedloom partition EXPERIMENT",
         )
-    return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))
+    return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refusal.code))
 
 
 def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[bytes]:

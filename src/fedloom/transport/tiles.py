@@ -205,13 +205,13 @@ class _TileRun:
         answer_s: float,
         loop: asyncio.AbstractEventLoop,
         computing: threading.Lock,
-        released: Callable[[float, float], None],
+        on_release: Callable[[float, float], None],
     ) -> None:
         self._loop = loop
         self._clients = clients
         self._answer_s = answer_s
         self._computing = computing
-        self._released: Callable[[float, float], None] | None = released
+        self._released: Callable[[float, float], None] | None = on_release
         self._answers: queue.SimpleQueue[tuple[int, Received | None]] = queue.SimpleQueue()
         self._here = set(range(len(clients)))
         self._started = self._cpu_started = 0.0
@@ -220,19 +220,19 @@ class _TileRun:
         """Run the server algorithm's side of the conversation."""
         self._computing.acquire()
         self._started, self._cpu_started = time.perf_counter(), time.thread_time()
-        prepared = self._clients[0].prepared
+        current = self._clients[0].prepared
         try:
             answers = self._usable(
-                {i: pending.answer for i, pending in enumerate(self._clients) if pending.answer is not None}
+                {i: client.answer for i, client in enumerate(self._clients) if client.answer is not None}
             )
-            tile = Tile([pending.client for pending in self._clients], answers, self._send, self._receive)
-            prepared.served.server.personalize(tile)
+            tile = Tile([client.client for client in self._clients], answers, self._send, self._receive)
+            current.served.server.personalize(tile)
         except NobodyLeft:
             pass
         except Exception as error:
-            log.exception("the server algorithm of %s failed", prepared.served.about.algorithm)
-            about = f"{type(error).__name__} ({place(error)})"
-            reason = f"the server algorithm of {prepared.served.about.algorithm} failed: {about}"
+            log.exception("the server algorithm of %s failed", current.served.about.algorithm)
+            description = f"{type(error).__name__} ({place(error)})"
+            reason = f"the server algorithm of {current.served.about.algorithm} failed: {description}"
             failed = CallError(grpc.StatusCode.INTERNAL, reason)
             self._deliver(dict.fromkeys(self._here, failed))
         finally:
@@ -241,19 +241,19 @@ class _TileRun:
     def _release(self) -> None:
         """Let the next tile compute."""
         self._computing.release()
-        released, self._released = self._released, None
-        if released is not None:
+        on_release, self._released = self._released, None
+        if on_release is not None:
             seconds, cpu_s = time.perf_counter() - self._started, time.thread_time() - self._cpu_started
-            self.post(lambda: released(seconds, cpu_s))
+            self.post(lambda: on_release(seconds, cpu_s))
 
-    def post(self, what: Callable[[], None]) -> None:
+    def post(self, callback: Callable[[], None]) -> None:
         """Run a function on the event loop."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
-            self._loop.call_soon_threadsafe(what)
+            self._loop.call_soon_threadsafe(callback)
 
-    def _send(self, message: Message, awaited: type[Message] | None) -> None:
+    def _send(self, message: Message, message_type: type[Message] | None) -> None:
         messages: dict[int, NextMessage | Exception] = {}
-        if awaited is not None:
+        if message_type is not None:
             self._clients[0].prepared.together = TILE
         suspect = non_finite(message) is not None
         rows = split_rows(encode(message), len(self._clients))
@@ -263,7 +263,7 @@ class _TileRun:
                 messages[i] = CallError(grpc.StatusCode.INVALID_ARGUMENT, reason)
                 self._here.discard(i)
             else:
-                messages[i] = NextMessage(rows[i], awaited)
+                messages[i] = NextMessage(rows[i], message_type)
         self._deliver(messages)
 
     def _deliver(self, messages: Mapping[int, NextMessage | Exception]) -> None:
@@ -271,21 +271,21 @@ class _TileRun:
 
         def deliver() -> None:
             for i, message in messages.items():
-                pending = self._clients[i]
+                client = self._clients[i]
                 if isinstance(message, NextMessage) and message.awaited is not None:
-                    if pending.disconnected:
+                    if client.disconnected:
                         self._answers.put((i, None))
                         continue
-                    pending.on_answer = lambda answer, i=i: self._answers.put((i, answer))
+                    client.on_answer = lambda answer, i=i: self._answers.put((i, answer))
                 else:
-                    pending.on_answer = None
-                pending.outgoing.put_nowait(message)
+                    client.on_answer = None
+                client.outgoing.put_nowait(message)
 
         self.post(deliver)
 
     def _receive(self) -> Sequence[Message | None]:
         self._release()
-        received: dict[int, Received] = {}
+        replies: dict[int, Received] = {}
         waiting, ends = set(self._here), time.monotonic() + self._answer_s
         while waiting:
             try:
@@ -295,17 +295,17 @@ class _TileRun:
             if i in waiting:
                 waiting.discard(i)
                 if answer is not None:
-                    received[i] = answer
+                    replies[i] = answer
         self._deliver(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
-        self._here = set(received)
+        self._here = set(replies)
         self._computing.acquire()
-        return self._usable(received)
+        return self._usable(replies)
 
-    def _usable(self, received: Mapping[int, Received]) -> Sequence[Message | None]:
+    def _usable(self, replies: Mapping[int, Received]) -> Sequence[Message | None]:
         """Return the usable answers in the order of the tile, else None; send the other clients the reason."""
         by_position: dict[int, Message] = {}
         wrong: dict[int, Exception] = {}
-        for i, answer in received.items():
+        for i, answer in replies.items():
             try:
                 by_position[i] = answer.message()
             except WireError as error:

@@ -148,11 +148,11 @@ def _answer(connection: WorkerConnection, session: Session, request: WorkerReque
         try:
             return _answer_some(connection, session, request, message, positions, stop)
         except MissingConversation as missing:
-            lacking = [i for i in positions if rows[i] in missing.rows]
-            if not lacking:
+            incomplete = [i for i in positions if rows[i] in missing.rows]
+            if not incomplete:
                 raise
-            connection.missing(request, [rows[i] for i in lacking])
-            positions = [i for i in positions if i not in lacking]
+            connection.missing(request, [rows[i] for i in incomplete])
+            positions = [i for i in positions if i not in incomplete]
     return True
 
 

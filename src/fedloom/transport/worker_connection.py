@@ -63,11 +63,11 @@ class _RetryLaterError(ConnectionError):
 
 
 class _VerificationError(ConnectionError):
-    """One side could not verify the other; ``refused`` ends the worker if that persists."""
+    """Failure of one side to verify the other; ``refused`` ends the worker if it persists."""
 
-    def __init__(self, reason: str, refused: RefusedError, *, certain: bool) -> None:
+    def __init__(self, reason: str, error: RefusedError, *, certain: bool) -> None:
         super().__init__(reason)
-        self.refused = refused
+        self.refused = error
         self.certain = certain
 
 
@@ -205,15 +205,15 @@ class WorkerConnection:
         """Open one stream after another; return the end of the run, or the error that ends the worker."""
         absence = _Absence(self._address, self._reconnect_s)
         while True:
-            ended = await self._hold_once(absence)
-            if isinstance(ended, Finished | FedloomError):
-                return ended
+            is_over = await self._hold_once(absence)
+            if isinstance(is_over, Finished | FedloomError):
+                return is_over
             was_up, self._book.outbox = self._book.outbox is not None, None
             if was_up:
                 absence = _Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
-                return self._refused or absence.error(ended)
-            absence.log(ended, was_up=was_up)
+                return self._refused or absence.error(is_over)
+            absence.log(is_over, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
 
     async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
@@ -228,8 +228,8 @@ class WorkerConnection:
             self._failed_verifications = self._failed_verifications + 1 if error.certain else 0
             return error.refused if self._failed_verifications >= CERTAIN and not self.incarnation else str(error)
         except FedloomError as error:
-            changed = self._connection is not None and self._credentials.current != self._connection.shown
-            if isinstance(error, RefusedError) and changed:
+            has_changed = self._connection is not None and self._credentials.current != self._connection.shown
+            if isinstance(error, RefusedError) and has_changed:
                 return str(error)  # connect again with the current content of the files
             return error
         except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
@@ -270,10 +270,10 @@ class WorkerConnection:
                 outbox = self._book.open(welcome)
                 self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
                 log.info("joined run %s at %s", welcome.run, self._address)
-                reader, changed = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
-                tasks += [reader, changed, asyncio.create_task(outbox.drain(write))]
-                await asyncio.wait((reader, changed), return_when=asyncio.FIRST_COMPLETED)
-                if changed.done() and (not reader.done() or reader.exception() is not None):
+                reader, watcher = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed(connection))
+                tasks += [reader, watcher, asyncio.create_task(outbox.drain(write))]
+                await asyncio.wait((reader, watcher), return_when=asyncio.FIRST_COMPLETED)
+                if watcher.done() and (not reader.done() or reader.exception() is not None):
                     return False
                 return reader.result()
             except grpc.aio.AioRpcError as error:
@@ -291,7 +291,7 @@ class WorkerConnection:
         log.info("reconnecting with the current content of the files")
 
     def _failed(
-        self, code: grpc.StatusCode, details: str | None, trailing: Iterable[tuple[str, Any]]
+        self, code: grpc.StatusCode, details: str | None, metadata: Iterable[tuple[str, Any]]
     ) -> Exception | None:
         """Return the error for a call that failed because one side rejected the other, or that can be retried later.
 
@@ -299,9 +299,9 @@ class WorkerConnection:
         """
         if code in REFUSALS:
             words = connection_failure(code, details)
-            refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
-            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in trailing)
-            return _VerificationError(words, refused, certain=True) if unknown and self.incarnation else refused
+            error = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
+            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in metadata)
+            return _VerificationError(words, error, certain=True) if unknown and self.incarnation else error
         if code in RETRYABLE:
             return _RetryLaterError(connection_failure(code, details))
         connection = self._connection
@@ -311,16 +311,16 @@ class WorkerConnection:
         if not (reason := certain or perhaps):
             plain = connection.perhaps_tls(code, details)
             return None if plain is None else ConnectionError(plain)
-        refused = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
-        return _VerificationError(reason, refused, certain=certain is not None)
+        error = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
+        return _VerificationError(reason, error, certain=certain is not None)
 
     async def _next(self, call: Any) -> bytes:
         async with asyncio.timeout(stream.SILENCE_S):
             data = await call.read()
         self._down.charge(len(data))
         if data is grpc.aio.EOF:
-            code, details, trailing = await call.code(), await call.details(), await call.trailing_metadata()
-            raise self._failed(code, details, trailing or ()) or ConnectionError(connection_failure(code, details))
+            code, details, metadata = await call.code(), await call.details(), await call.trailing_metadata()
+            raise self._failed(code, details, metadata or ()) or ConnectionError(connection_failure(code, details))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -386,8 +386,10 @@ class _Absence:
         gone_s = time.monotonic() - self.last_seen
         if reason not in self._logged:
             self._logged.add(reason)
-            what = "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
-            log.info(f"{what} for %.0f s", self._address, reason, self.left_s)
+            message = (
+                "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
+            )
+            log.info(f"{message} for %.0f s", self._address, reason, self.left_s)
         elif gone_s >= self._next_notice:
             self._next_notice = 2 * gone_s
             log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)

@@ -108,7 +108,7 @@ class _Page:
 
     exchanges: dict[int, int] = field(default_factory=dict)
     answers: dict[int, tuple[str, Encoded | Lost]] = field(default_factory=dict)
-    """By row: the client, and its answer or the reason why there is none."""
+    """Client by row, with its answer or the reason why there is none."""
 
 
 class AnswerBook:
@@ -138,7 +138,7 @@ class AnswerBook:
         """Yield the exchanges that have been received completely."""
         for key, page in self._pages.items():
             for exchange in sorted(set(page.exchanges.values())):
-                rows = [row for row, reached in page.exchanges.items() if reached == exchange]
+                rows = [row for row, last_exchange in page.exchanges.items() if last_exchange == exchange]
                 yield wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows)
 
     def received(self, request: WorkerRequest) -> None:
@@ -168,15 +168,15 @@ class AnswerBook:
         for (key, exchange), rows in by_exchange.items():
             self._send(key, exchange, rows)
 
-    def send_again(self, again: wire.Again) -> None:
+    def send_again(self, request: wire.Again) -> None:
         """Resend answers; those that are not ready yet follow when they are."""
-        key = key_from_wire(again.conversation)
+        key = key_from_wire(request.conversation)
         page = self._pages.get(key, _Page())
-        lacking = [row for row in again.rows if page.exchanges.get(row) != again.exchange]
-        ready = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
-        self._send(key, again.exchange, ready)
-        if lacking:
-            self._send_missing(key, again.exchange, lacking)
+        incomplete = [row for row in request.rows if page.exchanges.get(row) != request.exchange]
+        ready = [row for row in request.rows if row in page.answers and page.exchanges[row] == request.exchange]
+        self._send(key, request.exchange, ready)
+        if incomplete:
+            self._send_missing(key, request.exchange, incomplete)
 
     def send_lacking(self, request: WorkerRequest, rows: Sequence[int]) -> None:
         """Report that this worker has no conversation for these rows."""
@@ -195,16 +195,16 @@ class AnswerBook:
             self._send_lost(None, request.key, exchange, row, Lost("it took too long"))
 
     def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
-        """Send the answers of rows; small ones together, one transfer for as many as fit into a chunk."""
-        encoded: list[tuple[int, str, Encoded]] = []
+        """Send the answers of rows; small ones share a transfer that fits into a chunk."""
+        messages: list[tuple[int, str, Encoded]] = []
         for row in sorted(set(rows)):
             client, answer = self._pages[key].answers[row]
             if isinstance(answer, Encoded):
-                encoded.append((row, client, answer))
+                messages.append((row, client, answer))
             else:
                 self._send_lost(key, key, exchange, row, answer)
-        for part in group_answers([answer for _, _, answer in encoded]):
-            numbers, clients, answers = zip(*encoded[part.start : part.stop], strict=True)
+        for part in group_answers([answer for _, _, answer in messages]):
+            numbers, clients, answers = zip(*messages[part.start : part.stop], strict=True)
             envelope = wire.Envelope(
                 run=self.run,
                 incarnation=self.incarnation,
@@ -219,8 +219,8 @@ class AnswerBook:
     def _send_lost(
         self, lane: ConversationKey | None, key: ConversationKey, exchange: int, row: int, lost: Lost
     ) -> None:
-        about, reason = key_to_wire(key), lost.reason[:REASON_CHARACTERS]
-        part = wire.RowLost(conversation=about, exchange=exchange, row=row, reason=reason, bug=lost.is_bug)
+        wire_key, reason = key_to_wire(key), lost.reason[:REASON_CHARACTERS]
+        part = wire.RowLost(conversation=wire_key, exchange=exchange, row=row, reason=reason, bug=lost.is_bug)
         if self.outbox is not None:
             self.outbox.put_part(lane, wire.WorkerPart(row_lost=part))
 

@@ -118,8 +118,8 @@ class Admission:
             return sorted(self._roster.intersection(hello.clients))
         if len(hello.announced) != len(hello.clients):
             return sorted(hello.clients)
-        announced = zip(hello.clients, hello.announced, strict=True)
-        return sorted(client for client, announcement in announced if not announcement.observer)
+        announcements = zip(hello.clients, hello.announced, strict=True)
+        return sorted(client for client, announcement in announcements if not announcement.observer)
 
     def judge(self, hello: wire.Hello) -> None:
         """Raise NotAdmitted if a worker cannot join."""
@@ -158,20 +158,20 @@ class Admission:
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
             raise NotAdmitted("this federation's clients have their own data: start `fedloom worker --data DIR`", code)
-        for client, announced in zip(hello.clients, hello.announced, strict=True):
-            sizes, counts = (announced.train, announced.validation, announced.test), announced.class_counts
+        for client, examples in zip(hello.clients, hello.announced, strict=True):
+            sizes, counts = (examples.train, examples.validation, examples.test), examples.class_counts
             if not CLIENT_ID.fullmatch(client):
                 raise NotAdmitted("a client's id must have letters, digits, '.', '_' and '-', at most 128", code)
             if not all(0 < size <= MOST_EXAMPLES for size in sizes):
                 reason = f"client {client} has splits of {sizes} examples; each must have 1 to {MOST_EXAMPLES:,}"
                 raise NotAdmitted(reason, code)
-            if counts and (len(counts) != self._run.classes or sum(counts) != announced.train):
-                numbers = f"{self._run.classes} numbers that sum to {announced.train}"
+            if counts and (len(counts) != self._run.classes or sum(counts) != examples.train):
+                numbers = f"{self._run.classes} numbers that sum to {examples.train}"
                 raise NotAdmitted(f"client {client}: class counts must be {numbers}", code)
         if len(set(hello.clients)) != len(hello.clients):
             raise NotAdmitted("a client is listed twice", code)
-        if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
-            raise NotAdmitted(f"client {claimed} is served by another worker", wire.REFUSAL_CODE_CLIENT_TAKEN)
+        if (other := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
+            raise NotAdmitted(f"client {other} is served by another worker", wire.REFUSAL_CODE_CLIENT_TAKEN)
 
 
 def _members(hello: wire.Hello) -> tuple[Member, ...]:
@@ -237,12 +237,12 @@ class WorkerStreams:
             link = self._admission.link(hello, None if peer is None else peer.identity)
         except EOFError:  # the peer has sent nothing
             return
-        except NotAdmitted as refused:
+        except NotAdmitted as refusal:
             self._dispatcher.refusals.count(Refusal.HELLO)
-            log.warning("refused a worker (%s): %s", context.peer(), refused)
+            log.warning("refused a worker (%s): %s", context.peer(), refusal)
             if peer is not None:
-                peer.refuse("hello", str(refused))
-            part = wire.Refused(code=refused.code, reason=str(refused))
+                peer.refuse("hello", str(refusal))
+            part = wire.Refused(code=refusal.code, reason=str(refusal))
             await self._write(context, _frame(wire.AggregatorPart(refused=part)))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused; the previous frame gives the reason")
         except WireError as error:
@@ -302,9 +302,9 @@ class WorkerStreams:
 
         reader = asyncio.create_task(self._read(link, context))
         writer = asyncio.create_task(link.outbox.drain(write))
-        ended = asyncio.create_task(link.ended.wait())
+        end = asyncio.create_task(link.ended.wait())
         try:
-            await asyncio.wait((reader, writer, ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reader, writer, end), return_when=asyncio.FIRST_COMPLETED)
             error = link.fault
             if reader.done() and isinstance(fault := reader.exception(), WireError):
                 error = fault
@@ -315,9 +315,9 @@ class WorkerStreams:
                 await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             self._dispatcher.leave(link)
-            for task in (reader, writer, ended):
+            for task in (reader, writer, end):
                 task.cancel()
-            await asyncio.gather(reader, writer, ended, return_exceptions=True)
+            await asyncio.gather(reader, writer, end, return_exceptions=True)
 
     async def _read(self, link: Link, context: Any) -> None:
         """Read a worker's frames until its stream ends.
