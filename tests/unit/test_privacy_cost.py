@@ -170,7 +170,7 @@ def test_noise_for_an_epsilon_is_calibrated_before_the_run() -> None:
     assert privacy.epsilon == 4.0
     assert with_noise(found, None) is found  # type: ignore[arg-type]  # and again on resume
     assert experiments.parse_experiment(found.resolved_yaml()) == found
-    begun = with_noise(experiment(epsilon=4.0), None, begun=with_multiplier(e, 1.01 * privacy.noise_multiplier))
+    begun = with_noise(experiment(epsilon=4.0), None, stored=with_multiplier(e, 1.01 * privacy.noise_multiplier))
     assert begun.federation.privacy is not None
     assert begun.federation.privacy.noise_multiplier == 1.01 * privacy.noise_multiplier
     plain = experiment(noise_multiplier=1.0)

@@ -166,11 +166,11 @@ class Watch(RunObserver):
         """Show why an attempt failed."""
         self.say(f"round {attempt.round}: attempt {attempt.attempt} of {attempts} failed: {attempt.outcome}")
 
-    def evaluating(self, round: int, done: int, clients: int) -> None:
+    def evaluating(self, round: int, count: int, clients: int) -> None:
         """Show the progress of an evaluation."""
         if self._bar is not None:
             self._bar.update(
-                self._measure, completed=done, total=clients, visible=done < clients, note=f"after round {round}"
+                self._measure, completed=count, total=clients, visible=count < clients, note=f"after round {round}"
             )
             if self._page is not None:
                 self._page.show(self._bar)

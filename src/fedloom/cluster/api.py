@@ -112,8 +112,8 @@ class Api:
 
     def create(self, manifest: Manifest) -> Manifest | None:
         """Create an object and return it; None if its name is taken."""
-        created: Manifest | None = self._call("POST", self._path(manifest["kind"]), body=manifest, tolerated=(409,))
-        return created
+        object: Manifest | None = self._call("POST", self._path(manifest["kind"]), body=manifest, tolerated=(409,))
+        return object
 
     def read(self, kind: str, name: str) -> Manifest | None:
         """Return an object; None if there is none of that name."""
@@ -196,10 +196,10 @@ class Api:
         # A watch that fails immediately must not become a busy loop.
         time.sleep(max(0.0, min(1.0, wait_s) - (time.monotonic() - began)))
 
-    def missing_rights(self, needed: Sequence[tuple[str, str, str]] = NEEDED) -> list[str]:
+    def missing_rights(self, rights: Sequence[tuple[str, str, str]] = NEEDED) -> list[str]:
         """Return the needed rights that these credentials lack, such as ``create jobs``."""
         missing = []
-        for verb, group, name in needed:
+        for verb, group, name in rights:
             right = f"{verb} {name}"
             if right in self._allowed:
                 continue
@@ -251,11 +251,11 @@ class Api:
                 return response.data.decode(errors="replace") if text else parsed_json(response.data)
             except self._exceptions as error:
                 if error.status not in PASSING:  # 0 means a rejected certificate
-                    lost = self._has_lost(right, error)
-                    if error.status in tolerated and not lost:
+                    is_lost = self._has_lost(right, error)
+                    if error.status in tolerated and not is_lost:
                         return None
                     refusal = self._failure(error, f"{method} {path}")
-                    if not lost:
+                    if not is_lost:
                         raise refusal from error
                     if error.status == 401:
                         with suppress(FedloomError):  # the user may have logged in again
@@ -320,7 +320,7 @@ class Api:
             response.read(cache_content=True)
         return response
 
-    def _failure(self, error: Any, doing: str) -> FedloomError:
+    def _failure(self, error: Any, action: str) -> FedloomError:
         message, status = _message(error), error.status
         if status == 401:
             return RefusedError(
@@ -337,8 +337,8 @@ class Api:
         }
         refusal = None if status in (404, 409) else diagnose_refusal(message)
         kind, hint = refusal or kinds.get(status) or (RefusedError, None)
-        known = refusal or status in kinds
-        text = message if known else f"{doing}: {status} {message}"
+        is_known = refusal or status in kinds
+        text = message if is_known else f"{action}: {status} {message}"
         return kind(f"Kubernetes, namespace {self.namespace}: {text}", hint=hint)
 
 

@@ -74,7 +74,7 @@ def _settings(message: str, requested: str, needed: str) -> str:
     concerned = [name for name in ("aggregator", "worker") if f"-{name}-" in message] or ["aggregator", "worker"]
     pairs = [(resources.split(","), containers.split(",")) for resources, containers in NEEDED.findall(needed)]
     pairs = pairs or [(REQUESTED.findall(requested), concerned)]
-    named = [
+    names = [
         COUNTED.get(resource.removeprefix("count/"))
         or f"cluster.{container}.{resource if '.' in resource else f'requests.{resource}'}"
         for resources, containers in pairs
@@ -82,7 +82,7 @@ def _settings(message: str, requested: str, needed: str) -> str:
         for container in containers
     ]
     every = ["cluster.workers", *(f"cluster.{name}.{kind}" for name in concerned for kind in ("requests", "limits"))]
-    return ", ".join(dict.fromkeys(named or every))
+    return ", ".join(dict.fromkeys(names or every))
 
 
 class Verdict(Enum):
@@ -119,9 +119,9 @@ class Diagnosis:
     reason: str
     message: str
 
-    def error(self, who: str, waited_s: float) -> FedloomError:
+    def error(self, pod: str, waited_s: float) -> FedloomError:
         """Return the error for this diagnosis."""
-        text = f"{who} does not start: {self.reason}: {self.message}".rstrip(": ")
+        text = f"{pod} does not start: {self.reason}: {self.message}".rstrip(": ")
         if self.verdict is Verdict.WAIT:
             return QuorumError(
                 f"{text} (waited {waited_s:.0f} s)",
@@ -226,45 +226,45 @@ class PodMonitor:
         waiting = {pod["metadata"]["name"]: seen for pod in pods if (seen := diagnose(pod)) is not None}
         if missing := count_missing(job, pods):
             waiting[job["metadata"]["name"]] = Diagnosis(Verdict.START, "", f"pods that were not created: {missing}")
-        self._pending = {who: self._pending.get(who, now) for who in waiting}
-        self._failing = {who: since for who, since in self._failing.items() if who in waiting}
+        self._pending = {name: self._pending.get(name, now) for name in waiting}
+        self._failing = {name: since for name, since in self._failing.items() if name in waiting}
         errors = []
-        for who, seen in waiting.items():
+        for name, seen in waiting.items():
             if seen.reason == GATED:
-                self._pending[who] = now
+                self._pending[name] = now
                 continue
-            pending_s = now - self._pending[who]
+            pending_s = now - self._pending[name]
             if seen.verdict is Verdict.START and pending_s >= self._quiet_s:
-                seen = diagnose_events(self._events(who)) or seen
+                seen = diagnose_events(self._events(name)) or seen
             if seen.verdict is not Verdict.START:
-                self._report(who, seen.reason, f"{who} waits: {seen.reason}: {seen.message}")
+                self._report(name, seen.reason, f"{name} waits: {seen.reason}: {seen.message}")
             if seen.verdict is Verdict.FAIL:
-                failing_s = now - self._failing.setdefault(who, now)
-                errors += [seen.error(who, failing_s)] if failing_s >= self._failing_timeout_s else []
+                failing_s = now - self._failing.setdefault(name, now)
+                errors += [seen.error(name, failing_s)] if failing_s >= self._failing_timeout_s else []
                 continue
-            self._failing.pop(who, None)
+            self._failing.pop(name, None)
             if pending_s >= self._pending_timeout_s:
                 errors.append(
-                    Diagnosis(Verdict.WAIT, seen.reason or "unknown reason", seen.message).error(who, pending_s)
+                    Diagnosis(Verdict.WAIT, seen.reason or "unknown reason", seen.message).error(name, pending_s)
                 )
         return not waiting, next(iter(errors), None)
 
-    def _report(self, who: str, reason: str, line: str) -> None:
+    def _report(self, name: str, reason: str, line: str) -> None:
         """Say a line, once for each pod and reason."""
-        if (who, reason) not in self._said:
-            self._said.add((who, reason))
+        if (name, reason) not in self._said:
+            self._said.add((name, reason))
             self._say(line)
 
     def _report_stuck(self, pods: Sequence[Mapping[str, Any]], now: float) -> None:
         """Report pods that stay in deletion: on a lost node, only an operator can confirm that they are gone."""
         for pod in pods:
-            who, node = pod["metadata"]["name"], (pod.get("spec") or {}).get("nodeName")
+            name, node = pod["metadata"]["name"], (pod.get("spec") or {}).get("nodeName")
             leaving = pod["metadata"].get("deletionTimestamp") and node is not None
-            if leaving and now - self._leaving.setdefault(who, now) >= STUCK_S:
+            if leaving and now - self._leaving.setdefault(name, now) >= STUCK_S:
                 self._report(
-                    who,
+                    name,
                     "Terminating",
-                    f"{who} does not end on node {node}, so it is not replaced; if the node is lost: kubectl taint "
+                    f"{name} does not end on node {node}, so it is not replaced; if the node is lost: kubectl taint "
                     f"nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute (docs/cluster.md)",
                 )
 
@@ -327,10 +327,10 @@ def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
     """Return the failed containers of a component, in the order in which they ended; pods without one come first."""
     own = [pod for pod in pods if get_label(pod, COMPONENT) == component]
     terminated = [
-        (str(ended.get("finishedAt") or ""), _exit(pod, ended))
+        (str(state_ended.get("finishedAt") or ""), _exit(pod, state_ended))
         for pod in own
         for container in (pod.get("status") or {}).get("containerStatuses") or ()
-        if (ended := (container.get("state") or {}).get("terminated")) and ended.get("exitCode")
+        if (state_ended := (container.get("state") or {}).get("terminated")) and state_ended.get("exitCode")
     ]
     rejected = [
         _exit(pod, {"exitCode": 0, "message": pod["status"].get("message")})
@@ -340,9 +340,9 @@ def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
     return rejected + [failed for _, failed in sorted(terminated, key=lambda pair: pair[0])]
 
 
-def _exit(pod: Mapping[str, Any], ended: Mapping[str, Any]) -> Exit:
-    reason = str(pod["status"].get("reason") or ended.get("reason") or "")
-    return Exit(pod["metadata"]["name"], ended["exitCode"], reason, str(ended.get("message") or ""))
+def _exit(pod: Mapping[str, Any], terminated: Mapping[str, Any]) -> Exit:
+    reason = str(pod["status"].get("reason") or terminated.get("reason") or "")
+    return Exit(pod["metadata"]["name"], terminated["exitCode"], reason, str(terminated.get("message") or ""))
 
 
 def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
@@ -354,9 +354,9 @@ def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
     if not failed:
         return WorkerLostError(f"the aggregator failed: {end.reason}: {end.message}", hint=AGAIN)
     last = failed[-1]
-    ended, hint = last.explain(AGGREGATOR)
-    again = None if last.code in FINAL else AGAIN
-    return FAILURES.get(last.code, WorkerLostError)(f"the aggregator {ended}", hint=hint or again)
+    reason, hint = last.explain(AGGREGATOR)
+    retry_hint = None if last.code in FINAL else AGAIN
+    return FAILURES.get(last.code, WorkerLostError)(f"the aggregator {reason}", hint=hint or retry_hint)
 
 
 def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) -> FedloomError | None:
@@ -370,15 +370,17 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
     if end.reason == "DeadlineExceeded":
         return aggregator_failure(end, ())
     text = f"the workers failed: {end.reason}: {end.message}"
-    if which := status.get("failedIndexes"):
-        text = f"{count_indexes(which)} of {spec.get('completions')} workers failed permanently (index {which}), and "
+    if indexes := status.get("failedIndexes"):
+        text = (
+            f"{count_indexes(indexes)} of {spec.get('completions')} workers failed permanently (index {indexes}), and "
+        )
         text += f"cluster.max_failed_workers allows {spec.get('maxFailedIndexes')}"
     if not failed:
         return WorkerLostError(text, hint=AGAIN)
     last = failed[-1]
-    ended, hint = last.explain(WORKER)
+    reason, hint = last.explain(WORKER)
     kind = FAILURES[last.code] if last.code in FINAL else WorkerLostError
-    return kind(f"{text}; {last.pod} {ended}", hint=hint or AGAIN)
+    return kind(f"{text}; {last.pod} {reason}", hint=hint or AGAIN)
 
 
 def count_indexes(ranges: str) -> int:

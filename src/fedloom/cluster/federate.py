@@ -95,8 +95,8 @@ def federate(
         with tempfile.TemporaryDirectory(prefix="fedloom-") as folder, local.terminable(say, ""):
             path = Path(folder) / f"{experiment.name}.yaml"
             # The result is returned as files; a store would give all federations one location, that of this folder.
-            here = experiment.model_copy(update={"storage": None})
-            write_atomically(path, here.resolved_yaml().encode(), durably=False)
+            local_experiment = experiment.model_copy(update={"storage": None})
+            write_atomically(path, local_experiment.resolved_yaml().encode(), durably=False)
             local.run_locally(path, partition, out, deadline_s=cluster.deadline_s, say=say)
     elif backend == "kubernetes":
         step = _Step(experiment, partition, cluster, run_id, task, TaskConfig.read(task_config), unattended, say)
@@ -124,8 +124,8 @@ def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> 
     from fedloom.cluster.launcher import delete
 
     deleted = delete(Api(namespace), f"{RUN_ID}={label(run_id)},app.kubernetes.io/managed-by=fedloom")
-    for what in deleted:
-        say(f"deleted {what}")
+    for name in deleted:
+        say(f"deleted {name}")
     return deleted
 
 
@@ -340,9 +340,9 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
         )
     if cluster.image is None:
         raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
-    needed = location.credentials
-    if cluster.storage_secret is None and needed and cluster.env.keys().isdisjoint(needed):
-        literals = " ".join(f"--from-literal={name}=..." for name in needed)
+    secret = location.credentials
+    if cluster.storage_secret is None and secret and cluster.env.keys().isdisjoint(secret):
+        literals = " ".join(f"--from-literal={name}=..." for name in secret)
         raise ExperimentError(
             "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
             hint=f"kubectl create secret generic NAME {literals}",
@@ -426,10 +426,10 @@ def publish_experiment(run: Store, experiment: Experiment) -> None:
 def _is_of(run: Store, experiment: Experiment) -> bool:
     """Return True if a run has this experiment, as published for the aggregator or with the finished run."""
     try:
-        published = digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
+        experiment_digest = digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
     except digests.Damaged as error:
         raise DataError(f"{run.url}/experiment.yaml is damaged: {error}", hint="use another run id or task") from error
-    return published == experiment.resolved_yaml().encode()
+    return experiment_digest == experiment.resolved_yaml().encode()
 
 
 def collect(run: Store, out: Path, say: Callable[[str], None]) -> None:

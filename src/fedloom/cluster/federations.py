@@ -89,14 +89,14 @@ def find_federation(api: Api, name: str) -> Status:
 
     Raise ExperimentError if there is none, or several have that run id.
     """
-    there = federations(api)
-    matches = [one for one in there if name == one.name or label(name) == one.run_id]
+    existing = federations(api)
+    matches = [one for one in existing if name == one.name or label(name) == one.run_id]
     if len(matches) == 1:
         return matches[0]
-    known = ", ".join(f"{one.name} ({one.run_id})" for one in matches or there)
+    listing = ", ".join(f"{one.name} ({one.run_id})" for one in matches or existing)
     raise ExperimentError(
         f"namespace {api.namespace} has {len(matches) or 'no'} federations called {name}"
-        + (f"; choose from {known}" if known else ""),
+        + (f"; choose from {listing}" if listing else ""),
         hint="fedloom cluster status lists them; objects are removed an hour after the end; runs stay in the store",
     )
 
@@ -130,9 +130,9 @@ def federation_logs(api: Api, status: Status, *, worker: int | None = None, foll
     while True:
         pods = sorted(api.select("Pod", selector)[0], key=lambda pod: str(pod["metadata"].get("creationTimestamp")))
         if not pods:
-            which = component if worker is None else f"worker {worker} of {status.workers}"
+            source = component if worker is None else f"worker {worker} of {status.workers}"
             raise ExperimentError(
-                f"federation {status.name} has no pod of its {which}{_after_colon(status.detail)}",
+                f"federation {status.name} has no pod of its {source}{_after_colon(status.detail)}",
                 hint=f"logs at its end: {status.run}/logs/",
             )
         pod = pods[-1]
@@ -163,7 +163,7 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
         state = "running" if aggregator_pod(pods) is not None else "starting"
         late = [job for job in (root, *workers) if count_missing(job, _pods_of(job, pods))]
         detail = _waiting(api, [*late, *(pod for pod in pods if diagnose(pod) is not None)])
-    running = [pod for pod in pods if get_label(pod, COMPONENT) == WORKER and phase_of(pod) == "Running"]
+    running_pods = [pod for pod in pods if get_label(pod, COMPONENT) == WORKER and phase_of(pod) == "Running"]
     return Status(
         name=get_label(root, INSTANCE),
         run_id=get_label(root, RUN_ID),
@@ -173,7 +173,7 @@ def _status(api: Api, root: Manifest, workers: Sequence[Manifest], pods: Sequenc
         attempt=attempt_number(root),
         created=str(root["metadata"].get("creationTimestamp", "")),
         workers=sum(int(job["spec"].get("completions") or 1) for job in workers),
-        workers_running=len(running),
+        workers_running=len(running_pods),
         run=str(arguments[arguments.index("--publish") + 1]) if "--publish" in arguments else "",
     )
 

@@ -124,22 +124,22 @@ class Launcher:
         address = self.ensure()
         if address is None:
             return
-        with self._reached(address) as reached:
-            client = ProgressClient(reached, self._say, orphan_after_s=self._federation.orphan_after_s)
+        with self._reached(address) as connection:
+            client = ProgressClient(connection, self._say, orphan_after_s=self._federation.orphan_after_s)
             with client.following():
                 self._watch(client)
 
     def _outlast(self, request: Callable[[], _T]) -> _T:
         """Repeat requests while the API server is away, for as long as the federation may run."""
-        until, told = time.monotonic() + self._federation.settings.deadline_s, False
+        until, is_reported = time.monotonic() + self._federation.settings.deadline_s, False
         while True:
             try:
                 return request()
             except AWAY as error:
                 if time.monotonic() > until or self.finished():
                     raise
-                if not told:
-                    told = True
+                if not is_reported:
+                    is_reported = True
                     self._say(f"waiting for the Kubernetes API; the federation keeps running: {error.message}")
 
     @contextmanager
@@ -212,9 +212,9 @@ class Launcher:
         """
         self._delete(self._own)
         until = time.monotonic() + DELETE_TIMEOUT_S
-        while wait and (left := self._owned((*KINDS, "Pod"), self._own)):
+        while wait and (remaining := self._owned((*KINDS, "Pod"), self._own)):
             if time.monotonic() > until:
-                names = ", ".join(f"{kind} {existing['metadata']['name']}" for kind, existing in left)
+                names = ", ".join(f"{kind} {existing['metadata']['name']}" for kind, existing in remaining)
                 raise WorkerLostError(
                     f"these objects still exist {DELETE_TIMEOUT_S:.0f} s after their deletion: {names}",
                     hint="see why with kubectl describe, then start again with the same run id",
@@ -238,12 +238,12 @@ class Launcher:
         while time.monotonic() < until:
             existing = self._api.read(kind, name)
             if existing is None:
-                created = self._create(kind, manifest)
-                if created is not None:
-                    self._own.add(created["metadata"]["uid"])
-                    self._created.add(created["metadata"]["uid"])
+                created_object = self._create(kind, manifest)
+                if created_object is not None:
+                    self._own.add(created_object["metadata"]["uid"])
+                    self._created.add(created_object["metadata"]["uid"])
                     self._say(f"created {kind} {name}")
-                    return created
+                    return created_object
             elif not existing["metadata"].get("deletionTimestamp"):
                 if (kind == "Job" and name.endswith(AGGREGATOR)) or _owners(existing) == _owners(manifest):
                     return self._adopted(existing)
@@ -265,20 +265,20 @@ class Launcher:
 
     def _adopted(self, existing: Manifest) -> Manifest:
         metadata, f = existing["metadata"], self._federation
-        what = f"{existing['kind']} {metadata['name']}"
+        name = f"{existing['kind']} {metadata['name']}"
         if (metadata.get("annotations") or {}).get(DIGEST) != self._digest:
             raise Occupied(
-                f"{what} already exists for the same run id ({f.run_id}) and task ({f.task}), with another "
+                f"{name} already exists for the same run id ({f.run_id}) and task ({f.task}), with another "
                 "specification: other settings or another experiment",
                 hint=f"use another run id or task, or end it: kubectl delete jobs,services -n {f.namespace} "
                 f"-l {f.selector}",
             )
         self._own.add(metadata["uid"])
-        self._say(f"adopted {what}")
+        self._say(f"adopted {name}")
         return existing
 
     def _watch(self, client: ProgressClient) -> None:
-        ended: Manifest | None = None  # the workers' Job, once it has ended without failing the federation
+        ended_job: Manifest | None = None  # the workers' Job, once it has ended without failing the federation
         while True:
             jobs, version, pods = self._outlast(self._look)
             aggregator = self._present(jobs, AGGREGATOR)
@@ -291,14 +291,14 @@ class Launcher:
                     return
                 raise aggregator_failure(end, exits(pods, AGGREGATOR))
             # An ended Job is removed after cluster.ttl_s, and the aggregator may run longer than that.
-            workers = ended or self._present(jobs, WORKER)
+            workers = ended_job or self._present(jobs, WORKER)
             finished = client.latest is not None and client.latest.phase == "finished"
-            if ended is None and (end := end_of(workers)):
+            if ended_job is None and (end := end_of(workers)):
                 failure = None if finished else workers_failure(workers, end, exits(pods, WORKER))
                 if failure is not None:
                     self.over = True
                     raise failure
-                ended = workers
+                ended_job = workers
             settled = self._diagnose_pods(aggregator, workers, pods, client)
             self._api.wait_for_change("Job", self._federation.selector, version, SETTLED_POLL_S if settled else POLL_S)
 
@@ -311,8 +311,8 @@ class Launcher:
         self, aggregator: Manifest, workers: Manifest, pods: Sequence[Manifest], client: ProgressClient
     ) -> bool:
         settled = True
-        running = sum(phase_of(pod) == "Running" for pod in pods)
-        self._started = self._started or client.under_way or running > self._federation.workers
+        running_count = sum(phase_of(pod) == "Running" for pod in pods)
+        self._started = self._started or client.under_way or running_count > self._federation.workers
         for component, job in ((AGGREGATOR, aggregator), (WORKER, workers)):
             if end_of(job):
                 continue
@@ -340,8 +340,8 @@ class Launcher:
             if failed.pod not in self._reported:
                 self._reported.add(failed.pod)
                 reason = f", {failed.reason}" if failed.reason not in ("", "Error") else ""
-                ended = f"ended with code {failed.code} ({name_of(failed.code)}{reason})"
-                self._say(f"{failed.pod} {ended if failed.code else f'failed{reason}'}: {failed.summary}")
+                exit_text = f"ended with code {failed.code} ({name_of(failed.code)}{reason})"
+                self._say(f"{failed.pod} {exit_text if failed.code else f'failed{reason}'}: {failed.summary}")
 
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""
@@ -349,8 +349,8 @@ class Launcher:
             (get_label(pod, COMPONENT), phase_of(pod)) for pod in pods if not pod["metadata"].get("deletionTimestamp")
         ]
         aggregator = ["not created", *(phase.lower() for component, phase in phases if component == AGGREGATOR)][-1]
-        running = phases.count((WORKER, "Running"))
-        line = f"aggregator: {aggregator}, workers running: {running} of {self._federation.workers}"
+        running_count = phases.count((WORKER, "Running"))
+        line = f"aggregator: {aggregator}, workers running: {running_count} of {self._federation.workers}"
         if line != self._said_last:
             self._said_last = line
             self._say(line)
@@ -385,22 +385,22 @@ def save_logs(api: Api, pods: Sequence[Manifest], folder: Path) -> None:
 def delete(api: Api, selector: str) -> list[str]:
     """Delete all Jobs (with their pods) and Services that match a selector; return ``Kind name`` of each."""
     # Look up all objects first: deleting a Job may delete what it owns.
-    there = [(kind, existing["metadata"]["name"]) for kind in KINDS for existing in api.select(kind, selector)[0]]
-    for kind, name in there:
+    objects = [(kind, existing["metadata"]["name"]) for kind in KINDS for existing in api.select(kind, selector)[0]]
+    for kind, name in objects:
         api.delete(kind, name)
-    return [f"{kind} {name}" for kind, name in there]
+    return [f"{kind} {name}" for kind, name in objects]
 
 
 def aggregator_pod(pods: Sequence[Manifest]) -> str | None:
     """Return the name of the aggregator's newest running pod; None if none is running."""
-    running = [
+    running_pods = [
         pod["metadata"]
         for pod in pods
         if get_label(pod, COMPONENT) == AGGREGATOR
         and phase_of(pod) == "Running"
         and not pod["metadata"].get("deletionTimestamp")
     ]
-    newest = max(running, key=lambda existing: str(existing.get("creationTimestamp")), default=None)
+    newest = max(running_pods, key=lambda existing: str(existing.get("creationTimestamp")), default=None)
     return None if newest is None else str(newest["name"])
 
 

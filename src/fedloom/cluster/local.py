@@ -128,7 +128,7 @@ def terminable(say: Callable[[str], None], note: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, handle)
+    previous = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     except KeyboardInterrupt:
@@ -136,7 +136,7 @@ def terminable(say: Callable[[str], None], note: str) -> Iterator[None]:
             say(note)
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -161,11 +161,11 @@ def _failure(
         return reports.failure
     if -code in STOPPING:
         return InterruptedRun(f"fedloom run was ended by signal {-code}", hint=AGAIN)
-    ended = f"fedloom run {reports.ended(code, last)}"
+    reason = f"fedloom run {reports.ended(code, last)}"
     if code == -signal.SIGKILL:
         return QuorumError(
-            ended,
+            reason,
             hint="raise the memory limit (of a Kubeflow task: tasks.federate.limits.memory in the file of "
             f"{argument('pods')}), or lower runtime.workers; then {AGAIN}",
         )
-    return WorkerLostError(ended, hint=AGAIN)
+    return WorkerLostError(reason, hint=AGAIN)

@@ -238,9 +238,9 @@ def owners_of_pod(pod: Mapping[str, Any]) -> list[Manifest]:
 
 
 def _reference(owning: Mapping[str, Any]) -> Manifest:
-    known = {key: owning[key] for key in ("apiVersion", "kind", "name", "uid")}
+    reference = {key: owning[key] for key in ("apiVersion", "kind", "name", "uid")}
     # blockOwnerDeletion would require rights on the owner's finalizers.
-    return {**known, "controller": False, "blockOwnerDeletion": False}
+    return {**reference, "controller": False, "blockOwnerDeletion": False}
 
 
 def get_label(item: Mapping[str, Any], key: str) -> str:

@@ -94,7 +94,7 @@ class Tunnel:
 
 def _pump(local: socket.socket, remote: Any) -> None:
     """Copy in both directions until one side ends; in one thread, since a TLS connection must not be used by two."""
-    announced: set[int] = set()
+    rounds_announced: set[int] = set()
     while True:
         # Data that TLS has buffered does not show in select.
         ahead = isinstance(remote.sock, ssl.SSLSocket) and remote.sock.pending()
@@ -110,8 +110,8 @@ def _pump(local: socket.socket, remote: Any) -> None:
                 return
             if opcode == BINARY:
                 channel, content = frame.data[0], frame.data[1:]
-                if channel not in announced:  # the first message of each channel is the port number
-                    announced.add(channel)
+                if channel not in rounds_announced:  # the first message of each channel is the port number
+                    rounds_announced.add(channel)
                 elif channel == DATA:
                     local.sendall(content)
                 elif channel == ERROR:
@@ -186,13 +186,13 @@ class ProgressClient:
             self._stopping.set()
 
     def _follow(self) -> None:
-        refused = ""  # last reported reason
+        last_refusal = ""  # last reported reason
         while not self._stopping.is_set():
             try:
                 for now in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):
                     if self._stopping.is_set():
                         return
-                    self._answered_at, self._reported_lost, refused = time.monotonic(), False, ""
+                    self._answered_at, self._reported_lost, last_refusal = time.monotonic(), False, ""
                     self.latest = self._report(now)
                 if self.latest is not None and self.latest.phase == "finished":
                     return
@@ -200,8 +200,8 @@ class ProgressClient:
                 self._say(f"progress is not shown: {error}{self._warning()}")
                 return
             except RefusedError as error:  # may succeed once a file of tokens or identities has been refreshed
-                if str(error) != refused:
-                    refused = str(error)
+                if str(error) != last_refusal:
+                    last_refusal = str(error)
                     self._say(f"progress is not shown for now: {error}{self._warning()}")
             except AbandonedError as error:  # not started yet, or about to be replaced
                 if not self._reported_lost and time.monotonic() - self._answered_at > self._lost_after_s:
@@ -216,25 +216,25 @@ class ProgressClient:
 
     def _report(self, now: Activity) -> Activity:
         """Report changes; return the new state."""
-        before = self.latest
-        if now.measured is not None and (before is None or now.measured != before.measured):
+        previous = self.latest
+        if now.measured is not None and (previous is None or now.measured != previous.measured):
             self._say(f"after round {now.measured.round}: {_measured(now.measured)}")
-        if now.phase == "saving" and before is not None:  # every round is saved
-            now = replace(now, phase=before.phase)
-        shown, moved = (now.phase, len(now.workers)), (now.round, now.message)
+        if now.phase == "saving" and previous is not None:  # every round is saved
+            now = replace(now, phase=previous.phase)
+        phase_key, round_key = (now.phase, len(now.workers)), (now.round, now.message)
         due = now.phase in ("waiting", "failed") or time.monotonic() - self._said_at >= LINE_EVERY_S
-        if shown != self._shown or (moved != self._moved and due):
+        if phase_key != self._shown or (round_key != self._moved and due):
             self._said_at = time.monotonic()
             self._say(_line(now))
-        self._shown, self._moved = shown, moved
+        self._shown, self._moved = phase_key, round_key
         return now
 
 
 def _line(now: Activity) -> str:
     absent = now.clients.absent if now.phase == "waiting" else None
-    without = f", {pluralize(absent, 'client')} without a worker" if absent else ""
+    suffix = f", {pluralize(absent, 'client')} without a worker" if absent else ""
     message = f": {now.message}" if now.message else ""
-    return f"{now.phase}: {rounds_of(now)}, workers: {len(now.workers)}{without}{message}"
+    return f"{now.phase}: {rounds_of(now)}, workers: {len(now.workers)}{suffix}{message}"
 
 
 def rounds_of(now: Activity) -> str:
@@ -242,8 +242,8 @@ def rounds_of(now: Activity) -> str:
     return f"round {now.round}" if now.rounds is None else f"round {now.round}/{now.rounds}"
 
 
-def _measured(measured: LastEvaluation) -> str:
+def _measured(evaluation: LastEvaluation) -> str:
     """Return the headline metric of an evaluation."""
-    groups = {name: group.values for name in GROUPS if (group := measured.groups.get(name)) is not None}
-    what, parts = in_words(measured.headline, groups)
-    return f"{what} {', '.join(parts)}"
+    groups = {name: group.values for name in GROUPS if (group := evaluation.groups.get(name)) is not None}
+    headline, parts = in_words(evaluation.headline, groups)
+    return f"{headline} {', '.join(parts)}"

@@ -242,8 +242,8 @@ class ClusterSettings(Settings):
             {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim}} for i, (claim, _) in enumerate(claims)
         ]
         mounts = [{"name": f"claim-{i}", "mountPath": path} for i, (_, path) in enumerate(claims)]
-        changed = {"volumes": (*self.volumes, *volumes), "volume_mounts": (*self.volume_mounts, *mounts)}
-        return self.model_copy(update=changed)
+        update = {"volumes": (*self.volumes, *volumes), "volume_mounts": (*self.volume_mounts, *mounts)}
+        return self.model_copy(update=update)
 
 
 class TaskConfig(Settings):

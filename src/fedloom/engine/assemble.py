@@ -130,29 +130,31 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     plan = evaluation_plan(experiment, manifest)
     if (until := experiment.federation.until) is not None:
         until.check(plan.task.headline)
-    found = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
+    fitted_model = fitted(experiment.model, manifest.spec.inputs, manifest.spec.outputs, plan.task, plan.targets.shape)
     spec = manifest.spec
-    model, kind, targets = found.model, spec.kind, spec.targets
+    model, kind, targets = fitted_model.model, spec.kind, spec.targets
     if model.raw_targets and targets is not None:
         targets = targets.raw()
         plan = evaluation_plan(
             experiment, dataclasses.replace(manifest, spec=dataclasses.replace(spec, targets=targets))
         )
-    brought = isinstance(experiment.data, OwnData)
+    has_own_data = isinstance(experiment.data, OwnData)
     setup = Setup(
         model=model,
         classes=spec.classes,
         input_shape=spec.input_shape,
-        kind="features" if found.standardizes and kind == "integers" else kind,
+        kind="features" if fitted_model.standardizes and kind == "integers" else kind,
         targets=targets,
-        clients=0 if brought else len(trained_on.clients),
+        clients=0 if has_own_data else len(trained_on.clients),
         dtype=DTYPE,
-        roster=() if brought else trained_on.roster,
-        same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
+        roster=() if has_own_data else trained_on.roster,
+        same_clients=has_own_data or trained_on.fingerprint == manifest.fingerprint,
         protects_examples=experiment.protects_examples,
         seed=experiment.seed,
     )
-    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
+    parts = RunContext(
+        experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, fitted_model.standardizes
+    )
     parts.algorithm.check_inputs(kind)
     parts.algorithm.check_model(parts.settings, model)
     if experiment.protects_examples:
@@ -178,8 +180,8 @@ def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
 
     ``clients`` is the number of clients of the run, if the manifest does not state it.
     """
-    known = parts.setup.clients if clients is None else clients
-    return dataclasses.replace(parts, setup=dataclasses.replace(parts.setup, clients=known, same_clients=False))
+    clients_known = parts.setup.clients if clients is None else clients
+    return dataclasses.replace(parts, setup=dataclasses.replace(parts.setup, clients=clients_known, same_clients=False))
 
 
 def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
@@ -187,8 +189,8 @@ def missing_device(devices: Path = Path("/dev")) -> ExperimentError:
 
     A device file of a GPU in the folder ``devices`` shows that there is a GPU, but torch cannot use it.
     """
-    here = sorted(str(path) for pattern in GPU_FILES for path in devices.glob(pattern))
-    seen = f", although {' and '.join(here)} exist here" if here else ""
+    devices_present = sorted(str(path) for pattern in GPU_FILES for path in devices.glob(pattern))
+    seen = f", although {' and '.join(devices_present)} exist here" if devices_present else ""
     if torch.version.cuda is None and torch.version.hip is None:
         message = f"runtime.device is cuda, but this torch ({torch.__version__}) is built without CUDA{seen}"
         hint = "use a torch with CUDA (in a pod: the image worker-cuda, docs/chart.md), or set runtime.device to cpu"
@@ -243,14 +245,14 @@ def client_side(
     *,
     secret: bytes | None = None,
     signing: Signing = NO_SIGNING,
-    revealed: object = None,
+    revealed_sums: object = None,
     only_sums: bool = False,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
-    ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
+    ``signing`` holds the signatures of keys in secure sums, and ``revealed_sums`` the sums that this process helped to
     reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
@@ -273,8 +275,8 @@ def client_side(
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
-        found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
-        return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
+        measurements = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        return measurements if e.federation.secure_aggregation is None else summed_metrics(measurements, parts.plan)
 
     noise = e.seed if secret is None else secret
     config = ClientConfig(
@@ -286,7 +288,9 @@ def client_side(
         augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
         held=None
         if parts.summation is None
-        else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
+        else sums_part().HeldAnswers(
+            parts.summation, signing, noise, revealed_sums, run_digest(e), only_sums=only_sums
+        ),
         examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(
@@ -319,11 +323,11 @@ def states_of(folder: RunFolder) -> str:
 
     Raise DataError if ``published.json`` has no URL.
     """
-    if folder.states.is_dir() or (published := folder.json_or_none("published.json")) is None:
+    if folder.states.is_dir() or (record := folder.json_or_none("published.json")) is None:
         return str(folder.states)
-    if not isinstance(published.get("url"), str):
+    if not isinstance(record.get("url"), str):
         raise DataError(f"{folder.path / 'published.json'}: has no key 'url'")
-    return f"{published['url']}/states"
+    return f"{record['url']}/states"
 
 
 def fingerprint(experiment: Experiment) -> dict[str, Any]:
@@ -364,8 +368,8 @@ def fixed_when_open(tree: dict[str, object]) -> dict[str, object]:
     """Return the settings that stay the same on resume of an open federation."""
     algorithm = tree["algorithm"]
     assert isinstance(algorithm, dict)
-    kept = {key: tree[key] for key in ("name", "seed", "data", "model")}
-    return {**kept, "algorithm.name": algorithm["name"]}
+    fixed = {key: tree[key] for key in ("name", "seed", "data", "model")}
+    return {**fixed, "algorithm.name": algorithm["name"]}
 
 
 def run_digest(experiment: Experiment) -> str:
@@ -388,5 +392,5 @@ def answers_digest(experiment: Experiment, manifest: Manifest) -> bytes:
     shaping = ("clients_per_round", "lost_state", "privacy", "secure_aggregation")
     federation = {key: settings["federation"][key] for key in shaping}
     figures = manifest.spec.normalization
-    described = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
-    return digests.combined_digest(json.dumps(described, sort_keys=True))
+    description = {**settings, "name": "", "federation": federation, "figures": [figures.mean, figures.std]}
+    return digests.combined_digest(json.dumps(description, sort_keys=True))

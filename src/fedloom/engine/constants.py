@@ -36,15 +36,15 @@ def figures_of(theta: torch.Tensor) -> str:
     signs = (
         torch.randint(0, 2, theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8).mul_(2).sub_(1)
     )
-    signed = torch.nn.functional.pad(theta.double() * signs, (0, -len(theta) % PARTS))
-    found = torch.cat([signed.norm()[None], signed.reshape(-1, PARTS).sum(0)]) / max(len(theta), 1) ** 0.5
-    return " ".join(f"{figure:.6g}" for figure in found.tolist())
+    signed_theta = torch.nn.functional.pad(theta.double() * signs, (0, -len(theta) % PARTS))
+    figures = torch.cat([signed_theta.norm()[None], signed_theta.reshape(-1, PARTS).sum(0)]) / max(len(theta), 1) ** 0.5
+    return " ".join(f"{figure:.6g}" for figure in figures.tolist())
 
 
-def are_close(here: str, there: str) -> bool:
+def are_close(own: str, other: str) -> bool:
     """Return True if two figures of θ₀ agree within the tolerance, a fraction of the root mean square."""
     try:
-        ours, theirs = ([float(figure) for figure in text.split()] for text in (here, there))
+        ours, theirs = ([float(figure) for figure in text.split()] for text in (own, other))
     except ValueError:
         return False
     allowed = TOLERANCE * max(abs(ours[0]), 1e-12)
@@ -65,10 +65,10 @@ def check_run_constants(folder: RunFiles, parts: RunContext) -> None:
 
 def check_constants(parts: RunContext, expected: Mapping[str, str], owner: str) -> None:
     """Raise DataError, with the name of the first that differs, unless the constants have these digests."""
-    found = digests_of_run(parts)
-    for name in (*expected, *found):
-        here, there = found.get(name), expected.get(name)
-        if here == there or (name == START and here and there and are_close(here, there)):
+    digests_found = digests_of_run(parts)
+    for name in (*expected, *digests_found):
+        own, other = digests_found.get(name), expected.get(name)
+        if own == other or (name == START and own and other and are_close(own, other)):
             continue
         if name == START:
             raise DataError(
@@ -77,13 +77,13 @@ def check_constants(parts: RunContext, expected: Mapping[str, str], owner: str) 
                 key="model.factory",
                 hint="use the same factory with the same pretrained weights everywhere",
             )
-        what = (
-            f"has digest {here} here and {there} in {owner}"
-            if here and there
-            else f"exists only {'here' if here else f'in {owner}'}"
+        difference = (
+            f"has digest {own} here and {other} in {owner}"
+            if own and other
+            else f"exists only {'here' if own else f'in {owner}'}"
         )
         raise DataError(
-            f"model.factory: the constant tensor {name!r} {what}. Frozen parameters and fixed buffers are never "
+            f"model.factory: the constant tensor {name!r} {difference}. Frozen parameters and fixed buffers are never "
             "sent, so they must be the same in every process",
             key="model.factory",
             hint="use the same factory with the same pretrained weights everywhere",

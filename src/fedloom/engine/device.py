@@ -71,28 +71,28 @@ def check_model(name: str, model: FlatModel, dtype: torch.dtype, device: torch.d
     """Return the comparison of one model in one data type."""
     cpu = torch.device("cpu")
     start = torch.stack([model.init(torch.Generator().manual_seed(i), dtype) for i in range(count)])
-    there = start.to(device)
+    on_device = start.to(device)
     alone = [
         train(model, _group([one]), start[i : i + 1], SETTINGS).theta
         for i, one in enumerate(random_clients(model, count, dtype, cpu))
     ]
     members = random_clients(model, count, dtype, device)
-    first = train(model, _group(members), there, SETTINGS).theta
+    first = train(model, _group(members), on_device, SETTINGS).theta
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
-    begun = time.perf_counter()
-    again = train(model, _group(members), there, SETTINGS).theta
+    started_at = time.perf_counter()
+    repeated_theta = train(model, _group(members), on_device, SETTINGS).theta
     if device.type == "cuda":
         torch.cuda.synchronize()
-    elapsed_s = time.perf_counter() - begun
+    elapsed_s = time.perf_counter() - started_at
     expected = torch.cat(alone)
     return DeviceCheck(
         model=name,
         dtype=str(dtype).removeprefix("torch."),
         difference=float((first.double().cpu() - expected.double()).abs().max() / expected.double().abs().max()),
         limit=LIMITS[dtype],
-        repeats=torch.equal(first, again),
+        repeats=torch.equal(first, repeated_theta),
         steps_per_s=count * (SETTINGS.steps or 0) / elapsed_s,
         bytes_per_client=torch.cuda.max_memory_allocated() // count if device.type == "cuda" else None,
     )
@@ -100,7 +100,7 @@ def check_model(name: str, model: FlatModel, dtype: torch.dtype, device: torch.d
 
 def random_clients(model: FlatModel, count: int, dtype: torch.dtype, device: torch.device) -> list[ClientData]:
     """Return clients with 96 to 128 random examples: sequences of 20 characters, or images."""
-    found = []
+    clients = []
     for i in range(count):
         random, n = torch.Generator().manual_seed(i), 96 + i % 33
         x: Tensor
@@ -109,8 +109,8 @@ def random_clients(model: FlatModel, count: int, dtype: torch.dtype, device: tor
         else:
             x, classes = torch.randn(n, *IMAGE, generator=random, dtype=torch.float64).to(dtype), CLASSES
         split = Split(x.to(device), torch.randint(classes, (n,), generator=random).to(device))
-        found.append(ClientData(f"client-{i:04d}", split, split, split, classes))
-    return found
+        clients.append(ClientData(f"client-{i:04d}", split, split, split, classes))
+    return clients
 
 
 def _group(members: Sequence[ClientData]) -> ClientGroup:

@@ -65,19 +65,19 @@ def answers(
         Secure sums of answers (:meth:`Algorithm.sums`): the fields of these answers are only summed, and fields
         without a sum are not sent. None: the aggregator receives every answer as it is.
     """
-    known, summed = sizes or {}, sums or {}
+    size_names, sum_names = sizes or {}, sums or {}
     return [
         DisclosedTensor(
             cls.__name__,
             field.name,
             str(field.quantity),
-            tuple(known.get(size, size) if isinstance(size, str) else size for size in field.shape),
-            only_summed=cls in summed,
+            tuple(size_names.get(size, size) if isinstance(size, str) else size for size in field.shape),
+            only_summed=cls in sum_names,
         )
         for cls in algorithm.messages
         if cls.fields() and all(field.shape for field in cls.fields())
         for field in cls.fields()
-        if cls not in summed or field.name in summed[cls]
+        if cls not in sum_names or field.name in sum_names[cls]
     ]
 
 

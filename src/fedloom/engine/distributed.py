@@ -174,7 +174,7 @@ def serving(
 
 @contextmanager
 def with_workers(
-    at: Serving,
+    serving: Serving,
     parts: RunContext,
     workers: partial[Workers] | None,
     stop_request: StopRequest,
@@ -192,23 +192,23 @@ def with_workers(
 
     def abort() -> None:
         stop_request.event.set()
-        at.server.shutdown_workers()
+        serving.server.shutdown_workers()
 
     stop_request.abort = abort
-    own = None if workers is None else workers(address=at.address, on_failure=abort)
+    own = None if workers is None else workers(address=serving.address, on_failure=abort)
     finished = False
     try:
         with stop_request.when_unwatched(
-            lambda: at.notices.unwatched_s, None if options is None else options.orphan_after_s
+            lambda: serving.notices.unwatched_s, None if options is None else options.orphan_after_s
         ):
-            at.notices.tell("waiting", "waiting for workers")
+            serving.notices.tell("waiting", "waiting for workers")
             if parts.manifest.clients:  # in an open federation, the roster waits
                 # There is no time limit for the run's own workers: one that is lost for good aborts the wait.
                 within_s = threading.TIMEOUT_MAX if options is None else options.wait_s
                 count = 1 if own is None else parts.experiment.runtime.workers
-                at.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)
+                serving.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)
             stop_request.training = True
-            at.notices.tell("training")
+            serving.notices.tell("training")
             yield
         finished = True
     except BaseException as error:
@@ -219,7 +219,7 @@ def with_workers(
         if own is not None:
             own.stop_restarting()
         if own is not None or not finished:
-            at.server.shutdown_workers(finished)
+            serving.server.shutdown_workers(finished)
         if own is not None:
             own.stop()
 
@@ -241,13 +241,13 @@ def welcome(parts: RunContext) -> str:
     Clients with data of their own get the normalization instead of the fingerprint; null until it is known. Digests of
     the run's constants follow, if it has some.
     """
-    about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
+    document: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
         spec = parts.manifest.spec
-        about = {"normalization": vars(spec.normalization) if spec.is_normalized else None}
+        document = {"normalization": vars(spec.normalization) if spec.is_normalized else None}
     if constants := digests_of_run(parts):
-        about["constants"] = constants
-    return json.dumps({"experiment": parts.experiment.shared_json(), **about})
+        document["constants"] = constants
+    return json.dumps({"experiment": parts.experiment.shared_json(), **document})
 
 
 # --- own workers ------------------------------------------------------------------------------------------------------
@@ -371,10 +371,10 @@ class Workers:
                     if self._stopping.is_set():
                         return
                     self._processes[i] = self._start(i)
-        why = f"failed: {report.failure.message}" if report.failure else report.ended(code, self._stderr(i))
+        reason = f"failed: {report.failure.message}" if report.failure else report.ended(code, self._stderr(i))
         self._fail(
             WorkerLostError(
-                f"worker-{i} {why} (after {RESTARTS} restarts)",
+                f"worker-{i} {reason} (after {RESTARTS} restarts)",
                 hint=f"see {self._logs / f'worker-{i}.jsonl'}; continue with {argument('resume')}",
             )
         )

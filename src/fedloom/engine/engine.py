@@ -117,8 +117,8 @@ class Engine:
             if e.federation.rounds and not self.replay.is_open and not _has_budget(e):
                 self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
         self.dataset = None if self.is_open else run_dataset(e, options)
-        begun = self.folder.experiment() if self._resumes else None
-        self.experiment = e = with_noise(e, None if self.dataset is None else self.dataset.manifest, begun)
+        stored = self.folder.experiment() if self._resumes else None
+        self.experiment = e = with_noise(e, None if self.dataset is None else self.dataset.manifest, stored)
         self.parts = self._parts()
         self.stateful = self.parts.client_algorithm().stateful
         self.publication = Publication(self.folder, e, options)
@@ -141,17 +141,17 @@ class Engine:
         if self.dataset is not None:
             return make_parts(self.experiment, self.dataset.manifest)
         assert self.own is not None
-        known = known_normalization(self.own, self.folder)
-        return make_parts(self.experiment, open_manifest(self.experiment, self.own, known))
+        normalization = known_normalization(self.own, self.folder)
+        return make_parts(self.experiment, open_manifest(self.experiment, self.own, normalization))
 
-    def _check(self, found: RunFolder, where: str | None = None) -> None:
-        """Raise unless the run in a folder, published at ``where``, can be resumed here."""
-        if check_folder(found, self.experiment, self.options.resume, where, is_open=self.is_open):
+    def _check(self, folder: RunFolder, location: str | None = None) -> None:
+        """Raise unless the run in a folder, published at ``location``, can be resumed here."""
+        if check_folder(folder, self.experiment, self.options.resume, location, is_open=self.is_open):
             if self.dataset is not None:
-                check_partition(found, self.dataset)
+                check_partition(folder, self.dataset)
             if self.stateful:
-                check_states(found, self.publication.url)
-            check_run_constants(found, self.parts)
+                check_states(folder, self.publication.url)
+            check_run_constants(folder, self.parts)
 
     @property
     def place(self) -> str:
@@ -228,9 +228,9 @@ class Engine:
             control=self._control,
             models=self._models(),
             stay=self.stop_request.wait if options.stay else None,
-        ) as at:
-            self.observer.add(at.notices)
-            yield at
+        ) as serving_now:
+            self.observer.add(serving_now.notices)
+            yield serving_now
 
     def _models(self) -> Personalization | None:
         """Return a service for models of the last durable round; None if no client from outside can ask for one."""
@@ -302,14 +302,14 @@ class Engine:
             write_examples = capability("examples")
             if write_examples is not None:
                 write_examples(self.folder, parts.plan.task.target_kind, parts.plan.targets)
-        reported = self.options.report and write_report_if_possible(self.folder, self.observer)
+        is_reported = self.options.report and write_report_if_possible(self.folder, self.observer)
         self.folder.tidy()
         self.publication.finish()
-        return self.result(summary, reported=reported)
+        return self.result(summary, is_reported=is_reported)
 
-    def result(self, summary: dict[str, Any], *, reported: bool) -> RunResult:
+    def result(self, summary: dict[str, Any], *, is_reported: bool) -> RunResult:
         """Return the result of the run."""
-        return RunResult(self.folder.path, summary, f"{self.place}/report.html" if reported else None)
+        return RunResult(self.folder.path, summary, f"{self.place}/report.html" if is_reported else None)
 
 
 def write_report_if_possible(folder: RunFolder, observer: RunObserver) -> bool:

@@ -55,12 +55,12 @@ def log_kept(*, alone: bool = False) -> Iterator[Callable[[Path], None]]:
     logger = logging.getLogger("fedloom")
     propagated = logger.propagate
     lines = MemoryHandler(sys.maxsize)  # buffers while it has no target
-    with ExitStack() as held:
+    with ExitStack() as stack:
 
         def keep(path: Path) -> None:
             with storing(path):
                 descriptor = open_to_append(path)
-            held.callback(os.close, descriptor)
+            stack.callback(os.close, descriptor)
 
             def failed(error: OSError) -> None:
                 lines.setTarget(logging.NullHandler())

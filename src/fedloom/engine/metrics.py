@@ -72,8 +72,8 @@ def federation_families(
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
-    about = {"run": now.run, "method": now.method, "version": fedloom.__version__}
-    yield InfoMetricFamily("fedloom_federation", "Run, method and version.", value=about)
+    labels = {"run": now.run, "method": now.method, "version": fedloom.__version__}
+    yield InfoMetricFamily("fedloom_federation", "Run, method and version.", value=labels)
     phases = {name: float(name == now.phase) for name in get_args(LivePhase)}
     yield _labelled(GaugeMetricFamily, "phase", "Current phase: 1, others: 0.", "phase", phases)
     yield from _gauge("paused", "1 if a pause has been requested.", float(now.paused_by is not None))
@@ -104,10 +104,10 @@ def federation_families(
     yield _labelled(CounterMetricFamily, "refusals", "Refused or dropped parts.", "reason", t.refusals)
 
     yield from _gauge("train_loss", "Training loss of the last round.", now.train_loss)
-    if (measured := now.measured) is not None:
-        yield from _gauge("measured_round", "Round of the last evaluation.", measured.round)
-        yield from _of_evaluation(measured)
-        losses = {group: found.loss_mean for group, found in measured.groups.items()}
+    if (last_evaluation := now.measured) is not None:
+        yield from _gauge("measured_round", "Round of the last evaluation.", last_evaluation.round)
+        yield from _of_evaluation(last_evaluation)
+        losses = {group: group_figures.loss_mean for group, group_figures in last_evaluation.groups.items()}
         yield _labelled(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
     if (spent := now.privacy) is not None:
         yield from _gauge("privacy_epsilon", "ε of training so far, toward readers of the models.", spent.epsilon)
@@ -122,22 +122,22 @@ def federation_families(
     yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
 
 
-def _of_evaluation(measured: LastEvaluation) -> Iterator[Any]:
+def _of_evaluation(last_evaluation: LastEvaluation) -> Iterator[Any]:
     """Yield the accuracies of an evaluation, and its headline metric."""
     from prometheus_client.core import GaugeMetricFamily
 
-    where = ["group", "statistic"]
-    accuracy = GaugeMetricFamily("fedloom_accuracy", "Accuracy in the last evaluation.", labels=where)
+    labels = ["group", "statistic"]
+    accuracy = GaugeMetricFamily("fedloom_accuracy", "Accuracy in the last evaluation.", labels=labels)
     headline = GaugeMetricFamily(
-        "fedloom_headline", "Headline metric in the last evaluation.", labels=["metric", "percent", *where]
+        "fedloom_headline", "Headline metric in the last evaluation.", labels=["metric", "percent", *labels]
     )
-    about = [measured.metric, str(measured.percent).lower()]
-    for group, found in sorted(measured.groups.items()):
+    values = [last_evaluation.metric, str(last_evaluation.percent).lower()]
+    for group, figures in sorted(last_evaluation.groups.items()):
         for statistic in ("mean", "worst_decile", "pooled"):
-            if (value := getattr(found, f"accuracy_{statistic}")) is not None:
+            if (value := getattr(figures, f"accuracy_{statistic}")) is not None:
                 accuracy.add_metric([group, statistic], value)
-            if (value := getattr(found, statistic)) is not None:
-                headline.add_metric([*about, group, statistic], value)
+            if (value := getattr(figures, statistic)) is not None:
+                headline.add_metric([*values, group, statistic], value)
     yield accuracy
     yield headline
 
@@ -171,8 +171,8 @@ def _counter(name: str, text: str, value: float | None) -> Iterator[Any]:
 
 
 def _labelled(family: Any, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Any:
-    found = family(f"fedloom_{name}", text, labels=[label])
+    result = family(f"fedloom_{name}", text, labels=[label])
     for key, value in sorted(values.items()):
         if value is not None:
-            found.add_metric([key], value)
-    return found
+            result.add_metric([key], value)
+    return result

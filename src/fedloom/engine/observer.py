@@ -41,7 +41,7 @@ class RunObserver:
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """Handle a failed attempt at a round; ``attempts`` is the maximum."""
 
-    def evaluating(self, round: int, done: int, clients: int) -> None:
+    def evaluating(self, round: int, count: int, clients: int) -> None:
         """Handle evaluation progress: the number of clients measured so far."""
 
     def evaluated(self, line: dict[str, Any]) -> None:

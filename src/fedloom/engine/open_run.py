@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 def run_open(engine: Engine) -> RunResult:
     """Train the clients that are connected, round after round."""
     presence = AvailableClients()
-    with engine.served(presence) as at:
+    with engine.served(presence) as serving:
         engine.make_folder()
-        engine.observer.notice(f"waiting for: fedloom worker --aggregator {dialable(at.address)} --data DIR")
-        with engine.guarded(), with_workers(at, engine.parts, None, engine.stop_request, engine.options.serving):
-            parts = _with_normalization(engine, at.server, presence)
-            roster = _roster(engine, at.server, presence, parts.manifest)
-            loop = engine.loop(parts, at.server, roster)
-            engine.resume(loop, at.notices)
+        engine.observer.notice(f"waiting for: fedloom worker --aggregator {dialable(serving.address)} --data DIR")
+        with engine.guarded(), with_workers(serving, engine.parts, None, engine.stop_request, engine.options.serving):
+            parts = _with_normalization(engine, serving.server, presence)
+            roster = _roster(engine, serving.server, presence, parts.manifest)
+            loop = engine.loop(parts, serving.server, roster)
+            engine.resume(loop, serving.notices)
             final = engine.train(loop)
         return engine.conclude(parts, loop, final)
 
@@ -77,19 +77,19 @@ def _measured(engine: Engine, server: Aggregator, presence: AvailableClients) ->
     roster = _roster(engine, server, presence, engine.parts.manifest)
     if federation.secure_aggregation is not None:
         return _measured_securely(engine, server, presence, roster)
-    refused: set[str] = set()
+    refusing_clients: set[str] = set()
     over_at = math.inf
     while True:
         roster.settle(0, evaluating=True)
-        apart = refused | server.silence.silent
+        apart = refusing_clients | server.silence.silent
         clients = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen and entry.id not in apart}
         if clients:
             try:
                 return measured_normalization(server, engine.own, clients, federation.deadline_s)
             except QuorumError as error:
                 failure = error
-            if answered := clients.keys() - server.silence.silent:
-                refused |= answered
+            if new_clients := clients.keys() - server.silence.silent:
+                refusing_clients |= new_clients
                 over_at = time.monotonic() + federation.heartbeat_timeout_s
         elif time.monotonic() < over_at:
             presence.wait(POLL_S)

@@ -109,10 +109,10 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     results.
     """
     if final.asked and not final.measured:
-        client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
+        client, reason = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
         everyone = pluralize(final.asked, "client")
         raise QuorumError(
-            f"None of {everyone} could be measured after round {run.round}. Client {client}: {why}",
+            f"None of {everyone} could be measured after round {run.round}. Client {client}: {reason}",
             hint=GO_ON,
         )
     e = parts.experiment
@@ -126,7 +126,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
     write_task_results(folder, final, parts.manifest.spec.class_names)
     titles = parts.algorithm.titles(parts.settings)
-    about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
+    description = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
     cost = RunCost(
         run.round,
         e.federation.clients_per_round if parts.algorithm.trains else None,
@@ -138,7 +138,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     result = summary(
         final,
         [] if best is None else [best],
-        about,
+        description,
         cost,
         label_mask=e.evaluation.label_mask,
         last=folder.last_evaluations(LATE, run.round),
@@ -192,36 +192,36 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
     if (privacy := federation.privacy) is None:
         return {}
     simulated = is_simulation(parts.experiment, run.transport)
-    found = count_releases_about(run.folder, privacy.of, repeatable=simulated)
+    counts = count_releases_about(run.folder, privacy.of, repeatable=simulated)
     protected, others = _fields_of_training(parts, run)
     if privacy.of == "examples":  # losses, which would disclose examples, are sent as 0
         messages = parts.algorithm.messages
         losses = {f"{cls.__name__}.{f.name}" for cls in messages for f in cls.fields() if f.quantity == Quantity.LOSS}
         others = [name for name in others if name not in losses]
-    stated = claim(
+    statement = claim(
         privacy,
-        found.counts,
+        counts.counts,
         simulated=simulated,
         secure=federation.secure_aggregation is not None,
-        cohorts=found.cohorts,
+        cohorts=counts.cohorts,
         covers=protected,
         does_not_cover=others,
-        unknown=None if found.is_known else "some rounds had no noise, or were not counted",
+        unknown=None if counts.is_known else "some rounds had no noise, or were not counted",
     )
-    return {"training_privacy": stated.as_json(), "ended_by": run.ended_by or "rounds"}
+    return {"training_privacy": statement.as_json(), "ended_by": run.ended_by or "rounds"}
 
 
 def _fields_of_training(parts: RunContext, run: Loop) -> tuple[list[str], list[str]]:
     """Return the fields of clients' answers that carry learned values, and those that carry statistics, by message."""
     sums = parts.algorithm.sums(parts.settings)
     shapes = answer_shapes(parts.algorithm.messages, run.server.sizes)
-    asked = sums if parts.summation is not None else shapes
+    questions = sums if parts.summation is not None else shapes
     names = {True: list[str](), False: list[str]()}
-    for cls in asked:
-        learned = learned_fields(cls, sums.get(cls, {}))
+    for cls in questions:
+        fields = learned_fields(cls, sums.get(cls, {}))
         for field in cls.fields():
-            if field.name in asked[cls]:
-                is_learned = field.name in learned or field.quantity not in STATISTICS
+            if field.name in questions[cls]:
+                is_learned = field.name in fields or field.quantity not in STATISTICS
                 names[is_learned].append(f"{cls.__name__}.{field.name}")
     return names[True], names[False]
 
@@ -236,15 +236,15 @@ def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
     if promised is None:
         return {}
     simulated = is_simulation(parts.experiment, run.transport)
-    found = count_releases(run.folder, repeatable=simulated)
-    least = min(map(_multiplier, found.times.values()), default=math.inf) if found.is_known else 0.0
+    counts = count_releases(run.folder, repeatable=simulated)
+    least = min(map(_multiplier, counts.times.values()), default=math.inf) if counts.is_known else 0.0
     answers = [cls.__name__ for cls in answer_shapes(parts.algorithm.messages, run.server.sizes)]
 
     def epsilon(multiplier: float) -> float | None:
         spent = gaussian_epsilon(multiplier, promised.delta)
         return None if math.isinf(spent) else spent
 
-    about = {
+    description = {
         "mechanism": "gaussian",
         "neighbours": "replace one",
         "covers": list(promised.covers),
@@ -252,12 +252,12 @@ def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
         "clip": promised.clip,
         "noise_multiplier": promised.noise_multiplier,
         "delta": promised.delta,
-        "releases_most": max((sum(times.values()) for times in found.times.values()), default=0),
+        "releases_most": max((sum(times.values()) for times in counts.times.values()), default=0),
         "epsilon_most": epsilon(least),
         "epsilon_new_client": epsilon(promised.noise_multiplier),
         "noise": "seed" if simulated else "secret",
     }
-    return {"privacy": about}
+    return {"privacy": description}
 
 
 def _multiplier(times: Mapping[float, int]) -> float:

@@ -35,11 +35,11 @@ FREE_ON_RESUME = (
 
 
 def check_folder(
-    folder: RunFolder, e: Experiment, resume: bool, where: str | None = None, *, is_open: bool = False
+    folder: RunFolder, e: Experiment, resume: bool, source: str | None = None, *, is_open: bool = False
 ) -> bool:
     """Return whether there is a run to resume.
 
-    Messages name the run's place as ``where``, by default its folder. The experiment of an open federation
+    Messages name the run's place as ``source``, by default its folder. The experiment of an open federation
     (``is_open``) may change on resume.
 
     Raise ExperimentError if the folder is in use and ``resume`` is false, or holds another experiment or more rounds
@@ -56,17 +56,18 @@ def check_folder(
     if is_open:
         check_begun_open(folder)
         check_changes(old, new)
-    elif changed := list(_differences(old, new)):
-        other = f"folder ({argument('out')})" if where is None else f"place ({argument('publish')})"
+    elif differences := list(_differences(old, new)):
+        other = f"folder ({argument('out')})" if source is None else f"place ({argument('publish')})"
         raise ExperimentError(
-            f"{argument('resume')}: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
+            f"{argument('resume')}: {source or folder.path} holds another experiment:\n  "
+            + "\n  ".join(differences[:10]),
             hint=f"resume with the same settings, or choose another {other}",
         )
-    done = max(checkpoint_files(folder.checkpoints), default=0)
-    if e.federation.rounds is not None and e.federation.rounds < done:
+    rounds_done = max(checkpoint_files(folder.checkpoints), default=0)
+    if e.federation.rounds is not None and e.federation.rounds < rounds_done:
         raise ExperimentError(
-            f"federation.rounds must be at least {done} with {argument('resume')}: {where or folder.path} has already "
-            f"completed that many rounds (got {e.federation.rounds}).",
+            f"federation.rounds must be at least {rounds_done} with {argument('resume')}: {source or folder.path} has "
+            f"already completed that many rounds (got {e.federation.rounds}).",
             key="federation.rounds",
             found=e.federation.rounds,
         )
@@ -115,8 +116,8 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
         return None
     try:
         summary = folder.json(SUMMARY)
-        for read in (folder.manifest, folder.metrics, folder.clients):
-            read()
+        for check in (folder.manifest, folder.metrics, folder.clients):
+            check()
     except DataError:
         return None
     # A run resumed with more rounds has continued past this end.
@@ -130,8 +131,8 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
 
 def _is_spent(folder: RunFolder, e: Experiment) -> bool:
     """Return whether a run was ended by its privacy budget, and the budget has not changed since."""
-    privacy, before = e.federation.privacy, folder.experiment().federation.privacy
-    if privacy is None or before is None or privacy.budget != before.budget:
+    privacy, privacy_before = e.federation.privacy, folder.experiment().federation.privacy
+    if privacy is None or privacy_before is None or privacy.budget != privacy_before.budget:
         return False
     return bool((folder.json_or_none(SUMMARY) or {}).get("ended_by") == "budget")
 
@@ -156,22 +157,22 @@ def check_states(folder: RunFolder, url: str | None) -> None:
     """
     if not folder.states.is_dir() and not folder.has(JOURNAL):
         return  # no round is complete, so no states are needed
-    before = states_of(folder)
+    old_states = states_of(folder)
     now = str(folder.states) if url is None else f"{url}/states"
-    if before != now:
+    if old_states != now:
         raise ExperimentError(
-            f"{argument('resume')}: the run keeps its clients' states in {before}, where they must stay, and would "
+            f"{argument('resume')}: the run keeps its clients' states in {old_states}, where they must stay, and would "
             f"continue with {now}.",
             hint=f"resume with the same `storage` and {argument('publish')}, or {NEW_RUN}",
         )
 
 
-def _differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
-            yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
     elif old != new:
-        yield f"{where} is {new!r}, and the run has {old!r}"
+        yield f"{path} is {new!r}, and the run has {old!r}"
 
 
 # --- open federations -------------------------------------------------------------------------------------------------
@@ -182,15 +183,15 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
 
     These are the name, seed, model, method and data section; ``old`` and ``new`` are resolved experiments.
     """
-    before, after = fixed_when_open(old), fixed_when_open(new)
-    changed = [
-        f"{key}: the run has {before[key]!r}, and the experiment {after[key]!r}"
-        for key in before
-        if before[key] != after[key]
+    old_fixed, new_fixed = fixed_when_open(old), fixed_when_open(new)
+    differences = [
+        f"{key}: the run has {old_fixed[key]!r}, and the experiment {new_fixed[key]!r}"
+        for key in old_fixed
+        if old_fixed[key] != new_fixed[key]
     ]
-    if changed:
+    if differences:
         raise ExperimentError(
-            f"{argument('resume')}: these settings cannot change on resume:\n  " + "\n  ".join(changed),
+            f"{argument('resume')}: these settings cannot change on resume:\n  " + "\n  ".join(differences),
             hint=f"resume with the same, or {NEW_RUN}",
         )
 

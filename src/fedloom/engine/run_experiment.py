@@ -81,7 +81,7 @@ def _complete(engine: Engine, summary: dict[str, Any]) -> RunResult:
     if engine.options.report and not (reported and engine.publication.is_whole):  # publishing includes the figures
         reported = write_report_if_possible(engine.folder, engine.observer)
     engine.publication.complete()
-    return engine.result(summary, reported=reported)
+    return engine.result(summary, is_reported=reported)
 
 
 # --- closed -----------------------------------------------------------------------------------------------------------

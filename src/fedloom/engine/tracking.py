@@ -193,20 +193,20 @@ class TrackerObserver(RunObserver):
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
         """Notify everyone."""
-        self._forward(lambda observer: observer.round_done(attempt, rounds), counted=True)
+        self._forward(lambda observer: observer.round_done(attempt, rounds), is_counted=True)
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """Notify everyone."""
         self._forward(lambda observer: observer.attempt_failed(attempt, attempts))
 
-    def evaluating(self, round: int, done: int, clients: int) -> None:
+    def evaluating(self, round: int, count: int, clients: int) -> None:
         """Notify everyone."""
-        self._forward(lambda observer: observer.evaluating(round, done, clients))
+        self._forward(lambda observer: observer.evaluating(round, count, clients))
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Notify the observer, the watchers and the trackers, each with its own copy."""
         line = copy.deepcopy(line)  # trackers read it later
-        self._forward(lambda observer: observer.evaluated(copy.deepcopy(line)), counted=True)
+        self._forward(lambda observer: observer.evaluated(copy.deepcopy(line)), is_counted=True)
 
     def ended(self) -> None:
         """Notify the observer and the trackers, wait for those that work, and say what the others have not logged."""
@@ -216,26 +216,26 @@ class TrackerObserver(RunObserver):
             tracker.finish(self._finish_s)
         self._drop_failed()
         for name, tracker in self._failed.items():
-            if lost := self._told - tracker.logged:
+            if lost_count := self._told - tracker.logged:
                 self.notice(
-                    f"tracking: {name} did not log {lost} of {self._told} rounds and evaluations; "
+                    f"tracking: {name} did not log {lost_count} of {self._told} rounds and evaluations; "
                     "metrics.jsonl and journal.jsonl in the run's folder have them all"
                 )
         self._observer.ended()
 
-    def _forward(self, call: Callable[[Observer], None], *, counted: bool = False) -> None:
-        self._told += counted
+    def _forward(self, call: Callable[[Observer], None], *, is_counted: bool = False) -> None:
+        self._told += is_counted
         call(self._observer)
-        self._notify(call, counted=counted)
+        self._notify(call, is_counted=is_counted)
         for watcher in self._watchers:
             call(watcher)
 
-    def _notify(self, call: Call, *, counted: bool = False) -> None:
+    def _notify(self, call: Call, *, is_counted: bool = False) -> None:
         for name, make in self._waiting.items():
             self._trackers[name] = TrackerThread(name, partial(self._begin, make))
         self._waiting.clear()
         for tracker in self._trackers.values():
-            tracker.put(call, counted=counted)
+            tracker.put(call, counted=is_counted)
         self._drop_failed()
 
     def _begin(self, make: Tracker) -> RunObserver:

@@ -65,7 +65,7 @@ def evaluate_predictors(
     parts: RunContext,
     dataset: FederatedDataset,
     clients: Sequence[str],
-    given: Predictors,
+    predictors: Predictors,
     names: Sequence[str],
     round: int,
 ) -> EvaluationResult:
@@ -77,7 +77,7 @@ def evaluate_predictors(
         seen=torch.zeros(len(clients), dtype=torch.bool),
         present=torch.ones(len(clients), dtype=torch.bool),
         predictors=tuple(names),
-        **metrics(given, examples, names, batch_size=size, plan=parts.plan).tensors(),
+        **metrics(predictors, examples, names, batch_size=size, plan=parts.plan).tensors(),
         plan=parts.plan,
         records={},
     )
@@ -97,9 +97,9 @@ def checkpoint_evaluation(
     """
     if not evaluation.present.all():  # statistics of a subset would look like those of all clients
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
-        named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        listing = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         everyone = pluralize(len(evaluation.clients), "client")
-        raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {named}")
+        raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {listing}")
     if not parts.setup.same_clients:  # this run never saw them, whatever their partition says
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     is_new = partition is not None and not parts.setup.same_clients
@@ -126,8 +126,8 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
     Raise DataError if a shard is damaged.
     """
     trained_on = RunFolder.open(run).manifest()
-    if (found := apart_by_reserve(trained_on, dataset.manifest)) is not None:
-        return dataclasses.asdict(found)
+    if (clients_apart := apart_by_reserve(trained_on, dataset.manifest)) is not None:
+        return dataclasses.asdict(clients_apart)
     folder = None if isinstance(e.data, OwnData) else find_partition(trained_on, e.data.root)
     return None if folder is None else dataclasses.asdict(overlap(FederatedDataset(folder, trained_on), dataset))
 
@@ -140,7 +140,7 @@ def restore(
     Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
     or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged.
     """
-    which = check_checkpoint(checkpoint)
+    checkpoint_chosen = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
     trained_on, e = folder.manifest(), folder.experiment()
     dataset = _clients_of(folder, e, trained_on, partition, data)
@@ -162,14 +162,14 @@ def restore(
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
     check_run_constants(folder, parts)
-    found = loops.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
-    loaded = found.checkpoints.load(which)
-    check_fits(loaded, found.server.state, parts.algorithm.name, parts.algorithm.version)
-    found.server.load(loaded.state)
-    found.round = loaded.round
+    evaluator = loops.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
+    loaded = evaluator.checkpoints.load(checkpoint_chosen)
+    check_fits(loaded, evaluator.server.state, parts.algorithm.name, parts.algorithm.version)
+    evaluator.server.load(loaded.state)
+    evaluator.round = loaded.round
     if parts.setup.same_clients:  # clients of another partition are different clients, even under the same id
-        found.journal = Journal.read(folder, found.round)
-    return parts, found, dataset
+        evaluator.journal = Journal.read(folder, evaluator.round)
+    return parts, evaluator, dataset
 
 
 def personalize_each(
@@ -185,34 +185,34 @@ def personalize_each(
     """
 
     def conclude(predictors: Predictors, group: ClientGroup) -> Message:
-        for client, named in zip(group.clients, predictors, strict=True):
-            use(client, named)
+        for client, predictor_set in zip(group.clients, predictors, strict=True):
+            use(client, predictor_set)
         return parts.plan.nothing(len(predictors), len(evaluator.predictors))
 
     evaluator.transport = assemble.in_process(parts, dataset, evaluator.folder, conclude)
     return evaluator.personalize(clients)
 
 
-def check_predictor(name: str, known: Sequence[str]) -> None:
+def check_predictor(name: str, names: Sequence[str]) -> None:
     """Raise ExperimentError if a method has no predictor of this name."""
-    if name not in known:
+    if name not in names:
         raise ExperimentError(
-            f"{argument('predictor')} must be one of {', '.join(known)} (got {name!r}).",
+            f"{argument('predictor')} must be one of {', '.join(names)} (got {name!r}).",
             key="predictor",
             found=name,
-            allowed=list(known),
+            allowed=list(names),
         )
 
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
     """Set torch's number of threads in the block to the run's, since the bits depend on it."""
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
 def check_checkpoint(checkpoint: str) -> str | int:
@@ -237,8 +237,8 @@ def _clients_of(
 ) -> FederatedDataset:
     """Return the data of the clients to evaluate: the run's own, another partition's, or packed ones."""
     if isinstance(e.data, OwnData):
-        if partition is not None and (found := FederatedDataset.open(partition)).manifest.dataset == OWN:
-            return found  # an audit's packed clients with canaries
+        if partition is not None and (given_dataset := FederatedDataset.open(partition)).manifest.dataset == OWN:
+            return given_dataset  # an audit's packed clients with canaries
         if partition is not None or not data:
             instead = "" if partition is None else f", not {argument('partition')}"
             raise ExperimentError(
@@ -247,8 +247,8 @@ def _clients_of(
             )
         clients = OwnClients.open(data)
         clients.check(e.data.own)
-        trained = Journal.read(folder).ever.union(trained_on.roster)
-        entries = [card.entry(seen=name in trained) for name, card in clients.cards.items()]
+        trained_clients = Journal.read(folder).ever.union(trained_on.roster)
+        entries = [card.entry(seen=name in trained_clients) for name, card in clients.cards.items()]
         dataset = OwnDataset(clients, own_manifest(e.data.own, entries, e.seed, trained_on.spec.normalization))
         dataset.verify()
         return dataset
@@ -264,6 +264,6 @@ def _clients_of(
     folder_of_run = find_partition(trained_on, e.data.root)
     if folder_of_run is None:
         return run_data.make_partition(e)
-    kept = FederatedDataset.open(folder_of_run)
-    kept.verify()
-    return kept
+    own_dataset = FederatedDataset.open(folder_of_run)
+    own_dataset.verify()
+    return own_dataset

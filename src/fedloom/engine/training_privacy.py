@@ -149,11 +149,11 @@ class Planned:
         return self.population.examples
 
 
-def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experiment | None = None) -> Experiment:
+def with_noise(experiment: Experiment, manifest: Manifest | None, stored: Experiment | None = None) -> Experiment:
     """Return the experiment with the noise multiplier that its ``federation.privacy.epsilon`` needs.
 
     ``manifest`` has the clients of the run; None: as the experiment says. A resumed run keeps the noise of the
-    experiment that it was ``begun`` with.
+    experiment that it was ``stored`` with.
 
     Raise ExperimentError if the accountant is not installed, a given noise multiplier does not suffice for ε, the
     number of rounds is not limited, or clients' numbers of examples are not known.
@@ -170,10 +170,10 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
             key="federation.privacy.epsilon",
             found=privacy.epsilon,
         )
-    before = None if begun is None else begun.federation.privacy
-    if before is not None and before.epsilon == privacy.epsilon and before.noise_multiplier:
-        experiment = with_multiplier(experiment, before.noise_multiplier)
-        privacy = before
+    stored_privacy = None if stored is None else stored.federation.privacy
+    if stored_privacy is not None and stored_privacy.epsilon == privacy.epsilon and stored_privacy.noise_multiplier:
+        experiment = with_multiplier(experiment, stored_privacy.noise_multiplier)
+        privacy = stored_privacy
     population = Population.of(experiment, manifest)
     assert population is not None  # if the experiment does not state the clients, there is a manifest
     if privacy.of == "examples" and population.examples is None:
@@ -185,10 +185,10 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
             key="federation.privacy.epsilon",
             found=privacy.epsilon,
         )
-    planned = Planned(experiment, population)
+    plan = Planned(experiment, population)
     if (z := privacy.noise_multiplier) is None:
-        return with_multiplier(experiment, planned.noise_multiplier(epsilon, rounds))
-    if (cost := planned.epsilon(rounds, z)) > epsilon * (1 + PRECISION):
+        return with_multiplier(experiment, plan.noise_multiplier(epsilon, rounds))
+    if (cost := plan.epsilon(rounds, z)) > epsilon * (1 + PRECISION):
         raise ExperimentError(
             f"federation.privacy.noise_multiplier is {z:.4g}, with which {rounds} rounds cost ε = {rounded_up(cost)}, "
             f"more than federation.privacy.epsilon, {epsilon:g}.",
@@ -234,11 +234,11 @@ def steps_of(
 
     Several sums over the same mini-batch reveal as much as one with noise that is smaller by the root of their number.
     """
-    found: Counter[Release] = Counter()
+    releases: Counter[Release] = Counter()
     for steps in method.noisy_steps(settings, examples, personalizing=personalizing) if examples else ():
         z = noise_multiplier / math.sqrt(steps.uses)
-        found[sampled(privacy.sampling, examples, steps.batch_size, z)] += steps.count
-    return found
+        releases[sampled(privacy.sampling, examples, steps.batch_size, z)] += steps.count
+    return releases
 
 
 def is_simulation(experiment: Experiment, transport: Transport) -> bool:
@@ -280,8 +280,8 @@ def has_secret_noise(experiment: Experiment, run: Path) -> bool:
     """Return whether the noise of a run that is to be replayed was secret, or may have been."""
     if experiment.federation.privacy is None or not isinstance(experiment.data, OwnData):
         return False
-    claimed = (RunFolder(run).json_or_none("summary.json") or {}).get("training_privacy") or {}
-    return bool(claimed.get("noise", "secret") == "secret")
+    claim = (RunFolder(run).json_or_none("summary.json") or {}).get("training_privacy") or {}
+    return bool(claim.get("noise", "secret") == "secret")
 
 
 def with_multiplier(experiment: Experiment, noise_multiplier: float) -> Experiment:

@@ -64,7 +64,7 @@ class Worker:
             worker=name,
             clients=self._provider.clients,
             members=() if self._own is None else self._own.members(settings.class_counts),
-            algorithms={known: find_algorithm(known).version for known in available()},
+            algorithms={method: find_algorithm(method).version for method in available()},
             device=settings.runtime.device,
         )
 
@@ -85,24 +85,26 @@ class Worker:
             bandwidth=self._bandwidth,
         )
 
-    def _session(self, joined: Joined) -> Session:
-        about = _described(joined.experiment)
+    def _session(self, welcome: Joined) -> Session:
+        facts = _described(welcome.experiment)
         options = self._options
         runtime = experiments.Runtime(workers=0, **dict(self._settings.runtime))
-        shared = experiments.from_shared_json(about["experiment"], runtime=runtime)
+        shared = experiments.from_shared_json(facts["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
         if options.only_sums:
             check_only_sums(secure, shared.federation.clients_per_round)
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
-        revealed = None if secure is None or self._own is None else self._remembered()
-        if self._own is not None and about.get("normalization", "") is None:  # it is not measured yet
+        revealed_sums = None if secure is None or self._own is None else self._remembered()
+        if self._own is not None and facts.get("normalization", "") is None:  # it is not measured yet
             cards = self._own.measured_cards(shared)
             if secure is None:
                 return measuring_side(cards, MeasuredClients(cards))
-            return sums_part().securely_measuring_side(cards, secure, signing, revealed, only_sums=options.only_sums)
-        dataset = self._provider.dataset(shared, about)
+            return sums_part().securely_measuring_side(
+                cards, secure, signing, revealed_sums, only_sums=options.only_sums
+            )
+        dataset = self._provider.dataset(shared, facts)
         parts = assemble.make_parts(shared, dataset.manifest)
-        check_constants(parts, _digests(about), "the aggregator's model")
+        check_constants(parts, _digests(facts), "the aggregator's model")
         return assemble.client_side(
             parts,
             dataset,
@@ -110,7 +112,7 @@ class Worker:
             options.states,
             secret=self._secret,
             signing=signing,
-            revealed=revealed,
+            revealed_sums=revealed_sums,
             only_sums=options.only_sums,
         )
 
@@ -154,21 +156,21 @@ def check_only_sums(secure: SecureAggregation | None, members: int) -> None:
 def _described(text: str) -> dict[str, Any]:
     """Return the aggregator's description of its run; raise RefusedError if it cannot be parsed."""
     try:
-        about = parsed_json(text, DEEPEST)
+        facts = parsed_json(text, DEEPEST)
     except ValueError as error:
         reason = printable(str(error), 300)
         raise RefusedError(f"cannot read the aggregator's description of its run: {reason}") from error
-    if not isinstance(about, dict) or not isinstance(about.get("experiment"), str):
+    if not isinstance(facts, dict) or not isinstance(facts.get("experiment"), str):
         raise RefusedError("the aggregator's description of its run has no experiment")
-    return about
+    return facts
 
 
-def _digests(about: Mapping[str, Any]) -> Mapping[str, str]:
+def _digests(facts: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the digests of the model's constants in a description; raise RefusedError if they are malformed."""
-    found = about.get("constants", {})
-    if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
+    digests = facts.get("constants", {})
+    if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
         raise RefusedError("the aggregator's description of its run has invalid digests of constants")
-    return {printable(name): printable(digest) for name, digest in found.items()}
+    return {printable(name): printable(digest) for name, digest in digests.items()}
 
 
 class PartitionProvider:
@@ -177,30 +179,30 @@ class PartitionProvider:
     Raise DataError if the partition, or a shard of it, is missing or damaged.
     """
 
-    def __init__(self, where: str, options: WorkerOptions) -> None:
-        self._where = where
-        self._dataset = FederatedDataset.open(where)
+    def __init__(self, location: str, options: WorkerOptions) -> None:
+        self._where = location
+        self._dataset = FederatedDataset.open(location)
         everyone = [entry.id for entry in self._dataset.manifest.clients]
         self.clients = select_clients(everyone, options.clients)
         for client in self.clients:
             self._dataset.manifest.entry(client)
         # From a store, fetch now only shards that no other worker serves; others follow when their clients move here.
-        if options.verify and (self.clients != everyone or not is_url(where)):
+        if options.verify and (self.clients != everyone or not is_url(location)):
             self._dataset.verify(self.clients)
 
-    def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
+    def dataset(self, shared: Experiment, facts: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data; raise DataError if the aggregator has another partition, or none."""
-        found = self._dataset.manifest.fingerprint
-        if "partition" not in about:
+        fingerprint = self._dataset.manifest.fingerprint
+        if "partition" not in facts:
             raise DataError(
                 f"{argument('partition')} is {self._where}, but the aggregator needs clients with their own data; give "
                 f"their folders with {argument('packed')}.",
                 key="partition",
                 hint=AGAIN,
             )
-        if about["partition"] != found:
+        if facts["partition"] != fingerprint:
             raise DataError(
-                f"{self._where} is partition {found[:12]}, and the aggregator's is {about['partition'][:12]}.",
+                f"{self._where} is partition {fingerprint[:12]}, not the aggregator's {facts['partition'][:12]}.",
                 hint="create it from the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         return self._dataset
@@ -217,9 +219,9 @@ class OwnDataProvider:
         self.clients = select_clients(list(self._packed.cards), options.clients)
         for client in self.clients:
             if client not in self._packed.cards:
-                known = ", ".join(self._packed.cards)
+                names = ", ".join(self._packed.cards)
                 raise ExperimentError(
-                    f"{argument('clients')} names {client!r}, but the folders hold {shortened(known, 200)}.",
+                    f"{argument('clients')} names {client!r}, but the folders hold {shortened(names, 200)}.",
                     key="clients",
                     found=client,
                 )
@@ -245,13 +247,13 @@ class OwnDataProvider:
         run_data.check_own(shared, shared.data.own, self._packed)
         return shared.data.own
 
-    def dataset(self, shared: Experiment, about: Mapping[str, Any]) -> FederatedDataset:
+    def dataset(self, shared: Experiment, facts: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data if they match the experiment.
 
         Raise DataError if they do not, or the experiment requires a partition.
         """
         own = self._check(shared)
-        normalization = Normalization(*(tuple(about["normalization"][key]) for key in ("mean", "std")))
+        normalization = Normalization(*(tuple(facts["normalization"][key]) for key in ("mean", "std")))
         return OwnDataset(self._packed, own_manifest(own, self._packed.entries, shared.seed, normalization))
 
 
@@ -269,11 +271,11 @@ def client_provider(options: WorkerOptions) -> PartitionProvider | OwnDataProvid
     Raise ExperimentError if both a partition and packed clients are given, or neither. Raise DataError if the data are
     missing or damaged.
     """
-    brought = bool(options.packed or options.observe)
-    if brought == (options.partition is not None):
-        found = "both were" if brought else "neither was"
+    has_own_data = bool(options.packed or options.observe)
+    if has_own_data == (options.partition is not None):
+        problem = "both were" if has_own_data else "neither was"
         raise ExperimentError(
-            f"Give either {argument('partition')} or {argument('packed')} (and {argument('observe')}): {found} given."
+            f"Give either {argument('partition')} or {argument('packed')} (and {argument('observe')}): {problem} given."
         )
     return OwnDataProvider(options) if options.partition is None else PartitionProvider(options.partition, options)
 
@@ -289,17 +291,17 @@ def select_clients(everyone: Sequence[str], clients: str | None) -> list[str]:
     if clients is None:
         return list(everyone)
     if "/" not in clients:
-        named = [name.strip() for name in clients.split(",") if name.strip()]
-        if not named:
+        names = [name.strip() for name in clients.split(",") if name.strip()]
+        if not names:
             raise ExperimentError(
                 f"{argument('clients')} must be ids of the partition's {len(everyone)} clients, such as {everyone[0]}, "
                 f"separated by commas (got {clients!r}).",
                 key="clients",
                 found=clients,
             )
-        return named
-    given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", clients)
-    i, n = (int(given[1]), int(given[2])) if given else (0, 0)
+        return names
+    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", clients)
+    i, n = (int(match[1]), int(match[2])) if match else (0, 0)
     if not i < n <= len(everyone):
         raise ExperimentError(
             f"{argument('clients')} must be ids, or I/N with I from 0 to N - 1 and N at most {len(everyone)}, the "

@@ -49,7 +49,7 @@ def after_steps_purpose(steps: int) -> str:
 
 
 @dataclass(eq=False)
-class _Open:
+class _Talk:
     """Coroutine, its rows, and their last answers; ``life`` identifies the aggregator process that opened it.
 
     ``left`` holds rows that continued elsewhere while the rest of their group continued here.
@@ -107,8 +107,8 @@ class _Request:
     def traced(self, rows: Sequence[int]) -> AbstractContextManager[object]:
         """Return a tracing span for the work of one group."""
         key, name = self.key, f"client {type(self.message).__name__}"
-        about = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
-        return tracing.span(name, client=",".join(self.named(rows)), **about, exchange=self.exchange)
+        attributes = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
+        return tracing.span(name, client=",".join(self.named(rows)), **attributes, exchange=self.exchange)
 
     def described(self, rows: Sequence[int]) -> str:
         """Describe the work of a group in a traceback: clients, round, exchange and message."""
@@ -124,11 +124,11 @@ class _Request:
             return self.message.select([self.position[row] for row in rows])
 
         def selected(tensor: Tensor) -> Tensor:
-            nothing = torch.zeros_like(tensor[0])
-            return torch.stack([tensor[self.position[row]] if row in self.position else nothing for row in rows])
+            zeros = torch.zeros_like(tensor[0])
+            return torch.stack([tensor[self.position[row]] if row in self.position else zeros for row in rows])
 
-        named = zip(self.message.fields(), self.message.tensors().values(), strict=True)
-        return type(self.message)(**{f.name: selected(t) if f.per_client else t for f, t in named})
+        tensors = zip(self.message.fields(), self.message.tensors().values(), strict=True)
+        return type(self.message)(**{f.name: selected(t) if f.per_client else t for f, t in tensors})
 
 
 class ClientSide:
@@ -169,7 +169,7 @@ class ClientSide:
         self._conclude = conclude
         self._config = config
         self._states = states
-        self._open: dict[ConversationKey, dict[int, _Open]] = {}
+        self._open: dict[ConversationKey, dict[int, _Talk]] = {}
         self.raises_bugs = False
         """True to raise a bug at once, in process; otherwise it is logged, and the client is lost."""
 
@@ -204,27 +204,27 @@ class ClientSide:
         if exchange and (missing := [row for row in rows if not _is_ready(conversation.get(row), row, exchange)]):
             raise MissingConversation(missing)
         new = [row for row in rows if exchange == 0 and (row not in conversation or conversation[row].exchange > 0)]
-        done: set[_Open] = set()
+        advanced: set[_Talk] = set()
         for row in rows:
             if new and row == new[0]:
                 chunk, new = tuple(new[: self._config.clients_at_once]), new[self._config.clients_at_once :]
                 with request.traced(chunk):
                     self._start(request, chunk)
-            if (opened := conversation[row]) not in done:
-                done.add(opened)
-                yield from self._answers(opened, request, conversation)
+            if (talk := conversation[row]) not in advanced:
+                advanced.add(talk)
+                yield from self._answers(talk, request, conversation)
 
     def _answers(
-        self, opened: _Open, request: _Request, there: Mapping[int, _Open]
+        self, talk: _Talk, request: _Request, by_row: Mapping[int, _Talk]
     ) -> Iterator[tuple[int, Message | Lost]]:
-        if opened.exchange < request.exchange:
-            with request.traced(opened.rows):
-                self._advance(opened, request)
-        for member, answer in zip(opened.rows, opened.answers, strict=True):
-            if member in request.position and there[member] is opened:
+        if talk.exchange < request.exchange:
+            with request.traced(talk.rows):
+                self._advance(talk, request)
+        for member, answer in zip(talk.rows, talk.answers, strict=True):
+            if member in request.position and by_row[member] is talk:
                 yield member, answer
 
-    def _conversation(self, key: ConversationKey) -> dict[int, _Open]:
+    def _conversation(self, key: ConversationKey) -> dict[int, _Talk]:
         """Return the open rows of a conversation; if it is new, close those before it."""
         if key not in self._open:
             now = key.round, key.purpose != TRAIN, key.attempt  # a round's attempts come before its evaluation
@@ -234,8 +234,8 @@ class ClientSide:
 
     def close(self, key: ConversationKey) -> None:
         """End a conversation; its coroutines receive GeneratorExit."""
-        for opened in set(self._open.pop(key, {}).values()):
-            opened.coroutine.close()
+        for talk in set(self._open.pop(key, {}).values()):
+            talk.coroutine.close()
         if self._config.held is not None:
             self._config.held.close(key)
 
@@ -247,7 +247,7 @@ class ClientSide:
     def _start(self, request: _Request, rows: tuple[int, ...]) -> None:
         """Open the conversation of a group; if that fails, open those of its clients one by one."""
         try:
-            opened = self._opened(request, rows)
+            talk = self._opened(request, rows)
         except (RefusedError, StorageError):  # raised by the store
             raise
         except Exception as error:  # lose the client, not the worker
@@ -265,19 +265,19 @@ class ClientSide:
                 raise
             # FedLoom's own errors need no traceback; their cause is logged only here (:meth:`_loaded`).
             traceback = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
-            lost = _failure("cannot take part", error, request, request.named(rows), traceback)
+            failure = _failure("cannot take part", error, request, request.named(rows), traceback)
             nobody = ClientGroup([], lambda client, purpose: generator(0, purpose))
-            opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[lost])
-        self._open[request.key].update(dict.fromkeys(rows, opened))
+            talk = _Talk(request.key, rows, nobody, _ended(), exchange=0, answers=[failure])
+        self._open[request.key].update(dict.fromkeys(rows, talk))
 
-    def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
+    def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Talk:
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
         algorithm, trains = self._algorithm_for(key.purpose, type(request.message)), key.purpose == TRAIN
 
         def keyed(client: str, purpose: str) -> torch.Generator:
-            drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
-            return generator(self._config.seed, f"{drawn}/{purpose}", client, key.round)
+            stream = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
+            return generator(self._config.seed, f"{stream}/{purpose}", client, key.round)
 
         states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
         group = ClientGroup(
@@ -291,15 +291,15 @@ class ClientSide:
             examples=self._config.examples,
         )
         coroutine = algorithm.open(group, _message_to(request.select(rows), self._config.device))
-        opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
+        talk = _Talk(key, rows, group, coroutine, versions[0].life if versions else 0)
         if self._config.held is not None:
             self._config.held.begin(key, rows, states or [None] * len(rows))
-        self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
+        self._step(talk, request, lambda: next(coroutine), alone=len(rows) == 1)
         if trains and self._states is not None:
             for client, version in zip(clients, versions, strict=False):
                 if version.start is not None:
                     self._states.forget(client, version)
-        return opened
+        return talk
 
     def _loaded(self, client: str) -> ClientData:
         """Return the data of a client.
@@ -340,54 +340,54 @@ class ClientSide:
                 f"client {client}: its state of round {versions.start.round} is lost (federation.lost_state: refuse)"
             )
         if state is None:
-            what = f"client {client} starts afresh: its state of round {versions.start.round} is lost"
-            _log.warning(what, extra={"client": client})
+            warning = f"client {client} starts afresh: its state of round {versions.start.round} is lost"
+            _log.warning(warning, extra={"client": client})
             return None
         return {name: tensor.to(self._config.device) for name, tensor in state.items()}
 
-    def _store(self, opened: _Open) -> None:
+    def _store(self, talk: _Talk) -> None:
         """Store the states that the group's clients keep, before the answer that they belong to is sent."""
-        states, opened.group.kept = opened.group.kept, {}
+        states, talk.group.kept = talk.group.kept, {}
         for i, tensors in states.items():
             assert self._states is not None
-            row, key = opened.rows[i], opened.key
-            version = Version(key.round, key.attempt, key.conversation, row, opened.life)
-            self._states.save(opened.group.clients[i].id, version, tensors)
+            row, key = talk.rows[i], talk.key
+            version = Version(key.round, key.attempt, key.conversation, row, talk.life)
+            self._states.save(talk.group.clients[i].id, version, tensors)
 
-    def _advance(self, opened: _Open, request: _Request) -> None:
+    def _advance(self, talk: _Talk, request: _Request) -> None:
         """Deliver the next message to a group; rows absent from it have left."""
-        there = self._open[opened.key]
-        opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
-        lost = [
-            answer if isinstance(answer, Lost) else Lost("missed an earlier exchange") if row in opened.left else None
-            for row, answer in zip(opened.rows, opened.answers, strict=True)
+        by_row = self._open[talk.key]
+        talk.left.update(row for row in talk.rows if row not in request.position or by_row[row] is not talk)
+        losses = [
+            answer if isinstance(answer, Lost) else Lost("missed an earlier exchange") if row in talk.left else None
+            for row, answer in zip(talk.rows, talk.answers, strict=True)
         ]
-        if all(lost):
-            opened.exchange = request.exchange
+        if all(losses):
+            talk.exchange = request.exchange
             return
-        if (held := self._config.held) is not None and held.is_step(request.message):
-            opened.answers = [gone or self._step_of_sum(held, opened, i, request) for i, gone in enumerate(lost)]
-            opened.exchange = request.exchange
+        if (holder := self._config.held) is not None and holder.is_step(request.message):
+            talk.answers = [loss or self._step_of_sum(holder, talk, i, request) for i, loss in enumerate(losses)]
+            talk.exchange = request.exchange
             return
-        moved = _message_to(request.select(opened.rows), self._config.device)
-        self._step(opened, request, lambda: opened.coroutine.send(moved))
+        message = _message_to(request.select(talk.rows), self._config.device)
+        self._step(talk, request, lambda: talk.coroutine.send(message))
         # A lost client stays lost, whatever the group computed from its zeros.
-        opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
+        talk.answers = [loss or answer for loss, answer in zip(losses, talk.answers, strict=True)]
 
-    def _step(self, opened: _Open, request: _Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
+    def _step(self, talk: _Talk, request: _Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
         """Run the coroutine to its next answer, or to its end, where the predictors are used.
 
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
         """
-        lost = opened.group.lost
+        losses = talk.group.lost
         if self._config.held is not None:
-            self._config.held.hear(opened.key, opened.rows, request.message)
+            self._config.held.hear(talk.key, talk.rows, request.message)
         try:
-            reply = _message_to(self._next(opened, resume), _CPU)
-            self._store(opened)
-            opened.answers = [
-                Lost(lost[i]) if i in lost else self._held(opened, i, request, reply.select([i]))
-                for i in range(len(opened.rows))
+            reply = _message_to(self._next(talk, resume), _CPU)
+            self._store(talk)
+            talk.answers = [
+                Lost(losses[i]) if i in losses else self._held(talk, i, request, reply.select([i]))
+                for i in range(len(talk.rows))
             ]
         except (RefusedError, StorageError):  # raised by the store
             raise
@@ -395,29 +395,29 @@ class ClientSide:
             if not alone:
                 raise
             if self.raises_bugs and is_bug(error):
-                error.add_note(request.described(opened.rows))
+                error.add_note(request.described(talk.rows))
                 raise
-            names = [client.id for client in opened.group.clients]
+            names = [client.id for client in talk.group.clients]
             failure = _failure("failed", error, request, names, not isinstance(error, FedloomError))
-            opened.answers = [Lost(lost[i]) if i in lost else failure for i in range(len(opened.rows))]
-        opened.exchange = request.exchange
+            talk.answers = [Lost(losses[i]) if i in losses else failure for i in range(len(talk.rows))]
+        talk.exchange = request.exchange
 
-    def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
+    def _held(self, talk: _Talk, i: int, request: _Request, reply: Message) -> Message | Lost:
         """Return the i-th client's answer, or a notice that it is held back for a sum."""
-        held, key = self._config.held, opened.key
-        if held is None or not held.covers(reply):
+        holder, key = self._config.held, talk.key
+        if holder is None or not holder.covers(reply):
             return reply
-        client, varies = opened.group.clients[i], opened.group.drew[i]
+        client, varies = talk.group.clients[i], talk.group.drew[i]
         try:
-            return held.hold(key, opened.rows[i], client, request.message, reply, varies=varies)
+            return holder.hold(key, talk.rows[i], client, request.message, reply, varies=varies)
         except FedloomError as error:
             return _failure("failed", error, request, [client.id])
 
-    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: _Request) -> Message | Lost:
+    def _step_of_sum(self, holder: AnswerHolder, talk: _Talk, i: int, request: _Request) -> Message | Lost:
         """Return the i-th client's answer to a step of a secure sum."""
-        row, client = opened.rows[i], opened.group.clients[i].id
+        row, client = talk.rows[i], talk.group.clients[i].id
         try:
-            return held.step(opened.key, row, client, request.select([row]))
+            return holder.step(talk.key, row, client, request.select([row]))
         except (FedloomError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if not isinstance(error, FedloomError):
                 if self.raises_bugs:
@@ -425,17 +425,17 @@ class ClientSide:
                 error = RefusedError(f"{type(request.message).__name__} has a form that no honest aggregator sends")
             return _failure("failed", error, request, [client])
 
-    def _next(self, opened: _Open, resume: Callable[[], Message]) -> Message:
+    def _next(self, talk: _Talk, resume: Callable[[], Message]) -> Message:
         try:
             return resume()
         except StopIteration as end:
             if end.value is None:
                 raise RuntimeError("the conversation is over; nothing answers this message") from None
-            return self._conclude(end.value, opened.group)
+            return self._conclude(end.value, talk.group)
 
 
-def _is_ready(opened: _Open | None, row: int, exchange: int) -> bool:
-    return opened is not None and opened.exchange in (exchange - 1, exchange) and row not in opened.left
+def _is_ready(talk: _Talk | None, row: int, exchange: int) -> bool:
+    return talk is not None and talk.exchange in (exchange - 1, exchange) and row not in talk.left
 
 
 class InProcess:
@@ -466,12 +466,12 @@ class InProcess:
         self._client_side.close(key)
 
 
-def _failure(what: str, error: Exception, request: _Request, clients: Sequence[str], traceback: bool = False) -> Lost:
+def _failure(action: str, error: Exception, request: _Request, clients: Sequence[str], traceback: bool = False) -> Lost:
     """Log an error with its cause, which stays on this machine, and return it as the aggregator is told of it."""
     names, key = ", ".join(clients), request.key
-    why = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
-    about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": request.exchange}
-    _log.error("clients %s %s: %s", names, what, why, exc_info=traceback, extra=about)
+    reason = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
+    details = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": request.exchange}
+    _log.error("clients %s %s: %s", names, action, reason, exc_info=traceback, extra=details)
     return Lost(safe_reason(error), is_bug(error))
 
 

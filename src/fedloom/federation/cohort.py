@@ -111,7 +111,7 @@ class RemoteCohort:
         config: RoundConfig,
         attempt: Attempt,
         helper: ThreadPoolExecutor,
-        planned: ConversationRecord | None = None,
+        record: ConversationRecord | None = None,
     ) -> None:
         self.key = key
         self.clients = tuple(clients)
@@ -120,7 +120,7 @@ class RemoteCohort:
         self.config = config
         self._transport, self._helper = transport, helper
         self._attempt = attempt
-        self._planned = planned
+        self._planned = record
         self._at = 0
         self._alive = list(range(len(clients)))
         self._may_fail = False
@@ -146,13 +146,13 @@ class RemoteCohort:
         the stop may be the cause, so the replies are unusable.
         """
         if answer not in self.config.shapes:
-            known = ", ".join(sorted(cls.__name__ for cls in self.config.shapes))
-            raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
+            names = ", ".join(sorted(cls.__name__ for cls in self.config.shapes))
+            raise TypeError(f"clients do not answer with {answer.__name__}, only with {names}")
         answers = self.exchange(message, answer, self.config.shapes[answer], meanwhile)
-        stacked = None
+        replies = None
         if answers:
-            stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
-        return Replies(stacked, self.present, self.sizes)
+            replies = stack(answer, [answers.get(row) for row in range(len(self.clients))])
+        return Replies(replies, self.present, self.sizes)
 
     def exchange(
         self,
@@ -196,11 +196,11 @@ class RemoteCohort:
         """Number of exchanges so far."""
         return self._at
 
-    def check_replies(self, answered: int, message: Message) -> None:
+    def check_replies(self, count: int, message: Message) -> None:
         """Raise TooFewReplies if too few clients have answered a message."""
-        if answered < self.config.min_replies:
+        if count < self.config.min_replies:
             name, least = type(message).__name__, self.config.min_replies
-            raise self.too_few(answered, name, "federation.min_replies", least)
+            raise self.too_few(count, name, "federation.min_replies", least)
 
     def shapes(self, answer: type[Message]) -> Mapping[str, tuple[int, ...]]:
         """Return the trailing shape of each field of an answer of the method."""
@@ -216,18 +216,18 @@ class RemoteCohort:
         """Return the error that ends the attempt for this reason, with that of the last loss."""
         return TooFewReplies(f"{self._why_lost()}{error}")
 
-    def too_few(self, answered: int, message: str, key: str, least: int) -> TooFewReplies:
+    def too_few(self, count: int, message: str, key: str, least: int) -> TooFewReplies:
         """Return the error of an exchange that too few clients have answered, with the reason of the last loss."""
         return TooFewReplies(
-            f"{self._why_lost()}{answered} of {pluralize(len(self.clients), 'client')} answered {message}, "
+            f"{self._why_lost()}{count} of {pluralize(len(self.clients), 'client')} answered {message}, "
             f"{key} is {least}"
         )
 
     def _lose_planned(self) -> None:
         """Lose the clients that a replayed conversation lost at this exchange."""
-        planned = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._at)}
-        for row in [row for row in self._alive if row in planned]:
-            self._lose(row, planned[row].reason)
+        losses_by_row = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._at)}
+        for row in [row for row in self._alive if row in losses_by_row]:
+            self._lose(row, losses_by_row[row].reason)
 
     def _lose_resting(self) -> None:
         """Lose the clients that did not answer an exchange that might fail; their next answers need that one."""
@@ -254,17 +254,17 @@ class RemoteCohort:
                 trace=tracing.here(),
                 told_again=self._record_private(next(iter(shapes))),
             )
-            received = self._carry(call, meanwhile)
-        if self.config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
+            replies = self._carry(call, meanwhile)
+        if self.config.stop.is_set() and any(isinstance(reply, Lost) for reply in replies):
             raise InterruptedRun(f"stopped in the middle of round {self.key.round}; continue with {argument('resume')}")
         answers = {}
-        for row, reply in zip(call.rows, received, strict=True):
+        for row, reply in zip(call.rows, replies, strict=True):
             if (usable := self._usable(row, reply)) is not None:
                 answers[row] = usable
-        sent = [reply.client_bytes() for reply in answers.values()]
-        if self._may_fail and sent:  # silent rows are not in the journal, so they count as in a replay
-            sent = [sent[0]] * len(self._alive)
-        self._attempt.payload_up += sum(sent)
+        sizes_sent = [reply.client_bytes() for reply in answers.values()]
+        if self._may_fail and sizes_sent:  # silent rows are not in the journal, so they count as in a replay
+            sizes_sent = [sizes_sent[0]] * len(self._alive)
+        self._attempt.payload_up += sum(sizes_sent)
         return answers
 
     def _usable(self, row: int, reply: Message | Lost) -> Message | None:
@@ -391,5 +391,5 @@ class RemoteCohort:
             self._resting.setdefault(row, printable(reason, REASON_CHARACTERS))
             return
         self._alive.remove(row)
-        at = self._at if exchange is None else exchange
-        self._record.lost.append(Loss(row, self.clients[row], at, printable(reason, REASON_CHARACTERS)))
+        exchange_lost = self._at if exchange is None else exchange
+        self._record.lost.append(Loss(row, self.clients[row], exchange_lost, printable(reason, REASON_CHARACTERS)))

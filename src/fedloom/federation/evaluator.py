@@ -141,32 +141,32 @@ class Evaluator:
     def _evaluate(self, attempt: Attempt, steps: int | None = None) -> EvaluationResult:
         """Evaluate every client or, given a number of local steps, the unseen ones after these steps."""
         with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
-            planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
-            clients = self._to_measure(planned, steps)
-            session = self._measuring(attempt, planned, EVALUATE if steps is None else after_steps_purpose(steps))
+            recorded = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
+            clients = self._to_measure(recorded, steps)
+            session = self._measuring(attempt, recorded, EVALUATE if steps is None else after_steps_purpose(steps))
             if self._sums_metrics:
                 session.rules = replace(session.rules, sums_metrics=True)
                 return self._evaluate_in_sums(session, clients)
             results = _Measurements(len(clients), len(self.predictors), self.plan)
-            size, silence, skipped = self.schedule.evaluation_cohort, self.transport.silence, 0
+            size, silence, position = self.schedule.evaluation_cohort, self.transport.silence, 0
             before_s = silence.waited_s
             for start in range(0, len(clients), size):
                 self._check_stop()
                 with closing(session.hold(clients[start : start + size])) as cohort:
-                    if planned is None:
+                    if recorded is None:
                         waited_s = silence.waited_s - before_s
-                        skipped += cohort.skip(silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s))
+                        position += cohort.skip(silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s))
                     results.add(slice(start, start + size), self._personalize(session, cohort), cohort)
                 self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
         if steps is None:
             self.unmeasured = attempt.losses
-        if skipped:
-            _log.warning("the evaluation after round %d skips %s", self.round, pluralize(skipped, "silent client"))
-        if answered := int(results.present.sum()):
+        if position:
+            _log.warning("the evaluation after round %d skips %s", self.round, pluralize(position, "silent client"))
+        if count := int(results.present.sum()):
             # Per client: the bytes for personalization, without the metrics, which only an evaluation needs.
             self.personalization_payload = (
-                attempt.payload_up // answered - results.metrics.client_bytes(),
-                attempt.payload_down // (len(clients) - skipped),
+                attempt.payload_up // count - results.metrics.client_bytes(),
+                attempt.payload_down // (len(clients) - position),
             )
         return EvaluationResult(
             round=self.round,
@@ -182,7 +182,7 @@ class Evaluator:
     def _evaluate_in_sums(self, session: RoundAttempt, clients: Sequence[str]) -> EvaluationResult:
         """Evaluate clients whose metrics are summed securely, the seen and the unseen ones apart."""
         groups = [[client for client in clients if self.manifest.entry(client).seen == seen] for seen in (True, False)]
-        results, done = _SummedMeasurements(self.plan, len(self.predictors)), 0
+        results, count = _SummedMeasurements(self.plan, len(self.predictors)), 0
         for row, group in enumerate(groups):
             results.ask(row, len(group))
             if 0 < len(group) < SMALLEST_SUM:
@@ -193,30 +193,30 @@ class Evaluator:
                         "(data.held_out_fraction)"
                     )
                 _log.warning("%s cannot be measured: a secure sum needs %d clients", few, SMALLEST_SUM)
-                done += len(group)
+                count += len(group)
                 continue
             for part in _in_sums(group, self.schedule.evaluation_cohort):
                 self._check_stop()
                 with closing(session.hold(part)) as cohort:
                     results.add(row, self._personalize(session, cohort))
-                done += len(part)
-                self.observer.evaluating(self.round, done, len(clients))
+                count += len(part)
+                self.observer.evaluating(self.round, count, len(clients))
         self.unmeasured = session.attempt.losses
         return results.result(self.round, self.predictors)
 
-    def _to_measure(self, planned: Attempt | None, steps: int | None) -> list[str]:
+    def _to_measure(self, recorded: Attempt | None, steps: int | None) -> list[str]:
         """Return the clients to evaluate: the connected ones, only the unseen ones, or those in a replayed journal."""
         if steps is not None:
             return [client for client in self.roster.here() if not self.manifest.entry(client).seen]
-        if planned is not None and not self.roster.fixed:
-            return [client for conversation in planned.conversations for client in conversation.clients]
+        if recorded is not None and not self.roster.fixed:
+            return [client for conversation in recorded.conversations for client in conversation.clients]
         return list(self.roster.here())
 
-    def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
+    def _measuring(self, attempt: Attempt, recorded: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
         """Return conversations outside training, which need no minimum number of answers."""
         rules = replace(self._config, min_replies=1)
         return RoundAttempt(
-            attempt, purpose, self.manifest.roster, self._sizes, self.transport, rules, self._helper, planned
+            attempt, purpose, self.manifest.roster, self._sizes, self.transport, rules, self._helper, recorded
         )
 
     def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
@@ -247,8 +247,8 @@ class Evaluator:
         if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
             raise error
         _log.error("the server algorithm of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
-        what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({place(error)}); the traceback is in the aggregator's log"
+        error_text = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
+        return f"{error_text} ({place(error)}); the traceback is in the aggregator's log"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """Return why the values of a client's answer are implausible; None if they are plausible."""
@@ -329,8 +329,8 @@ class _SummedMeasurements:
         if replies is None:
             return
         for name, total in self._sums.items():
-            summed: Tensor = replies.sum(getattr(replies, name))
-            total[group] += summed if total.is_floating_point() else summed.round().to(total.dtype)
+            column_sum: Tensor = replies.sum(getattr(replies, name))
+            total[group] += column_sum if total.is_floating_point() else column_sum.round().to(total.dtype)
         self._members[group, 1] += int(replies.present.sum())
 
     def result(self, round: int, predictors: tuple[str, ...]) -> EvaluationResult:
@@ -405,7 +405,7 @@ class Observer(Protocol):
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """Report a failed attempt."""
 
-    def evaluating(self, round: int, done: int, clients: int) -> None:
+    def evaluating(self, round: int, count: int, clients: int) -> None:
         """Report how many clients an evaluation has measured so far."""
 
     def evaluated(self, line: dict[str, Any]) -> None:

@@ -204,34 +204,34 @@ class Loop(Evaluator):
             self.ended_by = "until" if s.enough(self.round, self.best) else None
         return self.ended_by is not None
 
-    def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
-        """Return an attempt at a round with the connected training clients; earlier attempts ``lost`` some."""
+    def _training(self, attempt: Attempt, recorded: Attempt | None, clients_lost: Collection[str]) -> RoundAttempt:
+        """Return an attempt at a round with the connected training clients; earlier attempts ``clients_lost`` some."""
         roster, rules, groups = self.manifest.roster, self._config, None
         if not self.roster.fixed:
-            here = set(self.roster.here())
-            roster = tuple(client for client in roster if client in here)
+            available = set(self.roster.here())
+            roster = tuple(client for client in roster if client in available)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
             if self._private is None:  # private draws must not depend on the clients' behaviour
-                groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
+                groups = partial(self.transport.silence.groups, least=rules.min_replies, clients_lost=clients_lost)
         if self._private is not None and self._private.is_poisson:
             rules = replace(rules, min_replies=0)  # the accountant counts every draw, even that of an empty cohort
-        return RoundAttempt(attempt, TRAIN, roster, self._sizes, self.transport, rules, self._helper, planned, groups)
+        return RoundAttempt(attempt, TRAIN, roster, self._sizes, self.transport, rules, self._helper, recorded, groups)
 
     def _train_round(self) -> None:
         """Run the next round, in as many attempts as allowed."""
         t = self.round + 1
-        planned = self.replay.attempt(t) if self.replay is not None else None
-        if planned is not None and planned.outcome == BURNT:
+        recorded = self.replay.attempt(t) if self.replay is not None else None
+        if recorded is not None and recorded.outcome == BURNT:
             self._burn(t)
             return
-        first = planned.attempt if planned is not None else 1
-        lost: set[str] = set()
+        first = recorded.attempt if recorded is not None else 1
+        clients_lost: set[str] = set()
         number, failures = first, 0
         while failures < self.schedule.attempts:
             attempt, lacks_replies = Attempt(t, number), False
             self._settle(attempt)
             self.monitor.enter("training", doing=t, attempt=number)
-            session = self._training(attempt, planned, lost)
+            session = self._training(attempt, recorded, clients_lost)
             with self._costs(attempt):
                 lacks_replies = self._try(attempt, session)
             self.journal.append(attempt)
@@ -247,7 +247,7 @@ class Loop(Evaluator):
                     self.transport.silence.take_part(attempt.answered)
                 self.observer.round_done(attempt, self.schedule.rounds)
                 return
-            lost.update(attempt.losses)
+            clients_lost.update(attempt.losses)
             number += 1
             waits = lacks_replies and self._waits_for_others(attempt)
             failures += not waits
@@ -285,27 +285,27 @@ class Loop(Evaluator):
 
         Return True if too few clients answered.
         """
-        before, beside = dict(self.server.state), self._federation_state()
+        state_before, beside = dict(self.server.state), self._federation_state()
         try:
             statistics = self.server.disclosed(self.server.train_round(session))
             if not attempt.answered:  # possible if clients are private; there is no mean loss
                 statistics = {name: value for name, value in statistics.items() if not math.isnan(value)}
-            self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
+            self._check_finite(state_before, {"client_steps": statistics["client_steps"]} | statistics)
             attempt.statistics = statistics
             return False
         except (TooFewReplies, FloatingPointError) as error:
             attempt.outcome = str(error)
-            self._restore(before, beside)
+            self._restore(state_before, beside)
             return isinstance(error, TooFewReplies)
         except BudgetSpent as spent:
             attempt.outcome = SPENT
-            self._restore(before, beside)
+            self._restore(state_before, beside)
             self.ended_by = "budget"
             self.monitor.say(f"training has ended: {spent}")
             _log.warning("training ends after round %d: %s", self.round, spent)
             return False
         except Exception as error:
-            self._restore(before, beside)
+            self._restore(state_before, beside)
             attempt.outcome = self._failure(session, error)
             return False
         finally:
@@ -326,7 +326,7 @@ class Loop(Evaluator):
         """Record the cost of the block in an attempt: seconds, bytes on the wire, refused parts."""
         started, traffic = time.perf_counter(), self.transport.traffic
         up, down = traffic.up, traffic.down
-        refused = dict(self.transport.refusals.counts)
+        refusals = dict(self.transport.refusals.counts)
         yield
         attempt.seconds = time.perf_counter() - started
         attempt.phases["server"] = max(0.0, attempt.seconds - sum(attempt.phases.values()))
@@ -334,7 +334,7 @@ class Loop(Evaluator):
         if up is not None and down is not None:
             attempt.wire_up, attempt.wire_down = (traffic.up or 0) - up, (traffic.down or 0) - down
         counts = dict(self.transport.refusals.counts).items()  # a copy: counts may change meanwhile
-        attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
+        attempt.refused = {reason: n - refusals.get(reason, 0) for reason, n in counts if n > refusals.get(reason, 0)}
 
     def _evaluation_due(self) -> bool:
         s = self.schedule
@@ -348,7 +348,7 @@ class Loop(Evaluator):
         self._settle(attempt)
         self.monitor.enter("evaluating")
         evaluation = self._evaluate(attempt)
-        if not self.roster.fixed or attempt.paused or any(held.lost for held in attempt.conversations):
+        if not self.roster.fixed or attempt.paused or any(conversation.lost for conversation in attempt.conversations):
             attempt.phases.clear()
             self.journal.append(attempt)
         _log.info(
@@ -381,9 +381,9 @@ class Loop(Evaluator):
         """
         releases = self._config.releases
         tally = None if releases is None else releases.training
-        ended, took = self._accounted
+        ended_at, took = self._accounted
         started = time.monotonic()
-        if tally is None or (not due and started - ended < 50 * took):
+        if tally is None or (not due and started - ended_at < 50 * took):
             return {}
         epsilon = None if math.isinf(spent := tally.epsilon) else spent
         members = aggregator = epsilon
@@ -424,8 +424,8 @@ class Loop(Evaluator):
         self._durable = (self.round, self.best)
         self._saved_at = time.monotonic()
 
-    def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
-        """Check the round's statistics, and the tensors of the server's state that differ from ``before``.
+    def _check_finite(self, state_before: Mapping[str, Tensor], statistics: Statistics) -> None:
+        """Check the round's statistics, and the tensors of the server's state that differ from ``state_before``.
 
         Raise FloatingPointError if a value is not finite; the message names the keys to lower.
         """
@@ -434,7 +434,7 @@ class Loop(Evaluator):
             if not math.isfinite(value):
                 raise FloatingPointError(f"training diverged: {name} of this round's statistics is {value}{lower}")
         for name, tensor in self.server.state.items():
-            if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
+            if tensor is not state_before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
                 raise FloatingPointError(
                     f"training diverged: {name} of the server's state is not finite after this round{lower}"
                 )

@@ -83,18 +83,18 @@ def measured_normalization(
         if moments is not None:
             plausible.append(moments)
         else:
-            why = answer.reason if isinstance(answer, Lost) else "the sums are impossible for any examples"
-            log.warning("client %s is left out of the normalization: %s", client, why)
+            reason = answer.reason if isinstance(answer, Lost) else "the sums are impossible for any examples"
+            log.warning("client %s is left out of the normalization: %s", client, reason)
     if not plausible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
         raise not_measured(len(clients), f"no client sent its sums: {reasons[0]}")
     return pooled_normalization(own.spec.measured, plausible)
 
 
-def not_measured(clients: int, why: str) -> QuorumError:
+def not_measured(clients: int, reason: str) -> QuorumError:
     """Return the error of a measurement over these clients that failed."""
     return QuorumError(
-        f"data.own.normalization is measured, but the sums over {clients} clients could not be computed: {why}",
+        f"data.own.normalization is measured, but the sums over {clients} clients could not be computed: {reason}",
         hint=f"continue with {argument('resume')}, or give mean and std",
         key="data.own.normalization",
     )
@@ -113,9 +113,9 @@ def are_possible(
     own: Own, first: Sequence[Fraction], second: Sequence[Fraction], examples: int, clients: int = 1
 ) -> bool:
     """Return whether this number of examples and clients can have these sums and sums of squares."""
-    measured = [each for each in own.spec.measured for _ in range(each.numbers)]
+    counts = [each for each in own.spec.measured for _ in range(each.numbers)]
     limit = clients * Fraction(LOSS_LIMIT)
-    for total, squares, each in zip(first, second, measured, strict=True):
+    for total, squares, each in zip(first, second, counts, strict=True):
         values = examples * each.values
         possible = max(abs(total), squares) <= limit
         # Cauchy-Schwarz, with tolerance for rounded sums
@@ -158,7 +158,7 @@ class MeasuredClients(ClientAlgorithm):
 def measuring_side(
     cards: Mapping[str, ClientCard],
     clients: ClientAlgorithm,
-    held: AnswerHolder | None = None,
+    holder: AnswerHolder | None = None,
     vocabulary: Mapping[str, type[Message]] = VOCABULARY,
 ) -> ClientSide:
     """Return the clients' side of the measurement.
@@ -181,5 +181,5 @@ def measuring_side(
 
     return ClientSide(
         clients, vocabulary, load, lambda predictors, clients: MeasureInputs(torch.zeros(1)),
-        ClientConfig(0, held=held, purpose=MEASURE),
+        ClientConfig(0, held=holder, purpose=MEASURE),
     )  # fmt: skip

@@ -75,14 +75,14 @@ class Monitor:
     def during(self, phase: Phase, message: str = "") -> Iterator[None]:
         """Enter another phase for the block, then return to the previous one."""
         with self._lock:
-            before = self._state
+            previous = self._state
             self._become(phase, message)
         try:
             yield
         finally:
             with self._lock:
-                self._become(before.phase, before.message)
-                self._state = replace(self._state, since=before.since)
+                self._become(previous.phase, previous.message)
+                self._state = replace(self._state, since=previous.since)
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
@@ -96,9 +96,9 @@ class Monitor:
         """Enter the phase ``stopping`` until the run ends. A signal handler may call this."""
         self._stopping = True
 
-    def pausing(self, by: str | None) -> None:
+    def pausing(self, identity: str | None) -> None:
         """Record who requested a pause; None clears it."""
-        self._update(paused_by=by)
+        self._update(paused_by=identity)
 
     def know(self, clients: Iterable[ClientEntry]) -> None:
         """Set the clients of the roster."""
@@ -135,7 +135,7 @@ class Monitor:
                 return
             steps = attempt.statistics["client_steps"]
             self._recent.append((attempt.seconds, steps))
-            cohort, answered = cohort_of(
+            cohort, answers = cohort_of(
                 (record.clients, {loss.row for loss in record.lost}) for record in attempt.conversations
             )
             self._state = replace(
@@ -144,7 +144,7 @@ class Monitor:
                 attempt=None,
                 round=attempt.round,
                 train_loss=attempt.statistics.get("loss"),
-                clients=replace(state.clients, cohort=cohort, answered=answered),
+                clients=replace(state.clients, cohort=cohort, answered=answers),
                 totals=replace(totals, rounds=totals.rounds + 1, client_steps=totals.client_steps + steps),
             )
 
@@ -234,11 +234,11 @@ def _rates(rounds: Collection[tuple[float, float]]) -> tuple[float | None, float
 def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) -> tuple[int, int]:
     """Return the numbers of sampled and of remaining clients of a round, given its conversations and lost rows."""
     sampled: set[str] = set()
-    lost: set[str] = set()
+    lost_clients: set[str] = set()
     for clients, rows in conversations:
         sampled.update(clients)
-        lost.update(client for row, client in enumerate(clients) if row in rows)
-    return len(sampled), len(sampled - lost)
+        lost_clients.update(client for row, client in enumerate(clients) if row in rows)
+    return len(sampled), len(sampled - lost_clients)
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,8 @@ def read_pause(folder: RunFolder) -> Pause | None:
     match folder.json_or_none(CONTROL):
         case None | {"version": 1, "paused": None}:
             return None
-        case {"version": 1, "paused": {"by": str(by), "since": int() | float() as since}}:
-            return Pause(by, since)
+        case {"version": 1, "paused": {"by": str(identity), "since": int() | float() as since}}:
+            return Pause(identity, since)
     raise DataError(f"{folder.path / CONTROL}: not a record of a pause", hint="remove the file to let the run continue")
 
 
@@ -300,13 +300,13 @@ class Control:
         """Requested pause, in force from the end of the current round."""
         return self._asked
 
-    def pause(self, by: str) -> bool:
+    def pause(self, identity: str) -> bool:
         """Request a pause; return whether there was none before. It is recorded when this returns.
 
         Raise StorageError if it cannot be written; then no pause is requested.
         """
         with self._changed:
-            return self._asked is None and self._set(Pause(by, time.time()))
+            return self._asked is None and self._set(Pause(identity, time.time()))
 
     def resume(self) -> bool:
         """End a pause; return whether there was one.
@@ -323,8 +323,8 @@ class Control:
 
     def _write(self, pause: Pause | None) -> None:
         if self._folder is not None:
-            paused = None if pause is None else asdict(pause)
-            self._folder.write_json(CONTROL, {"version": CONTROL_VERSION, "paused": paused})
+            document = None if pause is None else asdict(pause)
+            self._folder.write_json(CONTROL, {"version": CONTROL_VERSION, "paused": document})
 
     def _become(self, pause: Pause | None) -> None:
         self._asked = pause

@@ -51,11 +51,11 @@ def everyone(population: int) -> Draw:
     return Draw(population, population, "all")
 
 
-def noise_source(seed: int | bytes | None, *about: object) -> NoiseSource:
+def noise_source(seed: int | bytes | None, *context: object) -> NoiseSource:
     """Return the source of noise for one purpose: of the system, of a secret, or of the seed of a simulation."""
     if seed is None:
         return NoiseSource.secret()
-    parts = [str(part) for part in (seed.hex() if isinstance(seed, bytes) else seed, *about)]
+    parts = [str(part) for part in (seed.hex() if isinstance(seed, bytes) else seed, *context)]
     return NoiseSource.seeded("".join(f"{len(part)}:{part}" for part in parts).encode())
 
 
@@ -170,11 +170,11 @@ class PrivateSums:
 
 def changes_of(answer: Message, request: Message, fields: Mapping[str, Summed]) -> Values:
     """Return the values to be summed of a one-row answer: its fields, or their changes from the request."""
-    answered, given = answer.tensors(), request.tensors()
+    answer_tensors, request_tensors = answer.tensors(), request.tensors()
     values = {}
-    for name, summed in fields.items():
-        value = answered[name][0].double()
-        values[name] = (value if summed.since is None else value - given[summed.since].double()).numpy()
+    for name, field in fields.items():
+        value = answer_tensors[name][0].double()
+        values[name] = (value if field.since is None else value - request_tensors[field.since].double()).numpy()
     return values
 
 

@@ -80,23 +80,23 @@ class Releases:
             releases = count_releases_about(folder, training.unit, repeatable=repeatable)
             training.restore(releases.counts, releases.cohorts, is_known=releases.is_known)
 
-    def _begin(self, about: Mapping[str, str], is_private: bool) -> None:
+    def _begin(self, header: Mapping[str, str], is_private: bool) -> None:
         """Mark where counting begins, or that it was interrupted.
 
         The run may have begun without private answers or sums, or continue without them.
         """
-        counted = any(line.get("about") == about.get("about") for line in self._folder.objects(RELEASES))
-        if is_private != counted:
+        is_recorded = any(line.get("about") == header.get("about") for line in self._folder.objects(RELEASES))
+        if is_private != is_recorded:
             purpose = BEGIN if is_private and self._is_new else BEFORE
-            self._write({"purpose": purpose, "noise_multiplier": 0.0, "clients": [], **about})
+            self._write({"purpose": purpose, "noise_multiplier": 0.0, "clients": [], **header})
 
     def tell(self, key: ConversationKey, exchange: int, clients: Sequence[str]) -> None:
         """Record that these clients are about to answer; the line is durable when this returns.
 
         Raise StorageError if it cannot be written; the clients must then not be asked.
         """
-        about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
-        self._write({**_at(key), "exchange": exchange, **about, "clients": list(clients)})
+        header = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
+        self._write({**_at(key), "exchange": exchange, **header, "clients": list(clients)})
         if self.training is not None and self.training.unit == "examples":
             with self._lock:
                 self.training.add(
@@ -132,7 +132,7 @@ class Releases:
         cohort: Sequence[str] | None = None,
         *,
         within_budget: bool = True,
-        **at: int,
+        **round: int,
     ) -> None:
         if self.training is None:
             raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
@@ -146,9 +146,9 @@ class Releases:
             for release, times in releases.items():
                 alike[release, times].append(client)
         lines = [{**asdict(release), "times": n, "units": units} for (release, n), units in alike.items()]
-        about: dict[str, Any] = {"about": TRAINING, "purpose": key.purpose, "releases": lines}
-        about |= {} if cohort is None else {"cohort": list(cohort)}
-        self._write({**_at(key), **at, **about})
+        header: dict[str, Any] = {"about": TRAINING, "purpose": key.purpose, "releases": lines}
+        header |= {} if cohort is None else {"cohort": list(cohort)}
+        self._write({**_at(key), **round, **header})
         with self._lock:
             self.training.add(counts, cohort)
 
@@ -235,8 +235,8 @@ def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> T
 
 def _note_cohorts(cohorts: Cohorts, conversations: Iterable[tuple[Sequence[str], Sequence[Any]]]) -> None:
     """Record how many clients stayed in the cohorts of a round."""
-    for clients, lost in conversations:
-        cohorts.note(len(clients) - len(lost))
+    for clients, lost_rows in conversations:
+        cohorts.note(len(clients) - len(lost_rows))
 
 
 def count_releases_about(folder: RunFolder, unit: Unit, *, repeatable: bool = False) -> TrainingReleases:
@@ -259,19 +259,19 @@ _FIELDS = [each.name for each in fields(Release)]
 _KEY = ("purpose", "round", "attempt", "conversation", "exchange")
 
 
-def _lines(folder: RunFolder, about: str | None, *, repeatable: bool) -> tuple[list[dict[str, Any]], bool]:
+def _lines(folder: RunFolder, subject: str | None, *, repeatable: bool) -> tuple[list[dict[str, Any]], bool]:
     """Return the lines about answers (None) or training, and whether they are all that there was."""
     seen: set[tuple[Any, ...]] = set()
     lines, is_known = [], True
     for line in folder.objects(RELEASES):
         if not isinstance(line.get("purpose"), str):
             raise _damaged(folder)
-        if line.get("about") != about:
+        if line.get("about") != subject:
             continue
         is_known = is_known and line["purpose"] != BEFORE
-        what = tuple(line.get(name) for name in _KEY)
-        if not (repeatable and what in seen):
-            seen.add(what)
+        identity = tuple(line.get(name) for name in _KEY)
+        if not (repeatable and identity in seen):
+            seen.add(identity)
             lines.append(line)
     return lines, is_known
 

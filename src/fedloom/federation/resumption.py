@@ -52,8 +52,8 @@ class Resumption:
             if score is not None and (best is None or score > best.score):
                 last = folder.last_evaluation(checkpoint.round - 1)
         line, end = last or (None, 0)
-        evaluated = -1 if line is None else line["round"]
-        journal = Journal.read(folder, checkpoint.round, checkpoints.rounds(), evaluated)
+        last_evaluation = -1 if line is None else line["round"]
+        journal = Journal.read(folder, checkpoint.round, checkpoints.rounds(), last_evaluation)
         if not journal.whole == journal.counted_rounds == checkpoint.round:
             raise DataError(
                 f"{folder.path / JOURNAL} lacks round {journal.whole + 1}; the last checkpoint, of round "
@@ -61,7 +61,7 @@ class Resumption:
                 hint=f"remove the checkpoints after round {journal.whole} to continue from the previous one",
             )
         _check_followed(folder, journal)
-        return cls(checkpoint, journal, line, evaluated, end)
+        return cls(checkpoint, journal, line, last_evaluation, end)
 
     def rewind(self, folder: RunFolder) -> None:
         """Remove from the line files everything after the round: later rounds run again."""
@@ -76,18 +76,18 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
     Raise DataError if a line is damaged, or lines that existed when the journal was written are missing.
     """
     for name in (METRICS, RELEASES):
-        wanted = journal.follows.get(name)
-        known: set[str | None] = {None, digests.beginning(name)}
-        for _ in folder.placed(name, skipped=partial(_note, known)):
+        expected = journal.follows.get(name)
+        digests_seen: set[str | None] = {None, digests.beginning(name)}
+        for _ in folder.placed(name, skipped=partial(_note, digests_seen)):
             pass
-        if wanted not in known:
+        if expected not in digests_seen:
             raise DataError(
                 f"{folder.path / name} is damaged: it lacks its last line as of when {JOURNAL} was written",
                 hint=RESTORE,
             )
 
 
-def _note(known: set[str | None], line: bytes) -> bool:
+def _note(digests_seen: set[str | None], line: bytes) -> bool:
     """Add a line's digest to those found; return True to skip the line."""
-    known.add(digests.stated_digest(line))
+    digests_seen.add(digests.stated_digest(line))
     return True

@@ -53,8 +53,8 @@ class Member:
 
     def entry(self, classes: int) -> ClientEntry:
         """Return its entry in a manifest."""
-        nothing = (0,) * classes
-        counts = dict.fromkeys(SPLITS, nothing) | {"train": self.class_counts or nothing}
+        zeros = (0,) * classes
+        counts = dict.fromkeys(SPLITS, zeros) | {"train": self.class_counts or zeros}
         return ClientEntry(self.id, not self.observer, self.train, self.validation, self.test, counts, UNKNOWN)
 
     @classmethod
@@ -83,11 +83,11 @@ class Change:
         return [asdict(member) for member in self.joined], list(self.left)
 
 
-def between(before: Mapping[str, Member], after: Mapping[str, Member]) -> Change:
+def between(old: Mapping[str, Member], new: Mapping[str, Member]) -> Change:
     """Return the change from one roster to another, sorted by id."""
     return Change(
-        tuple(member for name, member in sorted(after.items()) if before.get(name) != member),
-        tuple(name for name, member in sorted(before.items()) if after.get(name) != member),
+        tuple(member for name, member in sorted(new.items()) if old.get(name) != member),
+        tuple(name for name, member in sorted(old.items()) if new.get(name) != member),
     )
 
 
@@ -153,8 +153,8 @@ class ReplayedRoster(_ChangingRoster):
         """Apply the changes in the journal up to this attempt or evaluation."""
         hold()
         members: dict[str, Mapping[str, Any]] = {name: asdict(member) for name, member in self._members.items()}
-        for joined, left in self._replay.changes(round, evaluating=evaluating):
-            fold(members, joined, left)
+        for arrivals, departures in self._replay.changes(round, evaluating=evaluating):
+            fold(members, arrivals, departures)
         return self._become({name: Member.read(member) for name, member in members.items()})
 
 
@@ -169,14 +169,14 @@ class AvailableClients:
         self._changes = 0
         self._over = False
 
-    def change(self, joined: Iterable[Member], left: Iterable[Member]) -> None:
+    def change(self, arrivals: Iterable[Member], departures: Iterable[Member]) -> None:
         """Remove clients that left and add those that joined; a client may be in both."""
         now = time.monotonic()
         with self._changed:
-            for member in left:
+            for member in departures:
                 self._training -= not self._here.pop(member.id).observer
                 self._gone_at[member.id] = now
-            for member in joined:
+            for member in arrivals:
                 self._here[member.id] = member
                 self._training += not member.observer
                 self._gone_at.pop(member.id, None)
@@ -197,8 +197,8 @@ class AvailableClients:
         with self._changed:
             if self._over:
                 raise _stopped()
-            here = (self._here.get(client) for client in silent)
-            return self._training - sum(member is not None and not member.observer for member in here), self._changes
+            members = (self._here.get(client) for client in silent)
+            return self._training - sum(member is not None and not member.observer for member in members), self._changes
 
     def now(self) -> tuple[Mapping[str, Member], Mapping[str, float]]:
         """Return the connected clients, and when each absent one left, on the monotonic clock."""
@@ -272,23 +272,23 @@ class OpenRoster(_ChangingRoster):
         now = time.monotonic()
         if changes == self._settled and now < self._next_leaves:
             return Change()  # keeps the cost independent of the number of clients
-        here, gone_at = self._presence.now()
+        present, gone_at = self._presence.now()
         leaves = {
-            name: gone_at.get(name, self._begun) + self._absent_after_s for name in self._members if name not in here
+            name: gone_at.get(name, self._begun) + self._absent_after_s for name in self._members if name not in present
         }
-        away = {name: self._members[name] for name, when in leaves.items() if when > now}
+        away = {name: self._members[name] for name, leaves_at in leaves.items() if leaves_at > now}
         self._settled, self._next_leaves = changes, min((leaves[name] for name in away), default=math.inf)
-        self._here = tuple(sorted(here))
-        return self._become({**away, **here})
+        self._here = tuple(sorted(present))
+        return self._become({**away, **present})
 
     def _wait_for_clients(self, round: int, evaluating: bool, hold: Hold) -> int:
         """Wait until enough training clients are connected; return the number of changes so far."""
         waited = False
         while True:
             hold()
-            silent, refusing = self._silence.silent, frozenset() if evaluating else self._silence.refusing
+            silent, rejecting = self._silence.silent, frozenset() if evaluating else self._silence.refusing
             training, changes = self._presence.count(silent)
-            willing = self._presence.count(silent | refusing)[0] if refusing else training
+            willing = self._presence.count(silent | rejecting)[0] if rejecting else training
             enough = training >= self._min_clients and (
                 willing >= max(self._min_clients, self._min_replies)
                 or willing == training
@@ -299,13 +299,13 @@ class OpenRoster(_ChangingRoster):
                     self._say(f"continuing with {pluralize(training, 'client')}")
                 return changes
             if not waited:
-                when = f"{'after' if evaluating else 'before'} round {round}"
-                why = (
-                    f"waiting {when}: {pluralize(willing, 'client')} to train with, federation.min_clients is "
+                moment = f"{'after' if evaluating else 'before'} round {round}"
+                reason = (
+                    f"waiting {moment}: {pluralize(willing, 'client')} to train with, federation.min_clients is "
                     f"{self._min_clients}{_unavailable(len(silent), training - willing)}"
                 )
-                self._say(why)
-                self._monitor.enter("waiting", why)
+                self._say(reason)
+                self._monitor.enter("waiting", reason)
                 waited = True
             if self._stop.is_set():
                 raise _stopped()
@@ -326,9 +326,9 @@ class OpenRoster(_ChangingRoster):
         return self._here
 
 
-def _unavailable(silent: int, refusing: int) -> str:
-    why = f"; {pluralize(silent, 'client')} missed a deadline and have been silent since" if silent else ""
-    return why + (f"; {pluralize(refusing, 'client')} refused to take part" if refusing else "")
+def _unavailable(silent: int, rejecting: int) -> str:
+    reason = f"; {pluralize(silent, 'client')} missed a deadline and have been silent since" if silent else ""
+    return reason + (f"; {pluralize(rejecting, 'client')} refused to take part" if rejecting else "")
 
 
 def _stopped() -> InterruptedRun:

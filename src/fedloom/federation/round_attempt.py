@@ -30,7 +30,7 @@ class RoundAttempt:
         transport: Transport,
         rules: RoundConfig,
         helper: ThreadPoolExecutor,
-        planned: Attempt | None = None,
+        recorded: Attempt | None = None,
         groups: Callable[[Sequence[str]], list[Sequence[str]]] | None = None,
     ) -> None:
         self._groups = groups
@@ -42,7 +42,7 @@ class RoundAttempt:
         self.transport = transport
         self.rules = rules
         self.helper = helper
-        self._planned = planned
+        self._planned = recorded
         self._conversations: list[RemoteCohort] = []
         self.has_revealed = False
         """True once members may have revealed a sum of this attempt."""
@@ -86,8 +86,8 @@ class RoundAttempt:
         private = self.rules.private if self._purpose == TRAIN else None
         if private is not None:
             draw = private.choice(len(self._roster), size, is_uniform=is_uniform and not always)
-            drawn = private.drawn(self._roster, draw, purpose, self.number, self.attempt.attempt)
-            return self.hold(self._in_order(drawn), draw)
+            draw_result = private.drawn(self._roster, draw, purpose, self.number, self.attempt.attempt)
+            return self.hold(self._in_order(draw_result), draw)
         random = generator(self.rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
         if is_uniform:
             return self.hold(self._in_order(self._uniform(size, always, random)))
@@ -95,20 +95,20 @@ class RoundAttempt:
         rows = torch.multinomial(chances, size, replacement=replace, generator=random)
         return self.hold([self._roster[i] for i in sorted(rows.tolist())])
 
-    def _in_order(self, drawn: Collection[str]) -> list[str]:
-        return [client for client in self._roster if client in drawn]
+    def _in_order(self, members: Collection[str]) -> list[str]:
+        return [client for client in self._roster if client in members]
 
     def _uniform(self, size: int, always: Sequence[str], random: torch.Generator) -> set[str]:
         """Draw clients uniformly without replacement, group after group; ``always`` are drawn first."""
-        drawn = set(always)
+        members = set(always)
         if always:
-            groups: list[Sequence[str]] = [[client for client in self._roster if client not in drawn]]
+            groups: list[Sequence[str]] = [[client for client in self._roster if client not in members]]
         else:
             groups = [self._roster] if self._groups is None else self._groups(self._roster)
         for group in groups:
-            order = torch.randperm(len(group), generator=random)[: max(0, size - len(drawn))]
-            drawn.update(group[i] for i in order.tolist())
-        return drawn
+            order = torch.randperm(len(group), generator=random)[: max(0, size - len(members))]
+            members.update(group[i] for i in order.tolist())
+        return members
 
     def everyone(self) -> RemoteCohort:
         """Return the whole roster as one cohort."""
@@ -120,21 +120,21 @@ class RoundAttempt:
 
     def hold(self, clients: Sequence[str], draw: Draw | None = None) -> RemoteCohort:
         """Begin a conversation with these clients, or with those that a replayed journal names."""
-        planned = None
+        recorded = None
         if self._planned is not None:
-            planned = self._planned_conversation(clients)
-            clients = planned.clients
+            recorded = self._planned_conversation(clients)
+            clients = recorded.clients
         key = ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose)
         sizes = torch.tensor([self._sizes[client] for client in clients], dtype=torch.int64)
         shared: dict[str, Any] = {
             "transport": self.transport, "config": self.rules, "attempt": self.attempt, "helper": self.helper,
-            "planned": planned,
+            "planned": recorded,
         }  # fmt: skip
         if (summation := self.rules.summation) is None:
             conversation = RemoteCohort(key, clients, sizes, **shared)
         else:
-            drawn = everyone(len(clients)) if draw is None else draw
-            conversation = summation.cohort(key, clients, sizes, draw=drawn, reveal=self.reveal, **shared)
+            rows_drawn = everyone(len(clients)) if draw is None else draw
+            conversation = summation.cohort(key, clients, sizes, draw=rows_drawn, reveal=self.reveal, **shared)
         self._conversations.append(conversation)
         return conversation
 
@@ -144,17 +144,17 @@ class RoundAttempt:
         Raise DataError if it does not match this run.
         """
         assert self._planned is not None
-        planned, number = self._planned.conversations, len(self._conversations)
-        if number >= len(planned):
+        recorded, number = self._planned.conversations, len(self._conversations)
+        if number >= len(recorded):
             raise DataError(
-                f"the replayed journal has {len(planned)} conversations in round {self.number}, and this experiment "
+                f"the replayed journal has {len(recorded)} conversations in round {self.number}, and this experiment "
                 "has more",
                 hint="replay a run of the same experiment",
             )
-        strangers = [client for client in planned[number].clients if client not in self._sizes]
-        if self._purpose == EVALUATE and planned[number].clients != list(clients):
+        strangers = [client for client in recorded[number].clients if client not in self._sizes]
+        if self._purpose == EVALUATE and recorded[number].clients != list(clients):
             raise DataError(
-                f"the replayed journal measures {len(planned[number].clients)} clients at once after round "
+                f"the replayed journal measures {len(recorded[number].clients)} clients at once after round "
                 f"{self.number}, and this experiment {len(clients)}",
                 hint="replay a run of the same experiment",
             )
@@ -163,7 +163,7 @@ class RoundAttempt:
                 f"the replayed journal has client {strangers[0]} in round {self.number}, and this partition lacks it",
                 hint="replay a run of the same experiment",
             )
-        return planned[number]
+        return recorded[number]
 
     @property
     def failure(self) -> Exception | None:

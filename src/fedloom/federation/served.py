@@ -69,7 +69,9 @@ def useless_values(message: Message) -> str | None:
     return non_finite(message) or out_of_range(message, {})
 
 
-def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint) -> ServedRound:
+def served_round(
+    description: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint
+) -> ServedRound:
     """Make a checkpoint ready to serve.
 
     ``fresh`` is a server algorithm of the run, with any state; it is not changed.
@@ -88,14 +90,16 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, che
     server.load(checkpoint.state)
     try:
         server.personalize(_Opening())
-    except _Opened as opened:
-        opening, answer = opened.message.select([0]), opened.answer
+    except _Opened as unwound:
+        opening, answer = unwound.message.select([0]), unwound.answer
     except DataError as error:
         raise ExperimentError(f"{algorithm.name} has no model for unknown clients: {error}") from error
     else:
         raise ExperimentError(f"{algorithm.name} has no model for unknown clients: it sends them nothing")
     shapes = answer_shapes(algorithm.messages, server.sizes)
-    return ServedRound(about, checkpoint.round, checkpoint.digest, server, shapes, server.setup.dtype, opening, answer)
+    return ServedRound(
+        description, checkpoint.round, checkpoint.digest, server, shapes, server.setup.dtype, opening, answer
+    )
 
 
 class _Opened(Exception):
@@ -133,11 +137,11 @@ class Tile:
         clients: Sequence[str],
         answers: Sequence[Message | None],
         write: Callable[[Message, type[Message] | None], None],
-        read: Callable[[], Sequence[Message | None]],
+        receive: Callable[[], Sequence[Message | None]],
     ) -> None:
         self.clients = tuple(clients)
         self._answers: Sequence[Message | None] = answers
-        self._write, self._read = write, read
+        self._write, self._read = write, receive
         self._opened = False
 
     def send(
@@ -155,10 +159,10 @@ class Tile:
                 return Replies(None, self._present(), torch.ones(len(self.clients)))
             self._answers = self._read()
         self._opened = True
-        stacked = stack(answer, self._answers)
-        if stacked is None:
+        replies = stack(answer, self._answers)
+        if replies is None:
             raise NobodyLeft
-        return Replies(stacked, self._present(), torch.ones(len(self.clients)))
+        return Replies(replies, self._present(), torch.ones(len(self.clients)))
 
     def record(self, name: str, values: Tensor) -> None:
         """Do nothing, since no client is measured."""

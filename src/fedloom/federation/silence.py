@@ -97,12 +97,12 @@ class Silence:
             self._owing.discard(owner or worker)
             self._silent = {client for client in self._silent if client not in clients}
 
-    def end(self, answered: Collection[str], silent: Collection[str], seconds: float) -> None:
+    def end(self, clients: Collection[str], silent: Collection[str], seconds: float) -> None:
         """Record the end of an exchange; a worker without any answer makes all its own clients silent."""
         with self._lock:
-            self._heard.update(answered)
-            self._silent.difference_update(answered)
-            alive = self._places_of(answered)
+            self._heard.update(clients)
+            self._silent.difference_update(clients)
+            alive = self._places_of(clients)
             self._owing -= {owner for _, owner in alive}
             if not silent:
                 return
@@ -117,17 +117,17 @@ class Silence:
     def _places_of(self, clients: Collection[str]) -> set[tuple[str, str]]:
         return {self._places[client] for client in clients if client in self._places}
 
-    def refuse(self, lost: Collection[str], answered: Collection[str]) -> None:
+    def refuse(self, clients_lost: Collection[str], clients_answered: Collection[str]) -> None:
         """Record the clients lost by a failed attempt at a round, except silent ones, and those that completed it.
 
         Refusing clients are put on hold, and so are all clients of an owner without any answer, whatever they answer
         outside rounds, and even if they join again.
         """
         with self._lock:
-            refusing = [client for client in lost if client not in self._silent]
-            owners = {owner for _, owner in self._places_of(answered)}
-            self._refusing.add(refusing)
-            self._refusing_owners.add({owner for _, owner in self._places_of(refusing)} - owners)
+            rejecting = [client for client in clients_lost if client not in self._silent]
+            owners = {owner for _, owner in self._places_of(clients_answered)}
+            self._refusing.add(rejecting)
+            self._refusing_owners.add({owner for _, owner in self._places_of(rejecting)} - owners)
 
     def take_part(self, clients: Collection[str]) -> None:
         """Record the clients that completed a round: they and their owners no longer count as refusing."""
@@ -153,37 +153,37 @@ class Silence:
         with self._lock:
             return frozenset(self._silent)
 
-    def groups(self, roster: Sequence[str], least: int, lost: Collection[str] = ()) -> list[Sequence[str]]:
+    def groups(self, roster: Sequence[str], least: int, clients_lost: Collection[str] = ()) -> list[Sequence[str]]:
         """Return groups of a roster, in its order, that a cohort is filled from, one group after the other.
 
         One group of all clients, if none is silent, refuses or is lost. Otherwise silent and refusing clients, and
         those of an owner whose clients have all been silent in their last exchange, are in a group only if the others
         are fewer than ``least``: a cohort that is smaller is better than one in which they take the place of others.
 
-        ``least`` clients must answer. Clients ``lost`` by earlier attempts at this round have owners that come last, as
-        if they were silent; clients that have answered before come first.
+        ``least`` clients must answer. Clients that earlier attempts at this round lost come last, with their owners,
+        as if they were silent; clients that have answered before come first.
         """
         with self._lock:
-            refusing = self._refusing_now()
-            if not lost and not self._owing and self._silent.union(refusing).isdisjoint(roster):
+            rejecting = self._refusing_now()
+            if not clients_lost and not self._owing and self._silent.union(rejecting).isdisjoint(roster):
                 return [roster]
-            owing = self._owing | {self._places[client][1] for client in lost if client in self._places}
+            owing = self._owing | {self._places[client][1] for client in clients_lost if client in self._places}
             by_rank: list[list[str]] = [[] for _ in range(4)]
             for client in roster:
-                rank = self._rank(client, owing, lost)
-                by_rank[max(rank, UNRELIABLE) if client in refusing else rank].append(client)
+                rank = self._rank(client, owing, clients_lost)
+                by_rank[max(rank, UNRELIABLE) if client in rejecting else rank].append(client)
         groups: list[Sequence[str]] = []
         for rank, group in enumerate(by_rank):
             if rank < UNRELIABLE or sum(map(len, groups)) < least:
                 groups.append(group)
         return groups
 
-    def _rank(self, client: str, owing: Collection[str], lost: Collection[str]) -> int:
+    def _rank(self, client: str, owing: Collection[str], clients_lost: Collection[str]) -> int:
         if client in self._silent:
             return UNRELIABLE + 1
         if client in self._places and self._places[client][1] in owing:
             return UNRELIABLE
-        return 1 if lost and (client in lost or client not in self._heard) else 0
+        return 1 if clients_lost and (client in clients_lost or client not in self._heard) else 0
 
     def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
         """Return the clients that an evaluation skips, and why, after ``waited_s`` seconds for silent clients."""

@@ -75,9 +75,9 @@ class States:
         except Absent:
             return None
         try:
-            tensors, about = decode_tensors(content)
-            if about != _about(client):
-                raise ValueError(f"it belongs to {about}, not {_about(client)}")
+            tensors, metadata = decode_tensors(content)
+            if metadata != _about(client):
+                raise ValueError(f"it belongs to {metadata}, not {_about(client)}")
         except ValueError as error:
             raise DataError(
                 f"{name} is not a client state: {error}",  # sent to the aggregator, unlike the location
@@ -103,8 +103,8 @@ class States:
         self._store.tidy(f"{client}/")
         old = []
         for entry in self._store.entries(f"{client}/"):
-            named = _NAME.fullmatch(entry.name, len(client) + 1)
-            if named and versions.superseded(Version(*map(int, named.groups()))):
+            match = _NAME.fullmatch(entry.name, len(client) + 1)
+            if match and versions.superseded(Version(*map(int, match.groups()))):
                 old.append(entry.name)
         self._store.remove(old)
 

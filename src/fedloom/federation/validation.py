@@ -58,7 +58,7 @@ def specs(message: Message) -> tuple[TensorSpec, ...]:
 
 
 def mismatch(
-    cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype, rows: int = 1
+    cls: type[Message], specs_received: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype, rows: int = 1
 ) -> str | None:
     """Return one line on why a message with these fields is not an allowed answer; None if it is allowed.
 
@@ -74,14 +74,16 @@ def mismatch(
     if cls not in shapes:
         return f"{cls.__name__} is not an answer to this exchange, {_either(other.__name__ for other in shapes)} is"
     expected = cls.fields()
-    if [spec.name for spec in found] != [field.name for field in expected]:
-        return f"{cls.__name__} has fields {[s.name for s in found]}, expected {[f.name for f in expected]}"
-    wrong = (_field_mismatch(s, f, shapes[cls][f.name], dtype, rows) for s, f in zip(found, expected, strict=True))
-    return next((f"{cls.__name__}.{why}" for why in wrong if why is not None), None)
+    if [spec.name for spec in specs_received] != [field.name for field in expected]:
+        return f"{cls.__name__} has fields {[s.name for s in specs_received]}, expected {[f.name for f in expected]}"
+    wrong = (
+        _field_mismatch(s, f, shapes[cls][f.name], dtype, rows) for s, f in zip(specs_received, expected, strict=True)
+    )
+    return next((f"{cls.__name__}.{reason}" for reason in wrong if reason is not None), None)
 
 
 def _field_mismatch(
-    spec: TensorSpec, field: MessageField, trailing: Sequence[int], dtype: torch.dtype, rows: int
+    spec: TensorSpec, field: MessageField, trailing_shape: Sequence[int], dtype: torch.dtype, rows: int
 ) -> str | None:
     if spec.quantity != field.quantity or spec.per_client != field.per_client:
         kind = "one row per client" if field.per_client else "broadcast"
@@ -89,7 +91,7 @@ def _field_mismatch(
     dtypes = {dtype} | _ALSO_ALLOWED.get(field.quantity, frozenset())
     if spec.dtype not in dtypes:
         return f"{field.name} has dtype {spec.dtype}, expected {_either(map(str, dtypes))}"
-    shape = (rows, *trailing) if field.per_client else tuple(trailing)
+    shape = (rows, *trailing_shape) if field.per_client else tuple(trailing_shape)
     return None if spec.shape == shape else f"{field.name} has shape {list(spec.shape)}, expected {list(shape)}"
 
 
@@ -196,8 +198,8 @@ def is_bug(error: Exception) -> bool:
 
 def place(error: Exception) -> str:
     """Return the line of a bug, ``my_method.py, line 12``, without the folder."""
-    at = raised_at(error)
-    return "unknown line" if at is None else f"{Path(at.filename).name}, line {at.lineno}"
+    location = raised_at(error)
+    return "unknown line" if location is None else f"{Path(location.filename).name}, line {location.lineno}"
 
 
 def safe_reason(error: Exception) -> str:

@@ -73,8 +73,8 @@ def check_name(name: str) -> str:
 
     Raise ExperimentError if there is no pipeline of that name.
     """
-    if (known := name.replace("-", "_")) in NAMES:
-        return known
+    if (canonical := name.replace("-", "_")) in NAMES:
+        return canonical
     raise ExperimentError(
         f"there is no pipeline {name!r}; choose one of {', '.join(NAMES)}", key="pipeline", found=name, allowed=NAMES
     )
@@ -85,9 +85,9 @@ def pipeline(name: str) -> Any:
 
     Raise ExperimentError if there is no pipeline of that name, or kfp is not installed.
     """
-    known = check_name(name)
+    canonical = check_name(name)
     try:
-        return getattr(_load(ROOT / "pipelines" / f"{known}.py", f"fedloom_pipeline_{known}"), known)
+        return getattr(_load(ROOT / "pipelines" / f"{canonical}.py", f"fedloom_pipeline_{canonical}"), canonical)
     except ModuleNotFoundError as error:
         raise ExperimentError(
             f"pipelines need the package {error.name}, which is not installed", hint="pip install 'fedloom[kubeflow]'"
@@ -96,13 +96,15 @@ def pipeline(name: str) -> Any:
 
 def check_parameters(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ExperimentError if a pipeline has no such parameter, or a required one is missing."""
-    known = {key: not spec.optional for key, spec in pipeline(name).component_spec.inputs.items()}
-    missing = [key for key, required in known.items() if required and key not in arguments]
-    unknown = [key for key in arguments if key not in known]
+    is_required = {key: not spec.optional for key, spec in pipeline(name).component_spec.inputs.items()}
+    missing = [key for key, required in is_required.items() if required and key not in arguments]
+    unknown = [key for key in arguments if key not in is_required]
     if missing or unknown:
         wrong = f"needs {', '.join(missing)}" if missing else f"has no parameter {', '.join(unknown)}"
         raise ExperimentError(
-            f"{name} {wrong}; its parameters are {', '.join(known)}", key=[*missing, *unknown][0], allowed=list(known)
+            f"{name} {wrong}; its parameters are {', '.join(is_required)}",
+            key=[*missing, *unknown][0],
+            allowed=list(is_required),
         )
 
 

@@ -112,8 +112,8 @@ def read_token(text: str) -> str:
     try:
         token = Path(source).read_text(encoding="utf-8").strip() if text.startswith("@") else text.strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not text"
-        raise RefusedError(f"{source} has no token: {why}", hint="docs/kubeflow.md#log-in") from None
+        reason = getattr(error, "strerror", None) or "not text"
+        raise RefusedError(f"{source} has no token: {reason}", hint="docs/kubeflow.md#log-in") from None
     if not re.fullmatch(r"[!-~]+", token):
         raise RefusedError(f"{source} is not a token: it must be one line of visible ASCII characters.")
     return token
@@ -141,15 +141,15 @@ class TokenCommand:
         if time.monotonic() < self._until:
             return self._token
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 self._words, capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL, check=True
             )
-            self._token, self._until = read_token(done.stdout.decode()), time.monotonic() + TOKEN_S
+            self._token, self._until = read_token(process.stdout.decode()), time.monotonic() + TOKEN_S
         except (OSError, UnicodeDecodeError, subprocess.SubprocessError, RefusedError) as error:
             printed = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-            why = " ".join(printed.split())[-300:] or getattr(error, "strerror", None) or type(error).__name__
+            reason = " ".join(printed.split())[-300:] or getattr(error, "strerror", None) or type(error).__name__
             kind = StorageError if self._token else RefusedError
-            raise kind(f"token_command {self._words[0]} failed: {why}", hint="run it by hand") from None
+            raise kind(f"token_command {self._words[0]} failed: {reason}", hint="run it by hand") from None
         return self._token
 
 
@@ -235,7 +235,7 @@ class Kubeflow:
                 key="kubeflow.namespace",
             )
 
-    def call(self, what: str, method: str, *arguments: Any, **named: Any) -> Any:
+    def call(self, action: str, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of kfp's generated client; only GET and DELETE are repeated after a failure.
 
         Raise RefusedError if the installation denies access; StorageError if it cannot be reached or fails;
@@ -252,24 +252,26 @@ class Kubeflow:
 
         service = next(one for one in self._services if hasattr(one, method))
         try:
-            answer = getattr(service, method)(*arguments, _request_timeout=TIMEOUT_S, **named)
+            answer = getattr(service, method)(*arguments, _request_timeout=TIMEOUT_S, **options)
         except self.models.ApiException as error:
-            raise self._failure(what, error) from error
+            raise self._failure(action, error) from error
         except HTTPError as error:
-            why = getattr(error, "reason", None) or error
-            raise StorageError(f"{self.host} cannot be reached: {why}", hint="check the URL and the network") from error
+            reason = getattr(error, "reason", None) or error
+            raise StorageError(
+                f"{self.host} cannot be reached: {reason}", hint="check the URL and the network"
+            ) from error
         kind = str(self._client.last_response.getheader("Content-Type"))
         if "json" not in kind:  # it would be read as an object without values
             raise self._login_required(f"it answers with a page ({kind})")
         return answer
 
-    def _failure(self, what: str, error: Any) -> FedloomError:
+    def _failure(self, action: str, error: Any) -> FedloomError:
         """Return the error for an exception of the generated client."""
         headers, status = error.headers or {}, error.status
         text = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or error.reason)
         with suppress(ValueError, KeyError, TypeError):
             text = str(parsed_json(text)["message"])
-        failure = f"{self}: cannot {what}: {' '.join(text.split())[:500]} (status {status})"
+        failure = f"{self}: cannot {action}: {' '.join(text.split())[:500]} (status {status})"
         if status == 401 or "html" in str(headers.get("Content-Type")):
             return self._login_required(failure)
         if 300 <= status < 400:

@@ -172,18 +172,18 @@ def search_objects(search: KatibSearch) -> list[Manifest]:
         "parallelTrialCount": search.parallel,
         "maxTrialCount": plan.trials,
         "maxFailedTrialCount": plan.trials,  # values with which training diverges are a result
-        "parameters": [_parameter(one, listed=plan.space.sampler == "grid") for one in plan.parameters],
+        "parameters": [_parameter(one, is_listed=plan.space.sampler == "grid") for one in plan.parameters],
     }
     if plan.space.early_stopping == "median":
         warm_up = Schedule(search.base.federation.rounds, search.base.evaluation.every).warm_up
         settings = _settings({"min_trials_required": STARTUP, "start_step": warm_up})
         spec["earlyStopping"] = {"algorithmName": "medianstop", "algorithmSettings": settings}
-    named = {f"parameter{i}": parameter.key for i, parameter in enumerate(plan.parameters, start=1)}
+    parameter_names = {f"parameter{i}": parameter.key for i, parameter in enumerate(plan.parameters, start=1)}
     trial = {"name": "trial", "description": "Name of the trial", "reference": "${trialSpec.Name}"}
     spec["trialTemplate"]["trialParameters"] = [
-        *({"name": name, "description": key, "reference": key} for name, key in named.items()), trial
+        *({"name": name, "description": key, "reference": key} for name, key in parameter_names.items()), trial
     ]  # fmt: skip
-    _complete_job(spec["trialTemplate"]["trialSpec"], search, labels, named)
+    _complete_job(spec["trialTemplate"]["trialSpec"], search, labels, parameter_names)
     return [file, experiment]
 
 
@@ -225,9 +225,9 @@ def known_headline(e: Experiment) -> Headline:
     return task_of(source.spec.task).headline
 
 
-def _parameter(parameter: Parameter, *, listed: bool) -> Manifest:
+def _parameter(parameter: Parameter, *, is_listed: bool) -> Manifest:
     """Return a parameter in Katib's form: finitely many values as a list, so that Katib passes the same texts."""
-    if listed or parameter.choices is not None or parameter.step is not None:
+    if is_listed or parameter.choices is not None or parameter.step is not None:
         texts = [parameter.text(value) for value in parameter.grid]
         for text in texts:
             if re.search(r'["\\\n]|\$\(|\$\{', text):
@@ -243,16 +243,18 @@ def _parameter(parameter: Parameter, *, listed: bool) -> Manifest:
     return {"name": parameter.key, "parameterType": "int" if parameter.whole else "double", "feasibleSpace": space}
 
 
-def _complete_job(job: Manifest, search: KatibSearch, labels: Mapping[str, str], named: Mapping[str, str]) -> None:
+def _complete_job(
+    job: Manifest, search: KatibSearch, labels: Mapping[str, str], parameter_names: Mapping[str, str]
+) -> None:
     """Complete the Job of a trial, which gets its values as environment variables: no shell interprets them."""
     s, container_name = search.cluster, "trial"
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
     image, needs = s.worker_image or s.image, resources(s.worker, gpu)
     environment = storage_environment(s, search.base.storage, search.partition)
-    container = container_spec(s, environment, container_name, image, [_command(search, named)], needs)
+    container = container_spec(s, environment, container_name, image, [_command(search, parameter_names)], needs)
     # Katib joins command and arguments by spaces and hands them to a shell; it takes a shell's own argument as it is.
     container["command"] = ["sh", "-c"]
-    values = {name.upper(): f"${{trialParameters.{name}}}" for name in (*named, "trial")}
+    values = {name.upper(): f"${{trialParameters.{name}}}" for name in (*parameter_names, "trial")}
     container["env"] += [{"name": name, "value": value} for name, value in {KATIB_FILE: METRICS_PATH, **values}.items()]
     container["volumeMounts"] += [{"name": "experiment", "mountPath": MOUNTED, "readOnly": True}]
     place = AggregatorPod(tolerations=s.tolerations, node_selector=s.node_selector)
@@ -271,7 +273,7 @@ def _complete_job(job: Manifest, search: KatibSearch, labels: Mapping[str, str],
     }
 
 
-def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
+def _command(search: KatibSearch, parameter_names: Mapping[str, str]) -> str:
     """Return the shell command of a trial, relative to the pod's working folder."""
     words = ["fedloom", "run", f"{MOUNTED}/experiment.yaml"]
     for override in (*search.overrides, *search.plan.fixed):
@@ -279,7 +281,7 @@ def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
     words += ["--partition", search.partition]
     quoted = shlex.join([*words, "--no-report", "--resume"])
     quoted = quoted.replace("$", "$$")  # Kubernetes makes one of two, and would expand $(NAME)
-    for name, key in named.items():
+    for name, key in parameter_names.items():
         quoted += f' --set {shlex.quote(f"{key}=")}"${name.upper()}"'
     return f'{TRACK}=katib {quoted} --out "runs/$TRIAL"'
 

@@ -77,7 +77,7 @@ def run_pipeline(
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env=environment({**os.environ, "PYTHONSAFEPATH": "1"}, Path(folder) / RECORDS),
         )  # fmt: skip
-        with _stopping(process, say) as stopped, log.open("w", encoding="utf-8") as file:
+        with _stopping(process, say) as stop_event, log.open("w", encoding="utf-8") as file:
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError), process.stdin:  # it exited immediately: its output gives the reason
@@ -86,14 +86,14 @@ def run_pipeline(
                 line = without_secrets(temporary_path.sub(str(out), line))
                 with storing(log):
                     file.write(line)
-                if everything or (shown := PROGRESS.search(COLOURS.sub("", line))):
-                    say(line.rstrip("\n") if everything else shown[1].removeprefix(steps.MARK))  # type: ignore[index]
+                if everything or (progress := PROGRESS.search(COLOURS.sub("", line))):
+                    say(line.rstrip("\n") if everything else progress[1].removeprefix(steps.MARK))  # type: ignore[index]
             code = process.wait()
             _ended(process.pid, STOP_GRACE_S)
         failure = ChildReport(Path(folder) / RECORDS).failure
-        if failure is None and code != 0 and not stopped.is_set():
+        if failure is None and code != 0 and not stop_event.is_set():
             raise RuntimeError(f"a task failed unexpectedly:\n{log.read_text(encoding='utf-8')[-4000:]}")
-        if stopped.is_set():
+        if stop_event.is_set():
             failure = InterruptedRun("stopped, with all its processes")
         finished = {path.name for path in root.glob("*/*")} - {*CHECKS, "cleanup"}
         if failure is not None and not finished:
@@ -108,25 +108,25 @@ def run_pipeline(
 @contextmanager
 def _stopping(process: subprocess.Popen[str], say: Callable[[str], None]) -> Iterator[threading.Event]:
     """Let SIGINT and SIGTERM stop the whole process group; however the block ends, no process of it is left."""
-    stopped = threading.Event()
+    stop_event = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
-        if not stopped.is_set():
+        if not stop_event.is_set():
             say("stopping")
-        again = stopped.is_set()
-        stopped.set()
-        _signal(process.pid, signal.SIGKILL if again else signal.SIGINT)
-        if not again:
+        is_repeated = stop_event.is_set()
+        stop_event.set()
+        _signal(process.pid, signal.SIGKILL if is_repeated else signal.SIGINT)
+        if not is_repeated:
             threading.Thread(target=_ended, args=(process.pid, STOP_GRACE_S), daemon=True).start()
 
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stopped
+        yield stop_event
     finally:
-        for number, before in handlers.items():
-            signal.signal(number, before)
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
         _signal(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -160,21 +160,21 @@ def _keep(root: Path, log: Path, out: Path) -> None:
         (out / "run").symlink_to("federate/model")
     for model in out.glob("for-loop-*/federate/model"):
         (out / "runs").mkdir(exist_ok=True)
-        about = json.loads((model.parent / "executor_output.json").read_text(encoding="utf-8"))
-        label = about["artifacts"]["model"]["artifacts"][0]["metadata"]["label"]
+        output = json.loads((model.parent / "executor_output.json").read_text(encoding="utf-8"))
+        label = output["artifacts"]["model"]["artifacts"][0]["metadata"]["label"]
         (out / "runs" / label).symlink_to(Path("..") / model.relative_to(out))
 
 
 def _here(order: TextIO) -> None:
     """Run a pipeline in this process, as specified on standard input."""
-    wanted = json.load(order)
-    check_parameters(wanted["name"], wanted["arguments"])
+    order_read = json.load(order)
+    check_parameters(order_read["name"], order_read["arguments"])
     from kfp import local
 
     warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets do not apply here
-    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=wanted["root"])
+    local.init(local.SubprocessRunner(use_venv=False), pipeline_root=order_read["root"])
     try:
-        pipeline(wanted["name"])(**wanted["arguments"])
+        pipeline(order_read["name"])(**order_read["arguments"])
     except RuntimeError as error:  # the runner's error for a failed task
         if not Path(os.environ[TELL_PARENT]).exists():
             raise

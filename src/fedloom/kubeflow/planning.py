@@ -56,10 +56,10 @@ def grid(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> lis
     list of dict
         ``label``, unique, and ``experiment`` and ``data`` as in :class:`Plan`.
     """
-    chosen: list[int | None] = [*_whole(seeds)] or [None]
+    seeds_chosen: list[int | None] = [*_whole(seeds)] or [None]
     points: dict[str, dict[str, str]] = {}
     for number, method in enumerate(methods or [""], start=1):
-        for seed in chosen:
+        for seed in seeds_chosen:
             e = _changed(experiment, method, seed)
             text = _as_json(e)
             if text in points:

@@ -85,16 +85,16 @@ class TaskPod(Settings):
 
     def updated(self, other: TaskPod) -> TaskPod:
         """Return these settings, changed by others: mappings are merged, lists joined, other values replaced."""
-        merged: dict[str, Any] = {}
+        update: dict[str, Any] = {}
         for key in type(self).model_fields:
             mine, theirs = getattr(self, key), getattr(other, key)
             if isinstance(mine, Mapping) and key != "affinity":
-                merged[key] = {**mine, **theirs}
+                update[key] = {**mine, **theirs}
             elif isinstance(mine, tuple):
-                merged[key] = (*mine, *(one for one in theirs if one not in mine))
+                update[key] = (*mine, *(one for one in theirs if one not in mine))
             else:
-                merged[key] = mine if theirs is None else theirs
-        return TaskPod.model_construct(**merged)
+                update[key] = mine if theirs is None else theirs
+        return TaskPod.model_construct(**update)
 
 
 class PodSettings(Settings):

@@ -97,7 +97,7 @@ class ModelRegistry:
         self.url = service_url(url or "", option, form, key="registry", path=True).removesuffix(API)
         self._opener = urllib.request.build_opener(_NoRedirect)
 
-    def ensure(self, listing: str, path: str, body: Mapping[str, Any]) -> tuple[_Entry, bool]:
+    def ensure(self, collection: str, path: str, body: Mapping[str, Any]) -> tuple[_Entry, bool]:
         """Find an object by its name in a list, or create it; return it, and True if it was created.
 
         Raise RefusedError if the registry denies access; StorageError if it cannot be reached or fails; ExperimentError
@@ -108,25 +108,25 @@ class ModelRegistry:
         listing, path
             Paths of the list, and for the request that creates it.
         """
-        if (known := self._named(listing, body["name"])) is not None:
-            return known, False
+        if (existing := self._named(collection, body["name"])) is not None:
+            return existing, False
         try:
             return self._call(_Entry, path, body), True
         except _Conflict:  # another process has just created it
-            if (known := self._named(listing, body["name"])) is None:
+            if (existing := self._named(collection, body["name"])) is None:
                 raise
-            return known, False
+            return existing, False
 
-    def _named(self, listing: str, name: str) -> _Entry | None:
+    def _named(self, collection: str, name: str) -> _Entry | None:
         query = {"pageSize": str(PAGE)}
         for _ in range(MOST_PAGES):
-            page = self._call(_Page, f"{listing}?{urlencode(query)}")
+            page = self._call(_Page, f"{collection}?{urlencode(query)}")
             if (entry := next((item for item in page.items if item.name == name), None)) is not None:
                 return entry
             if not page.next:
                 return None
             query["nextPageToken"] = page.next
-        raise self._other_service(f"the list {listing} does not end")
+        raise self._other_service(f"the list {collection} does not end")
 
     def _call(self, answer_type: type[T], path: str, body: Mapping[str, Any] | None = None) -> T:
         """Send a GET request or, with a body, a POST request, and return its answer."""
@@ -143,17 +143,19 @@ class ModelRegistry:
         except urllib.error.HTTPError as error:
             raise self._failure(f"{request.get_method()} {path.partition('?')[0]}", error) from error
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-            why = getattr(error, "reason", None) or error
-            raise StorageError(f"{self.url} cannot be reached: {why}", hint="check the URL and the network") from error
+            reason = getattr(error, "reason", None) or error
+            raise StorageError(
+                f"{self.url} cannot be reached: {reason}", hint="check the URL and the network"
+            ) from error
 
-    def _other_service(self, why: str) -> DataError:
-        return DataError(f"{self.url} does not answer as a model registry does: {why}.", hint=NEEDED)
+    def _other_service(self, reason: str) -> DataError:
+        return DataError(f"{self.url} does not answer as a model registry does: {reason}.", hint=NEEDED)
 
-    def _failure(self, what: str, error: urllib.error.HTTPError) -> FedloomError:
+    def _failure(self, action: str, error: urllib.error.HTTPError) -> FedloomError:
         status, message = error.code, str(error.reason)
         with suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             message = parsed_json(error.read(ANSWER_BYTES))["message"]
-        failure = f"{self.url}: {what}: {' '.join(str(message).split())[:500]} (status {status})"
+        failure = f"{self.url}: {action}: {' '.join(str(message).split())[:500]} (status {status})"
         if status in (401, 403) or 300 <= status < 400:  # a redirect to a login page
             return RefusedError(failure, hint=f"set ${TOKEN_VARIABLE} to a valid token, or to @FILE")
         if 400 <= status < 500 and status != 429:
@@ -214,20 +216,20 @@ def register_run(
             )
     if uri is None and is_url(run):
         uri = run.rstrip("/")
-    known = properties(folder, summary, round, digest, pipeline_run)
-    described = f"{summary['algorithm']}, {summary['dataset']}, seed {summary['seed']}"
-    about = {"name": name, "description": f"Personalized federated model of {summary['dataset']}"}
-    parent, _ = registry.ensure("/registered_models", "/registered_models", about)
+    version_properties = properties(folder, summary, round, digest, pipeline_run)
+    description = f"{summary['algorithm']}, {summary['dataset']}, seed {summary['seed']}"
+    model_body = {"name": name, "description": f"Personalized federated model of {summary['dataset']}"}
+    parent, _ = registry.ensure("/registered_models", "/registered_models", model_body)
     body: dict[str, Any] = {"name": version, "registeredModelId": parent.id, "state": "LIVE"}
-    body |= {"description": f"{described}, round {round}", "customProperties": known}
-    entry, created = registry.ensure(f"/registered_models/{parent.id}/versions", "/model_versions", body)
+    body |= {"description": f"{description}, round {round}", "customProperties": version_properties}
+    entry, is_created = registry.ensure(f"/registered_models/{parent.id}/versions", "/model_versions", body)
     _check_same(name, version, ((entry.properties or {}).get(DIGEST) or {}).get("string_value"), digest, DIGEST)
     path = f"/model_versions/{entry.id}/artifacts"
     artifact: dict[str, Any] = {"artifactType": "model-artifact", "name": version, "state": "LIVE"}
     artifact |= {"modelFormatName": "fedloom", "modelFormatVersion": "1", **_source(pipeline_run)}
-    artifact |= {"customProperties": {DIGEST: known[DIGEST]}, **({} if uri is None else {"uri": uri})}
+    artifact |= {"customProperties": {DIGEST: version_properties[DIGEST]}, **({} if uri is None else {"uri": uri})}
     _check_same(name, version, registry.ensure(path, path, artifact)[0].uri, uri, "uri")
-    return Registered(name, version, parent.id, entry.id, created)
+    return Registered(name, version, parent.id, entry.id, is_created)
 
 
 @step
@@ -257,8 +259,8 @@ def properties(
     validation examples. A round that was not evaluated has none.
     """
     private = TrainedPrivately.from_summary(summary.get("training_privacy"))
-    known: dict[str, Any] = {key: summary[key] for key in ("algorithm", "dataset", "model", "seed", "rounds")}
-    known |= {
+    result: dict[str, Any] = {key: summary[key] for key in ("algorithm", "dataset", "model", "seed", "rounds")}
+    result |= {
         "run": summary["name"],
         "round": round,
         DIGEST: digest,
@@ -268,7 +270,7 @@ def properties(
         **_privacy(private),
         **_metrics(folder, round),
     }
-    return {key: _value(value) for key, value in known.items() if value is not None and value != ""}
+    return {key: _value(value) for key, value in result.items() if value is not None and value != ""}
 
 
 def _checkpoint(folder: RunFolder, checkpoint: str) -> tuple[int, str]:
@@ -321,11 +323,11 @@ def _source(pipeline_run: str | None) -> dict[str, str]:
     return source | ({"modelSourceGroup": namespace.read_text().strip()} if namespace.exists() else {})
 
 
-def _check_same(model: str, version: str, registered: str | None, wanted: str | None, what: str) -> None:
-    if registered != wanted:
+def _check_same(model: str, version: str, actual: str | None, expected: str | None, name: str) -> None:
+    if actual != expected:
         raise ExperimentError(
-            f"Version {version} of {model} is registered with {what} {registered or 'unset'}, not {wanted or 'unset'}.",
+            f"Version {version} of {model} is registered with {name} {actual or 'unset'}, not {expected or 'unset'}.",
             hint=f"give another name with {argument('version')}",
             key="version",
-            found=registered,
+            found=actual,
         )

@@ -25,11 +25,11 @@ def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
 
 def run_metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata of a model: what identifies the run in a summary, and its scores."""
-    known = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
+    metadata = {key: summary[key] for key in ("name", "algorithm", "dataset", "model", "seed", "rounds")}
     if summary["best"] is not None:
-        known["best_round"] = summary["best"]["round"]
+        metadata["best_round"] = summary["best"]["round"]
     endings = (f"{headline_of(summary).name}_mean", "loss_mean")
-    return known | {key: value for key, value in scores(summary).items() if key.endswith(endings)}
+    return metadata | {key: value for key, value in scores(summary).items() if key.endswith(endings)}
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

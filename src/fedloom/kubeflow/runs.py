@@ -50,26 +50,26 @@ def wait_for_run(kubeflow: Kubeflow, run: str, say: Callable[[str], None]) -> No
     run continues after the others: InterruptedRun on Ctrl-C or SIGTERM, RefusedError if the token expires, StorageError
     if Kubeflow is unreachable for five minutes.
     """
-    progress, stopped, reached = _Progress(kubeflow, run, say), False, time.monotonic()
+    progress, is_stopped, reached_at = _Progress(kubeflow, run, say), False, time.monotonic()
     with _continuing(kubeflow, run):
         while True:
             try:
                 now = kubeflow.run(run)
-                reached = time.monotonic()
+                reached_at = time.monotonic()
                 nodes = (now.run_details and now.run_details.task_details) or []
                 progress.update(nodes)
-                stopped = stopped or now.state in STOPPED
+                is_stopped = is_stopped or now.state in STOPPED
                 if now.state in ENDS:
                     break
             except StorageError as error:
-                if time.monotonic() - reached > PATIENCE_S:
+                if time.monotonic() - reached_at > PATIENCE_S:
                     raise StorageError(f"{error}\n  the run continues: {kubeflow.link(run)}") from error
             except RefusedError as error:
                 raise RefusedError(f"{error}\n  the run continues: {kubeflow.link(run)}") from error
             time.sleep(POLL_S)
     if now.state == "SUCCEEDED":
         return
-    if stopped:  # Kubeflow ends a stopped run as FAILED
+    if is_stopped:  # Kubeflow ends a stopped run as FAILED
         raise InterruptedRun(f"the run was stopped: {kubeflow.link(run)}")
     raise failure_of(kubeflow, now, nodes)
 
@@ -105,9 +105,12 @@ class _Progress:
                 continue
             self._shown[node.task_id] = node.state
             self._say(f"{name}{f', attempt {attempt + 1}' if attempt else ''}: {node.state.lower()}")
-        now, pending = time.monotonic(), [node for node in nodes if node.state == "PENDING" and not node.child_tasks]
-        self._pending_since = {node.task_id: self._pending_since.get(node.task_id, now) for node in pending}
-        late = {node.task_id for node in pending if now - self._pending_since[node.task_id] > PENDING_S}
+        now, pending_nodes = (
+            time.monotonic(),
+            [node for node in nodes if node.state == "PENDING" and not node.child_tasks],
+        )
+        self._pending_since = {node.task_id: self._pending_since.get(node.task_id, now) for node in pending_nodes}
+        late = {node.task_id for node in pending_nodes if now - self._pending_since[node.task_id] > PENDING_S}
         if late - self._reported:
             self._reported |= late
             self._report_pending(nodes)
@@ -212,8 +215,8 @@ def _author_task(nodes: Mapping[str, Any], node: Mapping[str, Any]) -> str:
     """Return the author's name of the task that a node of a Workflow belongs to; the node's own if there is none."""
     own = name = _attempt(node.get("displayName"))[0]
     while INTERNAL.fullmatch(name):
-        if not INTERNAL.fullmatch(prepared := name.removesuffix("-driver")):
-            return prepared
+        if not INTERNAL.fullmatch(task := name.removesuffix("-driver")):
+            return task
         node = nodes.get(str(node.get("boundaryID")), {})  # the group that the node is in
         name = _attempt(node.get("displayName"))[0]
     return name or own
@@ -262,9 +265,9 @@ def failure_of(kubeflow: Kubeflow, run: Any, nodes: Sequence[Any]) -> FedloomErr
     if first is not None:
         return type(first)(str(first), hint=f"its log: {link}")
     unknown = "possibly a missing image, service account or quota, lack of memory, or a deadline"
-    why = "; ".join(list(dict.fromkeys(map(str, early)))[:REASONS]) or unknown
+    reason = "; ".join(list(dict.fromkeys(map(str, early)))[:REASONS]) or unknown
     return QuorumError(
-        f"{', '.join(failed) or 'the run'} failed without a recorded reason ({why})",
+        f"{', '.join(failed) or 'the run'} failed without a recorded reason ({reason})",
         hint=f"{link}, or {diagnostic_command(namespace, run.run_id)}",
     )
 

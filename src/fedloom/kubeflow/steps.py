@@ -122,17 +122,17 @@ def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dic
         if not data_set.synthetic:
             files = _source_files(source, Path(folder) / "brought")
             datasets.fetch_dataset(data_set, home, copy_from=files, on_progress=_Lines(dataset))
-        for stored in (one.folder(home) for one in (data_set, *data_set.needs) if not one.synthetic):
-            copy_folder(stored, out / "datasets" / stored.name)
-            size += sum(file.stat().st_size for file in stored.rglob("*") if file.is_file())
-    about = {
+        for stored_folder in (one.folder(home) for one in (data_set, *data_set.needs) if not one.synthetic):
+            copy_folder(stored_folder, out / "datasets" / stored_folder.name)
+            size += sum(file.stat().st_size for file in stored_folder.rglob("*") if file.is_file())
+    metadata = {
         "dataset": dataset,
         "title": data_set.title,
         "classes": data_set.spec.classes,
         "licence": data_set.licence,
     }
-    write_atomically(out / "about.json", f"{json.dumps(about)}\n".encode())  # a store keeps no empty folder
-    return about | {"bytes": size}
+    write_atomically(out / "about.json", f"{json.dumps(metadata)}\n".encode())  # a store keeps no empty folder
+    return metadata | {"bytes": size}
 
 
 @step
@@ -306,8 +306,8 @@ def evaluate_task(
                 key="checkpoint",
                 found=checkpoint,
             )
-        given = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
-        result = evaluate_served(model, serve, shards, credentials if given else None)
+        has_credentials = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
+        result = evaluate_served(model, serve, shards, credentials if has_credentials else None)
     else:
         result = trained.evaluate(model, checkpoint, shards)
     mask = result.parts.experiment.evaluation.label_mask
@@ -445,11 +445,11 @@ def _source_files(source: str, downloads: Path) -> Path | None:
 class _Lines:
     """Progress callback that prints a line every few seconds; a pod's log has no progress bar."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._said = what, time.monotonic()
+    def __init__(self, title: str) -> None:
+        self._what, self._said = title, time.monotonic()
 
     def __call__(self, now: Any) -> None:
         if time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
-            of = f" of {now.total / 1e6:.0f}" if now.total else ""
-            say(f"{self._what}: {now.doing}, {now.done / 1e6:.0f}{of} MB")
+            total = f" of {now.total / 1e6:.0f}" if now.total else ""
+            say(f"{self._what}: {now.doing}, {now.done / 1e6:.0f}{total} MB")

@@ -60,8 +60,8 @@ def parameters_from(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or key in parameters.keys() - {"methods"} or key in ("experiment", "overrides", "cluster"):
-            why = "must be KEY=VALUE" if not separator else "is given twice or has an argument of its own"
-            raise ExperimentError(f"{argument('param')} {word!r} {why}.", key="param", found=word)
+            reason = "must be KEY=VALUE" if not separator else "is given twice or has an argument of its own"
+            raise ExperimentError(f"{argument('param')} {word!r} {reason}.", key="param", found=word)
         if key == "methods":
             parameters.setdefault(key, []).append(value)
         elif key == "seeds":
@@ -113,10 +113,10 @@ def _checked_experiments(name: str, arguments: Mapping[str, Any]) -> list[Experi
     from fedloom.experiment import parse_experiment
     from fedloom.kubeflow import planning
 
-    planned = planning.plan(arguments["experiment"], arguments["overrides"])
-    experiments = [parse_experiment(planned.experiment)]
+    plan = planning.plan(arguments["experiment"], arguments["overrides"])
+    experiments = [parse_experiment(plan.experiment)]
     if name == "compare_methods":
-        points = planning.grid(planned.experiment, arguments.get("methods") or [""], arguments.get("seeds", [1, 2, 3]))
+        points = planning.grid(plan.experiment, arguments.get("methods") or [""], arguments.get("seeds", [1, 2, 3]))
         experiments += [parse_experiment(point["experiment"]) for point in points]
     if name != "unseen_clients" and arguments.get("backend", "kubernetes") == "kubernetes":
         settings = ClusterSettings.from_json(arguments.get("cluster", ""))
@@ -224,31 +224,31 @@ def _upload(kubeflow: Kubeflow, order: Order, say: Say) -> dict[str, Any]:
 
 def _ensure(kubeflow: Kubeflow, kind: str, name: str, create: Callable[[str], Any], *parents: str, **owner: str) -> str:
     """Find an object by its name or create it, perhaps while another process does so; return its id."""
-    known = kubeflow.named(kind, name, *parents, **owner)
-    if known is None:
+    existing = kubeflow.named(kind, name, *parents, **owner)
+    if existing is None:
         try:
-            known = create(f"create {kind} {name}")
+            existing = create(f"create {kind} {name}")
         except Conflict:
-            known = kubeflow.named(kind, name, *parents, **owner)
-            if known is None:
+            existing = kubeflow.named(kind, name, *parents, **owner)
+            if existing is None:
                 raise
-    return str(getattr(known, f"{kind}_id"))
+    return str(getattr(existing, f"{kind}_id"))
 
 
 def _create(kubeflow: Kubeflow, kind: str, body: Any, say: Say) -> Any:
     """Create a run or recurring run; delete it again if the request was interrupted, or its answer was lost."""
-    service, what = f"{kind}_service", kind.replace("_", " ")
+    service, label = f"{kind}_service", kind.replace("_", " ")
     try:
-        return kubeflow.call(f"create {what} {body.display_name}", f"{service}_create_{kind}", body)
+        return kubeflow.call(f"create {label} {body.display_name}", f"{service}_create_{kind}", body)
     except BaseException as error:
         if isinstance(error, StorageError) or not isinstance(error, Exception):  # it may have been received
             group = {"experiment_id": body.experiment_id, **kubeflow.in_namespace()}
             try:
-                left = kubeflow.named(kind, body.display_name, **group)
-                if left is not None:
-                    kubeflow.call(f"delete {what}", f"{service}_delete_{kind}", getattr(left, f"{kind}_id"))
+                existing = kubeflow.named(kind, body.display_name, **group)
+                if existing is not None:
+                    kubeflow.call(f"delete {label}", f"{service}_delete_{kind}", getattr(existing, f"{kind}_id"))
             except FedloomError as failure:
-                say(f"{what} {body.display_name} may have been created: {failure}")
+                say(f"{label} {body.display_name} may have been created: {failure}")
         raise
 
 

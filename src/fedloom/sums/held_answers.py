@@ -104,14 +104,14 @@ class HeldAnswers:
         summation: Summation,
         signing: Signing,
         noise: int | bytes = 0,
-        revealed: RevealedSums | None = None,
+        revealed_sums: RevealedSums | None = None,
         run: str = "",
         *,
         only_sums: bool = False,
     ) -> None:
         self._summation, self._noise, self._run = summation, noise, run
         self._signing, self._only_sums = signing, only_sums
-        self._revealed = revealed
+        self._revealed = revealed_sums
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
         self._contexts: dict[ConversationKey, dict[int, _Context]] = {}
         self._last: tuple[Message, Question] | None = None  # a message asks all clients the same: it is hashed once
@@ -199,32 +199,32 @@ class HeldAnswers:
         RefusedError
             If an honest aggregator would not send this message.
         """
-        held = self._held.get(key, {}).get(row)
-        if held is None:
+        held_answer = self._held.get(key, {}).get(row)
+        if held_answer is None:
             raise RefusedError(f"client {client} has no answer to be summed here")
         if isinstance(message, ClipNotice):
-            return self._clipped(key, held, float(message.clip))
+            return self._clipped(key, held_answer, float(message.clip))
         if isinstance(message, SumSession):
-            return self._join(key, held, client, message)
-        if held.member is None or held.vector is None:
+            return self._join(key, held_answer, client, message)
+        if held_answer.member is None or held_answer.vector is None:
             raise RefusedError(f"the secure sum of client {client} has not begun")
         match message:
             case KeyRoster():
-                shares = held.member.share(message.keys.numpy(), message.signatures[0].numpy())
+                shares = held_answer.member.share(message.keys.numpy(), message.signatures[0].numpy())
                 return EncryptedShares(_row(shares))
             case ShareDelivery():
-                integers = self._encoded(key, client, held, held.vector)
+                integers = self._encoded(key, client, held_answer, held_answer.vector)
                 present = message.present[0].numpy().astype(np.bool_)
-                masked = held.member.mask(integers, message.shares[0].numpy(), present)
-                return MaskedAnswer(held.vector.as_bytes(masked.values), _row(masked.receipts))
+                masked = held_answer.member.mask(integers, message.shares[0].numpy(), present)
+                return MaskedAnswer(held_answer.vector.as_bytes(masked.values), _row(masked.receipts))
             case Survivors():
-                return self._confirm(key, held, held.member, client, message)
+                return self._confirm(key, held_answer, held_answer.member, client, message)
             case ConfirmationDelivery():
-                return RevealedShares(_row(held.member.unmask(message.tags[0].numpy())))
+                return RevealedShares(_row(held_answer.member.unmask(message.tags[0].numpy())))
         raise RefusedError(f"{type(message).__name__} is not a step of a secure sum")
 
     def _confirm(
-        self, key: ConversationKey, held: _Held, member: SecureSumMember, client: str, message: Survivors
+        self, key: ConversationKey, held_answer: _Held, member: SecureSumMember, client: str, message: Survivors
     ) -> Confirmations:
         """Return the client's confirmations of the survivors, if it may help to reveal the sum over them.
 
@@ -233,50 +233,60 @@ class HeldAnswers:
         survived = message.survived.numpy().astype(np.bool_)
         tags = member.confirm(survived, message.receipts[0].numpy())
         if self._revealed is not None:
-            names = [name for name, there in zip(held.names, survived.tolist(), strict=True) if there]
+            names = [name for name, is_present in zip(held_answer.names, survived.tolist(), strict=True) if is_present]
             try:
-                self._revealed.check(client, self._subject(key, held), combined_digest(self._own(held), *names))
+                self._revealed.check(
+                    client, self._subject(key, held_answer), combined_digest(self._own(held_answer), *names)
+                )
             except RefusedError:
-                held.member = None  # it must not reveal its shares
+                held_answer.member = None  # it must not reveal its shares
                 raise
         return Confirmations(_row(tags))
 
-    def _subject(self, key: ConversationKey, held: _Held) -> Subject:
+    def _subject(self, key: ConversationKey, held_answer: _Held) -> Subject:
         """Return what the client has answered, without the round if its answer would be the same in another one."""
-        answer = type(held.answer).__name__
+        answer = type(held_answer.answer).__name__
         if self._summation.is_lasting:
             return Subject(None, combined_digest(answer))
-        has_rounds = key.purpose == TRAIN and held.varies
-        question = combined_digest(self._run, key.purpose, key.round * has_rounds, held.context.question.digest, answer)
+        has_rounds = key.purpose == TRAIN and held_answer.varies
+        question = combined_digest(
+            self._run, key.purpose, key.round * has_rounds, held_answer.context.question.digest, answer
+        )
         return Subject(key.round, question)
 
-    def _own(self, held: _Held) -> bytes:
+    def _own(self, held_answer: _Held) -> bytes:
         """Return a digest of all that shapes an answer beside the question and the client's data."""
-        return combined_digest(self._summation.run, held.context.start, held.clip)
+        return combined_digest(self._summation.run, held_answer.context.start, held_answer.clip)
 
     def close(self, key: ConversationKey) -> None:
         """Forget the answers of a conversation."""
         self._held.pop(key, None)
         self._contexts.pop(key, None)
 
-    def _clipped(self, key: ConversationKey, held: _Held, clip: float) -> Message:
+    def _clipped(self, key: ConversationKey, held_answer: _Held, clip: float) -> Message:
         """Return the answer, clipped to a norm that adapts."""
-        privacy, fields = self._privacy(key), self._summation.fields[type(held.answer)]
+        privacy, fields = self._privacy(key), self._summation.fields[type(held_answer.answer)]
         if privacy is None or privacy.adaptive_clip is None or self._summation.secure is not None:
             raise RefusedError("the aggregator asks for a clipped answer, which this experiment does not allow")
-        return clipped_answer(held.answer, held.request, fields, self._rule(privacy, clip))
+        return clipped_answer(held_answer.answer, held_answer.request, fields, self._rule(privacy, clip))
 
-    def _encoded(self, key: ConversationKey, client: str, held: _Held, vector: SumVector) -> Integers:
+    def _encoded(self, key: ConversationKey, client: str, held_answer: _Held, vector: SumVector) -> Integers:
         """Return the client's integers: of its weighted values, or of clipped ones with its share of the noise."""
         if not isinstance(vector, PrivateVector):
-            return vector.encode(self._weighted(held, vector), len(held.names))
-        about: tuple[object, ...] = (client, key.round, key.attempt, key.conversation, type(held.answer).__name__)
+            return vector.encode(self._weighted(held_answer, vector), len(held_answer.names))
+        context: tuple[object, ...] = (
+            client,
+            key.round,
+            key.attempt,
+            key.conversation,
+            type(held_answer.answer).__name__,
+        )
         if isinstance(self._noise, bytes):  # a repeated sum must have the same noise, else repetitions average it out
-            about = (client, combined_digest(self._own(held), self._subject(key, held).question).hex())
-        source = noise_source(self._noise, "share", *about)
-        return vector.noisy(clipped_values(held.values, vector.learned, vector.rule), source)
+            context = (client, combined_digest(self._own(held_answer), self._subject(key, held_answer).question).hex())
+        source = noise_source(self._noise, "share", *context)
+        return vector.noisy(clipped_values(held_answer.values, vector.learned, vector.rule), source)
 
-    def _join(self, key: ConversationKey, held: _Held, client: str, message: SumSession) -> MemberKeys:
+    def _join(self, key: ConversationKey, held_answer: _Held, client: str, message: SumSession) -> MemberKeys:
         """Return the client's keys for a new sum; the same session asks for the same keys."""
         secure, privacy, clip = self._summation.secure, self._privacy(key), float(message.clip)
         if secure is None:
@@ -288,16 +298,18 @@ class HeldAnswers:
         except ValueError as error:
             raise RefusedError(f"the members of the secure sum cannot be read: {error}") from None
         rule = None if privacy is None else self._rule(privacy, clip)
-        vector = self._summation.vector(type(held.answer), _shapes(held.values), secure, rule, len(members))
+        vector = self._summation.vector(
+            type(held_answer.answer), _shapes(held_answer.values), secure, rule, len(members)
+        )
         if self._only_sums and (weaker := weaker_graph(secure, len(members))) is not None:
             raise RefusedError(weaker)
-        largest, fields = self._summation.largest(members), self._summation.fields[type(held.answer)]
-        if held.examples > largest and any(summed.weighting == "examples" for summed in fields.values()):
+        largest, fields = self._summation.largest(members), self._summation.fields[type(held_answer.answer)]
+        if held_answer.examples > largest and any(field.weighting == "examples" for field in fields.values()):
             raise RefusedError(
                 f"client {client} has more training examples than federation.secure_aggregation.examples, {largest}: "
                 "raise it"
             )
-        question = self._summation.question(key, held.context.question, type(held.answer), clip, members)
+        question = self._summation.question(key, held_answer.context.question, type(held_answer.answer), clip, members)
         if message.question.numpy().tobytes() != question:
             raise RefusedError(
                 "the aggregator sums the answers to another question than this client was asked: the experiment, the "
@@ -305,18 +317,18 @@ class HeldAnswers:
             )
         session, graph = message.session.numpy().tobytes(), graph_of(secure, len(members))
         parameters = SessionParameters(session, members, *graph, vector.bits, question)
-        if held.vector is not None:
+        if held_answer.vector is not None:
             raise RefusedError(f"the answer of client {client} is part of another secure sum")
-        held.member = SecureSumMember(parameters, client, self._signing.signer, self._signing.verifier)
-        held.vector, held.names, held.clip = vector, members, clip
-        keys, signature = held.member.advertise()
+        held_answer.member = SecureSumMember(parameters, client, self._signing.signer, self._signing.verifier)
+        held_answer.vector, held_answer.names, held_answer.clip = vector, members, clip
+        keys, signature = held_answer.member.advertise()
         return MemberKeys(_row(keys), _row(signature))
 
-    def _weighted(self, held: _Held, vector: SumVector) -> Values:
-        fields, largest = vector.fields, self._summation.largest(held.names)
+    def _weighted(self, held_answer: _Held, vector: SumVector) -> Values:
+        fields, largest = vector.fields, self._summation.largest(held_answer.names)
         return {
-            name: value * (fields[name].weight(held.examples) / fields[name].weight(largest))
-            for name, value in held.values.items()
+            name: value * (fields[name].weight(held_answer.examples) / fields[name].weight(largest))
+            for name, value in held_answer.values.items()
         }
 
 

@@ -97,8 +97,10 @@ def to_integers(values: NDArray[np.floating[Any]], bound: float, clients: int, b
             found=largest,
             allowed=[-bound, bound],
         )
-    scaled = np.multiply(values, steps, dtype=np.float64)
-    integers: Integers = np.rint(scaled, out=scaled).astype("<i8").view("<u8")  # two's complement, modulo 2⁶⁴
+    values_scaled = np.multiply(values, steps, dtype=np.float64)
+    integers: Integers = (
+        np.rint(values_scaled, out=values_scaled).astype("<i8").view("<u8")
+    )  # two's complement, modulo 2⁶⁴
     return integers if bits == 64 else integers.astype(integer_type(bits))  # modulo 2^bits
 
 
@@ -108,8 +110,8 @@ def from_integers(total: Integers, bound: float, clients: int, bits: int) -> NDA
     ``bound``, ``clients`` and ``bits`` are those of :func:`to_integers`; ``clients`` counts all clients that could be
     in the sum, not only those that are.
     """
-    signed = np.asarray(total, integer_type(bits)).view("<i4" if bits == 32 else "<i8")
-    return signed.astype(np.float64) / scale(bound, clients, bits)
+    integers = np.asarray(total, integer_type(bits)).view("<i4" if bits == 32 else "<i8")
+    return integers.astype(np.float64) / scale(bound, clients, bits)
 
 
 def key_stream(seed: bytes, length: int) -> bytes:

@@ -110,13 +110,13 @@ def securely_measured_normalization(
             raise not_measured(len(clients), f"the secure sum failed: {error}") from error
         finally:
             session.close()
-    summed = [client for client, there in zip(clients, sums.present.tolist(), strict=True) if there]
-    for client in sorted(set(clients) - set(summed)):
+    clients_summed = [client for client, is_present in zip(clients, sums.present.tolist(), strict=True) if is_present]
+    for client in sorted(set(clients) - set(clients_summed)):
         log.warning("client %s is left out of the normalization: it left before its sums arrived", client)
     first = from_digits(sums.sum(sums.values).numpy(), SUM_SCALE)
     second = from_digits(sums.sum(sums.squares).numpy(), SQUARE_SCALE)
-    total = sum(examples[client] for client in summed)
-    if first is None or second is None or not are_possible(own, first, second, total, len(summed)):
+    total = sum(examples[client] for client in clients_summed)
+    if first is None or second is None or not are_possible(own, first, second, total, len(clients_summed)):
         raise not_measured(len(clients), "no examples have these sums, so a client has sent false ones")
     moments = Moments(total * sum(each.values for each in own.spec.measured), tuple(first), tuple(second))
     return pooled_normalization(own.spec.measured, [moments])
@@ -141,7 +141,7 @@ def securely_measuring_side(
     cards: Mapping[str, ClientCard],
     secure: SecureAggregation,
     signing: Signing,
-    revealed: RevealedSums | None = None,
+    revealed_sums: RevealedSums | None = None,
     *,
     only_sums: bool = False,
 ) -> ClientSide:
@@ -149,8 +149,8 @@ def securely_measuring_side(
 
     ``cards`` have the clients' moments; the other parameters are those of :class:`HeldAnswers`.
     """
-    held = HeldAnswers(summed_moments(secure), signing, revealed=revealed, only_sums=only_sums)
-    return measuring_side(cards, _SummedClients(cards), held, {**VOCABULARY, **messages.VOCABULARY})
+    held_answers = HeldAnswers(summed_moments(secure), signing, revealed_sums=revealed_sums, only_sums=only_sums)
+    return measuring_side(cards, _SummedClients(cards), held_answers, {**VOCABULARY, **messages.VOCABULARY})
 
 
 def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int) -> NDArray[np.float64]:

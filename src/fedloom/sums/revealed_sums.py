@@ -85,15 +85,15 @@ class RevealedSums:
             ) from error
 
     def _check(self, client: str, subject: Subject, total: bytes) -> None:
-        known = self._sums.get((client, subject.question))
-        if known == total:
+        recorded = self._sums.get((client, subject.question))
+        if recorded == total:
             return
-        if known is not None:
-            what, instead = f"what round {subject.round} asks", "go on with the next round"
+        if recorded is not None:
+            question, instead = f"what round {subject.round} asks", "go on with the next round"
             if subject.round is None:
-                what, instead = "its inputs", "give data.own.normalization {mean, std}"
+                question, instead = "its inputs", "give data.own.normalization {mean, std}"
             raise RefusedError(
-                f"client {client} has helped to reveal a sum of {what} already, over other clients or with other "
+                f"client {client} has helped to reveal a sum of {question} already, over other clients or with other "
                 f"settings, and from several sums a single answer could be computed: ask the same clients, or {instead}"
             )
         if self._path is not None:
@@ -155,15 +155,15 @@ class RevealedSums:
         self._end, self._digest = end, digest  # only now: a record that is damaged stays so
 
     def _append(self, file: LineFile, line: dict[str, Any]) -> None:
-        written = digests.line_of(line, self._digest)
+        new_line = digests.line_of(line, self._digest)
         file.append(line)
         sync(file.path)
-        self._end, self._digest = self._end + len(written), digests.check_line(written, self._digest)
+        self._end, self._digest = self._end + len(new_line), digests.check_line(new_line, self._digest)
 
 
-def _damaged(why: str) -> DataError:
+def _damaged(reason: str) -> DataError:
     return DataError(
-        why,
+        reason,
         hint="restore the file from a copy; or, if no aggregator can repeat the rounds and the measurement in it, "
         "remove it: the worker then forgets what it has revealed",
     )

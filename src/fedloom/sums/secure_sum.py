@@ -183,16 +183,18 @@ class SecureSumMember:
             )
         self._present, self._transcript = present, transcript
         self._pairs = [
-            agree(self._private, keys[v, :PUBLIC_BYTES].tobytes(), transcript, self._row, v) if known else stranger()
-            for v, known in zip(self._neighbours.tolist(), self._known.tolist(), strict=True)
+            agree(self._private, keys[v, :PUBLIC_BYTES].tobytes(), transcript, self._row, v)
+            if received_key
+            else stranger()
+            for v, received_key in zip(self._neighbours.tolist(), self._known.tolist(), strict=True)
         ]
         shared = np.zeros((p.degree, SHARED_BYTES), np.uint8)
         shares_b = split(self._secret_b, p.threshold, graph.degree)
         shares_e = split(self._secret_e, p.threshold, graph.degree)
         pads = seed_pads(self._secret_e, transcript, graph.degree)
         contents = zip(self._pairs, self._known, shares_b, shares_e, pads, strict=True)
-        for row, (pair, known, b, e, pad) in zip(shared, contents, strict=False):
-            if known:  # a row of zeros means that nothing is shared with this neighbour
+        for row, (pair, received_key, b, e, pad) in zip(shared, contents, strict=False):
+            if received_key:  # a row of zeros means that nothing is shared with this neighbour
                 row[:] = np.frombuffer(pair.encrypted(b + e) + xor(pair.seed, pad), np.uint8)
         self._shared = shared
         return shared
@@ -225,23 +227,25 @@ class SecureSumMember:
         _check(values, values.shape[:1], integer_type(p.bits))
         self._sent = present[: len(self._pairs)].copy()
         included = self._sent & self._known & shares[: len(self._pairs)].any(axis=1)
-        held = [
-            pair.decrypted(row[:BOX_BYTES].tobytes()) if there else b""
-            for (pair, row), there in zip(self._each(shares), included, strict=True)
+        held_shares = [
+            pair.decrypted(row[:BOX_BYTES].tobytes()) if is_included else b""
+            for (pair, row), is_included in zip(self._each(shares), included, strict=True)
         ]
-        if sum(map(bool, held)) < p.threshold:
-            raise RefusedError(f"{sum(map(bool, held))} neighbours have sent shares; the threshold is {p.threshold}.")
+        if sum(map(bool, held_shares)) < p.threshold:
+            raise RefusedError(
+                f"{sum(map(bool, held_shares))} neighbours have sent shares; the threshold is {p.threshold}."
+            )
         total = values.copy()
-        masks = [(pair.seed, pair.sign) for pair, there in zip(self._pairs, included, strict=True) if there]
+        masks = [(pair.seed, pair.sign) for pair, is_included in zip(self._pairs, included, strict=True) if is_included]
         add_masks(total, [*masks, (self_mask_seed(self._secret_b, self._transcript), +1)])
         receipts = np.zeros((p.degree, TAG_BYTES), np.uint8)
-        for (pair, receipt), there in zip(self._each(receipts), included, strict=True):
-            if there:
+        for (pair, receipt), is_included in zip(self._each(receipts), included, strict=True):
+            if is_included:
                 receipt[:] = np.frombuffer(pair.receipt_to, np.uint8)
         if self._masked is not None:
-            same = np.array_equal(total, self._masked.values) and held == self._held
+            same = np.array_equal(total, self._masked.values) and held_shares == self._held
             return self._again("vector", same, self._masked)
-        self._held = held
+        self._held = held_shares
         self._masked = MaskedVector(total, receipts)
         return self._masked
 
@@ -269,11 +273,11 @@ class SecureSumMember:
         if (alive & ~self._sent).any() or (survivors & ~self._present).any():
             raise RefusedError("The survivors include a member that has not sent keys and shares.")
         digest = hashlib.sha256(self._transcript + survivors.tobytes()).digest()
-        proven = [hmac.compare_digest(row.tobytes(), pair.receipt_from) for pair, row in self._each(receipts)]
+        is_proven = [hmac.compare_digest(row.tobytes(), pair.receipt_from) for pair, row in self._each(receipts)]
         if self._confirmed:
-            same = digest == self._confirmed and proven == self._proven
+            same = digest == self._confirmed and is_proven == self._proven
             return self._again("set of survivors", same, self._confirmations)
-        self._confirmed, self._alive, self._proven = digest, alive, proven
+        self._confirmed, self._alive, self._proven = digest, alive, is_proven
         for pair, row in self._each(self._confirmations):
             row[:] = np.frombuffer(pair.confirmation(self._row, digest), np.uint8)
         return self._confirmations
@@ -296,13 +300,15 @@ class SecureSumMember:
         agreeing = [hmac.compare_digest(row.tobytes(), tag) for row, tag in zip(confirmations, expected, strict=False)]
         if sum(agreeing) < p.threshold:
             raise RefusedError(f"{sum(agreeing)} neighbours confirm the survivors; the threshold is {p.threshold}.")
-        revealed = np.zeros((p.degree, REVEALED_BYTES), np.uint8)
-        for row, held, alive, proven in zip(revealed, self._held, self._alive, self._proven, strict=False):
-            if held and alive and proven:
-                row[:] = np.frombuffer(bytes([OF_SELF_MASK]) + held[:SHARE_BYTES], np.uint8)
-            elif held and not alive:
-                row[:] = np.frombuffer(bytes([OF_SEEDS]) + held[SHARE_BYTES:], np.uint8)
-        return revealed
+        rows_revealed = np.zeros((p.degree, REVEALED_BYTES), np.uint8)
+        for row, held_share, alive, is_proven in zip(
+            rows_revealed, self._held, self._alive, self._proven, strict=False
+        ):
+            if held_share and alive and is_proven:
+                row[:] = np.frombuffer(bytes([OF_SELF_MASK]) + held_share[:SHARE_BYTES], np.uint8)
+            elif held_share and not alive:
+                row[:] = np.frombuffer(bytes([OF_SEEDS]) + held_share[SHARE_BYTES:], np.uint8)
+        return rows_revealed
 
     def _each(self, rows: Bytes) -> Iterator[tuple[PairSecrets, Bytes]]:
         """Return each neighbour's secrets and row; further rows are not used if members are missing."""
@@ -314,8 +320,8 @@ class SecureSumMember:
             raise RefusedError(f"This client has already answered for another {question} of this secure sum.")
         return answer
 
-    def _after(self, before: object, step: str) -> None:
-        if before is None:
+    def _after(self, previous: object, step: str) -> None:
+        if previous is None:
             raise RefusedError(f"Step {step!r} of the secure sum arrived before the step that it needs.")
 
 
@@ -450,36 +456,38 @@ class SecureSumAggregator:
         """Return a secret of a member; add neighbours that have revealed wrong shares to the suspects, trusted last."""
         t, name = self._parameters.threshold, self._parameters.members[row]
         holders = self._graph.neighbours(row).tolist()
-        revealed = {a + 1: share[1:].tobytes() for a, share in enumerate(shares[: len(holders)]) if share[0] == kind}
+        shares_by_holder = {
+            a + 1: share[1:].tobytes() for a, share in enumerate(shares[: len(holders)]) if share[0] == kind
+        }
         committed = self._keys[row, PUBLIC_BYTES:][:TAG_BYTES] if kind == OF_SELF_MASK else self._keys[row, -TAG_BYTES:]
-        if len(revealed) >= t:
-            trusted = sorted(revealed, key=lambda x: holders[x - 1] in suspects)
-            secret = combine({x: revealed[x] for x in trusted[:t]})
+        if len(shares_by_holder) >= t:
+            trusted = sorted(shares_by_holder, key=lambda x: holders[x - 1] in suspects)
+            secret = combine({x: shares_by_holder[x] for x in trusted[:t]})
             if commitment(secret) == committed.tobytes():
                 return secret
-            corrected = correct(revealed, t)
+            corrected = correct(shares_by_holder, t)
             if corrected is not None and commitment(corrected[0]) == committed.tobytes():
                 suspects.update(holders[x - 1] for x in corrected[1])
                 return corrected[0]
         raise QuorumError(
-            f"The secure sum cannot be unmasked: neighbours of {name} have revealed {len(revealed)} shares of its "
-            f"secret; {t} correct ones are required."
+            f"The secure sum cannot be unmasked: neighbours of {name} have revealed {len(shares_by_holder)} shares of "
+            f"its secret; {t} correct ones are required."
         )
 
     def _forward(self, rows: Bytes, present: Flags) -> Bytes:
         """Return for each member what its neighbours have sent for it, [n, k, bytes]; zeros for absent senders."""
         degree = self._graph.degree
         forwarded = np.zeros((*rows.shape[:1], self._parameters.degree, *rows.shape[2:]), np.uint8)
-        sent = rows[self._neighbours, np.arange(degree)[::-1]]
-        forwarded[self._rows, :degree] = np.where(present[self._neighbours][..., None], sent, 0)
+        sent_rows = rows[self._neighbours, np.arange(degree)[::-1]]
+        forwarded[self._rows, :degree] = np.where(present[self._neighbours][..., None], sent_rows, 0)
         return forwarded
 
-    def _enough(self, left: Flags, done: str) -> None:
+    def _enough(self, is_left: Flags, step: str) -> None:
         p = self._parameters
-        if left.sum() < p.minimum:
+        if is_left.sum() < p.minimum:
             raise QuorumError(
-                f"{left.sum()} of {len(p.members)} clients have {done} for a secure sum; {p.minimum} are required.",
-                found=int(left.sum()),
+                f"{is_left.sum()} of {len(p.members)} clients have {step} for a secure sum; {p.minimum} are required.",
+                found=int(is_left.sum()),
             )
 
 

@@ -142,25 +142,25 @@ def default_degree(members: int) -> int:
     The aggregator can try many graphs: it decides who counts as absent, and colluding members can choose their keys
     last. An attack with 2²⁴ graphs succeeds with a probability of at most 2⁻⁴⁰.
     """
-    others, marked = members - 1, math.ceil(ADVERSE_FRACTION * members)
+    others, adverse = members - 1, math.ceil(ADVERSE_FRACTION * members)
     for degree in range(SMALLEST_DEGREE, others, 2):
         threshold = default_threshold(degree)
-        insecure = _log2_tail(others, marked, degree, 2 * threshold - degree)
-        failing = _log2_tail(others, marked, degree, degree - threshold + 1)
+        insecure = _log2_tail(others, adverse, degree, 2 * threshold - degree)
+        failing = _log2_tail(others, adverse, degree, degree - threshold + 1)
         if math.log2(members) + insecure <= -SECURITY_BITS and math.log2(members) + failing <= math.log2(FAILURE):
             return degree
     return others
 
 
-def _log2_tail(population: int, marked: int, drawn: int, at_least: int) -> float:
-    """Return log2 of the probability that ``drawn`` of a population include ``at_least`` of those marked, or more."""
+def _log2_tail(population: int, adverse: int, draws: int, at_least: int) -> float:
+    """Return log2 of the probability that ``draws`` of a population include ``at_least`` of those marked, or more."""
 
     def log_choose(n: int, k: int) -> float:
         return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
     terms = [
-        log_choose(marked, hits) + log_choose(population - marked, drawn - hits) - log_choose(population, drawn)
-        for hits in range(max(at_least, drawn + marked - population), min(drawn, marked) + 1)
+        log_choose(adverse, hits) + log_choose(population - adverse, draws - hits) - log_choose(population, draws)
+        for hits in range(max(at_least, draws + adverse - population), min(draws, adverse) + 1)
     ]
     if not terms:
         return -math.inf
@@ -266,8 +266,10 @@ def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v
 
 def stranger() -> PairSecrets:
     """Return secrets shared with nobody, for a neighbour whose keys cannot be verified."""
-    to, since, confirm = (os.urandom(32) for _ in range(3))
-    return PairSecrets(os.urandom(SEED_BYTES), +1, to, since, os.urandom(TAG_BYTES), os.urandom(TAG_BYTES), confirm)
+    recipient, since, confirm = (os.urandom(32) for _ in range(3))
+    return PairSecrets(
+        os.urandom(SEED_BYTES), +1, recipient, since, os.urandom(TAG_BYTES), os.urandom(TAG_BYTES), confirm
+    )
 
 
 def is_public_key(public: bytes) -> bool:

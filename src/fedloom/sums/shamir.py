@@ -84,12 +84,12 @@ def correct(shares: Mapping[int, bytes], threshold: int) -> tuple[bytes, list[in
     modulus: Polynomial = [1]
     for x in holders:
         modulus = _times(modulus, [-x % PRIME, 1])
-    before, now = modulus, _interpolated(holders, [_element(share) for share in shares.values()], modulus)
+    previous, now = modulus, _interpolated(holders, [_element(share) for share in shares.values()], modulus)
     factor_before: Polynomial = []
     factor: Polynomial = [1]
     while 2 * (len(now) - 1) >= len(holders) + threshold:
-        quotient, rest = _divided(before, now)
-        before, now = now, rest
+        quotient, rest = _divided(previous, now)
+        previous, now = now, rest
         factor_before, factor = factor, _minus(factor_before, _times(quotient, factor))
     polynomial, rest = _divided(now, factor)
     if rest or len(polynomial) > threshold:

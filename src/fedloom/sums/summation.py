@@ -260,13 +260,13 @@ class SummingCohort(RemoteCohort):
             totals = self._clipped(message, answer, meanwhile, fields, rule)
         if private is None or rule is None:
             return self._sums(answer, totals, None)
-        learned: Values = {name: totals.values[name] for name in noisy_names(answer, fields, rule)}
+        values_learned: Values = {name: totals.values[name] for name in noisy_names(answer, fields, rule)}
         if private.settings.noise == "central":
             vector = totals.vector
             deviation = vector.deviation if isinstance(vector, PrivateVector) else rule.deviation()
-            learned = private.noisy(learned, deviation, self.key, exchange)
-        private.adapt(learned, self.draw.expected)
-        return self._sums(answer, DecodedSums({**totals.values, **learned}, totals.rows), self.draw)
+            values_learned = private.noisy(values_learned, deviation, self.key, exchange)
+        private.adapt(values_learned, self.draw.expected)
+        return self._sums(answer, DecodedSums({**totals.values, **values_learned}, totals.rows), self.draw)
 
     def _added(
         self,
@@ -323,13 +323,13 @@ class SummingCohort(RemoteCohort):
         """Return the sums for the server; means of private sums divide by the expected size of the cohort."""
         rows, fields, sums = totals.rows, self._summation.fields[answer], {}
         quantities = {field.name: field.quantity for field in answer.fields()}
-        learned = learned_fields(answer, fields)
-        for name, summed in fields.items():
-            weight = float(sum(summed.weight(int(self.sizes[row])) for row in rows))
-            if draw is not None and name in learned:
+        fields_learned = learned_fields(answer, fields)
+        for name, summed_field in fields.items():
+            weight = float(sum(summed_field.weight(int(self.sizes[row])) for row in rows))
+            if draw is not None and name in fields_learned:
                 weight = float(draw.expected)
             dtype = torch.float64 if quantities[name] in STATISTICS else self._summation.dtype
-            sums[name] = FieldSum(torch.from_numpy(totals.values[name]).to(dtype), weight, summed.weighting)
+            sums[name] = FieldSum(torch.from_numpy(totals.values[name]).to(dtype), weight, summed_field.weighting)
         count = len(rows) if draw is None else draw.expected
         return Sums(sums, self.flags(rows), self.sizes, count, is_noisy=draw is not None)
 
@@ -394,15 +394,19 @@ class SecureSum:
             torch.tensor([clip], dtype=torch.float64),
             torch.frombuffer(bytearray(question), dtype=torch.uint8),
         )
-        sent = self._ask(opening, MemberKeys, {"keys": (KEY_BYTES,), "signature": (s,)})
-        signatures = self._stacked(sent, "signature", s)
-        keys = aggregator.roster(self._stacked(sent, "keys", KEY_BYTES), self._flags(sent))
+        messages = self._ask(opening, MemberKeys, {"keys": (KEY_BYTES,), "signature": (s,)})
+        signatures = self._stacked(messages, "signature", s)
+        keys = aggregator.roster(self._stacked(messages, "keys", KEY_BYTES), self._flags(messages))
         near = np.zeros((len(p.members), k, s), np.uint8)
         for i in np.flatnonzero(keys.any(axis=1)).tolist():
             neighbours = aggregator.neighbours(i)
             near[i, : len(neighbours)] = signatures[neighbours]
-        sent = self._ask(KeyRoster(_tensor(keys), self._spread(near)), EncryptedShares, {"shares": (k, SHARED_BYTES)})
-        shares, present = aggregator.forward_shares(self._stacked(sent, "shares", k, SHARED_BYTES), self._flags(sent))
+        messages = self._ask(
+            KeyRoster(_tensor(keys), self._spread(near)), EncryptedShares, {"shares": (k, SHARED_BYTES)}
+        )
+        shares, present = aggregator.forward_shares(
+            self._stacked(messages, "shares", k, SHARED_BYTES), self._flags(messages)
+        )
         delivery = ShareDelivery(self._spread(shares), self._spread(present.astype(np.uint8)))
         shapes = {"values": (self._vector.nbytes,), "receipts": (k, TAG_BYTES)}
         self._add(aggregator, self._ask(delivery, MaskedAnswer, shapes))
@@ -410,15 +414,15 @@ class SecureSum:
         survivors = Survivors(_tensor(self._survived.astype(np.uint8)), self._spread(receipts))
         self._cohort.reveal()  # members answer this question over no other set from now on
         # From here on a client's answer is in the sum, so the client is not lost if it disconnects.
-        sent = self._ask(survivors, Confirmations, {"tags": (k, TAG_BYTES)}, may_fail=True)
-        tags = aggregator.forward_confirmations(self._stacked(sent, "tags", k, TAG_BYTES), self._flags(sent))
+        messages = self._ask(survivors, Confirmations, {"tags": (k, TAG_BYTES)}, may_fail=True)
+        tags = aggregator.forward_confirmations(self._stacked(messages, "tags", k, TAG_BYTES), self._flags(messages))
         confirmed = ConfirmationDelivery(self._spread(tags))
-        sent = self._ask(confirmed, RevealedShares, {"shares": (k, REVEALED_BYTES)}, may_fail=True)
-        return aggregator.sum(self._stacked(sent, "shares", k, REVEALED_BYTES), self._flags(sent))
+        messages = self._ask(confirmed, RevealedShares, {"shares": (k, REVEALED_BYTES)}, may_fail=True)
+        return aggregator.sum(self._stacked(messages, "shares", k, REVEALED_BYTES), self._flags(messages))
 
-    def _add(self, aggregator: SecureSumAggregator, sent: Mapping[int, Message]) -> None:
+    def _add(self, aggregator: SecureSumAggregator, messages: Mapping[int, Message]) -> None:
         for row in self._rows:
-            if isinstance(answer := sent.get(row), MaskedAnswer):
+            if isinstance(answer := messages.get(row), MaskedAnswer):
                 masked = MaskedVector(self._vector.from_bytes(answer.values), answer.receipts[0].numpy())
                 try:
                     aggregator.add(self._rows.index(row), masked)
@@ -426,21 +430,21 @@ class SecureSum:
                     self._cohort.lose(row, str(error))
 
     def _totals(self, sums: Values, largest: int) -> DecodedSums:
-        rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
-        weighted = {name: sums[name] * summed.weight(largest) for name, summed in self._fields.items()}
+        rows = [row for row, is_present in zip(self._rows, self._survived.tolist(), strict=True) if is_present]
+        weighted = {name: sums[name] * field.weight(largest) for name, field in self._fields.items()}
         return DecodedSums({**sums, **weighted}, rows, self._vector)
 
-    def _flags(self, sent: Collection[int]) -> NDArray[np.bool_]:
+    def _flags(self, messages: Collection[int]) -> NDArray[np.bool_]:
         """Return the members among these rows of the cohort, bool [n]."""
-        return np.array([row in sent for row in self._rows], np.bool_)
+        return np.array([row in messages for row in self._rows], np.bool_)
 
-    def _stacked(self, sent: Mapping[int, Message], name: str, *shape: int) -> NDArray[np.uint8]:
+    def _stacked(self, messages: Mapping[int, Message], name: str, *shape: int) -> NDArray[np.uint8]:
         """Return a field of the members' answers, uint8 [n, *shape], zeros for those that are absent."""
-        stacked = np.zeros((len(self._rows), *shape), np.uint8)
+        rows = np.zeros((len(self._rows), *shape), np.uint8)
         for i, row in enumerate(self._rows):
-            if row in sent:
-                stacked[i] = sent[row].tensors()[name][0].numpy()
-        return stacked
+            if row in messages:
+                rows[i] = messages[row].tensors()[name][0].numpy()
+        return rows
 
     def _spread(self, values: NDArray[np.uint8]) -> Tensor:
         """Return values of members [n, ...] as rows of the cohort [c, ...]."""
