@@ -40,7 +40,7 @@ class Notices(RunObserver):
         """Keep a notice."""
         self.events.append(text)
 
-    def started(self, experiment: Any, clients: int, where: str) -> None:
+    def started(self, experiment: Any, clients: int, location: str) -> None:
         """Note that the training starts."""
         self.events.append("started")
 

@@ -92,7 +92,7 @@ def audit(
     return Run(audit_with_canaries(e, options, observer_of(progress)))
 
 
-def _refuse(needed: str, **given: Any) -> None:
+def _refuse(requirement: str, **argument_given: Any) -> None:
     """Raise ExperimentError if an argument is given without what it needs."""
-    if wrong := next((name for name, value in given.items() if value is not None), None):
-        raise ExperimentError(f"{wrong} needs {needed}.", key=wrong)
+    if wrong := next((name for name, value in argument_given.items() if value is not None), None):
+        raise ExperimentError(f"{wrong} needs {requirement}.", key=wrong)

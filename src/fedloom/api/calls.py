@@ -81,7 +81,7 @@ def run(
     from fedloom import experiment as experiments
     from fedloom.engine.run_experiment import run_experiment
 
-    e = experiments.of(experiment, begun=options.out if options.resume else None, **with_module(overrides))
+    e = experiments.of(experiment, stored=options.out if options.resume else None, **with_module(overrides))
     with restored():
         try:
             folder = run_experiment(e, replace(options, signals=True), observer_of(progress)).folder
@@ -98,7 +98,7 @@ def observer_of(progress: bool | RunObserver) -> RunObserver | None:
     return progress if isinstance(progress, RunObserver) else Watch() if progress else None
 
 
-@with_keywords(RunOptions, without=("replay",))
+@with_keywords(RunOptions, excluded=("replay",))
 def sweep(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     /,
@@ -153,15 +153,15 @@ def sweep(
         seeds = ",".join(map(str, seeds))
     if seeds is None and not axes:
         raise ExperimentError("A sweep needs grid or seeds, or both.", key="grid")
-    begun = experiments.begun_in(options.out) if options.resume else None
-    e = experiments.of(experiment, begun=begun, **with_module(overrides))
-    points = experiments.points(e, (), seeds, axes, begun=begun)
+    stored = experiments.begun_in(options.out) if options.resume else None
+    e = experiments.of(experiment, stored=stored, **with_module(overrides))
+    points = experiments.points(e, (), seeds, axes, stored=stored)
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
     observer = SweepWatch(choosing=bool(axes)) if progress else None
     with restored():
         failures = run_points(points, folder, replace(options, signals=True), observer, parallel=parallel)
-    done = [Run(folder / point.name) for point in points if point.name not in failures]
-    return Sweep(folder, done, failures)
+    runs = [Run(folder / point.name) for point in points if point.name not in failures]
+    return Sweep(folder, runs, failures)
 
 
 def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:

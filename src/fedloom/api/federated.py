@@ -105,9 +105,9 @@ class Federated:
             the client, the array, and what it must be.
         """
         if not isinstance(clients, Mapping) or not clients:
-            found = "empty" if not clients else f"a {type(clients).__name__}"
-            raise DataError(f"clients is {found}; give a dict of (x, y) by client.", key="clients")
-        parts = [_named_arrays(name, given) for name, given in clients.items()]
+            description = "empty" if not clients else f"a {type(clients).__name__}"
+            raise DataError(f"clients is {description}; give a dict of (x, y) by client.", key="clients")
+        parts = [_named_arrays(name, arrays) for name, arrays in clients.items()]
         if (twice := named_twice([name for name, _ in parts])) is not None:
             raise DataError(f"clients has the name {twice!r} twice; give each client a unique name.", key="clients")
         request = _request(task=task, outputs=outputs, channel_axis=channel_axis)
@@ -157,16 +157,16 @@ class Federated:
             classes = getattr(dataset, "classes", None)
         arrays: dict[str, Any] = {}
         notes_of: list[tuple[str, Sequence[str]]] = []
-        given = (
+        columns = (
             {"": ("dataset", dataset)} if test is None else {"train_": ("dataset", dataset), "test_": ("test", test)}
         )
-        for prefix, (what, one) in given.items():
+        for prefix, (what, one) in columns.items():
             arrays[f"{prefix}x"], arrays[f"{prefix}y"], notes = read_items(one, what)
             notes_of.append((what, notes))
-        made = cls._from_parts([(None, arrays)], classes, root, {"partition": partition, **settings})
+        federated = cls._from_parts([(None, arrays)], classes, root, {"partition": partition, **settings})
         for what, lines in notes_of:
-            log_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in lines])
-        return made
+            log_notes([f"{what} ({Path(federated.section['source']['path']).name}): {note}" for note in lines])
+        return federated
 
     @classmethod
     def from_frame(
@@ -295,29 +295,31 @@ def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
     if not isinstance(given, Mapping):
         examples = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
         if len(examples) != 2 or not all(map(_holds_arrays, examples)):
-            of = f" of {len(examples)} {type(examples[0]).__name__}" if examples else ""
-            message = f"client {name} must be (x, y), a dict, or a Dataset of torch (got a {type(given).__name__}{of})."
+            suffix = f" of {len(examples)} {type(examples[0]).__name__}" if examples else ""
+            message = (
+                f"client {name} must be (x, y), a dict, or a Dataset of torch (got a {type(given).__name__}{suffix})."
+            )
             raise DataError(message, hint=STACKED, key="clients")
         given = dict(zip("xy", given, strict=True))
     arrays: dict[str, Any] = {}
     for key, value in given.items():
-        where = f"client {name}: {key}"
+        place = f"client {name}: {key}"
         if isinstance(value, Mapping):
-            arrays[key] = {_input_name(each, where): as_array(x, f"{where}[{each!r}]") for each, x in value.items()}
+            arrays[key] = {_input_name(each, place): as_array(x, f"{place}[{each!r}]") for each, x in value.items()}
         else:
-            arrays[key] = as_array(value, where)
+            arrays[key] = as_array(value, place)
     return composed(name.strip()), arrays
 
 
-def _holds_arrays(given: Any) -> bool:
-    return isinstance(given, Sequence | Mapping) or hasattr(given, "__array__")
+def _holds_arrays(value: Any) -> bool:
+    return isinstance(value, Sequence | Mapping) or hasattr(value, "__array__")
 
 
-def _input_name(name: Any, where: str) -> str:
+def _input_name(name: Any, place: str) -> str:
     from fedloom.data.spec import INPUT_NAME
 
     if not isinstance(name, str) or not INPUT_NAME.fullmatch(name):
-        raise DataError(f"{where} must have names of letters, digits and underscores (got {name!r}).", key="clients")
+        raise DataError(f"{place} must have names of letters, digits and underscores (got {name!r}).", key="clients")
     return name
 
 
@@ -330,14 +332,14 @@ def _request(**options: Any) -> Request:
     from fedloom.tasks.names import TaskName
 
     for key, allowed in (("task", get_args(TaskName)), ("channel_axis", get_args(ChannelAxis))):
-        found = options.get(key)
-        if found is not None and found not in allowed:
-            message = f"{key} must be one of {', '.join(allowed)} (got {found!r})."
-            raise ExperimentError(message, key=key, found=found, allowed=allowed)
+        value = options.get(key)
+        if value is not None and value not in allowed:
+            message = f"{key} must be one of {', '.join(allowed)} (got {value!r})."
+            raise ExperimentError(message, key=key, found=value, allowed=allowed)
     return Request(**options)
 
 
-def _text(given: Mapping[str, Any]) -> TextColumn:
+def _text(options: Mapping[str, Any]) -> TextColumn:
     """Return the settings of a column of texts; raise ExperimentError if a key is wrong."""
     from pydantic import ValidationError
 
@@ -345,7 +347,7 @@ def _text(given: Mapping[str, Any]) -> TextColumn:
     from fedloom.data.pack.examples import TextColumn
 
     try:
-        return TextColumn.model_validate(given)
+        return TextColumn.model_validate(options)
     except ValidationError as error:
         raise ExperimentError(f"text: {text_fault(error)}", key="text") from None
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-def pandas(what: str) -> Any:
+def pandas(name: str) -> Any:
     """Return the pandas module.
 
     Parameters
@@ -30,22 +30,22 @@ def pandas(what: str) -> Any:
         import pandas
     except ImportError as error:
         raise ExperimentError(
-            f"{what} needs pandas, which is not installed", hint="pip install 'fedloom[notebook]'"
+            f"{name} needs pandas, which is not installed", hint="pip install 'fedloom[notebook]'"
         ) from error
     return pandas
 
 
-def frame_from_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
+def frame_from_lines(lines: Iterable[Mapping[str, Any]], name: str) -> DataFrame:
     """Return a DataFrame with an object per row; nested objects become dotted columns, without null values."""
     rows = [
         {key: value for key, value in row.items() if value is not None or "." not in key}
         for row in map(dotted_keys, lines)
     ]
-    frame: DataFrame = pandas(what).DataFrame(rows)
+    frame: DataFrame = pandas(name).DataFrame(rows)
     return frame
 
 
-def frame_from_csv(text: str, what: str, **options: Any) -> DataFrame:
+def frame_from_csv(text: str, name: str, **options: Any) -> DataFrame:
     """Return a table that FedLoom has written; ``options`` go to ``pandas.read_csv``."""
-    frame: DataFrame = pandas(what).read_csv(io.StringIO(text), keep_default_na=False, na_values=[""], **options)
+    frame: DataFrame = pandas(name).read_csv(io.StringIO(text), keep_default_na=False, na_values=[""], **options)
     return frame

@@ -45,31 +45,31 @@ def show_progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
     )
     page = Page() if console.is_jupyter else None
     task = bar.add_task("", total=None)
-    doing = ""
+    shown_activity = ""
 
-    def report(what: str, done: float, total: float | None) -> None:
-        nonlocal doing
-        if what != doing:
-            doing = what
-            bar.reset(task, description=what)
-        bar.update(task, completed=done, total=total)
+    def report(activity: str, count: float, total: float | None) -> None:
+        nonlocal shown_activity
+        if activity != shown_activity:
+            shown_activity = activity
+            bar.reset(task, description=activity)
+        bar.update(task, completed=count, total=total)
         if page is not None:
             page.show(bar)
 
     with bar if page is None else nullcontext():
         yield report
-    if page is not None and doing:
+    if page is not None and shown_activity:
         page.show(bar, now=True)
 
 
 def _lines(console: Console) -> Tell:
     """Return a callback that prints one line per step."""
-    doing = ""
+    shown_activity = ""
 
-    def report(what: str, done: float, total: float | None) -> None:
-        nonlocal doing
-        if what != doing:
-            doing = what
-            console.print(what, markup=False, highlight=False, soft_wrap=True)
+    def report(activity: str, count: float, total: float | None) -> None:
+        nonlocal shown_activity
+        if activity != shown_activity:
+            shown_activity = activity
+            console.print(activity, markup=False, highlight=False, soft_wrap=True)
 
     return report

@@ -149,15 +149,15 @@ class Run:
         ExperimentError
             If there is no figure of that name, or matplotlib is not installed.
         """
-        drawn = self._drawn()
-        if name not in drawn:
+        figures = self._drawn()
+        if name not in figures:
             raise ExperimentError(
-                f"There is no figure {name!r}; name must be one of {', '.join(drawn)}.",
+                f"There is no figure {name!r}; name must be one of {', '.join(figures)}.",
                 key="name",
                 found=name,
-                allowed=list(drawn),
+                allowed=list(figures),
             )
-        figure = drawn[name]
+        figure = figures[name]
         figure.patch.set_facecolor("white")  # on a page it is transparent
         return figure
 
@@ -226,9 +226,11 @@ class Run:
         from fedloom.serving.client_models import client_models
 
         one = isinstance(clients, str)
-        wanted = [clients] if isinstance(clients, str) else clients
-        made = client_models(self.folder, wanted, str(checkpoint), predictor, [expanded(folder) for folder in packed])
-        return next(iter(made.values())) if one else made
+        clients_wanted = [clients] if isinstance(clients, str) else clients
+        models = client_models(
+            self.folder, clients_wanted, str(checkpoint), predictor, [expanded(folder) for folder in packed]
+        )
+        return next(iter(models.values())) if one else models
 
     def report(self) -> Path:
         """Rewrite ``report.html`` and ``figures/``; return the path of the page."""
@@ -392,7 +394,7 @@ class Comparison:
 def _stamp(path: Path) -> tuple[int, ...]:
     """Return values that change whenever a file is written; empty while the file does not exist."""
     try:
-        about = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return ()
-    return about.st_ino, about.st_size, about.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -59,8 +59,8 @@ class Search(RunSequence):
         """
         from fedloom.api.frames import frame_from_lines
 
-        shown = ("trial", "state", "validation", "epsilon")
-        lines = [{**{k: t[k] for k in shown}, **t["parameters"]} for t in self.summary["trials"]]
+        columns = ("trial", "state", "validation", "epsilon")
+        lines = [{**{k: t[k] for k in columns}, **t["parameters"]} for t in self.summary["trials"]]
         return frame_from_lines(lines, "Search.table").set_index("trial")
 
     def __repr__(self) -> str:
@@ -122,12 +122,12 @@ def search(
     from fedloom.api.watch import SweepWatch
     from fedloom.experiment.search_space import plan_search, read_space
 
-    begun = experiments.begun_in(options.out) if options.out is not None and options.resume else None
+    stored = experiments.begun_in(options.out) if options.out is not None and options.resume else None
     search_space = read_space(space, trials=trials)
-    e = experiments.of(experiment, begun=begun, **with_module(overrides))
+    e = experiments.of(experiment, stored=stored, **with_module(overrides))
 
     def make(changes: Sequence[str]) -> Experiment:
-        return experiments.of(e, changes, begun=begun)
+        return experiments.of(e, changes, stored=stored)
 
     observer = SweepWatch(choosing=True) if progress else None
     return carry_out_search(plan_search(search_space, make), make, options, observer, parallel)

@@ -101,24 +101,24 @@ class Watch(RunObserver):
             self._train = self._bar.add_task("", total=None, what="rounds", note="")
             self._measure = self._bar.add_task("", total=1, what="clients measured", note="", visible=False)
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Show the bar and a description of the run."""
         e, count = experiment, pluralize(clients, "client")
-        what = f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {where}"
+        title = f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {location}"
         if self._bar is not None:
             self._bar.update(self._train, total=e.federation.rounds)
         if self._page is not None:
-            self._page.heading.append(what)
+            self._page.heading.append(title)
             self._page.show(self._bar, now=True)
             return
         if self._bar is not None:
             self._bar.start()
-        self.say(what)
+        self.say(title)
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
         """Show the command that starts a worker."""
-        kept = "" if states is None else f" --states {states}"
-        self.say(f"waiting for: fedloom worker --aggregator {address} --partition {partition}{kept}")
+        option = "" if states is None else f" --states {states}"
+        self.say(f"waiting for: fedloom worker --aggregator {address} --partition {partition}{option}")
 
     def resumed(self, round: int) -> None:
         """Show the round after which training continues."""
@@ -150,17 +150,17 @@ class Watch(RunObserver):
             self._phases[name] = self._phases.get(name, 0.0) + seconds
         per_round = sum(self._seconds) / len(self._seconds)
         loss = f"loss {attempt.statistics['loss']:.3f}, " if "loss" in attempt.statistics else ""
-        lost = sum(len(conversation.lost) for conversation in attempt.conversations)
-        left = "" if rounds is None else f", ETA {clock(per_round * (rounds - attempt.round))}"
-        note = f"{loss}{per_round:.2f} s/round{left}" + (f", {lost} lost" if lost else "")
+        lost_count = sum(len(conversation.lost) for conversation in attempt.conversations)
+        eta = "" if rounds is None else f", ETA {clock(per_round * (rounds - attempt.round))}"
+        note = f"{loss}{per_round:.2f} s/round{eta}" + (f", {lost_count} lost" if lost_count else "")
         if self._bar is not None:
             self._bar.update(self._train, completed=attempt.round, note=note)
             if self._page is not None:
                 self._page.show(self._bar)
         elif time.monotonic() - self._line_at >= LINE_EVERY_S or attempt.round == rounds:
             self._line_at = time.monotonic()
-            of = "" if rounds is None else f"/{rounds}"
-            self.say(f"round {attempt.round}{of}: {note} ({self.phases()})")
+            total = "" if rounds is None else f"/{rounds}"
+            self.say(f"round {attempt.round}{total}: {note} ({self.phases()})")
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """Show why an attempt failed."""
@@ -177,11 +177,11 @@ class Watch(RunObserver):
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show the headline metric of an evaluation."""
-        what, parts = _validation(line) if self._choosing else _test(line)
+        label, parts = _validation(line) if self._choosing else _test(line)
         if absent := line["left_out"]["absent"]:
             parts.append(f"{pluralize(absent, 'client')} without an answer (reasons: journal.jsonl)")
-        where = f" (time: {self.phases()})" if self._phases else ""
-        text = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
+        timing = f" (time: {self.phases()})" if self._phases else ""
+        text = f"after round {line['round']}: {label} {', '.join(parts)}{timing}"
         if self._page is None:
             self.say(text)
         else:
@@ -204,8 +204,8 @@ def _validation(line: dict[str, Any]) -> tuple[str, list[str]]:
     """Return the measure of an evaluation on validation data, and its value."""
     headline, value = headline_of(line), validation_value(line)
     if value is not None:
-        how = "mean" if line["validation_pooled"] is None else "pooled"
-        return f"{how} validation {headline.title}", [f"seen {headline.exact(value)}"]
+        kind = "mean" if line["validation_pooled"] is None else "pooled"
+        return f"{kind} validation {headline.title}", [f"seen {headline.exact(value)}"]
     nobody = line["left_out"]["absent"] and line["seen"] is None
     return "validation", ["none: no client answered" if nobody else "none: no validation examples"]
 
@@ -213,9 +213,9 @@ def _validation(line: dict[str, Any]) -> tuple[str, list[str]]:
 class LoggedRun(RunObserver):
     """Observer that logs rounds and evaluations as lines, with their numbers under ``data``."""
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Log the start of the run."""
-        log.info("started", extra={"run": experiment.name, "data": {"clients": clients, "folder": where}})
+        log.info("started", extra={"run": experiment.name, "data": {"clients": clients, "folder": location}})
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
         """Log the address that workers connect to."""
@@ -239,8 +239,8 @@ class LoggedRun(RunObserver):
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
         """Log a failed attempt and the reason."""
-        about = {"round": attempt.round, "attempt": attempt.attempt, "data": _numbers(attempt)}
-        log.warning("attempt failed: %s", attempt.outcome, extra=about)
+        details = {"round": attempt.round, "attempt": attempt.attempt, "data": _numbers(attempt)}
+        log.warning("attempt failed: %s", attempt.outcome, extra=details)
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Log an evaluation as in ``metrics.jsonl``."""

@@ -76,19 +76,19 @@ class CanarySet:
     def scores(self, change: Tensor) -> NDArray[np.float64]:
         """Return the dot product of each direction with the change of the model ``[size]``, ``[m]``."""
         change = change.double()
-        found = [float(self.direction(i, len(change)).double() @ change) for i in range(len(self.names))]
-        return np.array(found)
+        scores = [float(self.direction(i, len(change)).double() @ change) for i in range(len(self.names))]
+        return np.array(scores)
 
-    def record(self, log: DrawLog, cohort: Collection[str], released: Tensor, claimed: Release) -> None:
+    def record(self, log: DrawLog, cohort: Collection[str], released: Tensor, release: Release) -> None:
         """Record the canaries' signals in the released sum ``[d]`` over a cohort.
 
-        ``claimed`` is this sum as the accountant counts it.
+        ``release`` is this sum as the accountant counts it.
         """
-        every, drawn, size = np.arange(len(self.names)), set(cohort), len(released)
-        taken = np.array([name in drawn for name in self.names])
+        every, names_drawn, size = np.arange(len(self.names)), set(cohort), len(released)
+        is_taken = np.array([name in names_drawn for name in self.names])
         parts = np.array_split(every, min(len(every), math.ceil(len(every) * size / MOST_NUMBERS)))
         x = np.concatenate([signals(random_directions(self.seed, part, size), released) for part in parts])
-        log.add(every, x, taken, claimed.rate, 1 / claimed.noise_multiplier)
+        log.add(every, x, is_taken, release.rate, 1 / release.noise_multiplier)
 
 
 class FollowingAlgorithm(ClientAlgorithm):
@@ -147,8 +147,8 @@ class CanaryClientAlgorithm(FollowingAlgorithm):
         try:
             answer = next(conversation)
             while True:
-                received = yield self._changed(answer, i)
-                answer = conversation.send(received)
+                message = yield self._changed(answer, i)
+                answer = conversation.send(message)
         except StopIteration as end:
             predictors: Predictors | None = end.value
             return predictors
@@ -156,13 +156,13 @@ class CanaryClientAlgorithm(FollowingAlgorithm):
             conversation.close()
 
     def _changed(self, answer: Message, i: int) -> Message:
-        sent = answer.tensors()
-        zeros = {f.name: torch.zeros_like(sent[f.name]) for f in answer.fields() if f.quantity in CLEARED}
-        if UPDATE in sent and self._canaries.coins[i]:
-            update = sent[UPDATE]
+        tensors = answer.tensors()
+        zeros = {f.name: torch.zeros_like(tensors[f.name]) for f in answer.fields() if f.quantity in CLEARED}
+        if UPDATE in tensors and self._canaries.coins[i]:
+            update = tensors[UPDATE]
             norm = float(update.norm()) if self._canaries.norm is None else self._canaries.norm
             zeros[UPDATE] = (norm * self._canaries.direction(i, update.shape[1])).to(update)[None]
-        return type(answer)(**{**sent, **zeros})
+        return type(answer)(**{**tensors, **zeros})
 
 
 def sent_size(server: ServerAlgorithm, algorithm: Algorithm) -> int:
@@ -245,9 +245,9 @@ class CanaryExampleAlgorithm(FollowingAlgorithm):
         if clients.round is not None:
             if len(clients) > 1:
                 raise RuntimeError(f"canaries of {clients.clients[0].id} are in a group of {len(clients)} clients")
-            chosen = self._canaries.of_client(clients.clients[0].id)
-            if len(chosen):
-                clients.probe = _Probe(self._canaries, chosen, len(clients.clients[0].train))
+            canaries = self._canaries.of_client(clients.clients[0].id)
+            if len(canaries):
+                clients.probe = _Probe(self._canaries, canaries, len(clients.clients[0].train))
         return self._inner.open(clients, opening)
 
 
@@ -262,12 +262,12 @@ class _Probe:
         Number of its training examples.
     """
 
-    def __init__(self, canaries: CanaryGradients, chosen: NDArray[np.int64], size: int) -> None:
-        self._canaries, self._chosen, self._size = canaries, chosen, size
-        self._rows = torch.tensor([canaries.examples[i].place for i in chosen])
+    def __init__(self, canaries: CanaryGradients, rows: NDArray[np.int64], size: int) -> None:
+        self._canaries, self._chosen, self._size = canaries, rows, size
+        self._rows = torch.tensor([canaries.examples[i].place for i in rows])
         self._order = torch.full((size,), -1)
-        self._order[self._rows] = torch.arange(len(chosen))
-        self._scale = canaries.norm * torch.from_numpy(canaries.coins[chosen]).float()
+        self._order[self._rows] = torch.arange(len(rows))
+        self._scale = canaries.norm * torch.from_numpy(canaries.coins[rows]).float()
         self._releases = canaries.releases(size)
         self._directions: dict[int, Tensor] = {}
         self._last: Batch | None = None
@@ -279,10 +279,10 @@ class _Probe:
         order = self._order[batch.rows.cpu()]
         of_canary, order = order >= 0, order[order >= 0]
         crafted = self._scale[order, None] * self._of_size(sum(sizes))[order]
-        found = [each.clone() for each in flat]
-        for each, part in zip(found, torch.split(crafted, sizes, dim=1), strict=True):
+        gradients = [each.clone() for each in flat]
+        for each, part in zip(gradients, torch.split(crafted, sizes, dim=1), strict=True):
             each[of_canary.to(each.device)] = part.to(each)
-        return found
+        return gradients
 
     def released(self, batch: Batch, noisy: Tensor) -> None:
         """Record the signals of the canaries in a noisy sum ``[d]``."""
@@ -293,11 +293,11 @@ class _Probe:
             self._canaries.log.add_again(x)
             return
         self._last = batch
-        drawn = batch.rows[(batch.weight > 0).to(batch.rows.device)].cpu()
+        rows_drawn = batch.rows[(batch.weight > 0).to(batch.rows.device)].cpu()
         rate = 1 / (float(batch.each[0]) * self._size)  # of several kinds of steps, those of this size
         release = min(self._releases, key=lambda known: abs(known.rate - rate))
-        taken = torch.isin(self._rows, drawn).numpy()
-        self._canaries.log.add(self._chosen, x, taken, release.rate, 1 / release.noise_multiplier)
+        is_taken = torch.isin(self._rows, rows_drawn).numpy()
+        self._canaries.log.add(self._chosen, x, is_taken, release.rate, 1 / release.noise_multiplier)
 
     def _of_size(self, size: int) -> Tensor:
         if size not in self._directions:

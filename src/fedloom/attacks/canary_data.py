@@ -34,8 +34,10 @@ def canary_names(dataset: FederatedDataset, count: int) -> tuple[str, ...]:
     Raise ExperimentError if the partition has clients of such names, because it holds canaries already.
     """
     names = tuple(f"{NAME}-{i:0{len(str(count - 1))}d}" for i in range(count))
-    if taken := {client.id for client in dataset.manifest.clients}.intersection(names):
-        raise ExperimentError(f"The partition {dataset.folder} has canaries already: {min(taken)}.", found=min(taken))
+    if conflicting := {client.id for client in dataset.manifest.clients}.intersection(names):
+        raise ExperimentError(
+            f"The partition {dataset.folder} has canaries already: {min(conflicting)}.", found=min(conflicting)
+        )
     return names
 
 
@@ -46,18 +48,20 @@ def write_with_clients(dataset: FederatedDataset, folder: Path, names: Sequence[
     and no validation or test examples, so that it enters no result.
     """
     random, hosts = make_rng(seed, "audit", "hosts"), dataset.manifest.roster
-    made: list[ClientEntry] = []
+    entries: list[ClientEntry] = []
     make_private(folder / "shards")
     for name in names:
         tensors = dataset.tensors(hosts[int(random.random() * len(hosts))])
-        kept = {key: each[: COPIED if key.startswith("train_") else 0].contiguous() for key, each in tensors.items()}
-        made.append(_write_shard(folder, ClientEntry(name, True, 0, 0, 0, {}, ""), kept, dataset.manifest.spec.classes))
+        shard = {key: each[: COPIED if key.startswith("train_") else 0].contiguous() for key, each in tensors.items()}
+        entries.append(
+            _write_shard(folder, ClientEntry(name, True, 0, 0, 0, {}, ""), shard, dataset.manifest.spec.classes)
+        )
     _link(dataset, folder, [client.id for client in dataset.manifest.clients])
     groups = dataset.manifest.shift_groups
     manifest = replace(
         dataset.manifest,
-        clients=(*dataset.manifest.clients, *made),
-        shift_groups=None if groups is None else (*groups, *[0] * len(made)),
+        clients=(*dataset.manifest.clients, *entries),
+        shift_groups=None if groups is None else (*groups, *[0] * len(entries)),
     )
     return _finish(folder, manifest)
 
@@ -100,12 +104,12 @@ def draw_examples(dataset: FederatedDataset, count: int, seed: int) -> tuple[Can
             found=count,
         )
     random = make_rng(seed, "audit", "examples")
-    chosen = np.sort(shuffled(random, total)[:count])
+    positions = np.sort(shuffled(random, total)[:count])
     starts = np.cumsum([0, *(size for _, size in sizes)])
-    owners = np.searchsorted(starts, chosen, side="right") - 1
+    owners = np.searchsorted(starts, positions, side="right") - 1
     labels: dict[str, Tensor] = {}
-    found = []
-    for place, owner in zip((chosen - starts[owners]).tolist(), owners.tolist(), strict=True):
+    examples = []
+    for place, owner in zip((positions - starts[owners]).tolist(), owners.tolist(), strict=True):
         client, size = sizes[owner]
         if manifest.spec.classes:
             if client not in labels:
@@ -114,8 +118,8 @@ def draw_examples(dataset: FederatedDataset, count: int, seed: int) -> tuple[Can
             target = (int(labels[client][place]) + shift) % manifest.spec.classes
         else:
             target = (place + 1 + int(random.random() * (size - 1))) % size
-        found.append(CanaryExample(client, place, target))
-    return tuple(found)
+        examples.append(CanaryExample(client, place, target))
+    return tuple(examples)
 
 
 def canary_targets(y: Tensor, canaries: Sequence[CanaryExample], classes: int) -> Tensor:

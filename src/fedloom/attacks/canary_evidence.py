@@ -73,10 +73,10 @@ class DrawLog:
         self._parts: list[Draws] = []
         self._sums = 1
 
-    def add(self, canary: NDArray[np.int64], x: Floats, taken: Flags, rate: float, signal: float) -> None:
+    def add(self, canary: NDArray[np.int64], x: Floats, is_taken: Flags, rate: float, signal: float) -> None:
         """Record the signals ``x`` of some canaries in a sum over a new draw."""
         n = len(canary)
-        self._parts.append(Draws(canary, x, taken, np.full(n, rate), np.full(n, signal)))
+        self._parts.append(Draws(canary, x, is_taken, np.full(n, rate), np.full(n, signal)))
         self._sums = 1
 
     def add_again(self, x: Floats) -> None:
@@ -89,15 +89,15 @@ class DrawLog:
     def draws(self) -> Draws:
         """Return all records."""
         if not self._parts:
-            nothing = np.zeros(0)
-            return Draws(nothing.astype(np.int64), nothing, nothing.astype(np.bool_), nothing, nothing)
+            empty = np.zeros(0)
+            return Draws(empty.astype(np.int64), empty, empty.astype(np.bool_), empty, empty)
         return Draws(*(np.concatenate([getattr(part, f.name) for part in self._parts]) for f in fields(Draws)))
 
 
 def random_direction(seed: int, i: int, size: int) -> Tensor:
     """Return the i-th canary's direction, ``[size]`` float32 of norm 1."""
-    drawn = make_rng(seed, "audit", "direction", i).standard_normal(size)
-    return torch.from_numpy(drawn / np.linalg.norm(drawn)).float()
+    direction = make_rng(seed, "audit", "direction", i).standard_normal(size)
+    return torch.from_numpy(direction / np.linalg.norm(direction)).float()
 
 
 def random_directions(seed: int, canaries: NDArray[np.int64], size: int) -> Tensor:
@@ -116,8 +116,8 @@ def signals(directions: Tensor, released: Tensor) -> Floats:
 def log_ratios(x: Floats, rate: Floats, signal: Floats) -> Floats:
     """Return log(1 − q + q e^(s x − s²/2)): the ratio of the densities of (1 − q) N(0, 1) + q N(s, 1) and N(0, 1)."""
     with np.errstate(divide="ignore"):  # q is 1 if all take part
-        found: Floats = np.logaddexp(np.log1p(-rate), np.log(rate) + signal * x - signal**2 / 2)
-    return found
+        ratios: Floats = np.logaddexp(np.log1p(-rate), np.log(rate) + signal * x - signal**2 / 2)
+    return ratios
 
 
 def noise_estimate(
@@ -136,8 +136,8 @@ def noise_estimate(
     information = draws.information(coins)
     if not information:
         return None
-    chosen = draws.taken & coins[draws.canary]
-    strength = float((draws.signal[chosen] * draws.x[chosen]).sum()) / information
+    selected = draws.taken & coins[draws.canary]
+    strength = float((draws.signal[selected] * draws.x[selected]).sum()) / information
     error = normal_quantile(confidence) / math.sqrt(information)
     noise = [_inverse(strength + side * error) for side in (0, 1, -1)]
     epsilon = [epsilon_at(fraction) if math.isfinite(fraction) else 0.0 for fraction in noise]
@@ -162,21 +162,21 @@ def sampling_check(draws: Draws) -> dict[str, Any]:
     sum of a pair of consecutive sums was drawn for the second one, too: always, if a cohort or a batch is fixed. The
     least p-value counts, times the number of tests.
     """
-    repeated, second = _consecutive(draws)
+    is_repeated, second = _consecutive(draws)
     p_values: list[float] = []
     expected = 0.0
     for rate in np.unique(draws.rate):
         group = draws.rate == rate
         p_values.append(binomial_p_value(int(draws.taken[group].sum()), int(group.sum()), float(rate)))
-        again = repeated[draws.rate[second] == rate]
-        p_values.append(binomial_p_value(int(again.sum()), len(again), float(rate)))
-        expected += float(rate) * len(again)
+        repeated_at_rate = is_repeated[draws.rate[second] == rate]
+        p_values.append(binomial_p_value(int(repeated_at_rate.sum()), len(repeated_at_rate), float(rate)))
+        expected += float(rate) * len(repeated_at_rate)
     return {
         "p_value": min(1.0, min(p_values) * len(p_values)) if p_values else 1.0,
         "draws": len(draws),
         "drawn": int(draws.taken.sum()),
         "drawn_expected": float(draws.rate.sum()),
-        "repeats": int(repeated.sum()),
+        "repeats": int(is_repeated.sum()),
         "repeats_expected": expected,
     }
 
@@ -243,9 +243,9 @@ def canary_document(
     best = {"epsilon": 0.0, "guesses_in": 0, "guesses_out": 0, "right": 0}
     for ins, outs in counts:
         right = right_guesses(scores, coins, ins, outs)
-        found = one_run_epsilon(m, ins + outs, right, delta=delta, confidence=each)
-        if found > best["epsilon"] or not best["right"]:
-            best = {"epsilon": found, "guesses_in": ins, "guesses_out": outs, "right": right}
+        bounds = one_run_epsilon(m, ins + outs, right, delta=delta, confidence=each)
+        if bounds > best["epsilon"] or not best["right"]:
+            best = {"epsilon": bounds, "guesses_in": ins, "guesses_out": outs, "right": right}
     most = max((one_run_epsilon(m, r, r, delta=delta, confidence=each) for r in map(sum, counts)), default=0.0)
     return {
         "canaries": m,
@@ -272,16 +272,16 @@ def normal_estimate(
     sizes = [len(some) for some in groups.values()]
     if min(sizes) < 2:
         return None
-    found = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
-    apart = abs(found["in"]["mean"] - found["out"]["mean"])
-    weighted = sum((len(some) - 1) * found[name]["std"] ** 2 for name, some in groups.items())
+    estimates = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
+    apart = abs(estimates["in"]["mean"] - estimates["out"]["mean"])
+    weighted = sum((len(some) - 1) * estimates[name]["std"] ** 2 for name, some in groups.items())
     deviation = math.sqrt(weighted / (len(scores) - 2))
     mu = apart / deviation if deviation else math.inf
     error = normal_quantile(confidence) * math.sqrt(sum(1 / n for n in sizes) + mu**2 / (2 * len(scores)))
     epsilon, low, high = (
         or_null(gaussian_epsilon(1 / each, delta) if each > 0 else 0.0) for each in (mu, mu - error, mu + error)
     )
-    return {"epsilon": epsilon, "interval": [low, high], **found}
+    return {"epsilon": epsilon, "interval": [low, high], **estimates}
 
 
 PROBABILITY = 0.9
@@ -359,13 +359,13 @@ class PlannedAudit:
         return math.sqrt(squared) if squared > 0 else None
 
 
-def power_document(planned: PlannedAudit, *, epsilon_at: Callable[[float], float]) -> dict[str, Any]:
+def power_document(plan: PlannedAudit, *, epsilon_at: Callable[[float], float]) -> dict[str, Any]:
     """Return what an audit finds, and what it takes to find more.
 
     ``epsilon_at`` is a function of a fraction of the noise that returns the ε of the training with such noise.
     """
-    noise = planned.noise_found()
-    larger = (replace(planned, canaries=m) for m in _larger(planned.canaries, planned.most))
+    noise = plan.noise_found()
+    larger = (replace(plan, canaries=m) for m in _larger(plan.canaries, plan.most))
     enough = next((p.canaries for p in larger if has_power(p.noise_found())), None)
     return {
         "probability": PROBABILITY,
@@ -375,22 +375,22 @@ def power_document(planned: PlannedAudit, *, epsilon_at: Callable[[float], float
     }
 
 
-def verdict(found: Mapping[str, Any], claim: float | None) -> dict[str, Any]:
+def verdict(document: Mapping[str, Any], claim: float | None) -> dict[str, Any]:
     """Return the verdict on a claimed ε, and the tests that it has failed; the verdict is null without a claim.
 
-    ``found`` has the keys of ``canaries`` in ``audit.json``. A correct training fails with a probability of at most
+    ``document`` has the keys of ``canaries`` in ``audit.json``. A correct training fails with a probability of at most
     0.05, the sum over the tests (:data:`GUESSES`).
     """
     if claim is None:
         return {"verdict": None}
-    estimate = found["normal_estimate"]
+    estimate = document["normal_estimate"]
     tests = {
-        "guesses": found["epsilon"] is None or found["epsilon"] > claim,
+        "guesses": document["epsilon"] is None or document["epsilon"] > claim,
         "noise": estimate is not None and (estimate["noise_interval"][1] or math.inf) < 1 - TOLERANCE,
-        "sampling": found["sampling"]["p_value"] <= 1 - SAMPLING,
+        "sampling": document["sampling"]["p_value"] <= 1 - SAMPLING,
     }
     failed = [test for test, is_failed in tests.items() if is_failed]
-    has_passed = estimate is not None and has_power(found["power"]["noise"])
+    has_passed = estimate is not None and has_power(document["power"]["noise"])
     return {"verdict": "failed" if failed else "passed" if has_passed else "no power", "failed_by": failed}
 
 

@@ -49,11 +49,11 @@ def example_losses(predictor: Predictor, split: Split, plan: EvaluationPlan, bat
         x: Any = take(split.x, batch)
         y = None if split.y is None else split.y[batch]
         if plan.targets.outputs and y is not None:
-            found = plan.task.negative_log_likelihood(predictor.predictions(x), y)
+            task_losses = plan.task.negative_log_likelihood(predictor.predictions(x), y)
         else:
             assert isinstance(predictor, LossPredictor), "a model of data without targets has a loss"
-            found = predictor.losses(x, y)
-        parts.append(found.double().nan_to_num(nan=VALUE_CAP).clamp(-VALUE_CAP, VALUE_CAP).cpu())
+            task_losses = predictor.losses(x, y)
+        parts.append(task_losses.double().nan_to_num(nan=VALUE_CAP).clamp(-VALUE_CAP, VALUE_CAP).cpu())
     losses: Scores = torch.cat(parts).numpy()
     return losses
 
@@ -115,10 +115,10 @@ class RocCurve:
 
     def points(self, most: int = CURVE_POINTS) -> list[list[float]]:
         """Return pairs of (false, true positive rate), at most ``most``, denser at low rates."""
-        chosen = np.arange(len(self.fpr))
-        if len(chosen) > most:
-            chosen = np.unique(np.round((len(chosen) - 1) * np.linspace(0, 1, most) ** 2).astype(int))
-        return [[round(float(self.fpr[i]), 5), round(float(self.tpr[i]), 5)] for i in chosen]
+        positions = np.arange(len(self.fpr))
+        if len(positions) > most:
+            positions = np.unique(np.round((len(positions) - 1) * np.linspace(0, 1, most) ** 2).astype(int))
+        return [[round(float(self.fpr[i]), 5), round(float(self.tpr[i]), 5)] for i in positions]
 
 
 def membership_epsilon(members: Scores, others: Scores, *, delta: float, confidence: float, seed: int) -> float:
@@ -144,8 +144,8 @@ def _expected_epsilon(curve: RocCurve, members: int, others: int, delta: float) 
 
     def wilson(rate: Scores, n: int, side: int) -> Scores:
         spread = WILSON_Z * np.sqrt(rate * (1 - rate) / n + (WILSON_Z / (2 * n)) ** 2)
-        found: Scores = (rate + WILSON_Z**2 / (2 * n) + side * spread) / (1 + WILSON_Z**2 / n)
-        return np.clip(found, 1e-12, 1)
+        rates: Scores = (rate + WILSON_Z**2 / (2 * n) + side * spread) / (1 + WILSON_Z**2 / n)
+        return np.clip(rates, 1e-12, 1)
 
     tpr, fpr = wilson(curve.tpr, members, -1), wilson(curve.fpr, others, 1)
     ratios = ((tpr - delta) / fpr, (1 - fpr - delta) / np.maximum(1 - tpr, 1e-12))

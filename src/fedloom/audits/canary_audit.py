@@ -177,28 +177,31 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
     if options.of == "examples" and e.protects_examples:
         run = _run_with_gradients
     with torch_threads(e.runtime.threads):
-        done = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
-    keep_audit(done.folder, {"canaries": {"of": options.of, **done.method, **_results(done, coins, options)}})
+        outcome = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
+    keep_audit(outcome.folder, {"canaries": {"of": options.of, **outcome.method, **_results(outcome, coins, options)}})
     if options.report:
-        write_report_if_possible(done.folder, observer or RunObserver())
-    return done.folder.path
+        write_report_if_possible(outcome.folder, observer or RunObserver())
+    return outcome.folder.path
 
 
-def _results(done: _Outcome, coins: NDArray[np.bool_], options: CanaryOptions) -> dict[str, Any]:
+def _results(outcome: _Outcome, coins: NDArray[np.bool_], options: CanaryOptions) -> dict[str, Any]:
     """Return what the canaries show, and the verdict on the claim."""
-    claim, delta = claim_of(done.folder), claimed_delta(done.folder)
-    if done.planned is None or done.draws is None:
-        assert done.scores is not None
-        found = canary_document(done.scores, coins, delta=delta, confidence=CONFIDENCE)
-        found["normal_estimate"] = normal_estimate(done.scores, coins, delta=delta, confidence=CONFIDENCE)
-        return found | {"verdict": None}
-    found = canary_document(done.draws.scores(len(coins)), coins, delta=delta, confidence=GUESSES)
-    training = count_releases_about(done.folder, options.of, repeatable=True).counts
+    claim, delta = claim_of(outcome.folder), claimed_delta(outcome.folder)
+    if outcome.planned is None or outcome.draws is None:
+        assert outcome.scores is not None
+        document = canary_document(outcome.scores, coins, delta=delta, confidence=CONFIDENCE)
+        document["normal_estimate"] = normal_estimate(outcome.scores, coins, delta=delta, confidence=CONFIDENCE)
+        return document | {"verdict": None}
+    document = canary_document(outcome.draws.scores(len(coins)), coins, delta=delta, confidence=GUESSES)
+    training = count_releases_about(outcome.folder, options.of, repeatable=True).counts
     epsilon_at = _epsilon_at(largest(training, delta), delta)
-    estimate = noise_estimate(done.draws, coins, confidence=NOISE, epsilon_at=epsilon_at)
-    power = {**done.power, "noise": done.planned.noise_found(done.draws.information(coins))}  # it may have ended early
-    tests = {"normal_estimate": estimate, "sampling": sampling_check(done.draws), "power": power}
-    return found | tests | verdict(found | tests, None if claim is None else claim["epsilon"])
+    estimate = noise_estimate(outcome.draws, coins, confidence=NOISE, epsilon_at=epsilon_at)
+    power = {
+        **outcome.power,
+        "noise": outcome.planned.noise_found(outcome.draws.information(coins)),
+    }  # it may have ended early
+    tests = {"normal_estimate": estimate, "sampling": sampling_check(outcome.draws), "power": power}
+    return document | tests | verdict(document | tests, None if claim is None else claim["epsilon"])
 
 
 def _epsilon_at(counts: Mapping[Release, int], delta: float) -> Callable[[float], float]:
@@ -246,9 +249,9 @@ def _dataset(e: Experiment, options: CanaryOptions) -> FederatedDataset:
         raise ExperimentError(
             f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"
         )
-    found = run_data.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
-    found.verify()
-    return found
+    dataset = run_data.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
+    dataset.verify()
+    return dataset
 
 
 @dataclass(frozen=True)
@@ -285,21 +288,21 @@ def _run_with_clients(audit: _CanaryRun) -> _Outcome:
     write_with_clients(dataset, audit.out / PARTITION_FOLDER, names, audit.seed)
     _write_coins(audit, names)
     engine, record = Engine(e, _run_options(audit.out), audit.observer), None
-    known: tuple[Any, ...] = ()
+    audit_state: tuple[Any, ...] = ()
     if _protects(e, "clients"):
-        planned = _planned(engine)
-        claimed = planned.release(planned.multiplier)
-        record = partial(canaries.record, log, claimed=claimed)
-        others = planned.cohort * roster / (roster + options.count)
-        reach = 1.0 if norm is None else min(1.0, norm / planned.privacy.clip)
-        audited = PlannedAudit(options.count, {claimed: planned.rounds}, others, 1, size, reach=reach)
-        known = (audited, _tell_power(audit, planned, audited))
+        plan = _planned(engine)
+        release = plan.release(plan.multiplier)
+        record = partial(canaries.record, log, release=release)
+        others = plan.cohort * roster / (roster + options.count)
+        reach = 1.0 if norm is None else min(1.0, norm / plan.privacy.clip)
+        audited = PlannedAudit(options.count, {release: plan.rounds}, others, 1, size, reach=reach)
+        audit_state = (audited, _tell_power(audit, plan, audited))
     parts = _train(engine, lambda inner: CanaryClientAlgorithm(inner, canaries), record)
     _check_counted(engine.folder, names)
     last = Checkpoints(engine.folder.checkpoints).load("last").state["theta"]
     change = sent_part(last - parts.server_algorithm().state["theta"], size, parts.algorithm, parts.setup)
     method = {"score": "direction", "norm": norm, "clients_per_round": cohort}
-    return _Outcome(engine.folder, canaries.scores(change), method, log.draws(), *known)
+    return _Outcome(engine.folder, canaries.scores(change), method, log.draws(), *audit_state)
 
 
 def _train(
@@ -308,8 +311,8 @@ def _train(
     record: Callable[[Sequence[str], Tensor], None] | None = None,
 ) -> RunContext:
     """Train with a wrapped client algorithm, and return the run's parts."""
-    known = {field.name: getattr(engine.parts, field.name) for field in dataclasses.fields(engine.parts)}
-    engine.parts = parts = _Audited(**known, wrap=wrap, record=record)
+    fields = {field.name: getattr(engine.parts, field.name) for field in dataclasses.fields(engine.parts)}
+    engine.parts = parts = _Audited(**fields, wrap=wrap, record=record)
     with engine.opened():
         run_closed(engine)
     return parts
@@ -327,14 +330,14 @@ def _planned(engine: Engine) -> Planned:
     return Planned(engine.experiment, population)
 
 
-def _tell_power(audit: _CanaryRun, planned: Planned, canaries: PlannedAudit) -> dict[str, Any]:
+def _tell_power(audit: _CanaryRun, plan: Planned, canaries: PlannedAudit) -> dict[str, Any]:
     """Return the power of an audit, and tell it to the observer before the training."""
-    delta = planned.privacy.delta
-    epsilon_at = _epsilon_at(largest(planned.counts(planned.rounds, planned.multiplier), delta), delta)
+    delta = plan.privacy.delta
+    epsilon_at = _epsilon_at(largest(plan.counts(plan.rounds, plan.multiplier), delta), delta)
     claim = epsilon_at(1.0)
-    found = power_document(canaries, epsilon_at=epsilon_at)
-    audit.observer.notice(power_note(found, claim, enough=has_power(found["noise"])))
-    return found
+    power = power_document(canaries, epsilon_at=epsilon_at)
+    audit.observer.notice(power_note(power, claim, enough=has_power(power["noise"])))
+    return power
 
 
 def _norm(e: Experiment, unit: str) -> float | None:
@@ -347,10 +350,15 @@ def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
     """Raise QuorumError if a canary's answer was not counted: the coins would then not be those of the run."""
     canaries = set(names)
     for attempt in folder.objects(JOURNAL):
-        lost = [loss for held in attempt["conversations"] for loss in held["lost"] if loss["client"] in canaries]
-        if lost and attempt.get("outcome", DONE) == DONE:
+        losses = [
+            loss
+            for conversation in attempt["conversations"]
+            for loss in conversation["lost"]
+            if loss["client"] in canaries
+        ]
+        if losses and attempt.get("outcome", DONE) == DONE:
             raise QuorumError(
-                f"Canary {lost[0]['client']} was lost in round {attempt['round']}: {lost[0]['reason']}.",
+                f"Canary {losses[0]['client']} was lost in round {attempt['round']}: {losses[0]['reason']}.",
                 hint=f"a smaller {argument('norm')} may be accepted",
             )
 
@@ -365,14 +373,14 @@ def _run_with_gradients(audit: _CanaryRun) -> _Outcome:
     releases, norm = noisy_steps_of(engine.experiment), _norm(e, "examples")
     assert releases is not None
     assert norm is not None
-    planned, trained = _planned(engine), [client.train for client in dataset.manifest.clients if client.seen]
-    size, clients = round(sum(trained) / len(trained)), len(trained)
-    visits = max(1, round(planned.rounds * planned.cohort / planned.population.clients))
-    sums = planned.steps(size, visits, planned.multiplier)
+    plan, train_splits = _planned(engine), [client.train for client in dataset.manifest.clients if client.seen]
+    size, clients = round(sum(train_splits) / len(train_splits)), len(train_splits)
+    visits = max(1, round(plan.rounds * plan.cohort / plan.population.clients))
+    sums = plan.steps(size, visits, plan.multiplier)
     rate = sum(r.rate * n for r, n in sums.items()) / sum(sums.values())
     others, dimension = rate * max(0.0, size - options.count / clients), engine.parts.setup.model.layout.size
-    audited = PlannedAudit(options.count, sums, others, clients, dimension, sum(trained) // 2)
-    power = _tell_power(audit, planned, audited)
+    audited = PlannedAudit(options.count, sums, others, clients, dimension, sum(train_splits) // 2)
+    power = _tell_power(audit, plan, audited)
     canaries = CanaryGradients(examples, audit.coins, audit.seed, norm, lambda examples: releases(examples, TRAIN), log)
     _train(engine, lambda inner: CanaryExampleAlgorithm(inner, canaries))
     return _Outcome(engine.folder, None, {"score": "gradient", "norm": norm}, log.draws(), audited, power)
@@ -384,13 +392,15 @@ def _run_with_examples(audit: _CanaryRun) -> _Outcome:
     canaries = draw_examples(dataset, audit.options.count, audit.seed)
     write_with_examples(dataset, out / PARTITION_FOLDER, canaries, audit.coins)
     _write_coins(audit, [asdict(canary) for canary in canaries])
-    done = run_experiment(audit.experiment, _run_options(out), audit.observer)
-    parts, last, trained_on = restore(done.folder, partition=out / PARTITION_FOLDER)
+    result = run_experiment(audit.experiment, _run_options(out), audit.observer)
+    parts, last, trained_on = restore(result.folder, partition=out / PARTITION_FOLDER)
     first = loops.evaluator(parts, last.transport, last.folder)  # at the start of the run
     predictor = "global" if "global" in last.predictors else "personal"
     whole = dataset.described_by(dataclasses.replace(dataset.manifest, spec=parts.manifest.spec))
-    before, after = (_canary_losses(parts, at, trained_on, whole, canaries, predictor) for at in (first, last))
-    return _Outcome(RunFolder(done.folder), before - after, {"score": "loss", "predictor": predictor})
+    losses_before, losses_after = (
+        _canary_losses(parts, checkpoint, trained_on, whole, canaries, predictor) for checkpoint in (first, last)
+    )
+    return _Outcome(RunFolder(result.folder), losses_before - losses_after, {"score": "loss", "predictor": predictor})
 
 
 def _canary_losses(
@@ -413,18 +423,20 @@ def _canary_losses(
         by_client[canary.client].append(i)
     load = parts.examples_of(whole)
 
-    def measure(client: ClientData, named: Mapping[str, Predictor]) -> None:
+    def measure(client: ClientData, predictors: Mapping[str, Predictor]) -> None:
         places, train = by_client[client.id], load(client.id).train
         some = [canaries[i] for i in places]
         assert train.y is not None, "checked when they were drawn"
         y = canary_targets(train.y, some, whole.manifest.spec.classes)
         x: Any = take(train.x, torch.tensor([canary.place for canary in some]))
-        found = predictor_of(client.id, named, predictor)
-        losses[places] = example_losses(found, Split(x, y), parts.plan, parts.experiment.evaluation.batch_size)
+        predictor_found = predictor_of(client.id, predictors, predictor)
+        losses[places] = example_losses(
+            predictor_found, Split(x, y), parts.plan, parts.experiment.evaluation.batch_size
+        )
 
-    if lost := personalize_each(parts, evaluator, trained_on, list(by_client), measure):
-        client, reason = next(iter(lost.items()))
-        raise QuorumError(f"{pluralize(len(lost), 'client')} with canaries got no model; client {client}: {reason}")
+    if failures := personalize_each(parts, evaluator, trained_on, list(by_client), measure):
+        client, reason = next(iter(failures.items()))
+        raise QuorumError(f"{pluralize(len(failures), 'client')} with canaries got no model; client {client}: {reason}")
     return losses
 
 

@@ -52,26 +52,26 @@ def audit_run(run: Path, checkpoint: str = "last", data: Sequence[Path] = ()) ->
 
 def _own_partition(folder: RunFolder) -> Path | None:
     """Return the partition next to a run with canaries, which is in no data root; None for any other run."""
-    found = folder.path.resolve().parent / PARTITION_FOLDER
-    if not (found / PARTITION).is_file() or read_manifest(found).fingerprint != folder.manifest().fingerprint:
+    partition = folder.path.resolve().parent / PARTITION_FOLDER
+    if not (partition / PARTITION).is_file() or read_manifest(partition).fingerprint != folder.manifest().fingerprint:
         return None
-    return found
+    return partition
 
 
-def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:
+def keep_audit(folder: RunFolder, results: Mapping[str, Any]) -> dict[str, Any]:
     """Add results to a run's ``audit.json``, replacing earlier ones of the same attacks; return its content."""
     earlier = folder.json_or_none(AUDIT) or {}
-    document = {**earlier, "version": VERSION, **found, "claim": claim_of(folder)}
+    document = {**earlier, "version": VERSION, **results, "claim": claim_of(folder)}
     folder.write_json(AUDIT, document)
     return document
 
 
 def claim_of(folder: RunFolder) -> dict[str, Any] | None:
     """Return a run's claim about the privacy of its training: ``of``, ``epsilon`` and ``delta``; None without one."""
-    stated = folder.json(SUMMARY).get("training_privacy")
-    if stated is None or stated["epsilon"] is None:
+    claim = folder.json(SUMMARY).get("training_privacy")
+    if claim is None or claim["epsilon"] is None:
         return None
-    return {"of": stated["unit"], "epsilon": stated["epsilon"], "delta": stated["delta"]}
+    return {"of": claim["unit"], "epsilon": claim["epsilon"], "delta": claim["delta"]}
 
 
 def claimed_delta(folder: RunFolder) -> float:
@@ -87,22 +87,22 @@ def _membership(parts: RunContext, evaluator: Evaluator, dataset: FederatedDatas
 
     The global model was not trained on unseen clients' examples; their personal models were, if personalization trains.
     """
-    found: dict[str, dict[str, MemberScores]] = {name: {} for name in evaluator.predictors}
+    client_scores: dict[str, dict[str, MemberScores]] = {name: {} for name in evaluator.predictors}
     size = parts.experiment.evaluation.batch_size
 
-    def attack(client: ClientData, named: Mapping[str, Predictor]) -> None:
-        different = {id(each): each for each in named.values()}  # two names may share one
+    def attack(client: ClientData, predictors: Mapping[str, Predictor]) -> None:
+        different = {id(each): each for each in predictors.values()}  # two names may share one
         scored = {key: MemberScores.of(each, client, parts.plan, size) for key, each in different.items()}
-        for name, each in named.items():
+        for name, each in predictors.items():
             if (scores := scored[id(each)]) is not None:
-                found[name][client.id] = scores
+                client_scores[name][client.id] = scores
 
     groups = {"seen": dataset.manifest.roster, "unseen": dataset.manifest.unseen}
-    lost: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for clients in groups.values():
-        lost |= personalize_each(parts, evaluator, dataset, clients, attack)
-    if not any(found.values()):
-        reason = next(iter(lost.values()), "no client has both training and test examples")
+        failures |= personalize_each(parts, evaluator, dataset, clients, attack)
+    if not any(client_scores.values()):
+        reason = next(iter(failures.values()), "no client has both training and test examples")
         raise QuorumError(f"None of {pluralize(len(dataset.manifest.clients), 'client')} can be audited: {reason}.")
 
     def document(scores: Mapping[str, MemberScores], clients: Sequence[str]) -> dict[str, Any] | None:
@@ -113,9 +113,9 @@ def _membership(parts: RunContext, evaluator: Evaluator, dataset: FederatedDatas
         "round": evaluator.round,
         "delta": delta,
         "confidence": CONFIDENCE,
-        "lost": len(lost),
+        "lost": len(failures),
         "predictors": {
             name: {group: document(scores, clients) for group, clients in groups.items()}
-            for name, scores in found.items()
+            for name, scores in client_scores.items()
         },
     }

@@ -58,13 +58,13 @@ def run_command(
     if options.replay is not None:
         raise ExperimentError("--replay cannot be combined with --seeds or --grid.", key="replay")
     begun = experiments.begun_in(options.out) if options.resume else None
-    points = experiments.points(experiment, overrides, seeds, grid or (), begun=begun)
+    points = experiments.points(experiment, overrides, seeds, grid or (), stored=begun)
     from fedloom.api.watch import SweepWatch
     from fedloom.reporting.commands import show_sweep
     from fedloom.tuning.sweep import run_sweep
 
     folder = options.out or points[0].experiment.runs / f"{points[0].experiment.name}-sweep"
-    run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, ended=show_sweep)
+    run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, on_end=show_sweep)
 
 
 @with_options(without=("packed", "observe", "replay"))
@@ -92,7 +92,7 @@ def _run(file: str | Path, overrides: Sequence[str], options: RunOptions) -> Non
         from fedloom import experiment as experiments
 
         # before torch is imported, so that an invalid file is refused at once
-        experiment = experiments.load_experiment(file, overrides, begun=options.out if options.resume else None)
+        experiment = experiments.load_experiment(file, overrides, stored=options.out if options.resume else None)
         from fedloom.api.watch import LoggedRun, Watch
         from fedloom.cli.tables import print_results
         from fedloom.core.logs import structured

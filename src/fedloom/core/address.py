@@ -27,14 +27,14 @@ def split_address(text: str, *, what: str, lowest: int) -> tuple[str, int]:
     ExperimentError
         If the text is not such an address.
     """
-    found = re.fullmatch(r"([^\s:/\[\]]+|\[(?P<v6>[^\s/\[\]]+)\]):(?P<port>[0-9]{1,5})", text, re.ASCII)
-    if found is None or not lowest <= int(found["port"]) <= HIGHEST_PORT or not _is_v6(found["v6"]):
+    match = re.fullmatch(r"([^\s:/\[\]]+|\[(?P<v6>[^\s/\[\]]+)\]):(?P<port>[0-9]{1,5})", text, re.ASCII)
+    if match is None or not lowest <= int(match["port"]) <= HIGHEST_PORT or not _is_v6(match["v6"]):
         raise ExperimentError(
             f"{what} must be HOST:PORT with a port from {lowest} to {HIGHEST_PORT} and an IPv6 address in brackets "
             f"(got {text})",
             found=text,
         )
-    return found[1], int(found["port"])
+    return match[1], int(match["port"])
 
 
 def dialable(address: str) -> str:

@@ -52,32 +52,32 @@ def beginning(kind: str) -> str:
     return short_digest(f"fedloom {VERSION} {kind}".encode())
 
 
-def line_of(value: Mapping[str, Any], before: str) -> bytes:
-    """Return an object as the line that follows the line with digest ``before``.
+def line_of(value: Mapping[str, Any], previous: str) -> bytes:
+    """Return an object as the line that follows the line with digest ``previous``.
 
     The line is ASCII, so nothing in it can be mistaken for a line end.
     """
     body = json.dumps(value, allow_nan=False).encode()[:-1] + (b", " if value else b"")
-    return b'%s"digest": "%s"}\n' % (body, short_digest(before.encode(), body).encode())
+    return b'%s"digest": "%s"}\n' % (body, short_digest(previous.encode(), body).encode())
 
 
 def stated_digest(line: bytes) -> str | None:
     """Return the digest at the end of a line, unchecked; None if it has none."""
-    found = _OF_LINE.search(line[-TAIL:])
-    return None if found is None else found[1].decode()
+    match = _OF_LINE.search(line[-TAIL:])
+    return None if match is None else match[1].decode()
 
 
-def check_line(line: bytes, before: str) -> str:
+def check_line(line: bytes, previous: str) -> str:
     """Check a complete line against its content and its predecessor, and return its digest.
 
     Raise Damaged if the line has no digest, or a wrong one.
     """
-    stated = stated_digest(line)
-    if stated is None:
+    digest = stated_digest(line)
+    if digest is None:
         raise Damaged("it has no digest; another version of FedLoom may have written it")
-    if short_digest(before.encode(), line[:-TAIL]) != stated:
+    if short_digest(previous.encode(), line[:-TAIL]) != digest:
         raise Damaged("its digest does not match its content and the previous line: one of them was changed or lost")
-    return stated
+    return digest
 
 
 # --- whole files ------------------------------------------------------------------------------------------------------
@@ -128,13 +128,13 @@ def without_compact_digest(content: bytes) -> bytes:
     return _checked(content, _OF_COMPACT) + b"}"
 
 
-def _checked(content: bytes, ending: re.Pattern[bytes]) -> bytes:
+def _checked(content: bytes, pattern: re.Pattern[bytes]) -> bytes:
     """Return the content before the ending that holds its digest; raise Damaged if the digest is absent or wrong."""
-    found = ending.search(content)
-    if found is None:
+    match = pattern.search(content)
+    if match is None:
         raise Damaged("it has no digest; another version of FedLoom may have written it")
-    body = content[: found.start()]
-    if short_digest(body) != found[1].decode():
+    body = content[: match.start()]
+    if short_digest(body) != match[1].decode():
         raise Damaged("its digest does not match its content")
     return body
 
@@ -143,18 +143,18 @@ def _without_comment(content: bytes) -> bytes:
     if not content.startswith(b"#"):
         return content
     first, end, rest = content.partition(b"\n")
-    found = _OF_YAML.fullmatch((first + end).decode(errors="replace"))
-    if found is None:
+    match = _OF_YAML.fullmatch((first + end).decode(errors="replace"))
+    if match is None:
         raise Damaged("its first line is a comment, but not the one with the digest")
-    if short_digest(rest) != found[1]:
+    if short_digest(rest) != match[1]:
         raise Damaged("its digest does not match the lines below it (remove the first line if you have edited them)")
     return rest
 
 
 def combined_digest(*parts: bytes | str | float) -> bytes:
     """Return the SHA-256 of a sequence of values; equal digests mean equal sequences."""
-    encoded = (part if isinstance(part, bytes) else repr(part).encode() for part in parts)
-    return hashlib.sha256(b"fedloom question 1" + b"".join(map(length_prefixed, encoded))).digest()
+    parts_encoded = (part if isinstance(part, bytes) else repr(part).encode() for part in parts)
+    return hashlib.sha256(b"fedloom question 1" + b"".join(map(length_prefixed, parts_encoded))).digest()
 
 
 def length_prefixed(part: bytes) -> bytes:

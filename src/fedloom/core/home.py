@@ -21,9 +21,9 @@ def expanded(path: str | Path, variable: str = "HOME") -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        whose = str(path).partition("/")[0]
+        user = str(path).partition("/")[0]
         raise ExperimentError(
-            f"{path}: the home folder {whose} is unknown: HOME is not set, or there is no such user (user id "
+            f"{path}: the home folder {user} is unknown: HOME is not set, or there is no such user (user id "
             f"{os.getuid()})",
-            hint=f"set {variable}, or give a path without {whose}",
+            hint=f"set {variable}, or give a path without {user}",
         ) from None

@@ -39,6 +39,6 @@ def signed_grouping(
 
     Groups differ in size by at most 1.
     """
-    found = np.empty(count, dtype=np.int64)
-    found[shuffled(make_rng(seed, purpose, "groups"), count)] = np.arange(count) % groups
-    return found, make_rng(seed, purpose, "signs").random(count) < 0.5
+    grouping = np.empty(count, dtype=np.int64)
+    grouping[shuffled(make_rng(seed, purpose, "groups"), count)] = np.arange(count) % groups
+    return grouping, make_rng(seed, purpose, "signs").random(count) < 0.5

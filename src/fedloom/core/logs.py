@@ -17,7 +17,7 @@ _about: Callable[[], Mapping[str, Any]] = dict
 
 
 @contextmanager
-def lines_about(about: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
+def lines_about(context: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
     """Add context to every JSON log line of this process within the block.
 
     Parameters
@@ -26,11 +26,11 @@ def lines_about(about: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
         Called with each line, from any thread that logs; returns some of :data:`FIELDS`.
     """
     global _about
-    before, _about = _about, about
+    previous, _about = _about, context
     try:
         yield
     finally:
-        _about = before
+        _about = previous
 
 
 class JsonLines(logging.Formatter):
@@ -49,8 +49,8 @@ class JsonLines(logging.Formatter):
             "message": without_secrets(record.getMessage()),
         }
         own = {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
-        known = {**_about(), **own}
-        line |= {name: known[name] for name in FIELDS if known.get(name) is not None}
+        fields = {**_about(), **own}
+        line |= {name: fields[name] for name in FIELDS if fields.get(name) is not None}
         if hasattr(record, "data"):
             line["data"] = record.data
         if record.exc_info:

@@ -66,14 +66,14 @@ class DeclaredOption:
 
 def declared_options(model: type) -> list[DeclaredOption]:
     """Return the options of a dataclass, whose annotations are objects, not texts."""
-    found = []
+    options = []
     for field in fields(model):
         if get_origin(field.type) is Annotated:
             kind, *metadata = get_args(field.type)
             for option in (each for each in metadata if isinstance(each, Option)):
                 default = () if field.default is MISSING else field.default
-                found.append(DeclaredOption(field.name, kind, default, option))
-    return found
+                options.append(DeclaredOption(field.name, kind, default, option))
+    return options
 
 
 def as_words(options: Any) -> list[str]:
@@ -109,31 +109,31 @@ def from_keywords(model: Callable[..., T], keywords: Mapping[str, Any]) -> T:
     return model(**values)
 
 
-def with_keywords(model: type, *, without: Iterable[str] = ()) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def with_keywords(model: type, *, excluded: Iterable[str] = ()) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """Return a decorator that gives a function the options of a dataclass as keywords.
 
     The function's keyword ``options`` gets an instance, and its ``**overrides`` get all other keywords. Its signature
     lists the options, and its docstring describes them in place of the line ``{options}``.
     """
-    known = [each for each in declared_options(model) if each.name not in set(without)]
-    names = {each.name for each in known}
+    options = [each for each in declared_options(model) if each.name not in set(excluded)]
+    names = {each.name for each in options}
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         @functools.wraps(function)
         def call(*args: Any, **keywords: Any) -> T:
-            given = {name: keywords.pop(name) for name in names & keywords.keys()}
-            return function(*args, options=from_keywords(model, given), **keywords)
+            values = {name: keywords.pop(name) for name in names & keywords.keys()}
+            return function(*args, options=from_keywords(model, values), **keywords)
 
         signature = inspect.signature(function)
         parameters = [p for p in signature.parameters.values() if p.name != "options"]
         keyword = inspect.Parameter.KEYWORD_ONLY
-        added = [inspect.Parameter(o.name, keyword, default=o.default, annotation=_python_type(o)) for o in known]
+        added = [inspect.Parameter(o.name, keyword, default=o.default, annotation=_python_type(o)) for o in options]
         place = next((i for i, p in enumerate(parameters) if p.kind in (keyword, p.VAR_KEYWORD)), len(parameters))
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*parameters[:place], *added, *parameters[place:]]
         )
-        described = "\n".join(f"    {each.name}\n        {each.option.help}" for each in known)
-        call.__doc__ = (function.__doc__ or "").replace("    {options}", described)
+        parameters_text = "\n".join(f"    {each.name}\n        {each.option.help}" for each in options)
+        call.__doc__ = (function.__doc__ or "").replace("    {options}", parameters_text)
         return call
 
     return decorate
@@ -142,5 +142,5 @@ def with_keywords(model: type, *, without: Iterable[str] = ()) -> Callable[[Call
 def _python_type(each: DeclaredOption) -> str:
     if each.is_sequence:
         return "str | Path | Iterable[str | Path]"
-    shown = each.type.__name__ if isinstance(each.type, type) else str(each.type).replace("pathlib.", "")
-    return shown.replace("Path", "str | Path")
+    name = each.type.__name__ if isinstance(each.type, type) else str(each.type).replace("pathlib.", "")
+    return name.replace("Path", "str | Path")

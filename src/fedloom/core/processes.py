@@ -75,11 +75,11 @@ def environment(
     ends_with_parent
         The child ends when its standard input is closed, by its parent or by the parent's death.
     """
-    found = {**base, TELL_PARENT: str(reports), **({END_WITH_PARENT: "1"} if ends_with_parent else {})}
+    variables = {**base, TELL_PARENT: str(reports), **({END_WITH_PARENT: "1"} if ends_with_parent else {})}
     folders = dict.fromkeys(folder for name in code if (folder := folder_of_factory(name)) is not None)
     if folders:
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), *folders]))
-    return found
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), *folders]))
+    return variables
 
 
 class ChildReport:

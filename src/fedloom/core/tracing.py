@@ -58,9 +58,11 @@ def start_tracing(service: str) -> None:
         ) from error
     service = os.environ.get("OTEL_SERVICE_NAME") or service
     attributes = {"service.name": service, "service.version": fedloom.__version__}
-    known = any(os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT"))
+    is_configured = any(
+        os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
+    )
     _provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=None if known else ATTEMPT_S)))
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(timeout=None if is_configured else ATTEMPT_S)))
     _tracer = _provider.get_tracer("fedloom", fedloom.__version__)
 
 

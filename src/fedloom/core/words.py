@@ -27,10 +27,10 @@ def pluralize(count: int, noun: str, plural: str | None = None) -> str:
 
 def rounded_up(bound: float, digits: int = 3) -> str:
     """Return an upper bound, such as an ε, rounded up to this many digits; a relative excess of 10⁻⁶ is ignored."""
-    shown = f"{bound:.{digits}g}"
-    if not math.isfinite(bound) or bound * (1 - 1e-6) <= float(shown):
-        return shown
-    nearest = Decimal(shown)
+    text_shown = f"{bound:.{digits}g}"
+    if not math.isfinite(bound) or bound * (1 - 1e-6) <= float(text_shown):
+        return text_shown
+    nearest = Decimal(text_shown)
     return f"{float(nearest + Decimal(1).scaleb(nearest.adjusted() - digits + 1)):.{digits}g}"
 
 
@@ -50,8 +50,8 @@ def printable(text: str, limit: int | None = None, keep: str = "") -> str:
     escapes such as ``\x1b``, except for those in ``keep``. User information in URLs is removed.
     """
     text = without_secrets(text)[:limit]
-    shown = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)[:limit]
+    characters = (c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(characters)[:limit]
 
 
 def composed(text: str) -> str:
@@ -120,21 +120,21 @@ def _finite(text: str) -> float:
 
 def dotted_keys(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted key."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, item in value.items():
-        found |= dotted_keys(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
-    return found
+        result |= dotted_keys(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+    return result
 
 
 def shortest_suffixes(keys: Sequence[str]) -> list[str]:
     """Return for each dotted key its shortest suffix that no other key ends in; the whole key if there is none."""
-    found = []
+    suffixes = []
     for i, key in enumerate(keys):
         steps = key.split(".")
         others = [other.split(".") for j, other in enumerate(keys) if j != i]
         lengths = (n for n in range(1, len(steps)) if all(other[-n:] != steps[-n:] for other in others))
-        found.append(".".join(steps[-next(lengths, len(steps)) :]))
-    return found
+        suffixes.append(".".join(steps[-next(lengths, len(steps)) :]))
+    return suffixes
 
 
 def as_csv(rows: Sequence[Mapping[str, object]]) -> str:

@@ -17,7 +17,7 @@ class RunObserver:
     :meth:`ended`.
     """
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Handle the start of a run with this many clients, in a folder or at a URL.
 
         Data, model, method and folder have been checked by then.

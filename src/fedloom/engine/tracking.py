@@ -167,10 +167,10 @@ class TrackerObserver(RunObserver):
         """Forward the progress of rounds and evaluations to one more observer."""
         self._watchers.append(watcher)
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Notify the observer; trackers are notified later."""
-        self._begun = experiment, clients, where
-        self._observer.started(experiment, clients, where)
+        self._begun = experiment, clients, location
+        self._observer.started(experiment, clients, location)
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
         """Notify the observer."""

@@ -60,9 +60,9 @@ class DescriptorCorrelation:
 
 def average_ranks(x: Tensor) -> Tensor:
     """Return ranks from 1 along the last axis, ties sharing their mean rank; ``[..., n] -> [..., n]`` float64."""
-    ordered = x.sort(dim=-1).values.contiguous()
-    below = torch.searchsorted(ordered, x.contiguous(), side="left")
-    up_to = torch.searchsorted(ordered, x.contiguous(), side="right")
+    sorted_values = x.sort(dim=-1).values.contiguous()
+    below = torch.searchsorted(sorted_values, x.contiguous(), side="left")
+    up_to = torch.searchsorted(sorted_values, x.contiguous(), side="right")
     return (below + up_to + 1).double() / 2
 
 
@@ -104,8 +104,8 @@ def descriptor_correlation(
     coefficients = spearman(
         _distances(v[targets], v[those]), _distances(pi[targets], pi[those]).round(decimals=TIE_DECIMALS)
     )
-    defined = ~coefficients.isnan()
-    return DescriptorCorrelation(coefficients[defined], targets[defined], int((~defined).sum()))
+    is_defined = ~coefficients.isnan()
+    return DescriptorCorrelation(coefficients[is_defined], targets[is_defined], int((~is_defined).sum()))
 
 
 def principal_axes(v: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def project_descriptors(v: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def descriptor_document(
-    before: Mapping[str, Any] | None,
+    previous: Mapping[str, Any] | None,
     round: int,
     correlation: DescriptorCorrelation,
     *,
@@ -170,7 +170,7 @@ def descriptor_document(
         Lists by evaluated round (beyond :data:`CURVE`, by every second, fourth, ... and the last), clients, and maps;
         see docs/evaluation.md.
     """
-    kept = curve(before["round"], round) if before else []
+    rounds_before = curve(previous["round"], round) if previous else []
     new = {
         "round": round,
         "spearman": correlation.mean,
@@ -178,7 +178,7 @@ def descriptor_document(
         "excluded": correlation.excluded,
     }
     document: dict[str, Any] = {
-        key: [*(before[key][i] for i in kept), value] if before else [value] for key, value in new.items()
+        key: [*(previous[key][i] for i in rounds_before), value] if previous else [value] for key, value in new.items()
     }
     document["clients"] = {
         "ids": list(clients),
@@ -188,7 +188,7 @@ def descriptor_document(
     present = torch.ones(len(v), dtype=torch.bool) if present is None else present.bool()
     axes = principal_axes(v[present])
     rounds = _mapped(document["round"])
-    earlier = [m for m in before["maps"] if m["round"] in rounds and m["round"] < round] if before else []
+    earlier = [m for m in previous["maps"] if m["round"] in rounds and m["round"] < round] if previous else []
     document["maps"] = [_map(m["round"], *_unpacked(m), axes) for m in earlier]
     document["maps"].append(_map(round, v, present, axes))
     return document
@@ -214,19 +214,19 @@ def _mapped(rounds: Sequence[int]) -> list[int]:
 def _map(round: int, v: Tensor, present: Tensor, axes: Tensor) -> dict[str, Any]:
     xy, explained = project_descriptors(v[present], axes)
     points = iter([[float(f"{x:.5g}") for x in point] for point in xy.tolist()])
-    kept = (v * present[:, None]).float().contiguous().numpy().astype("<f4")
+    values = (v * present[:, None]).float().contiguous().numpy().astype("<f4")
     return {
         "round": round,
         "explained": explained.tolist(),
-        "xy": [next(points) if here else None for here in present.tolist()],
-        "descriptors": base64.b64encode(kept.tobytes()).decode("ascii"),
+        "xy": [next(points) if is_present else None for is_present in present.tolist()],
+        "descriptors": base64.b64encode(values.tobytes()).decode("ascii"),
     }
 
 
-def _unpacked(kept: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _unpacked(packed: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """Return the descriptors ``[n, l]`` and the presence ``[n]`` of a map."""
-    values = np.frombuffer(base64.b64decode(kept["descriptors"]), dtype="<f4").astype(np.float32)
-    present = torch.tensor([point is not None for point in kept["xy"]], dtype=torch.bool)
+    values = np.frombuffer(base64.b64decode(packed["descriptors"]), dtype="<f4").astype(np.float32)
+    present = torch.tensor([point is not None for point in packed["xy"]], dtype=torch.bool)
     return torch.from_numpy(values).view(len(present), -1), present
 
 

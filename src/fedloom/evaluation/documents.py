@@ -104,10 +104,10 @@ def confusion_table(evaluation: EvaluationResult) -> str:
     text.write("id,class,predicted,examples\n")
     if evaluation.moments is not None:
         return text.getvalue()
-    for client, found, present in zip(evaluation.clients, evaluation.confusion[:, p], evaluation.present, strict=True):
+    for client, matrix, present in zip(evaluation.clients, evaluation.confusion[:, p], evaluation.present, strict=True):
         if present:
-            places = found.nonzero()
-            for (j, k), n in zip(places.tolist(), found[places.unbind(1)].tolist(), strict=True):
+            places = matrix.nonzero()
+            for (j, k), n in zip(places.tolist(), matrix[places.unbind(1)].tolist(), strict=True):
                 text.write(f"{client},{j},{k},{n}\n")
     return text.getvalue()
 
@@ -134,8 +134,8 @@ def output_document(evaluation: EvaluationResult) -> dict[str, Any] | None:
         pixels, and its metrics, null where undefined. None for a group without clients. None for tasks other than
         multilabel and segmentation.
     """
-    targets, wanted = evaluation.plan.targets, {"multilabel": ("auroc", "f1"), "segmentation": ("iou", "dice")}
-    if targets.task not in wanted:
+    targets, metric_names = evaluation.plan.targets, {"multilabel": ("auroc", "f1"), "segmentation": ("iou", "dice")}
+    if targets.task not in metric_names:
         return None
     kind = "label" if targets.task == "multilabel" else "class"
 
@@ -146,7 +146,7 @@ def output_document(evaluation: EvaluationResult) -> dict[str, Any] | None:
     return {
         "round": evaluation.round,
         "names": list(targets.names) or [f"{kind} {k}" for k in range(targets.outputs)],
-        "metrics": list(wanted[targets.task]),
+        "metrics": list(metric_names[targets.task]),
         **evaluation.by_group(rows),
     }
 

@@ -35,26 +35,26 @@ def summed_shapes(plan: EvaluationPlan, predictors: int) -> dict[str, tuple[int,
     return {field.name: shapes[field.name] for field in SummedMetrics.fields()}
 
 
-def summed_metrics(measured: Metrics, plan: EvaluationPlan) -> SummedMetrics:
+def summed_metrics(metrics: Metrics, plan: EvaluationPlan) -> SummedMetrics:
     """Return the measurements of c clients with the moments of each client's own metrics on its test split."""
     test = SPLITS.index("test")
     by_predictor = []
-    for p in range(measured.counts.shape[1]):
+    for p in range(metrics.counts.shape[1]):
         by_reading = []
         for r in range(len(READINGS)):
-            counts = measured.counts[:, p, test, r]
+            counts = metrics.counts[:, p, test, r]
             values = plan.values(
-                Counts(counts, measured.confusion[:, p], measured.calibration[:, p]), measured.sums[:, p, test]
+                Counts(counts, metrics.confusion[:, p], metrics.calibration[:, p]), metrics.sums[:, p, test]
             )
             total = counts[:, TOTAL]
             own = [values[metric.name].double() for metric in plan.metrics]
-            found = torch.stack([counts[:, CORRECT] / total, counts[:, LOSS] / total, *own], dim=1)  # [c, 2 + M]
-            defined = ~found.isnan() & (total > 0)[:, None]
-            found = torch.where(defined, found, 0.0)
-            by_reading.append(torch.stack([defined.double(), found, found.square()], dim=-1))
+            statistics = torch.stack([counts[:, CORRECT] / total, counts[:, LOSS] / total, *own], dim=1)  # [c, 2 + M]
+            is_defined = ~statistics.isnan() & (total > 0)[:, None]
+            statistics = torch.where(is_defined, statistics, 0.0)
+            by_reading.append(torch.stack([is_defined.double(), statistics, statistics.square()], dim=-1))
         by_predictor.append(torch.stack(by_reading, dim=1))
-    sent = measured.tensors() | {"moments": torch.stack(by_predictor, dim=1)}
-    return SummedMetrics(**{field.name: sent[field.name] for field in SummedMetrics.fields()})
+    tensors = metrics.tensors() | {"moments": torch.stack(by_predictor, dim=1)}
+    return SummedMetrics(**{field.name: tensors[field.name] for field in SummedMetrics.fields()})
 
 
 def _summed_values(moment: Tensor, pooled: float) -> Values | None:
@@ -130,12 +130,12 @@ def reading_statistics(
     if evaluation.moments is None:
         return group_statistics(counts, classes=classes)
     moments = _moments(evaluation, predictor, group, reading)
-    tested = round(float(moments[MEAN_LOSS, NUMBER]))
-    if tested == 0:
+    clients_tested = round(float(moments[MEAN_LOSS, NUMBER]))
+    if clients_tested == 0:
         return None
     counts = counts.sum(0)
     accuracies = _summed_values(moments[ACCURACY], float(counts[CORRECT] / counts[TOTAL])) if classes else None
-    return {"clients": tested, **_accuracies(accuracies), "loss_mean": _mean_and_std(moments[MEAN_LOSS])[0]}
+    return {"clients": clients_tested, **_accuracies(accuracies), "loss_mean": _mean_and_std(moments[MEAN_LOSS])[0]}
 
 
 def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
@@ -215,13 +215,13 @@ def spreads(evaluation: EvaluationResult) -> dict[str, dict[str, Any] | None]:
 
 def uncertainties(evaluation: EvaluationResult) -> dict[str, dict[str, float] | None]:
     """Return the uncertainty of ``seen``, ``unseen`` (personal) and ``global``: see ``group_uncertainty``."""
-    found: dict[str, dict[str, float] | None] = dict.fromkeys(GROUPS)
+    result: dict[str, dict[str, float] | None] = dict.fromkeys(GROUPS)
     for group in GROUPS:
         predictor, members = _members(evaluation, group)
         if predictor in evaluation.predictors:
             p, members = evaluation.predictors.index(predictor), members & evaluation.present
-            found[group] = group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
-    return found
+            result[group] = group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
+    return result
 
 
 def calibration_of_clients(evaluation: EvaluationResult, group: str) -> float | None:

@@ -75,28 +75,30 @@ def metrics(
 
     Sums of small clients are taken together (:func:`~fedloom.evaluation.measure.measured_together`).
     """
-    found = None
+    result = None
     if len(clients) > 1 and plan is not None:
-        found = measured_together(predictors, clients, names, batch_size=batch_size, plan=plan)
-    if found is None:
+        result = measured_together(predictors, clients, names, batch_size=batch_size, plan=plan)
+    if result is None:
         pairs = zip(predictors, clients, strict=True)
-        measured = [measure(named, client, names, batch_size=batch_size, plan=plan) for named, client in pairs]
+        rows_measured = [
+            measure(predictor_set, client, names, batch_size=batch_size, plan=plan) for predictor_set, client in pairs
+        ]
         size = 0 if plan is None else plan.shapes(len(names))["models"][0]
         models = torch.zeros(len(clients), size, dtype=torch.float64)
-        stacked = map(torch.stack, zip(*measured, strict=True))
-        found = Metrics(**dict(zip(Measurements._fields, stacked, strict=True)), models=models)
+        columns = map(torch.stack, zip(*rows_measured, strict=True))
+        result = Metrics(**dict(zip(Measurements._fields, columns, strict=True)), models=models)
     if plan is not None and plan.sketches:
-        add_sketches(found.models, predictors)
-    return found
+        add_sketches(result.models, predictors)
+    return result
 
 
-def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, test: int) -> str | None:
+def implausible(metrics: Metrics, plan: EvaluationPlan, *, validation: int, test: int) -> str | None:
     """Return one line on why a client with this many examples cannot have measured this; None if it can.
 
-    ``measured`` is the answer of one client, of the right shapes, with finite values. ``validation`` and ``test`` are
+    ``metrics`` is the answer of one client, of the right shapes, with finite values. ``validation`` and ``test`` are
     the numbers of examples in its splits, from the manifest.
     """
-    counts, confusion, calibration, uncertainty, sums, models = (tensor[0] for tensor in measured.tensors().values())
+    counts, confusion, calibration, uncertainty, sums, models = (tensor[0] for tensor in metrics.tensors().values())
     sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
     by_predictor = (plan.implausible(each, (validation, test)) for each in sums)
     return (
@@ -130,18 +132,18 @@ def _implausible_confusion(confusion: Tensor, test: int) -> str | None:
 
 def _implausible_confidence(calibration: Tensor, uncertainty: Tensor, test: int) -> str | None:
     examples, confidence, right = calibration.unbind(-1)
-    summed, *sums = uncertainty.unbind(-1)
+    entropy_sum, *sums = uncertainty.unbind(-1)
     if (
-        not (are_whole(examples) and are_whole(right) and are_whole(summed))
+        not (are_whole(examples) and are_whole(right) and are_whole(entropy_sum))
         or examples.sum(1).max() > test
-        or summed.max() > test
+        or entropy_sum.max() > test
     ):
         return f"predictions with a confidence of {float(examples.sum(1).max()):g} examples, of {test} test examples"
     if (right > examples).any() or not ((confidence >= 0) & (confidence <= _SLACK * examples)).all():
         return "more right predictions, or a higher confidence, than examples"
     for total in sums:
-        if not ((total >= -summed) & (total <= LOSS_CAP * summed)).all():
-            return f"summed uncertainties of {float(total.abs().max()):g} nats of {float(summed.max()):g} examples"
+        if not ((total >= -entropy_sum) & (total <= LOSS_CAP * entropy_sum)).all():
+            return f"summed uncertainties of {float(total.abs().max()):g} nats of {float(entropy_sum.max()):g} examples"
     return None
 
 
@@ -196,14 +198,14 @@ def measure(
                 rows[id(predictor)] = row = _measure(predictor, client, plan, mask, batch_size)
             if not torch.cat([tensor.flatten() for tensor in row]).isfinite().all():  # it broke its contract
                 raise ArithmeticError(f"client {client.id}: the measurements of {name!r} are not finite")
-    measured = [rows[id(predictors[name])] if name in predictors else _nothing(plan) for name in names]
-    return Measurements(*(torch.stack(tensors) for tensors in zip(*measured, strict=True)))
+    rows_measured = [rows[id(predictors[name])] if name in predictors else _nothing(plan) for name in names]
+    return Measurements(*(torch.stack(tensors) for tensors in zip(*rows_measured, strict=True)))
 
 
 def _nothing(plan: EvaluationPlan) -> Measurements:
     """Return the measurements of one predictor without test examples."""
-    nothing = plan.nothing(1, 1).tensors()
-    return Measurements(*(nothing[name][0, 0] for name in Measurements._fields))
+    zeros = plan.nothing(1, 1).tensors()
+    return Measurements(*(zeros[name][0, 0] for name in Measurements._fields))
 
 
 def _measure(
@@ -213,10 +215,10 @@ def _measure(
 
     ``mask`` has the classes of the client's train split, ``[C]`` bool; None without labels there, or classes.
     """
-    found = _nothing(plan)
+    metrics = _nothing(plan)
     for s, split in enumerate((client.validation, client.test)):
         if plan.targets.outputs == 0:
-            found.counts[s, 0] += _losses(predictor, split, batch_size)
+            metrics.counts[s, 0] += _losses(predictor, split, batch_size)
         elif split.y is not None:
             sums = _SplitSums(plan)
             for start in range(0, len(split), batch_size):
@@ -224,37 +226,37 @@ def _measure(
                 x: Any = take(split.x, batch)
                 y = split.y[batch]
                 if plan.classes:
-                    log_p = _measure_classes(predictor, x, y, found, s, mask)
+                    log_p = _measure_classes(predictor, x, y, metrics, s, mask)
                     sums.add(log_p, y)
                 else:
                     predictions = predictor.predictions(x)
-                    found.counts[s, 0] += _task_losses(plan, predictions, y)
+                    metrics.counts[s, 0] += _task_losses(plan, predictions, y)
                     sums.add(predictions, y)
             if len(split) and plan.size:
-                found.sums[s] = sums.total()
-    return found
+                metrics.sums[s] = sums.total()
+    return metrics
 
 
 def _measure_classes(
-    predictor: Predictor, x: Any, y: Tensor, found: Measurements, s: int, mask: Tensor | None
+    predictor: Predictor, x: Any, y: Tensor, metrics: Measurements, s: int, mask: Tensor | None
 ) -> Tensor:
     """Add a batch of split ``s`` to all measurements but the sums; return its log-probabilities ``[b, C]``."""
     draws = cast(EnsemblePredictor, predictor).draws_log_probabilities(x) if is_ensemble(type(predictor)) else None
     all_log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
-    found.counts[s, 0] += _score(all_log_p, y)
+    metrics.counts[s, 0] += _score(all_log_p, y)
     if mask is not None:
         absent = ~mask.to(all_log_p.device)
-        found.counts[s, 1] += _score(all_log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
+        metrics.counts[s, 1] += _score(all_log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
     if SPLITS[s] == "test":
         log_p, labels, broken = all_log_p, y, all_log_p.isnan().any(1)
         if broken.any():
             log_p, labels = all_log_p[~broken], y[~broken]
             draws = None if draws is None else draws[:, ~broken]
-        classes = found.confusion.shape[-1]
+        classes = metrics.confusion.shape[-1]
         pairs = torch.bincount(labels * classes + log_p.argmax(1), minlength=classes**2)
-        found.confusion.add_(pairs.view(classes, classes).cpu())
-        found.calibration.add_(calibration_counts(log_p, labels))
-        found.uncertainty.add_(uncertainty_counts(log_p, draws))
+        metrics.confusion.add_(pairs.view(classes, classes).cpu())
+        metrics.calibration.add_(calibration_counts(log_p, labels))
+        metrics.uncertainty.add_(uncertainty_counts(log_p, draws))
     return all_log_p
 
 
@@ -320,8 +322,8 @@ def _score(log_p: Tensor, y: Tensor) -> Tensor:
         count = int(broken.sum())
         _log.warning("%d of %d predictions are NaN: counted wrong, loss %.2f each", count, len(y), LOSS_CAP)
         correct, loss = correct & ~broken, loss.masked_fill(broken, LOSS_CAP)
-    summed = float(loss.clamp(max=LOSS_CAP).sum())
-    return torch.tensor([int(correct.sum()), len(y), summed], dtype=torch.float64)
+    loss_sum = float(loss.clamp(max=LOSS_CAP).sum())
+    return torch.tensor([int(correct.sum()), len(y), loss_sum], dtype=torch.float64)
 
 
 _MOST = 1 << 20
@@ -341,22 +343,26 @@ def measured_together(
     None is returned for tasks other than classification, splits without labels or larger than a batch, clients without
     a predictor or training examples, ensembles, predictions or measurements that are not finite, and large groups.
     """
-    single = (name in named and not is_ensemble(type(named[name])) for named in predictors for name in names)
+    single = (
+        name in predictor_set and not is_ensemble(type(predictor_set[name]))
+        for predictor_set in predictors
+        for name in names
+    )
     if not (plan.classes and _are_small(clients, batch_size, plan) and all(single)):
         return None
     present = torch.stack([client.present for client in clients]).cpu()
-    found = plan.nothing(len(clients), len(names))
-    done: dict[tuple[int, ...], int] = {}
+    result = plan.nothing(len(clients), len(names))
+    measured_rows: dict[tuple[int, ...], int] = {}
     for i, name in enumerate(names):
-        each = [named[name] for named in predictors]
-        same = done.setdefault(tuple(map(id, each)), i)  # two names may share predictors
+        each = [predictor_set[name] for predictor_set in predictors]
+        same = measured_rows.setdefault(tuple(map(id, each)), i)  # two names may share predictors
         if same < i:
-            for name, tensor in found.tensors().items():
+            for name, tensor in result.tensors().items():
                 if name != "models":
                     tensor[:, i] = tensor[:, same]
-        elif not _measure_group(found, i, each, clients, ~present, plan):
+        elif not _measure_group(result, i, each, clients, ~present, plan):
             return None
-    return found if all(tensor.isfinite().all() for tensor in found.tensors().values()) else None
+    return result if all(tensor.isfinite().all() for tensor in result.tensors().values()) else None
 
 
 def _are_small(clients: Sequence[ClientData], batch_size: int, plan: EvaluationPlan) -> bool:
@@ -371,7 +377,7 @@ def _are_small(clients: Sequence[ClientData], batch_size: int, plan: EvaluationP
 
 @torch.no_grad()
 def _measure_group(
-    found: Metrics,
+    metrics: Metrics,
     i: int,
     predictors: Sequence[Predictor],
     clients: Sequence[ClientData],
@@ -381,22 +387,22 @@ def _measure_group(
     """Measure each client's i-th predictor; return False if a log-probability is NaN."""
     for s, name in enumerate(SPLITS):
         splits: list[Split] = [getattr(client, name) for client in clients]
-        there = [j for j, split in enumerate(splits) if len(split)]
-        if not there:
+        with_examples = [j for j, split in enumerate(splits) if len(split)]
+        if not with_examples:
             continue
-        sizes = [len(splits[j]) for j in there]
-        log_p = torch.cat([predictors[j].log_probabilities(splits[j].x) for j in there]).double().cpu()  # type: ignore[arg-type]
-        y = torch.cat([splits[j].y for j in there]).cpu()  # type: ignore[misc]
-        client = torch.tensor(there).repeat_interleave(torch.tensor(sizes))
+        sizes = [len(splits[j]) for j in with_examples]
+        log_p = torch.cat([predictors[j].log_probabilities(splits[j].x) for j in with_examples]).double().cpu()  # type: ignore[arg-type]
+        y = torch.cat([splits[j].y for j in with_examples]).cpu()  # type: ignore[misc]
+        client = torch.tensor(with_examples).repeat_interleave(torch.tensor(sizes))
         masked = log_p.masked_fill(absent[client], -math.inf).log_softmax(1)
         if log_p.isnan().any() or masked.isnan().any():
             return False
-        found.counts[:, i, s, 0] = _scores(log_p, y, client, len(clients))
-        found.counts[:, i, s, 1] = _scores(masked, y, client, len(clients))
+        metrics.counts[:, i, s, 0] = _scores(log_p, y, client, len(clients))
+        metrics.counts[:, i, s, 1] = _scores(masked, y, client, len(clients))
         if plan.size:
-            found.sums[there, i, s] = torch.cat([part.of_clients(log_p, y, sizes) for part in plan.sums], 1)
+            metrics.sums[with_examples, i, s] = torch.cat([part.of_clients(log_p, y, sizes) for part in plan.sums], 1)
         if name == "test":
-            _add_distributions(found, i, log_p, y, client)
+            _add_distributions(metrics, i, log_p, y, client)
     return True
 
 
@@ -407,14 +413,14 @@ def _scores(log_p: Tensor, y: Tensor, client: Tensor, clients: int) -> Tensor:
     return _summed(values, client, clients)
 
 
-def _add_distributions(found: Metrics, i: int, log_p: Tensor, y: Tensor, client: Tensor) -> None:
+def _add_distributions(metrics: Metrics, i: int, log_p: Tensor, y: Tensor, client: Tensor) -> None:
     """Add confusion, calibration and uncertainty of single networks, which have no mutual information."""
-    g, _, classes, _ = found.confusion.shape
+    g, _, classes, _ = metrics.confusion.shape
     pairs = torch.bincount((client * classes + y) * classes + log_p.argmax(1), minlength=g * classes**2)
-    found.confusion[:, i] = pairs.view(g, classes, classes)
-    found.calibration[:, i] = calibration_counts(log_p, y, client, g).view(g, BINS, 3)
+    metrics.confusion[:, i] = pairs.view(g, classes, classes)
+    metrics.calibration[:, i] = calibration_counts(log_p, y, client, g).view(g, BINS, 3)
     total = entropy(log_p)
-    found.uncertainty[:, i] = _summed(
+    metrics.uncertainty[:, i] = _summed(
         torch.stack([torch.ones_like(total), total, torch.zeros_like(total)], 1), client, g
     )
 

@@ -114,10 +114,10 @@ class EvaluationPlan:
 
         ``pooled``: the rows are sums over clients.
         """
-        found = self.task.metrics_of_counts(counts)
+        values = self.task.metrics_of_counts(counts)
         for part, columns in zip(self.sums, self._split(sums), strict=True):
-            found |= part.values(columns, pooled=pooled)
-        return found
+            values |= part.values(columns, pooled=pooled)
+        return values
 
     def implausible(self, sums: Tensor, examples: Sequence[int]) -> str | None:
         """Return why a client cannot have measured the sums ``[S, K]`` on splits of these sizes; None if it can."""
@@ -187,10 +187,10 @@ class EvaluationResult:
         if "personal" not in self.predictors:
             raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
         n = len(self.clients)
-        measured = self.plan.shapes(len(self.predictors))
+        shapes = self.plan.shapes(len(self.predictors))
         if self.models is None:
-            del measured["models"]
-        for name, trailing in {"seen": (), "present": (), **measured}.items():
+            del shapes["models"]
+        for name, trailing in {"seen": (), "present": (), **shapes}.items():
             shape, expected = tuple(getattr(self, name).shape), (n, *trailing)
             if shape != expected:
                 raise ValueError(f"{name} must have shape {expected} (got {shape})")
@@ -238,13 +238,13 @@ class EvaluationResult:
         counts, confusion, calibration, sums = rows
         return self.plan.values(Counts(counts, confusion, calibration), sums, pooled=pooled)
 
-    def by_group(self, found: Callable[[int, Tensor], Any]) -> dict[str, Any]:
+    def by_group(self, function: Callable[[int, Tensor], Any]) -> dict[str, Any]:
         """Return, for each predictor, results of ``seen`` and ``unseen``; ``global`` is None for a method without it.
 
-        ``found`` is called with the position of a predictor, and the present clients of a group, ``[n]`` bool.
+        ``function`` is called with the position of a predictor, and the present clients of a group, ``[n]`` bool.
         """
         groups = {"seen": self.seen & self.present, "unseen": ~self.seen & self.present}
         results: dict[str, Any] = {"personal": None, "global": None}
         for p, predictor in enumerate(self.predictors):
-            results[predictor] = {name: found(p, members) for name, members in groups.items()}
+            results[predictor] = {name: function(p, members) for name, members in groups.items()}
         return results

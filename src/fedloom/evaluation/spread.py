@@ -29,13 +29,13 @@ SKETCH = 512
 _SEED = 0
 
 
-def add_sketches(found: Tensor, predictors: Sequence[Mapping[str, Predictor]]) -> None:
+def add_sketches(sketches: Tensor, predictors: Sequence[Mapping[str, Predictor]]) -> None:
     """Write the number of parameters of each client's own model, and its sketch, to ``[g, 1 + SKETCH]`` float64.
 
     The rows of clients whose own predictor is missing, or not one vector of values up to ``VALUE_LIMIT``, stay 0.
     """
-    for row, named in zip(found, predictors, strict=True):
-        tensors = named["personal"].tensors() if "personal" in named else {}
+    for row, predictor_set in zip(sketches, predictors, strict=True):
+        tensors = predictor_set["personal"].tensors() if "personal" in predictor_set else {}
         if tensors.keys() != {"theta"}:
             continue
         theta = tensors["theta"].detach().cpu().double()
@@ -48,8 +48,8 @@ def add_sketches(found: Tensor, predictors: Sequence[Mapping[str, Predictor]]) -
 @functools.lru_cache(maxsize=4)
 def _grouping(parameters: int) -> tuple[Tensor, Tensor]:
     """Return the group and the sign of each parameter, ``[d]`` each."""
-    found = signed_grouping(_SEED, "spread", count=parameters, groups=min(SKETCH, parameters))
-    groups, positive = map(torch.from_numpy, found)
+    grouping = signed_grouping(_SEED, "spread", count=parameters, groups=min(SKETCH, parameters))
+    groups, positive = map(torch.from_numpy, grouping)
     return groups, torch.where(positive, 1.0, -1.0).double()
 
 

@@ -47,8 +47,8 @@ def validation_pooled(evaluation: EvaluationResult, *, label_mask: bool) -> floa
         return None
     if evaluation.classes:
         return float(counts[:, CORRECT].sum()) / total
-    found = evaluation.metrics("personal", "validation", evaluation.seen, pooled=True)
-    value = float(found[evaluation.plan.task.headline.name])
+    values = evaluation.metrics("personal", "validation", evaluation.seen, pooled=True)
+    value = float(values[evaluation.plan.task.headline.name])
     return None if math.isnan(value) else value
 
 
@@ -69,9 +69,9 @@ def left_out(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, int
     reading = "masked" if label_mask else "unmasked"
     if evaluation.members is not None:
         everyone = torch.ones_like(evaluation.seen)
-        found = reading_statistics(evaluation, "personal", everyone, reading, classes=False)
-        tested = 0 if found is None else found["clients"]
-        return {"absent": evaluation.asked - evaluation.measured, "untested": evaluation.measured - tested}
+        statistics = reading_statistics(evaluation, "personal", everyone, reading, classes=False)
+        client_count = 0 if statistics is None else statistics["clients"]
+        return {"absent": evaluation.asked - evaluation.measured, "untested": evaluation.measured - client_count}
     total = evaluation.of("personal", "test", reading)[:, TOTAL]
     present = evaluation.present.bool()
     return {"absent": int((~present).sum()), "untested": int((present & (total == 0)).sum())}
@@ -116,18 +116,18 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     ``unseen`` and ``global``, and is None if no round was validated.
     """
     scored = ((-score, line["round"], line) for line in history if (score := line_score(line)) is not None)
-    *_, chosen = min(scored, key=lambda each: each[:2], default=(None,))
-    return None if chosen is None else {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
+    *_, best_line = min(scored, key=lambda each: each[:2], default=(None,))
+    return None if best_line is None else {key: best_line[key] for key in ("round", "seen", "unseen", "global")}
 
 
-def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> list[dict[str, Any]] | None:
+def own_steps(results: Mapping[int, EvaluationResult], *, label_mask: bool) -> list[dict[str, Any]] | None:
     """Return ``own_steps`` of ``summary.json``: {``steps``, ``unseen``} for each number of a client's own steps.
 
     ``unseen`` is as in the summary itself. The list is None if no steps were requested.
     """
     statistics = [
         {"steps": k, "unseen": predictor_statistics(e, "personal", ~e.seen, label_mask=label_mask)}
-        for k, e in after.items()
+        for k, e in results.items()
     ]
     return statistics or None
 
@@ -172,7 +172,7 @@ class RunCost:
 def summary(
     final: EvaluationResult,
     history: Iterable[Mapping[str, Any]],
-    about: RunDescription,
+    run: RunDescription,
     cost: RunCost,
     *,
     label_mask: bool,
@@ -196,14 +196,14 @@ def summary(
     """
     steps, seconds = cost.client_steps, cost.training_s
     result = {
-        "name": about.name,
-        "algorithm": about.algorithm,
-        "titles": dict(about.titles),
-        "dataset": about.dataset,
-        "model": about.model,
+        "name": run.name,
+        "algorithm": run.algorithm,
+        "titles": dict(run.titles),
+        "dataset": run.dataset,
+        "model": run.model,
         **headline_keys(final.plan),
         "metrics": {metric.name: metric._asdict() for metric in final.plan.metrics},
-        "seed": about.seed,
+        "seed": run.seed,
         "rounds": cost.rounds,
         "clients_per_round": cost.clients_per_round,
         **groups(final, label_mask=label_mask),
@@ -211,8 +211,8 @@ def summary(
         "best": best(history),
         "last_evaluations": late(last),
         "uncertainty": {
-            name: None if found is None else {**found, "ece_clients": calibration_of_clients(final, name)}
-            for name, found in uncertainties(final).items()
+            name: None if values is None else {**values, "ece_clients": calibration_of_clients(final, name)}
+            for name, values in uncertainties(final).items()
         },
         "spread": spreads(final),
         "communication": asdict(cost.communication),
@@ -225,8 +225,8 @@ def summary(
 def _extended(line: dict[str, Any], extra: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:
     """Add the methods' sub-objects."""
     methods = {method: dict(values) for method, values in (extra or {}).items()}
-    if taken := sorted(methods.keys() & line.keys()):
-        raise ValueError(f"a method may not be called {taken[0]!r}: that key is taken")
+    if conflicting := sorted(methods.keys() & line.keys()):
+        raise ValueError(f"a method may not be called {conflicting[0]!r}: that key is taken")
     return line | methods
 
 
@@ -259,10 +259,10 @@ def _over_evaluations(groups: Sequence[Mapping[str, Any]], headline: Headline) -
     """Return mean, lowest and highest of a group's headline, or of its losses if there is none."""
     values = [values_of(group, headline) for group in groups]
     columns = {f"{headline.name}_{key}": [getattr(each, key) for each in values] for key in ("mean", "pooled")}
-    known = {key: column for key, column in columns.items() if None not in column}
-    if not known or headline == MODEL_LOSS:
-        known = {"loss_mean": [group["loss_mean"] for group in groups]}
+    complete = {key: column for key, column in columns.items() if None not in column}
+    if not complete or headline == MODEL_LOSS:
+        complete = {"loss_mean": [group["loss_mean"] for group in groups]}
     return {
         key: {"mean": math.fsum(column) / len(column), "lowest": min(column), "highest": max(column)}
-        for key, column in known.items()
+        for key, column in complete.items()
     }

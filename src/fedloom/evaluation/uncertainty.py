@@ -58,12 +58,12 @@ def calibration_counts(log_p: Tensor, y: Tensor, client: Tensor | None = None, c
     client
         ``[b]`` number of each example's client on the CPU, below ``clients``; None for one client.
     """
-    confidence, predicted = log_p.double().exp().max(1)
+    confidence, predictions = log_p.double().exp().max(1)
     bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
     bins = bins.cpu() if client is None else bins.cpu() + BINS * client
-    found = torch.zeros(clients * BINS, 3, dtype=torch.float64)
-    values = torch.stack([torch.ones_like(confidence), confidence, (predicted == y).double()], dim=1)
-    return found.index_add_(0, bins, values.cpu())
+    counts = torch.zeros(clients * BINS, 3, dtype=torch.float64)
+    values = torch.stack([torch.ones_like(confidence), confidence, (predictions == y).double()], dim=1)
+    return counts.index_add_(0, bins, values.cpu())
 
 
 def entropy(log_p: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def calibration_rows(calibration: Tensor) -> list[list[float]] | None:
 
 
 def client_document(
-    before: Mapping[str, Any] | None,
+    previous: Mapping[str, Any] | None,
     round: int,
     *,
     clients: Sequence[str],
@@ -133,7 +133,7 @@ def client_document(
     """Add a round to the content of ``uncertainty.json``: numbers per client, as in papers/003, Figure 3.
 
     It has ``edges``, ``clients`` and ``rounds``: the first two evaluated rounds and the last, before training, early in
-    it, and at its end. Values are null for a client without predictions. Of the content ``before`` (None at first),
+    it, and at its end. Values are null for a client without predictions. Of the content ``previous`` (None at first),
     rounds from this one on are dropped, so that a resumed run may rewrite them.
 
     Parameters
@@ -148,7 +148,7 @@ def client_document(
     some = [bool(count) for count in n.tolist()]
 
     def per_client(values: Sequence[Any]) -> list[Any]:
-        return [value if here else None for value, here in zip(values, some, strict=True)]
+        return [value if is_present else None for value, is_present in zip(values, some, strict=True)]
 
     this = {
         "round": round,
@@ -157,7 +157,7 @@ def client_document(
         "entropy": per_client([float(f"{mean[ENTROPY]:.6g}") for mean in means]),
         "mutual_information": per_client([float(f"{mean[INFORMATION]:.6g}") for mean in means]),
     }
-    earlier = [one for one in before["rounds"] if one["round"] < round][:2] if before else []
+    earlier = [one for one in previous["rounds"] if one["round"] < round][:2] if previous else []
     return {
         "edges": EDGES,
         "clients": {"ids": list(clients), "seen": seen.bool().tolist()},

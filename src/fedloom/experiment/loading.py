@@ -33,7 +33,7 @@ Overrides = Sequence[str]
 """Overrides of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
 
 
-def load_experiment(path: str | Path, overrides: Overrides = (), *, begun: Path | None = None) -> Experiment:
+def load_experiment(path: str | Path, overrides: Overrides = (), *, stored: Path | None = None) -> Experiment:
     """Read an experiment file.
 
     A file given by the user of this process permits the factory that it names (:mod:`fedloom.models.factories`).
@@ -58,7 +58,7 @@ def load_experiment(path: str | Path, overrides: Overrides = (), *, begun: Path 
     """
     text = _read(path)
     own = not is_url(path) and not _is_of_run(expanded(path))
-    return parse_experiment(text, overrides, source=str(path), begun=begun, own=own)
+    return parse_experiment(text, overrides, source=str(path), stored=stored, own=own)
 
 
 def of_run(text: str, source: str) -> Experiment:
@@ -104,7 +104,7 @@ def parse_experiment(
     overrides: Overrides = (),
     *,
     source: str = "the experiment",
-    begun: Path | None = None,
+    stored: Path | None = None,
     own: bool = True,
 ) -> Experiment:
     """Parse the text of an experiment file, YAML or JSON; otherwise as :func:`load_experiment`.
@@ -116,7 +116,7 @@ def parse_experiment(
     own
         True if the user of this process supplied the text, which permits the factory that it names.
     """
-    return _checked(*_mapping(text, source), overrides, source, begun, own=own)
+    return _checked(*_mapping(text, source), overrides, source, stored, own=own)
 
 
 def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
@@ -133,14 +133,14 @@ def _checked(
     origins: dict[KeyPath, str],
     overrides: Overrides,
     source: str,
-    begun: Path | None = None,
+    stored: Path | None = None,
     *,
     own: bool = True,
 ) -> Experiment:
     for override in overrides:
         _set(value, origins, override)
-    if begun is not None and (begun / RECORDED).is_file():
-        _take_paths(value, begun / RECORDED)
+    if stored is not None and (stored / RECORDED).is_file():
+        _take_paths(value, stored / RECORDED)
     for path, name in named_code(value):
         if own or origins.get(path) == SET:
             permit_factory(name)
@@ -154,15 +154,15 @@ def _take_paths(value: dict[str, Any], recorded: Path) -> None:
     run, _ = _mapping(_read(recorded), str(recorded))
     new: Any = value.get("data")
     old: Any = run.get("data")
-    for key, within in (("root", None), ("path", "source")):
-        if within is not None:
-            new, old = new.get(within), old.get(within)
+    for key, section in (("root", None), ("path", "source")):
+        if section is not None:
+            new, old = new.get(section), old.get(section)
         if not isinstance(new, dict) or not isinstance(old, dict):
             return
-        path, before = new.get(key), old.get(key)
-        if isinstance(path, str) and isinstance(before, str):
+        path, old_path = new.get(key), old.get(key)
+        if isinstance(path, str) and isinstance(old_path, str):
             place = expanded(path)
-            new[key] = path if place.is_absolute() or place.exists() else before
+            new[key] = path if place.is_absolute() or place.exists() else old_path
 
 
 def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | None = None) -> Experiment:
@@ -206,7 +206,7 @@ def of(
     experiment: Experiment | Mapping[str, Any] | str | Path,
     overrides: Overrides = (),
     *,
-    begun: Path | None = None,
+    stored: Path | None = None,
     **keys: Any,
 ) -> Experiment:
     """Return the experiment described by a file, a mapping or an object, with some of its keys replaced.
@@ -226,12 +226,12 @@ def of(
     ExperimentError
         If it cannot be read or is invalid; lists every error with its key.
     """
-    replaced = [
+    replacements = [
         *overrides,
         *(f"{key.replace('__', '.')}={as_yaml(plain_value(value, key))}" for key, value in keys.items()),
     ]
     if isinstance(experiment, str | Path):
-        return load_experiment(experiment, replaced, begun=begun)
+        return load_experiment(experiment, replacements, stored=stored)
     source = "the experiment"
     value = plain_value(experiment, source)
     if not isinstance(value, dict):
@@ -239,7 +239,7 @@ def of(
             f"The experiment must be the path of a file, a mapping, or an Experiment (got a "
             f"{type(experiment).__name__})."
         )
-    return _checked(value, {}, replaced, source, begun)
+    return _checked(value, {}, replacements, source, stored)
 
 
 def settings_of(kind: type[S], overrides: Overrides, source: str, option: str = SET) -> S:
@@ -264,7 +264,7 @@ def settings_of(kind: type[S], overrides: Overrides, source: str, option: str = 
     return validate(kind, value, source, origins)
 
 
-def plain_value(value: Any, what: str) -> Any:
+def plain_value(value: Any, name: str) -> Any:
     """Return part of an experiment, which may contain Python objects, in the form that YAML would hold.
 
     Parameters
@@ -292,31 +292,31 @@ def plain_value(value: Any, what: str) -> Any:
 
             return remember_metric(value)
         raise ExperimentError(
-            f"{what}: a {type(value).__name__} cannot be part of an experiment; give sections and values that a file "
+            f"{name}: a {type(value).__name__} cannot be part of an experiment; give sections and values that a file "
             "can hold."
         )
 
     try:
         return json.loads(json.dumps(value, default=of_object))
     except (TypeError, ValueError) as error:
-        raise ExperimentError(f"{what}: {error}") from error
+        raise ExperimentError(f"{name}: {error}") from error
 
 
 def named_code(value: Mapping[str, Any]) -> list[tuple[KeyPath, str]]:
     """Return keys and names of the code that an experiment names: the factory of its model, and metrics."""
-    found: list[tuple[KeyPath, Any]] = []
+    names: list[tuple[KeyPath, Any]] = []
     if isinstance(model := value.get("model"), dict):
-        found.append((("model", "factory"), model.get("factory")))
+        names.append((("model", "factory"), model.get("factory")))
     metrics = evaluation.get("metrics") if isinstance(evaluation := value.get("evaluation"), dict) else None
     if isinstance(metrics, list | tuple):
-        found += [(("evaluation", "metrics"), name) for name in metrics if ":" in str(name)]
-    return [(path, name) for path, name in found if isinstance(name, str)]
+        names += [(("evaluation", "metrics"), name) for name in metrics if ":" in str(name)]
+    return [(path, name) for path, name in names if isinstance(name, str)]
 
 
 def _is_of_run(path: Path) -> bool:
     """Return True for the experiment file that a run has written to its folder."""
-    written = ("partition.json", "journal.jsonl", "checkpoints")
-    return path.name == "experiment.yaml" and any((path.parent / name).exists() for name in written)
+    run_files = ("partition.json", "journal.jsonl", "checkpoints")
+    return path.name == "experiment.yaml" and any((path.parent / name).exists() for name in run_files)
 
 
 def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str, option: str = SET) -> None:

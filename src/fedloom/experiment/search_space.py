@@ -84,8 +84,8 @@ class Choices(Settings):
 
 
 def _kind(value: Any) -> str:
-    chosen = isinstance(value, Choices) or (isinstance(value, Mapping) and "choices" in value)
-    return "of_choices" if chosen else "of_range"
+    is_choice = isinstance(value, Choices) or (isinstance(value, Mapping) and "choices" in value)
+    return "of_choices" if is_choice else "of_range"
 
 
 Values = Annotated[Annotated[Range, Tag("of_range")] | Annotated[Choices, Tag("of_choices")], Discriminator(_kind)]
@@ -199,8 +199,8 @@ def read_space(source: str | Path | Mapping[str, Any] | SearchSpace, *, trials: 
         try:
             text = read_file(expanded(source)).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
-            raise ExperimentError(f"{name} cannot be read: {why}", key="space") from error
+            reason = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
+            raise ExperimentError(f"{name} cannot be read: {reason}", key="space") from error
         value, origins = parse_yaml(text, name)
     if not isinstance(value, dict):
         raise ExperimentError(
@@ -357,7 +357,7 @@ def points(
     seeds: str | None,
     grid: Sequence[str],
     *,
-    begun: Path | None = None,
+    stored: Path | None = None,
 ) -> list[Point]:
     """Return every run of a sweep, with the seeds of one setting next to each other.
 
@@ -380,7 +380,7 @@ def points(
     for values in itertools.product(*(values for _, values in axes)):
         settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
         try:
-            point = of(experiment, [*overrides, *settings], begun=begun)
+            point = of(experiment, [*overrides, *settings], stored=stored)
         except ExperimentError as error:
             raise ExperimentError(f"at {', '.join(settings)}: {error}") from error
         name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
@@ -428,8 +428,8 @@ def seeds_of(text: str) -> list[int]:
 def _short(value: str) -> str:
     """Return a YAML value as part of a folder name; for a mapping, its ``name`` or ``scheme``."""
     parsed, _ = parse_yaml(value, argument("grid"))
-    named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
-    return f"{{{named}}}" if named else value
+    name = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
+    return f"{{{name}}}" if name else value
 
 
 def _folder_name(parts: Sequence[str], settings: Sequence[str]) -> str:

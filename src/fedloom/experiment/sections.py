@@ -80,10 +80,10 @@ def _absolute(path: str) -> str:
 def _located_source(source: LocalFiles, dataset: str) -> LocalFiles:
     """Return a source with absolute paths; the name of a data set in the cache stays."""
     by_name = dataset == "huggingface" and not expanded(source.path).exists()
-    changed: dict[str, Any] = {} if by_name else {"path": _absolute(source.path)}
+    update: dict[str, Any] = {} if by_name else {"path": _absolute(source.path)}
     if source.text is not None:
-        changed["text"] = source.text.model_copy(update={"tokenizer": _absolute(source.text.tokenizer)})
-    return source.model_copy(update=changed)
+        update["text"] = source.text.model_copy(update={"tokenizer": _absolute(source.text.tokenizer)})
+    return source.model_copy(update=update)
 
 
 def _place(text: str) -> str:
@@ -468,17 +468,17 @@ class Experiment(Section):
 
     def located(self) -> Experiment:
         """Return the experiment with absolute paths, as a run records it; relative ones start in the current folder."""
-        changed: dict[str, Any] = {}
+        update: dict[str, Any] = {}
         if isinstance(self.data, Data):
             of_data: dict[str, Any] = {}
             if self.data.root is not None:
                 of_data["root"] = _absolute(self.data.root)
             if self.data.source is not None:
                 of_data["source"] = _located_source(self.data.source, self.data.dataset)
-            changed["data"] = self.data.model_copy(update=of_data)
+            update["data"] = self.data.model_copy(update=of_data)
         if self.storage is not None and not is_url(self.storage):
-            changed["storage"] = _absolute(self.storage)
-        return self.model_copy(update=changed)
+            update["storage"] = _absolute(self.storage)
+        return self.model_copy(update=update)
 
     def resolved_yaml(self) -> str:
         """Return the experiment with every default filled in, as YAML that is read to the same experiment."""

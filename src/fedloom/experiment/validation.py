@@ -48,8 +48,8 @@ def validated(
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         schema = json_schema([name] if name in available() else None)
         errors = explain(error, schema, value)
-        left = [m for m in errors if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
-        renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in left)
+        remaining = [m for m in errors if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
+        renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in remaining)
         # The file's other keys belong to the method that it names.
         hint = f"{SET}'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
         raise ExperimentError(listing(source, errors, origins), hint=hint, key=dotted(errors[0].path)) from None
@@ -72,8 +72,8 @@ def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
 @functools.cache
 def _schema(algorithms: tuple[str, ...]) -> dict[str, Any]:
     choices: list[Any] = [_settings_with_name(name) for name in algorithms]
-    described = Field(description=Experiment.model_fields["algorithm"].description)
-    fields: dict[str, Any] = {"algorithm": (functools.reduce(operator.or_, choices), described)}
+    field = Field(description=Experiment.model_fields["algorithm"].description)
+    fields: dict[str, Any] = {"algorithm": (functools.reduce(operator.or_, choices), field)}
     whole = create_model("Experiment", __base__=Experiment, **fields)
     schema = whole.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -138,13 +138,13 @@ def _error(key: str, text: str) -> SettingError:
     return SettingError(tuple(key.split(".")), text)
 
 
-def _error_of(error: ExperimentError, key: str, within: tuple[str, ...] = ("",)) -> SettingError:
+def _error_of(error: ExperimentError, key: str, prefix: tuple[str, ...] = ("",)) -> SettingError:
     """Return an error at the key that it names, as ``key`` or before a colon, or else at ``key``."""
     if error.key is not None:
         return _error(error.key, str(error).removeprefix(error.key).lstrip(": "))
-    named, colon, text = str(error).partition(": ")
-    if colon and re.fullmatch(r"[a-z_]+(\.\w+)*", named) and named.startswith(within):
-        return _error(named, text)
+    key_text, colon, text = str(error).partition(": ")
+    if colon and re.fullmatch(r"[a-z_]+(\.\w+)*", key_text) and key_text.startswith(prefix):
+        return _error(key_text, text)
     return _error(key, str(error))
 
 
@@ -152,8 +152,8 @@ def _check_population(c: _Combination) -> Iterator[SettingError]:
     """Check that the method can train with clients that join and leave."""
     e = c.experiment
     if isinstance(e.data, OwnData) and (fixed := c.algorithm.requires_fixed_population(e.algorithm.settings)):
-        key, why = fixed
-        yield _error(f"algorithm.{key}", f"{why} (with data.own, clients join and leave)")
+        key, reason = fixed
+        yield _error(f"algorithm.{key}", f"{reason} (with data.own, clients join and leave)")
 
 
 def _refused(key: str, check: Callable[..., object], *arguments: Any) -> Iterator[SettingError]:
@@ -206,8 +206,8 @@ def _check_augment(c: _Combination) -> Iterator[SettingError]:
 def _check_rounds(c: _Combination) -> Iterator[SettingError]:
     e, rounds = c.experiment, c.experiment.federation.rounds
     if not c.algorithm.trains and rounds != 0:
-        shown = "null" if rounds is None else rounds
-        yield _error("federation.rounds", f"must be 0, because {c.algorithm.name} has no rounds (got {shown})")
+        rounds_text = "null" if rounds is None else rounds
+        yield _error("federation.rounds", f"must be 0, because {c.algorithm.name} has no rounds (got {rounds_text})")
     elif rounds is None and not isinstance(e.data, OwnData):
         yield _error("federation.rounds", "must be a number (got null, which is only for data.own)")
 
@@ -292,7 +292,7 @@ def _check_secure_cohort(c: _Combination, secure: SecureAggregation) -> Iterator
             "trust the aggregator to relay their keys (got null)",
         )
     sums = c.algorithm.sums(c.experiment.algorithm.settings).values()
-    weighted = any(summed.weighting == "examples" for fields in sums for summed in fields.values())
+    weighted = any(field.weighting == "examples" for fields in sums for field in fields.values())
     if secure.examples is None and own and weighted:
         yield _error(
             "federation.secure_aggregation.examples",
@@ -331,8 +331,8 @@ def _check_evaluation(c: _Combination) -> Iterator[SettingError]:
     if e.evaluation.own_steps is None:
         return
     if not isinstance(e.data, Data) or not e.data.held_out_fraction:
-        where = "data.own" if isinstance(e.data, OwnData) else "held_out_fraction 0"
-        yield _error("evaluation.own_steps", f"needs a data set with unseen clients (got {where})")
+        place = "data.own" if isinstance(e.data, OwnData) else "held_out_fraction 0"
+        yield _error("evaluation.own_steps", f"needs a data set with unseen clients (got {place})")
     try:
         algorithm.after_steps(e.algorithm.settings, 0)
     except ExperimentError as error:

@@ -102,7 +102,7 @@ def explain(error: ValidationError, schema: Schema, value: Any) -> list[SettingE
         path, text, shows_input = _explained(detail, schema, value)
         texts.setdefault(path, {})[text] = None  # the branches of a union each report an error at the same key
         inputs[path] = f" (got {abbreviated(detail['input'])})" if shows_input else ""
-    return [SettingError(path, f"{', or '.join(found)}{inputs[path]}") for path, found in texts.items()]
+    return [SettingError(path, f"{', or '.join(parts)}{inputs[path]}") for path, parts in texts.items()]
 
 
 def _explained(detail: ErrorDetails, schema: Schema, value: Any) -> tuple[KeyPath, str, bool]:
@@ -157,8 +157,8 @@ def _suggestion(path: KeyPath, schema: Schema) -> str:
     siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
     elsewhere = sorted((key for key in keys if key.rpartition(".")[2] == name), key=lambda key: key.count("."))
     meant = closest(name, siblings) or next(iter(elsewhere), None)
-    listed = f"; the keys are {', '.join(siblings)}" if siblings else ""
-    return f"; did you mean {meant}?" if meant else listed
+    listing = f"; the keys are {', '.join(siblings)}" if siblings else ""
+    return f"; did you mean {meant}?" if meant else listing
 
 
 def _dotted_keys(node: Schema, root: Schema, above: str = "") -> Iterator[str]:
@@ -184,6 +184,6 @@ def abbreviated(value: Any) -> str:
     return shortened(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def closest(word: object, known: Sequence[str]) -> str | None:
+def closest(word: object, names: Sequence[str]) -> str | None:
     """Return the known word closest to a misspelled one."""
-    return next(iter(difflib.get_close_matches(str(word), known, n=1, cutoff=0.7)), None)
+    return next(iter(difflib.get_close_matches(str(word), names, n=1, cutoff=0.7)), None)

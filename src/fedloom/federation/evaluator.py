@@ -78,9 +78,9 @@ class Evaluator:
         # In a power failure, a checkpoint must not survive without the lines that document it.
         self.checkpoints = Checkpoints(
             folder.checkpoints,
-            before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"),
-            done=self.monitor.durable,
-            after=hooks.after,
+            on_start=lambda: folder.sync("journal.jsonl", "metrics.jsonl"),
+            on_write=self.monitor.durable,
+            on_end=hooks.after,
         )
         self.journal = Journal(folder)
         self.monitor.counting(lambda client: self.journal.last_round(client))

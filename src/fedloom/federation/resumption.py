@@ -78,7 +78,7 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
     for name in (METRICS, RELEASES):
         expected = journal.follows.get(name)
         digests_seen: set[str | None] = {None, digests.beginning(name)}
-        for _ in folder.placed(name, skipped=partial(_note, digests_seen)):
+        for _ in folder.placed(name, skip=partial(_note, digests_seen)):
             pass
         if expected not in digests_seen:
             raise DataError(

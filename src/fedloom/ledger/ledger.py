@@ -93,7 +93,7 @@ class PrivacyAccountant:
                 hint="a first training or request creates it",
             ) from error
 
-    def charge(self, guarantee: PrivacyGuarantee, **about: str) -> PrivacyGuarantee:
+    def charge(self, guarantee: PrivacyGuarantee, **run: str) -> PrivacyGuarantee:
         """Record a request before it releases anything; return its guarantee with the new total.
 
         The record is on disk when the call returns, so a request that fails later has been counted.
@@ -103,16 +103,16 @@ class PrivacyAccountant:
         this version, or is damaged; StorageError if it cannot be written.
         """
         with self._opened() as file:
-            found = self._read(file)
-            delta = guarantee.delta if found.delta is None else found.delta
-            released = (*found.spent.descriptors, guarantee.noise_multiplier)
-            total = replace(found.spent, descriptors=released).total(delta)
+            content = self._read(file)
+            delta = guarantee.delta if content.delta is None else content.delta
+            multipliers = (*content.spent.descriptors, guarantee.noise_multiplier)
+            total = replace(content.spent, descriptors=multipliers).total(delta)
             if self._budget is not None and total.epsilon > self._budget:
-                spent, after_it = (rounded_up(e, 4) for e in (found.spent.total(delta).epsilon, total.epsilon))
-                after = str(found) if found.trainings else pluralize(len(found.requests), "request")
+                spent, after_it = (rounded_up(e, 4) for e in (content.spent.total(delta).epsilon, total.epsilon))
+                spent_text = str(content) if content.trainings else pluralize(len(content.requests), "request")
                 raise ExperimentError(
                     f"{argument('budget')} is {self._budget:g}, and with this request ε would be {after_it} at the "
-                    f"ledger's δ = {rounded_up(total.delta)} ({spent} after {after} in {self._path}).",
+                    f"ledger's δ = {rounded_up(total.delta)} ({spent} after {spent_text} in {self._path}).",
                     key="budget",
                     found=total.epsilon,
                     hint=f"use a smaller {argument('epsilon')}, or a larger {argument('budget')}",
@@ -120,33 +120,33 @@ class PrivacyAccountant:
             line = {
                 "version": VERSION,
                 "time": _now(),
-                **about,
+                **run,
                 "epsilon": guarantee.epsilon,
                 "delta": guarantee.delta,
                 "noise_multiplier": guarantee.noise_multiplier,
                 "examples": guarantee.examples,
             }
-            _append(file, found, delta, line)
+            _append(file, content, delta, line)
         return replace(
             guarantee,
-            requests=len(found.requests) + 1,
-            trainings=len(found.trainings),
+            requests=len(content.requests) + 1,
+            trainings=len(content.trainings),
             total_epsilon=total.epsilon,
             total_delta=total.delta,
         )
 
-    def add_training(self, claimed: ClaimedTraining) -> bool:
+    def add_training(self, claim: ClaimedTraining) -> bool:
         """Record a training that the client took part in; return False if the ledger has it already.
 
         It is recorded whatever the budget, because it has happened. Raise as :meth:`charge`.
         """
         with self._opened() as file:
-            found = self._read(file)
-            if any(line["claim"] == claimed.digest for line in found.trainings):
+            content = self._read(file)
+            if any(line["claim"] == claim.digest for line in content.trainings):
                 return False
-            cost = claimed.cost.model_dump()
-            line = {"version": TRAINING_VERSION, "time": _now(), "run": claimed.run, "claim": claimed.digest, **cost}
-            _append(file, found, claimed.cost.delta if found.delta is None else found.delta, line)
+            cost = claim.cost.model_dump()
+            line = {"version": TRAINING_VERSION, "time": _now(), "run": claim.run, "claim": claim.digest, **cost}
+            _append(file, content, claim.cost.delta if content.delta is None else content.delta, line)
         return True
 
     @contextmanager
@@ -178,8 +178,8 @@ class PrivacyAccountant:
                 entry = parsed_json(line)
                 version = entry["version"]
                 if version not in (VERSION, TRAINING_VERSION):
-                    known = f"{VERSION} and {TRAINING_VERSION}"
-                    raise self._refused(number, f"its format is version {version}, and this FedLoom reads {known}")
+                    versions = f"{VERSION} and {TRAINING_VERSION}"
+                    raise self._refused(number, f"its format is version {version}, and this FedLoom reads {versions}")
                 last = digests.check_line(line, last)
                 if delta is None:
                     delta = float(entry["delta"])
@@ -192,13 +192,13 @@ class PrivacyAccountant:
             except digests.Damaged as error:
                 raise self._refused(number, str(error)) from None
             except (ValueError, TypeError, KeyError):
-                shown = line[:80].decode(errors="replace").strip()
-                raise self._refused(number, f"{shown!r} is not a ledger line") from None
+                excerpt = line[:80].decode(errors="replace").strip()
+                raise self._refused(number, f"{excerpt!r} is not a ledger line") from None
         return LedgerContent(delta, Spent(tuple(multipliers), tuple(trainings)), tuple(lines), last)
 
-    def _refused(self, number: int, why: str) -> DataError:
+    def _refused(self, number: int, reason: str) -> DataError:
         return DataError(
-            f"{self._path}, line {number}: {why}",
+            f"{self._path}, line {number}: {reason}",
             hint="if the last line is incomplete, delete it (nothing was released); otherwise restore the file from a "
             f"copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
             "this ledger has recorded",
@@ -212,14 +212,14 @@ def _training(entry: Mapping[str, Any]) -> TrainingCost:
     return TrainingCost.model_validate(entry)
 
 
-def _append(file: BinaryIO, found: LedgerContent, delta: float, line: Mapping[str, Any]) -> None:
+def _append(file: BinaryIO, content: LedgerContent, delta: float, line: Mapping[str, Any]) -> None:
     """Append a line; in an empty file, the line with the ledger's δ comes first."""
-    lines = [line] if found.delta is not None else [{"version": VERSION, "delta": delta}, line]
-    last = found.last
+    lines = [line] if content.delta is not None else [{"version": VERSION, "delta": delta}, line]
+    last = content.last
     for each in lines:
-        written = digests.line_of(each, last)
-        last = digests.check_line(written, last)
-        file.write(written)
+        new_line = digests.line_of(each, last)
+        last = digests.check_line(new_line, last)
+        file.write(new_line)
 
 
 def _now() -> str:

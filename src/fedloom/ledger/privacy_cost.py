@@ -113,7 +113,10 @@ class PrivacyCost:
 
     def as_json(self) -> dict[str, Any]:
         """Return the cost as a JSON object."""
-        return asdict(self) | {"by_rounds": [asdict(at) for at in self.by_rounds], "statement": list(self.statement)}
+        return asdict(self) | {
+            "by_rounds": [asdict(cost) for cost in self.by_rounds],
+            "statement": list(self.statement),
+        }
 
 
 def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
@@ -133,37 +136,37 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
             key="federation.privacy",
             hint=f"add it, or {argument('set')}federation.privacy='{{clip: 1.0, epsilon: 8, delta: 1e-5}}'",
         )
-    planned = Planned(experiment, _population(experiment, question))
-    z, rounds, asked = _solved(planned, question)
-    size = update_size(experiment, planned.population.clients)
-    examples = None if planned.population.examples is None else planned.population.examples[0]
+    plan = Planned(experiment, _population(experiment, question))
+    z, rounds, requested = _solved(plan, question)
+    size = update_size(experiment, plan.population.clients)
+    examples = None if plan.population.examples is None else plan.population.examples[0]
     of_examples = privacy.of == "examples"
-    batch = min(_batch(planned, examples), examples) if of_examples and examples is not None else None
-    ratio = z * math.sqrt(size) / (batch or planned.cohort)
-    found = PrivacyCost(
+    batch = min(_batch(plan, examples), examples) if of_examples and examples is not None else None
+    ratio = z * math.sqrt(size) / (batch or plan.cohort)
+    cost = PrivacyCost(
         unit=privacy.of,
         clip=privacy.clip,
         noise_multiplier=z,
         delta=privacy.delta,
-        asked_epsilon=asked,
-        sampling=planned.release(z).sampling,
-        clients=planned.population.clients,
-        cohort=planned.cohort,
-        visits=planned.visits(rounds) if of_examples and rounds is not None else None,
+        asked_epsilon=requested,
+        sampling=plan.release(z).sampling,
+        clients=plan.population.clients,
+        cohort=plan.cohort,
+        visits=plan.visits(rounds) if of_examples and rounds is not None else None,
         examples=examples if of_examples else None,
         batch=batch,
         rounds=rounds,
-        by_rounds=tuple(_at(planned, privacy, n, z) for n in _shown_rounds(rounds)),
+        by_rounds=tuple(_at(plan, privacy, n, z) for n in _shown_rounds(rounds)),
         noise=privacy.noise,
         parameters=size,
         noise_to_clip=ratio,
     )
-    sentences = _sentences(found)
+    sentences = _sentences(cost)
     if question.ledger is not None:
-        total, sentence = _with_ledger(planned, rounds, z, question.ledger)
-        found = dataclasses.replace(found, with_ledger=total)
+        total, sentence = _with_ledger(plan, rounds, z, question.ledger)
+        cost = dataclasses.replace(cost, with_ledger=total)
         sentences.append(sentence)
-    return dataclasses.replace(found, statement=tuple(sentences))
+    return dataclasses.replace(cost, statement=tuple(sentences))
 
 
 def update_size(experiment: Experiment, clients: int) -> int:
@@ -183,13 +186,13 @@ def _setup(e: Experiment, clients: int) -> Setup:
     else:
         spec, source = e.data.partition.drawn_spec(e.data.opened().spec), e.data.dataset
     task = agreed_task(e.task, spec.task, spec.outputs, source)
-    found = fitted(e.model, spec.inputs, spec.outputs, task, () if spec.targets is None else spec.targets.shape)
+    fitted_model = fitted(e.model, spec.inputs, spec.outputs, task, () if spec.targets is None else spec.targets.shape)
     return Setup(
-        model=found.model,
+        model=fitted_model.model,
         classes=spec.classes,
         input_shape=spec.input_shape,
         clients=clients,
-        kind="features" if found.standardizes and spec.kind == "integers" else spec.kind,
+        kind="features" if fitted_model.standardizes and spec.kind == "integers" else spec.kind,
         roster=tuple(str(i) for i in range(clients)),
         targets=spec.targets,
         seed=e.seed,
@@ -198,14 +201,14 @@ def _setup(e: Experiment, clients: int) -> Setup:
 
 def _population(e: Experiment, question: PrivacyQuestion) -> Population:
     """Return the training clients: as asked, or from the partition if it is on this machine, or from the settings."""
-    found = Population.of(e, _partition(e) if question.clients is None or question.examples is None else None)
-    clients = question.clients or (None if found is None else found.clients)
+    population = Population.of(e, _partition(e) if question.clients is None or question.examples is None else None)
+    clients = question.clients or (None if population is None else population.clients)
     is_open = isinstance(e.data, OwnData) and e.federation.min_clients == 1  # the default: any number may join
     if clients is None or (is_open and question.clients is None):
         raise ExperimentError(
             f"The number of clients is not known before the run; give it with {argument('clients')}.", key="clients"
         )
-    examples = None if found is None else found.examples
+    examples = None if population is None else population.examples
     if question.examples is not None:
         examples = (question.examples, question.examples)
     privacy = e.federation.privacy
@@ -228,12 +231,12 @@ def _partition(e: Experiment) -> Manifest | None:
     return None if folder is None else FederatedDataset.open(folder).manifest
 
 
-def _solved(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | None, float | None]:
+def _solved(plan: Planned, question: PrivacyQuestion) -> tuple[float, int | None, float | None]:
     """Return noise multiplier, rounds, and the ε from which one of them was found (None: from neither)."""
-    privacy, e = planned.privacy, planned.experiment
+    privacy, e = plan.privacy, plan.experiment
     epsilon, z = question.epsilon, question.noise_multiplier
     if epsilon is not None and z is not None:
-        return z, _rounds(planned, epsilon, z), epsilon
+        return z, _rounds(plan, epsilon, z), epsilon
     rounds = e.federation.rounds
     if not rounds:
         raise ExperimentError(
@@ -246,20 +249,20 @@ def _solved(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | N
     if z is not None:
         return z, rounds, None
     assert epsilon is not None  # the settings have one of them
-    return planned.noise_multiplier(epsilon, rounds), rounds, epsilon
+    return plan.noise_multiplier(epsilon, rounds), rounds, epsilon
 
 
-def _rounds(planned: Planned, epsilon: float, z: float) -> int | None:
+def _rounds(plan: Planned, epsilon: float, z: float) -> int | None:
     """Return the number of rounds that cost at most ε; None for more than ten million."""
-    if planned.privacy.of == "clients":
-        return rounds_within(epsilon, planned.privacy.delta, planned.release(z))
+    if plan.privacy.of == "clients":
+        return rounds_within(epsilon, plan.privacy.delta, plan.release(z))
     high = 1
-    while planned.epsilon(high, z) <= epsilon:
+    while plan.epsilon(high, z) <= epsilon:
         if high > MOST_ROUNDS:
             return None
         high *= 2
     low = high // 2
-    return low + bisect(range(low + 1, high), epsilon, key=lambda rounds: planned.epsilon(rounds, z))
+    return low + bisect(range(low + 1, high), epsilon, key=lambda rounds: plan.epsilon(rounds, z))
 
 
 def _shown_rounds(rounds: int | None) -> list[int]:
@@ -268,95 +271,97 @@ def _shown_rounds(rounds: int | None) -> list[int]:
     return sorted({n for n in (1, rounds // 4, rounds // 2, rounds) if n})
 
 
-def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> EpsilonAt:
-    to_readers = planned.epsilon(rounds, z)
+def _at(plan: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> EpsilonAt:
+    to_readers = plan.epsilon(rounds, z)
     if privacy.of == "examples":
         return EpsilonAt(rounds, to_readers, to_readers, to_readers, 0)
-    release, secure = planned.release(z), planned.experiment.federation.secure_aggregation is not None
+    release, secure = plan.release(z), plan.experiment.federation.secure_aggregation is not None
     member = Counter({release: math.ceil(rounds * release.rate)})
-    cohorts = Cohorts({"": member}, planned.cohort)
-    found = readings_of(privacy, {release: rounds}, cohorts, secure=secure)
-    return EpsilonAt(rounds, to_readers, found.members.epsilon, found.aggregator.epsilon, found.member_cohorts)
+    cohorts = Cohorts({"": member}, plan.cohort)
+    readings = readings_of(privacy, {release: rounds}, cohorts, secure=secure)
+    return EpsilonAt(rounds, to_readers, readings.members.epsilon, readings.aggregator.epsilon, readings.member_cohorts)
 
 
-def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:
+def _with_ledger(plan: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:
     """Return the total of a ledger after this training, and a sentence that states it."""
     if rounds is None:
         raise ExperimentError(f"{argument('ledger')} needs a number of rounds.", key="ledger")
-    found = PrivacyAccountant(ledger).content()
-    delta = planned.privacy.delta if found.delta is None else found.delta
-    costs = [TrainingCost.planned(planned.privacy, counts) for counts in planned.counts(rounds, z).values()]
-    each = [dataclasses.replace(found.spent, trainings=(*found.spent.trainings, cost)).total(delta) for cost in costs]
-    total = max(each, key=lambda after: after.epsilon)
+    record = PrivacyAccountant(ledger).content()
+    delta = plan.privacy.delta if record.delta is None else record.delta
+    costs = [TrainingCost.planned(plan.privacy, counts) for counts in plan.counts(rounds, z).values()]
+    each = [dataclasses.replace(record.spent, trainings=(*record.spent.trainings, cost)).total(delta) for cost in costs]
+    total = max(each, key=lambda total_after: total_after.epsilon)
     return total, (
-        f"For a client whose ledger {ledger} has {found} (ε = {rounded_up(found.total.epsilon)}), the total becomes "
+        f"For a client whose ledger {ledger} has {record} (ε = {rounded_up(record.total.epsilon)}), the total becomes "
         f"ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}, for replacing one training example."
     )
 
 
-def _batch(planned: Planned, examples: int) -> int:
+def _batch(plan: Planned, examples: int) -> int:
     """Return the largest mini-batch of a client's visit."""
-    steps = planned.algorithm.noisy_steps(planned.experiment.algorithm.settings, examples)
+    steps = plan.algorithm.noisy_steps(plan.experiment.algorithm.settings, examples)
     return max((each.batch_size for each in steps), default=examples)
 
 
-def _sentences(found: PrivacyCost) -> list[str]:
-    sentences = [_draw(found), _noise(found)]
-    last = found.by_rounds[-1]
-    if found.unit == "clients" and last.cohorts:
-        own = " and its own share of the noise" if found.noise == "distributed" else ""
+def _sentences(cost: PrivacyCost) -> list[str]:
+    sentences = [_draw(cost), _noise(cost)]
+    last = cost.by_rounds[-1]
+    if cost.unit == "clients" and last.cohorts:
+        own = " and its own share of the noise" if cost.noise == "distributed" else ""
         sentences.append(
             f"A member of secure sums knows who else takes part{own}: its ε is that of a client that takes part in "
             f"{last.cohorts:,} of {pluralize(last.rounds, 'round')}, as expected; one that takes part in more learns "
             "more."
         )
-    if found.unit == "clients" and found.noise == "central":
+    if cost.unit == "clients" and cost.noise == "central":
         sentences.append("The aggregator adds the noise, so it is trusted: there is no ε toward it.")
-    elif found.unit == "clients":
+    elif cost.unit == "clients":
         sentences.append(
             "Each client adds a share of the noise. The aggregator knows who takes part, so sampling gives no privacy "
             "toward it."
         )
     else:
         sentences.append("Clients add the noise themselves: ε holds toward members and the aggregator, too.")
-    if found.unit == "clients" and found.delta >= 1 / found.clients:
+    if cost.unit == "clients" and cost.delta >= 1 / cost.clients:
         sentences.append(
-            f"δ = {found.delta:g} is not below 1/n = {1 / found.clients:.2g}: even publishing the data of one client "
+            f"δ = {cost.delta:g} is not below 1/n = {1 / cost.clients:.2g}: even publishing the data of one client "
             "would satisfy it."
         )
     return sentences
 
 
-def _draw(found: PrivacyCost) -> str:
-    if found.unit == "examples":
+def _draw(cost: PrivacyCost) -> str:
+    if cost.unit == "examples":
         return (
-            f"A client takes part in at most about {found.visits} of {found.rounds} rounds; one with {found.examples} "
-            f"training examples draws mini-batches of {found.batch}. ε holds for such a client."
+            f"A client takes part in at most about {cost.visits} of {cost.rounds} rounds; one with {cost.examples} "
+            f"training examples draws mini-batches of {cost.batch}. ε holds for such a client."
         )
-    if found.sampling == "all":
-        return f"All of {pluralize(found.clients, 'client')} take part in every round, so sampling adds no privacy."
-    draw = "independently" if found.sampling == "poisson" else "without replacement"
-    replaced = "" if found.sampling == "poisson" else " ε is then for replacing a client, not for adding one."
-    return f"In each round {found.cohort:,} of {found.clients:,} clients take part, drawn {draw}.{replaced}"
+    if cost.sampling == "all":
+        return f"All of {pluralize(cost.clients, 'client')} take part in every round, so sampling adds no privacy."
+    draw = "independently" if cost.sampling == "poisson" else "without replacement"
+    relation = "" if cost.sampling == "poisson" else " ε is then for replacing a client, not for adding one."
+    return f"In each round {cost.cohort:,} of {cost.clients:,} clients take part, drawn {draw}.{relation}"
 
 
-def _noise(found: PrivacyCost) -> str:
-    of = "step" if found.unit == "examples" else "round"
-    ratio = found.noise_to_clip
-    about = (
-        f"The noise on the mean of a {of} has {ratio:.2g} times the norm of the largest clipped "
-        f"{'gradient' if found.unit == 'examples' else 'update'} (z √d / m with d = {found.parameters:,})"
+def _noise(cost: PrivacyCost) -> str:
+    period = "step" if cost.unit == "examples" else "round"
+    ratio = cost.noise_to_clip
+    sentence = (
+        f"The noise on the mean of a {period} has {ratio:.2g} times the norm of the largest clipped "
+        f"{'gradient' if cost.unit == 'examples' else 'update'} (z √d / m with d = {cost.parameters:,})"
     )
-    need = math.ceil(found.noise_multiplier * math.sqrt(found.parameters) / SEVERE[found.unit])
-    units = "examples per mini-batch" if found.unit == "examples" else "clients per round"
-    fix = f"To reduce it, use about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
-    if ratio > HOPELESS[found.unit]:
+    least = math.ceil(cost.noise_multiplier * math.sqrt(cost.parameters) / SEVERE[cost.unit])
+    units = "examples per mini-batch" if cost.unit == "examples" else "clients per round"
+    fix = f"To reduce it, use about {least:,} {units}, fewer parameters (a head, adapters), or a larger ε."
+    if ratio > HOPELESS[cost.unit]:
         # Over rounds, updates that agree grow linearly, and noise with the square root.
-        rounds = found.rounds or MOST_ROUNDS
-        over_all = ratio / math.sqrt(rounds * (found.cohort if found.unit == "examples" else 1))
+        rounds = cost.rounds or MOST_ROUNDS
+        over_all = ratio / math.sqrt(rounds * (cost.cohort if cost.unit == "examples" else 1))
         outlook = "training cannot be expected to work" if over_all > 1 else "only what many rounds agree on remains"
-        summed = f"Over all {pluralize(rounds, 'round')} it has {over_all:.2g} times the norm of what the updates share"
-        return f"{about}. {summed}. It swamps the signal, and {outlook}. {fix}"
-    if ratio > SEVERE[found.unit]:
-        return f"{about}. It slows training considerably, and averages out only over many rounds. {fix}"
-    return f"{about}: training can be expected to work."
+        total_text = (
+            f"Over all {pluralize(rounds, 'round')} it has {over_all:.2g} times the norm of what the updates share"
+        )
+        return f"{sentence}. {total_text}. It swamps the signal, and {outlook}. {fix}"
+    if ratio > SEVERE[cost.unit]:
+        return f"{sentence}. It slows training considerably, and averages out only over many rounds. {fix}"
+    return f"{sentence}: training can be expected to work."

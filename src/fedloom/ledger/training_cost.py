@@ -44,7 +44,7 @@ class ClaimedTraining:
     cost: TrainingCost
 
 
-def training_claimed(where: str, client: str | None = None) -> ClaimedTraining:
+def training_claimed(source: str, client: str | None = None) -> ClaimedTraining:
     """Return the cost of a training for a client, from the folder or URL of the run, or from its ``summary.json``.
 
     A summary has the mechanism only if it is the same for every client. From a folder or URL, the noisy steps of
@@ -54,16 +54,18 @@ def training_claimed(where: str, client: str | None = None) -> ClaimedTraining:
     FedLoom; ExperimentError if the training protects no example: it was not private, had no ε, or took its noise from a
     seed.
     """
-    is_folder = is_url(where) or Path(where).is_dir()
-    folder = RunFolder.open(where, checkpoints=False) if is_folder else None
+    is_folder = is_url(source) or Path(source).is_dir()
+    folder = RunFolder.open(source, checkpoints=False) if is_folder else None
     if folder is not None and not folder.is_finished:
-        raise DataError(f"{where} is not finished; its training has no final ε yet.", hint="count it when it has ended")
-    path = Path(where) if folder is None else folder.path / SUMMARY
+        raise DataError(
+            f"{source} is not finished; its training has no final ε yet.", hint="count it when it has ended"
+        )
+    path = Path(source) if folder is None else folder.path / SUMMARY
     text = _text(path)
     summary = _summary(path, text)
     claim = summary.get("training_privacy")
     name = printable(str(summary.get("name", path.name)), 200)
-    _check(claim, where)
+    _check(claim, source)
     try:
         cost = TrainingCost.model_validate(claim)
     except ValidationError as error:
@@ -77,9 +79,9 @@ def _text(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is not text"
+        reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is not text"
         raise DataError(
-            f"{argument('training')}: {path} cannot be read: {why}", hint="give a run's folder, or its summary.json"
+            f"{argument('training')}: {path} cannot be read: {reason}", hint="give a run's folder, or its summary.json"
         ) from error
     if len(text) > LONGEST:
         raise DataError(f"{path} has {len(text):,} characters; the limit is {LONGEST:,}")
@@ -88,26 +90,28 @@ def _text(path: Path) -> str:
 
 def _summary(path: Path, text: str) -> Mapping[str, Any]:
     try:
-        found = parsed_json(digests.without_digest(SUMMARY, text.encode()), DEEPEST)
-        if isinstance(found, dict):
-            return found
+        document = parsed_json(digests.without_digest(SUMMARY, text.encode()), DEEPEST)
+        if isinstance(document, dict):
+            return document
     except ValueError as error:  # also digests.Damaged
         raise DataError(f"{path} is damaged: {error}", hint="obtain the file again") from None
-    raise DataError(f"{path} must hold a JSON object, and holds a {type(found).__name__}.")
+    raise DataError(f"{path} must hold a JSON object, and holds a {type(document).__name__}.")
 
 
-def _check(claim: Any, where: str) -> None:
+def _check(claim: Any, source: str) -> None:
     """Raise ExperimentError if the ε of a training protects nobody, or there is none."""
     if isinstance(claim, dict) and claim.get("epsilon") is not None and claim.get("noise") != "seed":
         return
     if not isinstance(claim, dict):
-        why = "was not private: it has no training_privacy in its summary"
+        reason = "was not private: it has no training_privacy in its summary"
     elif claim.get("epsilon") is None:
-        why = "claims no ε"
+        reason = "claims no ε"
     else:
-        why = "took its noise from the experiment's seed, as a simulation does, so it protects nobody"
+        reason = "took its noise from the experiment's seed, as a simulation does, so it protects nobody"
     raise ExperimentError(
-        f"The training of {where} {why}, so a client that took part has no finite total ε.", key="training", found=where
+        f"The training of {source} {reason}, so a client that took part has no finite total ε.",
+        key="training",
+        found=source,
     )
 
 
@@ -115,9 +119,9 @@ def _own(folder: RunFolder, client: str) -> list[dict[str, Any]]:
     """Return the releases of training about the examples of one client; none if it was never asked."""
     counts = count_releases_about(folder, "examples").counts
     if client not in counts and not any(each.id == client and each.seen for each in folder.manifest().clients):
-        known = sorted(set(counts) - {EVERYONE})
+        clients = sorted(set(counts) - {EVERYONE})
         raise ExperimentError(
-            f"{argument('client')} must be one that took noisy steps in {folder.path}: {first_of(known, 20)} (got "
+            f"{argument('client')} must be one that took noisy steps in {folder.path}: {first_of(clients, 20)} (got "
             f"{client!r}).",
             key="client",
             found=client,

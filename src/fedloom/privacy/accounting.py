@@ -146,11 +146,11 @@ def epsilon_of(counts: Mapping[Release, int], delta: float, *, replacing: bool =
 
 def epsilon_bound(counts: Mapping[Release, int], delta: float) -> float:
     """Return an upper bound on :func:`epsilon_of`, found faster by Rényi divergences; raises the same errors."""
-    found = _key(counts)
-    exact = _without_sampling(found)
-    if exact == 0 or _all_known(found):
-        return _epsilon(found, delta, False)
-    by_renyi, _ = _package().rdp.compute_epsilon(_ORDERS, _renyi(found), delta)
+    key = _key(counts)
+    exact = _without_sampling(key)
+    if exact == 0 or _all_known(key):
+        return _epsilon(key, delta, False)
+    by_renyi, _ = _package().rdp.compute_epsilon(_ORDERS, _renyi(key), delta)
     return min(gaussian_epsilon(exact, delta), float(by_renyi))
 
 
@@ -196,13 +196,13 @@ _Counts = tuple[tuple[Release, int], ...]
 
 def _key(counts: Mapping[Release, int]) -> _Counts:
     """Return counts of releases that reveal something; those that differ only in their numbers of units are merged."""
-    merged: Counter[Release] = Counter()
+    total: Counter[Release] = Counter()
     for release, count in counts.items():
         if release.rate == 1:
             release = replace(release, sampling="all" if release.sampling == "poisson" else release.sampling)
         if not math.isinf(release.noise_multiplier):
-            merged[replace(release, population=None, cohort=None)] += count
-    return tuple(sorted(((r, n) for r, n in merged.items() if n), key=repr))
+            total[replace(release, population=None, cohort=None)] += count
+    return tuple(sorted(((r, n) for r, n in total.items() if n), key=repr))
 
 
 @lru_cache(maxsize=256)
@@ -215,8 +215,12 @@ def _epsilon(counts: _Counts, delta: float, replacing: bool) -> float:
         return gaussian_epsilon(exact, delta)
     renyi = epsilon_bound(dict(counts), delta)
     if replacing and not is_fixed:  # more than for adding or removing one, which is at most ``renyi``
-        known = gaussian_epsilon(exact, delta)
-        return known if renyi > _HUGE else min(known, float(_loss(counts, replacing=True).get_epsilon_for_delta(delta)))
+        epsilon = gaussian_epsilon(exact, delta)
+        return (
+            epsilon
+            if renyi > _HUGE
+            else min(epsilon, float(_loss(counts, replacing=True).get_epsilon_for_delta(delta)))
+        )
     if is_fixed or renyi > _HUGE:
         return renyi
     return min(renyi, float(_loss(counts).get_epsilon_for_delta(delta)))
@@ -252,9 +256,9 @@ def _renyi(counts: _Counts) -> Any:
 def _renyi_of(z: float, rate: float, sampling: Literal["poisson", "fixed"]) -> Any:
     import numpy as np
 
-    known = np.array(_ORDERS) / (2 * z * z)
+    divergences = np.array(_ORDERS) / (2 * z * z)
     if rate == 1:
-        return known
+        return divergences
     package = _package()
     sum_event, relations = package.GaussianDpEvent(z), package.NeighboringRelation
     if sampling == "poisson":
@@ -264,18 +268,20 @@ def _renyi_of(z: float, rate: float, sampling: Literal["poisson", "fixed"]) -> A
         size = 2**40  # only the ratio of the sizes counts
         accountant = package.rdp.RdpAccountant(_ORDERS, relations.REPLACE_ONE)
         accountant.compose(package.SampledWithoutReplacementDpEvent(size, math.ceil(rate * size), sum_event))
-    return np.minimum(accountant.rdp, known)  # sampling never reveals more; the bound may
+    return np.minimum(accountant.rdp, divergences)  # sampling never reveals more; the bound may
 
 
 def _loss(counts: _Counts, *, replacing: bool = False) -> Any:
     """Return the distribution of the privacy loss of all releases, for adding or removing one unit, or replacing it."""
-    drawn = _few({release: count for release, count in counts if release.sampling == "poisson"})
-    known = [release.noise_multiplier / math.sqrt(count) for release, count in counts if release.sampling == "all"]
-    step = max(map(_step, drawn))
-    if known:
-        step = min(step, _largest_step(known := [compose(known)]))
-    parts = [_composed(r.noise_multiplier, r.rate, step, count, replacing) for r, count in drawn.items()]
-    parts += [_composed(z, 1.0, step, 1, replacing) for z in known]
+    merged_counts = _few({release: count for release, count in counts if release.sampling == "poisson"})
+    effective_noise = [
+        release.noise_multiplier / math.sqrt(count) for release, count in counts if release.sampling == "all"
+    ]
+    step = max(map(_step, merged_counts))
+    if effective_noise:
+        step = min(step, _largest_step(effective_noise := [compose(effective_noise)]))
+    parts = [_composed(r.noise_multiplier, r.rate, step, count, replacing) for r, count in merged_counts.items()]
+    parts += [_composed(z, 1.0, step, 1, replacing) for z in effective_noise]
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
@@ -284,16 +290,16 @@ def _loss(counts: _Counts, *, replacing: bool = False) -> Any:
 
 def _few(counts: Mapping[Release, int]) -> dict[Release, int]:
     """Return releases of at most some dozen rates, by rounding rates up, more coarsely the more there are."""
-    found, factor = Counter(counts), 1.005
-    while len(found) > _DISTINCT:
-        merged: Counter[Release] = Counter()
+    merged_counts, factor = Counter(counts), 1.005
+    while len(merged_counts) > _DISTINCT:
+        next_counts: Counter[Release] = Counter()
         for release, count in counts.items():
             rounded = math.exp(math.ceil(math.log(release.rate) / math.log(factor)) * math.log(factor))
-            merged[replace(release, rate=min(1.0, max(release.rate, rounded)))] += count
-        found, factor = merged, factor**2
+            next_counts[replace(release, rate=min(1.0, max(release.rate, rounded)))] += count
+        merged_counts, factor = next_counts, factor**2
         if factor > 4:
             break
-    return dict(found)
+    return dict(merged_counts)
 
 
 def _step(release: Release) -> float:

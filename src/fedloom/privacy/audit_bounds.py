@@ -23,8 +23,8 @@ def log_binomial(n: int, p: float) -> NDArray[np.float64]:
     """Return log P[X = k] for k = 0 ... n and X binomial with n trials of probability p in [0, 1], ``[n + 1]``."""
     k, ways = _log_choices(n)
     x, y = torch.tensor(p, dtype=torch.float64), torch.tensor(1 - p, dtype=torch.float64)
-    found: NDArray[np.float64] = (ways + torch.xlogy(k, x) + torch.xlogy(n - k, y)).numpy()
-    return found
+    log_terms: NDArray[np.float64] = (ways + torch.xlogy(k, x) + torch.xlogy(n - k, y)).numpy()
+    return log_terms
 
 
 @functools.lru_cache(maxsize=16)  # a bound needs many probabilities for the same n
@@ -98,11 +98,11 @@ def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, d
     """
     p = 1 / (1 + math.exp(-min(epsilon, LARGEST)))
     each = np.exp(log_binomial(guesses, p))
-    found = float(each[correct:].sum())
+    p_value = float(each[correct:].sum())
     if correct and delta:
         below = np.cumsum(each[:correct][::-1])  # P[v > W ≥ v - i], i = 1 ... v
-        found += 2 * canaries * delta * float((below / np.arange(1, correct + 1)).max())
-    return min(found, 1.0)
+        p_value += 2 * canaries * delta * float((below / np.arange(1, correct + 1)).max())
+    return min(p_value, 1.0)
 
 
 def one_run_epsilon(canaries: int, guesses: int, correct: int, *, delta: float, confidence: float) -> float:

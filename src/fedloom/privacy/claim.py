@@ -146,7 +146,7 @@ def claim(
     worst = largest(counts, settings.delta)
     noise_multiplier = min((r.noise_multiplier for r, n in worst.items() if n), default=math.inf)
     readings = readings_of(settings, worst, cohorts, secure=secure, unknown=unknown)
-    found = Claim(
+    result = Claim(
         unit=settings.of,
         neighbouring=neighbouring_relation(worst),
         mechanism="discrete-gaussian" if settings.noise == "distributed" else "gaussian",
@@ -165,7 +165,7 @@ def claim(
         noise="seed" if simulated else "secret",
         releases=None if unknown is not None or not is_same_for_all(counts) else tuple(released(worst)),
     )
-    return replace(found, statement=tuple(_sentences(found, worst)))
+    return replace(result, statement=tuple(_sentences(result, worst)))
 
 
 class Readings(NamedTuple):
@@ -199,18 +199,21 @@ def readings_of(
     shares = 0
     if settings.noise == "distributed":
         shares = (cohorts or Cohorts()).shares
-        known = Counter[Release]()
+        counts_known = Counter[Release]()
         for release, count in counts.items():
-            known[release.without_sampling()] += count
-        aggregator = reading(known, amplified=False)
+            counts_known[release.without_sampling()] += count
+        aggregator = reading(counts_known, amplified=False)
     else:
         aggregator = Reading(None, amplified=False, because=AGGREGATOR_SEES_SUMS if secure else AGGREGATOR_SEES)
     each = (cohorts.most() if cohorts is not None else [Counter(counts)]) if secure else [Counter[Release]()]
-    found = [
-        (reading(toward_members(counts, known, shares), amplified=not any(known.values())), sum(known.values()))
-        for known in each
+    readings = [
+        (
+            reading(toward_members(counts, counts_known, shares), amplified=not any(counts_known.values())),
+            sum(counts_known.values()),
+        )
+        for counts_known in each
     ]
-    members, cohort_count = max(found, key=lambda one: math.inf if one[0].epsilon is None else one[0].epsilon)
+    members, cohort_count = max(readings, key=lambda one: math.inf if one[0].epsilon is None else one[0].epsilon)
     return Readings(readers, members, aggregator, cohort_count)
 
 
@@ -223,88 +226,88 @@ def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *
     return Reading(epsilon, amplified)
 
 
-def _sentences(found: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
-    yield _guarantee(found)
-    yield _mechanism(found, counts)
-    if not found.sums:
+def _sentences(claim: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
+    yield _guarantee(claim)
+    yield _mechanism(claim, counts)
+    if not claim.sums:
         yield "No noisy sum was released, because no round was trained."
-    if found.unit == "clients" and found.epsilon is not None:
-        yield _toward_members_in_words(found)
-    yield _toward_aggregator(found)
-    yield f"Not covered: {'; '.join(found.does_not_cover)}."
-    if found.noise == "seed":
+    if claim.unit == "clients" and claim.epsilon is not None:
+        yield _toward_members_in_words(claim)
+    yield _toward_aggregator(claim)
+    yield f"Not covered: {'; '.join(claim.does_not_cover)}."
+    if claim.noise == "seed":
         yield (
             "The noise was derived from the experiment's seed, as in a simulation: anyone who knows the seed can "
             "subtract it. The ε is that of secret noise of this size."
         )
 
 
-def _guarantee(found: Claim) -> str:
-    if found.epsilon is None:
-        return f"No ε is claimed for training: {found.to_readers.because}."
-    unit = "client, with all its data" if found.unit == "clients" else "training example of a client"
-    change = "adding or removing" if found.neighbouring == "add-or-remove-one" else "replacing"
+def _guarantee(claim: Claim) -> str:
+    if claim.epsilon is None:
+        return f"No ε is claimed for training: {claim.to_readers.because}."
+    unit = "client, with all its data" if claim.unit == "clients" else "training example of a client"
+    change = "adding or removing" if claim.neighbouring == "add-or-remove-one" else "replacing"
     return (
-        f"Training is (ε = {rounded_up(found.epsilon)}, δ = {found.delta:g})-differentially private for {change} one "
+        f"Training is (ε = {rounded_up(claim.epsilon)}, δ = {claim.delta:g})-differentially private for {change} one "
         f"{unit}, toward everyone who sees the trained models."
     )
 
 
-def _mechanism(found: Claim, counts: Mapping[Release, int]) -> str:
-    term = "update of a client" if found.unit == "clients" else "gradient of an example"
-    where = {
+def _mechanism(claim: Claim, counts: Mapping[Release, int]) -> str:
+    term = "update of a client" if claim.unit == "clients" else "gradient of an example"
+    locations = {
         ("clients", "gaussian"): "the aggregator adds noise to sums over a cohort",
         ("clients", "discrete-gaussian"): "each client adds a share of the noise before the sums are secure",
         ("examples", "gaussian"): "the client adds noise to sums over a mini-batch",
-    }[found.unit, found.mechanism]
+    }[claim.unit, claim.mechanism]
     return (
-        f"Each {term} is clipped to norm {_number(found.clip)}; {where}, with noise multiplier "
-        f"{_number(found.noise_multiplier)}. {pluralize(found.sums, 'noisy sum').capitalize()} counted{_draws(counts)}."
+        f"Each {term} is clipped to norm {_number(claim.clip)}; {locations}, with noise multiplier "
+        f"{_number(claim.noise_multiplier)}. {pluralize(claim.sums, 'noisy sum').capitalize()} counted{_draws(counts)}."
     )
 
 
 def _draws(counts: Mapping[Release, int]) -> str:
     """Return the draws that happened, most frequent first, as the end of a sentence."""
-    drawn = Counter[str]()
+    draw_counts = Counter[str]()
     for release, count in counts.items():
-        drawn[_draw(release)] += count
-    most = [text for text, _ in drawn.most_common(2)]
-    rest = "" if len(drawn) <= 2 else f" and {pluralize(len(drawn) - 2, 'other draw')}"
+        draw_counts[_draw(release)] += count
+    most = [text for text, _ in draw_counts.most_common(2)]
+    rest = "" if len(draw_counts) <= 2 else f" and {pluralize(len(draw_counts) - 2, 'other draw')}"
     return f"; {' and '.join(most)}{rest}" if most else ""
 
 
 def _draw(release: Release) -> str:
-    of = "" if release.population is None else f" of {release.population:,}"
+    population = "" if release.population is None else f" of {release.population:,}"
     if release.sampling == "all":
-        return f"all{of} took part" if of else "all took part"
+        return f"all{population} took part" if population else "all took part"
     if release.sampling == "poisson":
-        return f"each{of} took part with probability {_number(release.rate)}, independently"
-    return f"{release.cohort:,}{of} took part, drawn without replacement"
+        return f"each{population} took part with probability {_number(release.rate)}, independently"
+    return f"{release.cohort:,}{population} took part, drawn without replacement"
 
 
-def _toward_members_in_words(found: Claim) -> str:
-    shown = "no ε" if found.to_members.epsilon is None else f"ε = {rounded_up(found.to_members.epsilon)}"
-    if not found.member_cohorts:
-        return f"Toward other clients of the federation, which do not know the cohorts, {shown} at the same δ."
-    own = ", and its own share of their noise" if found.mechanism == "discrete-gaussian" else ""
+def _toward_members_in_words(claim: Claim) -> str:
+    epsilon_text = "no ε" if claim.to_members.epsilon is None else f"ε = {rounded_up(claim.to_members.epsilon)}"
+    if not claim.member_cohorts:
+        return f"Toward other clients of the federation, which do not know the cohorts, {epsilon_text} at the same δ."
+    own = ", and its own share of their noise" if claim.mechanism == "discrete-gaussian" else ""
     return (
-        f"Toward another client of the federation, {shown} at the same δ: it knows who took part in the "
-        f"{pluralize(found.member_cohorts, 'sum')} that it took part in itself{own}. For clients that tell each other, "
+        f"Toward another client of the federation, {epsilon_text} at the same δ: it knows who took part in the "
+        f"{pluralize(claim.member_cohorts, 'sum')} that it took part in itself{own}. For clients that tell each other, "
         "the sums of all of them count."
     )
 
 
-def _toward_aggregator(found: Claim) -> str:
-    if found.unit == "examples":
+def _toward_aggregator(claim: Claim) -> str:
+    if claim.unit == "examples":
         return (
             "The same holds toward members and the aggregator: noise is added, and mini-batches are drawn, where the "
             "data are."
         )
-    if found.to_aggregator.epsilon is None:
-        return f"Toward the aggregator there is no guarantee: {found.to_aggregator.because}."
+    if claim.to_aggregator.epsilon is None:
+        return f"Toward the aggregator there is no guarantee: {claim.to_aggregator.because}."
     return (
         f"Toward the aggregator, which sees noisy sums only but knows who takes part, ε = "
-        f"{rounded_up(found.to_aggregator.epsilon)} at the same δ."
+        f"{rounded_up(claim.to_aggregator.epsilon)} at the same δ."
     )
 
 

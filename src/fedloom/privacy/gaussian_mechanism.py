@@ -31,8 +31,8 @@ def gaussian_delta(epsilon: float, multiplier: float) -> float:
         return 0.0
     half, shift = 0.5 / multiplier, epsilon * multiplier
     # In logarithms: e^ε overflows where its product does not.
-    lost, kept = _log_cdf(half - shift), epsilon + _log_cdf(-half - shift)
-    return -math.exp(lost) * math.expm1(kept - lost) if kept < lost else 0.0
+    log_lost, log_kept = _log_cdf(half - shift), epsilon + _log_cdf(-half - shift)
+    return -math.exp(log_lost) * math.expm1(log_kept - log_lost) if log_kept < log_lost else 0.0
 
 
 def gaussian_epsilon(multiplier: float, delta: float, releases: int = 1) -> float:

@@ -50,8 +50,8 @@ class NoiseSource:
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """Return independent numbers, uniform in (0, 1]: multiples of 2⁻⁶⁴, rounded to 53 significant bits."""
-        found: NDArray[np.float64] = (self.words(count).astype(np.float64) + 1) * 2.0**-64
-        return found
+        values: NDArray[np.float64] = (self.words(count).astype(np.float64) + 1) * 2.0**-64
+        return values
 
     def gaussian(self, count: int, deviation: float = 1.0) -> NDArray[np.float64]:
         """Return independent numbers from N(0, deviation²), by Box and Muller.
@@ -81,15 +81,15 @@ class NoiseSource:
         if not 0 < deviation <= MAX_DEVIATION:
             raise ValueError(f"σ must be positive and at most {MAX_DEVIATION:g} (got {deviation})")
         scale = math.floor(deviation) + 1
-        found: list[NDArray[np.int64]] = []
+        accepted_parts: list[NDArray[np.int64]] = []
         missing = count
         while missing > 0:
             y = self._discrete_laplace(int(2.5 * missing) + 32, scale)
             odds = np.exp(-((np.abs(y) - deviation**2 / scale) ** 2) / (2 * deviation**2))
-            kept = y[self.uniform(len(y)) <= odds][:missing]
-            found.append(kept)
-            missing -= len(kept)
-        return np.concatenate(found) if found else np.empty(0, np.int64)
+            accepted = y[self.uniform(len(y)) <= odds][:missing]
+            accepted_parts.append(accepted)
+            missing -= len(accepted)
+        return np.concatenate(accepted_parts) if accepted_parts else np.empty(0, np.int64)
 
     def _discrete_laplace(self, most: int, scale: int) -> NDArray[np.int64]:
         """Return integers with P(x) ∝ exp(−|x| / t), fewer than ``most`` (Algorithm 2).
@@ -104,6 +104,6 @@ class NoiseSource:
         v = np.floor(-np.log(self.uniform(len(u)))).astype(np.int64)
         negative = (self.words(len(u)) & np.uint64(1)).astype(bool)
         size = u + scale * v
-        drawn = np.where(negative, -size, size)
-        kept: NDArray[np.int64] = drawn[~(negative & (size == 0))]
-        return kept
+        samples = np.where(negative, -size, size)
+        accepted: NDArray[np.int64] = samples[~(negative & (size == 0))]
+        return accepted

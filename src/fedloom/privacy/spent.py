@@ -56,17 +56,17 @@ class TrainingCost(BaseModel):
         """Return the cost of planned releases; its ε and δ are not used."""
         relation: Literal["add-or-remove-one", "replace-one"]
         relation = "replace-one" if privacy.sampling == "fixed" else "add-or-remove-one"
-        found = [CountedRelease.model_validate(each) for each in released(counts)]
-        return cls(unit=privacy.of, neighbouring=relation, epsilon=0.0, delta=privacy.delta, releases=found)
+        releases = [CountedRelease.model_validate(each) for each in released(counts)]
+        return cls(unit=privacy.of, neighbouring=relation, epsilon=0.0, delta=privacy.delta, releases=releases)
 
     @property
     def counts(self) -> Counter[Release]:
         """Releases by kind; empty if they are not known."""
-        found = Counter[Release]()
+        counter = Counter[Release]()
         for each in self.releases or ():
             rate = 1.0 if each.sampling == "all" else each.rate
-            found[Release(rate, each.noise_multiplier, None, None, each.sampling)] += each.times
-        return found
+            counter[Release(rate, each.noise_multiplier, None, None, each.sampling)] += each.times
+        return counter
 
     @property
     def for_replacing(self) -> tuple[float, float]:
@@ -78,13 +78,13 @@ class TrainingCost(BaseModel):
 
 def released(counts: Mapping[Release, int]) -> list[dict[str, Any]]:
     """Return releases that reveal something as objects of ``summary.json``, without their numbers of units."""
-    found: Counter[Release] = Counter()
+    counter: Counter[Release] = Counter()
     for release, count in counts.items():
         if count and not math.isinf(release.noise_multiplier):
-            found[replace(release, population=None, cohort=None)] += count
+            counter[replace(release, population=None, cohort=None)] += count
     return [
         {"rate": r.rate, "noise_multiplier": r.noise_multiplier, "sampling": r.sampling, "times": n}
-        for r, n in sorted(found.items(), key=repr)
+        for r, n in sorted(counter.items(), key=repr)
     ]
 
 
@@ -127,8 +127,8 @@ class Spent:
         counts = _sum(training.counts for training in self.trainings)
         epsilon = _of_mechanisms(counts, multiplier, delta)
         claims = [training.for_replacing for training in self.trainings if training.releases is None]
-        at = delta if counts or self.descriptors else 0.0
-        return Total(epsilon + sum(e for e, _ in claims), at + sum(d for _, d in claims), bool(claims))
+        delta_used = delta if counts or self.descriptors else 0.0
+        return Total(epsilon + sum(e for e, _ in claims), delta_used + sum(d for _, d in claims), bool(claims))
 
 
 def _of_mechanisms(counts: Counter[Release], multiplier: float, delta: float) -> float:

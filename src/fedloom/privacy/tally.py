@@ -48,8 +48,8 @@ class Cohorts:
     def most(self) -> list[Counter[Release]]:
         """Return the sums that a member knows, for each member of which no other knows all these and more."""
         recorded = self.of.get(EVERYONE, Counter())
-        found = _distinct(own + recorded for client, own in self.of.items() if client != EVERYONE) or [recorded]
-        return [one for one in found if not any(one < other for other in found)]
+        counts_found = _distinct(own + recorded for client, own in self.of.items() if client != EVERYONE) or [recorded]
+        return [one for one in counts_found if not any(one < other for other in counts_found)]
 
     @property
     def shares(self) -> int:
@@ -57,21 +57,23 @@ class Cohorts:
         return least_survivors(self.smallest or 0)
 
 
-def toward_members(releases: Mapping[Release, int], known: Mapping[Release, int], shares: int = 0) -> Counter[Release]:
-    """Return releases as a client of the federation sees them that knows the cohorts of ``known`` sums among them.
+def toward_members(
+    releases: Mapping[Release, int], counts_known: Mapping[Release, int], shares: int = 0
+) -> Counter[Release]:
+    """Return releases as seen by a client of the federation that knows the cohorts of the sums ``counts_known``.
 
     Sampling hides nothing in these. If the noise of a sum consists of at least so many ``shares``, the member also
     knows its own one, and the rest of the noise is smaller by √((shares − 1) / shares). In the other sums it was not
     drawn.
     """
-    found = Counter[Release]()
-    less = math.sqrt(1 - 1 / shares) if shares else 1.0
+    result = Counter[Release]()
+    factor = math.sqrt(1 - 1 / shares) if shares else 1.0
     for release, count in releases.items():
-        seen = min(count, known.get(release, 0))
+        seen = min(count, counts_known.get(release, 0))
         plain = release.without_sampling()
-        found[replace(plain, noise_multiplier=plain.noise_multiplier * less)] += seen
-        found[release.beside()] += count - seen
-    return +found
+        result[replace(plain, noise_multiplier=plain.noise_multiplier * factor)] += seen
+        result[release.beside()] += count - seen
+    return +result
 
 
 class Tally:
@@ -102,8 +104,8 @@ class Tally:
 
     def add(self, releases: Counts, cohort: Collection[str] | None = None) -> None:
         """Count releases; those about everyone are sums over this cohort."""
-        for client, found in releases.items():
-            self.counts.setdefault(client, Counter()).update(found)
+        for client, counts in releases.items():
+            self.counts.setdefault(client, Counter()).update(counts)
         for release, times in releases.get(EVERYONE, {}).items():
             self.cohorts.add(release, cohort, times)
 
@@ -121,16 +123,21 @@ class Tally:
         """Return the releases about the client with the largest ε, those about everyone included."""
         return largest(self.counts, self.delta)
 
-    def may_release(self, more: Counts) -> bool:
+    def may_release(self, additional: Counts) -> bool:
         """Return whether the budget allows these releases in addition to the earlier ones."""
         if self.limit is None:
             return True
         if not self.is_known:
             return False
-        after = {who: self.counts.get(who, Counter()) + Counter(more.get(who, {})) for who in {*self.counts, *more}}
-        everyone = after.pop(EVERYONE, Counter())
-        changed = [releases for who, releases in after.items() if who in more or EVERYONE in more]
-        each = _distinct(releases + everyone for releases in changed) or [everyone]
+        total = {
+            client: self.counts.get(client, Counter()) + Counter(additional.get(client, {}))
+            for client in {*self.counts, *additional}
+        }
+        everyone = total.pop(EVERYONE, Counter())
+        changed_counts = [
+            releases for client, releases in total.items() if client in additional or EVERYONE in additional
+        ]
+        each = _distinct(releases + everyone for releases in changed_counts) or [everyone]
         return all(fits(counts, self.delta, self.limit) for counts in each)
 
 
@@ -140,7 +147,7 @@ def largest(counts: Counts, delta: float) -> Counter[Release]:
     each = _distinct(Counter(own) + everyone for client, own in counts.items() if client != EVERYONE) or [everyone]
     if len(each) == 1:
         return each[0]
-    bounds = sorted(((epsilon_bound(found, delta), i) for i, found in enumerate(each)), reverse=True)
+    bounds = sorted(((epsilon_bound(releases, delta), i) for i, releases in enumerate(each)), reverse=True)
     best, least = each[bounds[0][1]], -1.0
     for bound, i in bounds:
         if bound <= least:  # no later client can have a larger ε
@@ -161,4 +168,4 @@ def fits(counts: Mapping[Release, int], delta: float, limit: float) -> bool:
 
 
 def _distinct(each: Iterable[Counter[Release]]) -> list[Counter[Release]]:
-    return [Counter(dict(found)) for found in {frozenset(counts.items()) for counts in each}]
+    return [Counter(dict(items)) for items in {frozenset(counts.items()) for counts in each}]

@@ -33,9 +33,9 @@ _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
 _ZEROS = b"0" * 64
 
 
-def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a file with dense tensors on the CPU, and ``about``: any JSON object without ``sha256``."""
-    text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(about.items()))})
+def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+    """Return a file with dense tensors on the CPU and ``metadata``, a JSON object without ``sha256``, as bytes."""
+    text = json.dumps({"sha256": _ZEROS.decode(), **dict(sorted(metadata.items()))})
     content = safetensors.torch.save(dict(tensors), metadata={"fedloom": text})
     assert content[8 : _AT.start] == _BEFORE and content[_AT] == _ZEROS  # noqa: PT018 - one fact
     return b"".join((content[: _AT.start], _digest(content).encode(), content[_AT.stop :]))
@@ -48,14 +48,14 @@ def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     if content[8 : _AT.start] != _BEFORE:
         raise ValueError("it has no digest; another version of FedLoom may have written it")
-    stored, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
-    if stored != found:
-        raise ValueError(f"damaged: its sha256 is {found[:12]}, and must be {stored[:12]}")
+    stored_digest, actual_digest = content[_AT].decode("ascii", errors="replace"), _digest(content)
+    if stored_digest != actual_digest:
+        raise ValueError(f"damaged: its sha256 is {actual_digest[:12]}, and must be {stored_digest[:12]}")
     try:
         header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        about: dict[str, Any] = parsed_json(header["__metadata__"]["fedloom"])
-        del about["sha256"]
-        return safetensors.torch.load(content), about
+        metadata: dict[str, Any] = parsed_json(header["__metadata__"]["fedloom"])
+        del metadata["sha256"]
+        return safetensors.torch.load(content), metadata
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"damaged: {error}") from error
 
@@ -110,7 +110,7 @@ class Checkpoint:
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        about = {
+        metadata = {
             "version": VERSION,
             "algorithm": self.algorithm,
             "algorithm_version": self.algorithm_version,
@@ -118,7 +118,7 @@ class Checkpoint:
             "best": None if self.best is None else [self.best.round, self.best.score],
         }
         beside = {FEDERATION + name: tensor for name, tensor in self.federation.items()}
-        return encode_tensors({**self.state, **beside}, about)
+        return encode_tensors({**self.state, **beside}, metadata)
 
 
 class Checkpoints:
@@ -131,14 +131,14 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        before: Callable[[], None] | None = None,
-        done: Callable[[int], None] | None = None,
-        after: Callable[[int], None] | None = None,
+        on_start: Callable[[], None] | None = None,
+        on_write: Callable[[int], None] | None = None,
+        on_end: Callable[[int], None] | None = None,
     ) -> None:
         self._folder = folder
-        self._before = before
-        self._done = done
-        self._after = after
+        self._before = on_start
+        self._done = on_write
+        self._after = on_end
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
@@ -157,8 +157,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until everything saved is durable and ``after`` has returned; raise StorageError if it cannot be."""
         if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+            task, self._writing = self._writing, None
+            task.result()
 
     def close(self) -> None:
         """Wait until everything is written, and stop the writer."""
@@ -193,8 +193,8 @@ class Checkpoints:
                 raise DataError(message, hint="use last")
             which = best.round
         if which not in rounds:
-            listed = ", ".join(map(str, rounds))
-            raise DataError(f"{self._folder} has no checkpoint of round {which}; it has those of rounds {listed}")
+            listing = ", ".join(map(str, rounds))
+            raise DataError(f"{self._folder} has no checkpoint of round {which}; it has those of rounds {listing}")
         return self._read(int(which))
 
     def _path(self, round: int) -> Path:
@@ -218,20 +218,20 @@ class Checkpoints:
         path = self._path(round)
         try:
             content = read_file(path)
-            state, about = decode_tensors(content)
-            if (version := about["version"]) != VERSION:
+            state, metadata = decode_tensors(content)
+            if (version := metadata["version"]) != VERSION:
                 raise DataError(
                     f"{path} has format {version}, and this FedLoom reads format {VERSION}.",
                     hint="use the version of FedLoom that wrote it; nothing has been changed",
                 )
-            if about["round"] != round:
-                raise ValueError(f"it holds the checkpoint of round {about['round']}")
+            if metadata["round"] != round:
+                raise ValueError(f"it holds the checkpoint of round {metadata['round']}")
             names = [name for name in state if name.startswith(FEDERATION)]
             return Checkpoint(
-                about["algorithm"],
-                about["algorithm_version"],
+                metadata["algorithm"],
+                metadata["algorithm_version"],
                 round,
-                None if about["best"] is None else Best(*about["best"]),
+                None if metadata["best"] is None else Best(*metadata["best"]),
                 federation={name.removeprefix(FEDERATION): state.pop(name) for name in names},
                 state=state,
                 digest=stored_digest(content),
@@ -263,7 +263,9 @@ def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: s
     def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
-    stored, needed = described(checkpoint.state), described(state)
-    if stored != needed:
-        name = next(iter(sorted(set(stored.items()) ^ set(needed.items()), key=str)))[0]
-        raise DataError(f"the checkpoint does not fit: {name} is {stored.get(name)}, and must be {needed.get(name)}")
+    stored_shapes, expected_shapes = described(checkpoint.state), described(state)
+    if stored_shapes != expected_shapes:
+        name = next(iter(sorted(set(stored_shapes.items()) ^ set(expected_shapes.items()), key=str)))[0]
+        raise DataError(
+            f"the checkpoint does not fit: {name} is {stored_shapes.get(name)}, and must be {expected_shapes.get(name)}"
+        )

@@ -76,10 +76,10 @@ class LineFile:
 
     def rewrite(self, values: Iterable[Mapping[str, Any]]) -> None:
         """Replace all lines."""
-        before, lines = digests.beginning(self.path.name), []
+        previous, lines = digests.beginning(self.path.name), []
         for value in values:
-            lines.append(digests.line_of(value, before))
-            before = digests.check_line(lines[-1], before)
+            lines.append(digests.line_of(value, previous))
+            previous = digests.check_line(lines[-1], previous)
         write_atomically(self.path, b"".join(lines))
 
     def cut(self, end: int) -> None:
@@ -89,33 +89,33 @@ class LineFile:
             if not path.exists() or path.stat().st_size <= end:
                 return
         with staged(path) as partial:
-            with path.open("rb") as whole, partial.open("wb") as kept:
-                while piece := whole.read(min(end - kept.tell(), PIECE)):
-                    kept.write(piece)
+            with path.open("rb") as whole, partial.open("wb") as target:
+                while piece := whole.read(min(end - target.tell(), PIECE)):
+                    target.write(piece)
             sync(partial)
             partial.replace(path)
             sync(path.parent)
 
-    def forwards(self, skipped: Callable[[bytes], bool] = lambda line: False, start: int = 0) -> Iterator[Placed]:
-        """Yield the lines from byte ``start``, where one begins, except those ``skipped``; none if there is no file."""
-        expected, end, before = self._ending(), start, ""
+    def forwards(self, skip: Callable[[bytes], bool] = lambda line: False, start: int = 0) -> Iterator[Placed]:
+        """Yield the lines from byte ``start``, where one begins, except those ``skip``; none if there is no file."""
+        expected, end, previous = self._ending(), start, ""
         try:
             with open_file(self.path) as file:
-                before = self._before(file, start)
+                previous = self._before(file, start)
                 file.seek(start)
                 for line in file:  # binary: only \n ends a line
                     start, end = end, end + len(line)
                     if not line.endswith(b"\n"):
                         yield Placed(start, end, None, whole=False)
                         break
-                    before = self._checked(line, before, start)
-                    if not skipped(line):
-                        yield Placed(start, end, self._object(line, start), whole=True, digest=before)
+                    previous = self._checked(line, previous, start)
+                    if not skip(line):
+                        yield Placed(start, end, self._object(line, start), whole=True, digest=previous)
         except FileNotFoundError:
-            before = digests.beginning(self.path.name)
+            previous = digests.beginning(self.path.name)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
-        self._check_end(before, expected)
+        self._check_end(previous, expected)
 
     def backwards(self, beginning: str = "") -> Iterator[Placed]:
         """Yield the lines like :meth:`forwards`, from the last to the first, without reading the lines before them.
@@ -131,32 +131,32 @@ class LineFile:
                     return
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                     while end:
-                        at = content.rfind(b"\n" + start, 0, end - 1) + 1
-                        stop = content.find(b"\n", at) + 1 or len(content)
-                        line, end = content[at:stop], at
+                        position = content.rfind(b"\n" + start, 0, end - 1) + 1
+                        stop = content.find(b"\n", position) + 1 or len(content)
+                        line, end = content[position:stop], position
                         if not line.endswith(b"\n"):
-                            yield Placed(at, stop, None, whole=False)
+                            yield Placed(position, stop, None, whole=False)
                         elif line.startswith(start):
-                            digest = self._checked(line, self._before(file, at), at)
-                            yield Placed(at, stop, self._object(line, at), whole=True, digest=digest)
+                            digest = self._checked(line, self._before(file, position), position)
+                            yield Placed(position, stop, self._object(line, position), whole=True, digest=digest)
         except FileNotFoundError:
             self._check_end(digests.beginning(self.path.name), expected)
         except OSError as error:
             raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
 
-    def _before(self, file: BinaryIO, at: int, *, torn: bool = False) -> str:
+    def _before(self, file: BinaryIO, position: int, *, torn: bool = False) -> str:
         """Return the digest in the line that ends at a byte; with ``torn``, empty if no line ends there."""
-        if at == 0:
+        if position == 0:
             return digests.beginning(self.path.name)
-        begin = max(0, at - digests.TAIL)
-        digest = digests.stated_digest(os.pread(file.fileno(), at - begin, begin))
+        begin = max(0, position - digests.TAIL)
+        digest = digests.stated_digest(os.pread(file.fileno(), position - begin, begin))
         if digest is None and not torn:
-            raise self._damaged(at - 1, "it does not end with a digest")
+            raise self._damaged(position - 1, "it does not end with a digest")
         return digest or ""
 
-    def _checked(self, line: bytes, before: str, start: int) -> str:
+    def _checked(self, line: bytes, previous: str, start: int) -> str:
         try:
-            return digests.check_line(line, before)
+            return digests.check_line(line, previous)
         except digests.Damaged as error:
             raise self._damaged(start, str(error)) from None
 
@@ -175,10 +175,10 @@ class LineFile:
                 hint=digests.RESTORE,
             )
 
-    def _damaged(self, start: int, why: str) -> DataError:
+    def _damaged(self, start: int, reason: str) -> DataError:
         with opened(self.path) as file:
             number = file.read(start).count(b"\n") + 1
-        return DataError(f"{self.path}, line {number} is damaged: {why}", hint=digests.RESTORE)
+        return DataError(f"{self.path}, line {number} is damaged: {reason}", hint=digests.RESTORE)
 
 
 def as_object(line: str | bytes) -> dict[str, Any] | None:
@@ -332,10 +332,10 @@ class RunFiles:
     def write(self, name: str, text: str) -> None:
         """Write a whole file with its digest, which goes into ``digests.json`` if the file cannot hold it."""
         if name in WITHOUT_DIGEST:
-            known = self._digests()
+            digests_known = self._digests()
             # The previous digest is kept, so that the file's digest is listed whenever the process is killed.
-            accepted = [digests.short_digest(text.encode()), *known.get(name, ())]
-            self._write_digests({**known, name: list(dict.fromkeys(accepted))[:2]})
+            accepted = [digests.short_digest(text.encode()), *digests_known.get(name, ())]
+            self._write_digests({**digests_known, name: list(dict.fromkeys(accepted))[:2]})
         else:
             text = digests.with_digest(name, text)
         write_atomically(self.path / name, text.encode())
@@ -415,11 +415,9 @@ class RunFiles:
         """Yield the objects of a JSON-lines file in constant memory; none if it does not exist."""
         return (line.object for line in self.placed(name) if line.object is not None)
 
-    def placed(
-        self, name: str, skipped: Callable[[bytes], bool] = lambda line: False, start: int = 0
-    ) -> Iterator[Placed]:
+    def placed(self, name: str, skip: Callable[[bytes], bool] = lambda line: False, start: int = 0) -> Iterator[Placed]:
         """Yield the lines of a file with their positions (:meth:`LineFile.forwards`)."""
-        return self.line_file(name).forwards(skipped, start)
+        return self.line_file(name).forwards(skip, start)
 
     def sync(self, *names: str) -> None:
         """Flush these files, where they exist, to disk."""
@@ -433,9 +431,9 @@ class RunFiles:
 
     def reopen_lines(self) -> None:
         """Allow appending to the line files of a resumed run."""
-        known = self._digests()
-        if any(name in known for name in LINE_FILES):
-            self._write_digests({name: accepted for name, accepted in known.items() if name not in LINE_FILES})
+        digests_known = self._digests()
+        if any(name in digests_known for name in LINE_FILES):
+            self._write_digests({name: accepted for name, accepted in digests_known.items() if name not in LINE_FILES})
 
     def last_digests(self, *names: str) -> dict[str, str]:
         """Return the digest of the last line of each of these line files that exists."""
@@ -445,8 +443,8 @@ class RunFiles:
         """Replace the lines of a line file."""
         self.line_file(name).rewrite(lines)
 
-    def _write_digests(self, known: Mapping[str, Sequence[str]]) -> None:
-        self.write_json(DIGESTS, {"version": digests.VERSION, "files": known})
+    def _write_digests(self, digests_known: Mapping[str, Sequence[str]]) -> None:
+        self.write_json(DIGESTS, {"version": digests.VERSION, "files": digests_known})
 
     def _digests(self) -> dict[str, list[str]]:
         """Return the digests that files may have, by name; none if there is no digest file."""

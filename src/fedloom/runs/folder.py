@@ -131,8 +131,8 @@ class RunFolder(RunFiles):
         except ExperimentError as error:  # the fault is in a file of the run, not in a request
             raise DataError(str(error)) from error
         experiment = dict(value) if isinstance(value, dict) else {}  # an edited file has no digest
-        if lacking := [key for key in SECTIONS if key not in experiment]:
-            raise DataError(f"{self.path / EXPERIMENT} is not an experiment: it has no {', '.join(lacking)}")
+        if missing := [key for key in SECTIONS if key not in experiment]:
+            raise DataError(f"{self.path / EXPERIMENT} is not an experiment: it has no {', '.join(missing)}")
         return experiment
 
     def manifest(self) -> Manifest:
@@ -147,8 +147,8 @@ class RunFolder(RunFiles):
         """Return the lines of ``confusion.csv`` by client: class, predicted class, examples."""
         confusions: dict[str, list[tuple[int, int, int]]] = {}
         for client, *numbers in itertools.islice(csv.reader(io.StringIO(self.text("confusion.csv"))), 1, None):
-            true, predicted, examples = map(int, numbers)
-            confusions.setdefault(client, []).append((true, predicted, examples))
+            true, prediction, examples = map(int, numbers)
+            confusions.setdefault(client, []).append((true, prediction, examples))
         return confusions
 
     # --- metrics and journal ------------------------------------------------------------------------------------------

@@ -135,9 +135,9 @@ class Costs:
         self.client_steps += attempt.statistics["client_steps"]
 
 
-def added(total: int | None, more: int | None) -> int | None:
+def added(total: int | None, addend: int | None) -> int | None:
     """Return the sum of two byte counts; None if either was not measured."""
-    return None if total is None or more is None else total + more
+    return None if total is None or addend is None else total + addend
 
 
 class Journal:
@@ -196,16 +196,16 @@ class Journal:
         if "loss" in attempt.statistics:
             self._losses.append(attempt.statistics["loss"])
         for number, conversation in enumerate(attempt.conversations):
-            lost = {loss.row for loss in conversation.lost}
+            lost_rows = {loss.row for loss in conversation.lost}
             for row, client in enumerate(conversation.clients):
-                if row not in lost:
+                if row not in lost_rows:
                     self._keep(client, Version(attempt.round, attempt.attempt, number, row, attempt.life))
 
     def _keep(self, client: str, version: Version) -> None:
         """Store the version that a client starts from now, and those that it starts from at checkpoints."""
-        before = self._kept.get(client, [])
-        needed = {_at(before, round) for round in self.needed}
-        self._kept[client] = [*(old for old in before if old in needed), version]
+        versions = self._kept.get(client, [])
+        places = {_at(versions, round) for round in self.needed}
+        self._kept[client] = [*(old for old in versions if old in places), version]
 
     def version(self, client: str, round: int) -> Version | None:
         """Return the state that a client kept in the last round up to this one that counted it; None before the first.
@@ -216,8 +216,8 @@ class Journal:
 
     def last_round(self, client: str) -> int | None:
         """Return the last round that counted a client; None before the first. Callable from any thread."""
-        kept = self._kept.get(client)
-        return kept[-1].round if kept else None
+        versions = self._kept.get(client)
+        return versions[-1].round if versions else None
 
     def train_loss(self) -> float | None:
         """Return the mean training loss of the rounds since the previous call; None without one."""
@@ -230,7 +230,8 @@ class Journal:
         attempt.follows = self._folder.last_digests(METRICS, RELEASES)
         # asdict would copy each of a hundred thousand ids.
         conversations = [
-            {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
+            {"clients": conversation.clients, "lost": [vars(loss) for loss in conversation.lost]}
+            for conversation in attempt.conversations
         ]
         line = {**vars(attempt), "conversations": conversations}
         self._folder.append(JOURNAL, {key: value for key, value in line.items() if value or key not in _OPTIONAL})
@@ -242,25 +243,25 @@ class Journal:
 
     @classmethod
     def read(
-        cls, folder: RunFolder, upto: int | None = None, needed: Collection[int] = (), evaluated: int = 0
+        cls, folder: RunFolder, upto: int | None = None, rounds_needed: Collection[int] = (), last_evaluation: int = 0
     ) -> Journal:
         """Read the journal of a run up to a round, line by line; a half-written last line is ignored.
 
-        Versions are kept for the last round and those ``needed``. Training losses of rounds after ``evaluated``, the
-        last evaluated round, have yet to be reported.
+        Versions are kept for the last round and for ``rounds_needed``. Training losses of rounds after
+        ``last_evaluation``, the last evaluated round, have yet to be reported.
 
         Raise DataError if a line is not an attempt, or is damaged.
         """
         journal = cls(folder)
-        journal.needed = needed
-        wanted = True
+        journal.needed = rounds_needed
+        is_wanted = True
         for attempt, line in _attempts(folder):
             journal.life = max(journal.life, attempt.life + 1)
-            wanted = wanted and (upto is None or attempt.round <= upto)
-            if wanted:
+            is_wanted = is_wanted and (upto is None or attempt.round <= upto)
+            if is_wanted:
                 journal._note(attempt)
                 journal._end = line.end
-                if attempt.round <= evaluated:
+                if attempt.round <= last_evaluation:
                     journal.train_loss()
         return journal
 
@@ -277,17 +278,19 @@ class Journal:
 _OPTIONAL = ("joined", "left", "experiment", "paused", "follows")
 
 
-def fold(members: dict[str, Mapping[str, Any]], joined: Iterable[Mapping[str, Any]], left: Iterable[str]) -> None:
+def fold(
+    members: dict[str, Mapping[str, Any]], arrivals: Iterable[Mapping[str, Any]], departures: Iterable[str]
+) -> None:
     """Apply the roster changes of a journal line to a roster, by id."""
-    for name in left:
+    for name in departures:
         members.pop(name, None)
-    members.update({member["id"]: member for member in joined})
+    members.update({member["id"]: member for member in arrivals})
 
 
 def _at(versions: Sequence[Version], round: int) -> Version | None:
     """Return the last of a client's versions up to a round."""
-    at = bisect(versions, round, key=lambda version: version.round)
-    return versions[at - 1] if at else None
+    position = bisect(versions, round, key=lambda version: version.round)
+    return versions[position - 1] if position else None
 
 
 class ReplayedExperiment(NamedTuple):

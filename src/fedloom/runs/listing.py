@@ -114,9 +114,9 @@ def _runs_directly_in(path: Path) -> list[RunFolder]:
     inside = [RunFolder(one) for one in below if (one / EXPERIMENT).is_file()]
     if not inside:
         missing = "is a file" if path.exists() else "does not exist"
-        what = f"has no {EXPERIMENT} and holds no runs" if path.is_dir() else missing
+        reason = f"has no {EXPERIMENT} and holds no runs" if path.is_dir() else missing
         raise DataError(
-            f"{path} {what}; give the folder of a finished run, or one that holds such folders.",
+            f"{path} {reason}; give the folder of a finished run, or one that holds such folders.",
             hint="fedloom run EXPERIMENT",
         )
     return inside
@@ -132,7 +132,7 @@ def _run_folders(folder: Path) -> Iterator[Path]:
 
 
 def _entry(run: RunFolder) -> RunEntry:
-    path, changed = str(run.path), run.changed_at()
+    path, changed_at = str(run.path), run.changed_at()
     try:
         e, summary = run.stored_experiment(), run.json_or_none("summary.json")
         method, rounds = e["algorithm"], e["federation"]["rounds"]
@@ -140,16 +140,16 @@ def _entry(run: RunFolder) -> RunEntry:
         last = summary or (run.last_evaluation() or ({}, 0))[0]
         seen, unseen = (last.get(group) or {} for group in ("seen", "unseen"))
         headline = headline_of(last)
-        done = _rounds_done(run) if summary is None else int(summary["rounds"])
-        ended = FINISHED if has_ended(e, summary, done) else INTERRUPTED
+        rounds_done = _rounds_done(run) if summary is None else int(summary["rounds"])
+        state = FINISHED if has_ended(e, summary, rounds_done) else INTERRUPTED
         return RunEntry(
             path,
-            state=RUNNING if run.is_held() else ended,
+            state=RUNNING if run.is_held() else state,
             name=str(e["name"]),
             method=f"{method['name']}{rule}",
             dataset=str(e["data"].get("dataset", "own")),
             seed=int(e["seed"]),
-            done=done,
+            done=rounds_done,
             rounds=None if rounds is None else int(rounds),
             metric=headline.name if last else None,
             percent=headline.percent if last else False,
@@ -157,13 +157,13 @@ def _entry(run: RunFolder) -> RunEntry:
             unseen=values_of(unseen, headline).mean,
             seen_loss=seen.get("loss_mean"),
             unseen_loss=unseen.get("loss_mean"),
-            changed=changed,
+            changed=changed_at,
         )
     except DataError as error:
         fault = str(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         fault = f"{path} was not written by FedLoom ({error!r})"
-    return RunEntry(path, DAMAGED, changed=changed, fault=fault)
+    return RunEntry(path, DAMAGED, changed=changed_at, fault=fault)
 
 
 def _rounds_done(run: RunFolder) -> int:
@@ -172,14 +172,16 @@ def _rounds_done(run: RunFolder) -> int:
     )
 
 
-def has_ended(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, done: int) -> bool:
+def has_ended(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, rounds_done: int) -> bool:
     """Return whether a run with this many rounds has ended and has not been continued since."""
-    if summary is None or int(summary["rounds"]) < done:
+    if summary is None or int(summary["rounds"]) < rounds_done:
         return False
     federation = experiment["federation"]
     if summary.get("ended_by") == "budget":
         return True
-    return federation["rounds"] is None or federation.get("until") is not None or done >= int(federation["rounds"])
+    return (
+        federation["rounds"] is None or federation.get("until") is not None or rounds_done >= int(federation["rounds"])
+    )
 
 
 def _naturally(path: Path) -> list[tuple[float, str]]:
@@ -243,8 +245,8 @@ def expired(
     """
     finished = [run for run in runs if run.finished]
     old = finished if older_than_s is None else [run for run in runs if now - run.modified >= older_than_s]
-    kept = {run.name for run in finished[: keep or 0]}
-    return [run for run in old if run.name not in kept]
+    names = {run.name for run in finished[: keep or 0]}
+    return [run for run in old if run.name not in names]
 
 
 def unused(
@@ -259,10 +261,10 @@ def unused(
     if not old:
         return [], []
     names = {_manifest_digest(store, each): each.name for each in partitions if PARTITION in each.files}
-    used = {run: {names[digest] for digest in _digests(store, run) & names.keys()} for run in runs}
-    if silent := [run for run, partitions_of in used.items() if not partitions_of and not run.finished]:
+    blobs_by_run = {run: {names[digest] for digest in _digests(store, run) & names.keys()} for run in runs}
+    if silent := [run for run, partitions_of in blobs_by_run.items() if not partitions_of and not run.finished]:
         return [], silent
-    return [partition for partition in old if partition.name not in set().union(*used.values())], []
+    return [partition for partition in old if partition.name not in set().union(*blobs_by_run.values())], []
 
 
 def remove_folders(store: Store, folders: Iterable[StoredFolder]) -> None:

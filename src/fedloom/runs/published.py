@@ -151,10 +151,10 @@ class PublishedRun:
         """Return a record; raise DataError if it is damaged, or of another version."""
         url = f"{self.url}/{record_name(number)}"
         try:
-            about: dict[str, Any] = parsed_json(self._store.read(record_name(number)))
-            if about.pop("version") != VERSION:
+            facts: dict[str, Any] = parsed_json(self._store.read(record_name(number)))
+            if facts.pop("version") != VERSION:
                 raise DataError(f"{url} was published by another version of FedLoom", hint="resume with that version")
-            record = _ADAPTER.validate_python(about)
+            record = _ADAPTER.validate_python(facts)
             if record.number != number:
                 raise ValueError(f"it has the number {record.number}")
             for name, blobs in record.files.items():
@@ -167,34 +167,36 @@ class PublishedRun:
 
     def _copy(self, record: Record, check: Callable[[Path], None]) -> None:
         """Update the folder to a record, once all new files are downloaded and checked."""
-        before = {} if self.record is None else self.record.files
+        old_files = {} if self.record is None else self.record.files
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
             staging, part = Path(temporary) / "run", Path(temporary) / "part"
             staging.mkdir()
-            changed = []
+            changed_files = []
             for name, blobs in record.files.items():
-                known = list(map(blob_digest, before.get(name, ())))
-                wanted = self._checkpoints or not name.startswith(f"{CHECKPOINTS}/")
+                old_blobs = list(map(blob_digest, old_files.get(name, ())))
+                is_wanted = self._checkpoints or not name.startswith(f"{CHECKPOINTS}/")
                 if name == AGGREGATOR_LOG and self.record is None and (self._path / name).exists():
-                    wanted = False  # this folder's log goes on after what was published of it
-                if wanted and known != list(map(blob_digest, blobs)):
-                    self._stage(name, known, blobs, staging / name, part)
-                    changed.append(name)
+                    is_wanted = False  # this folder's log goes on after what was published of it
+                if is_wanted and old_blobs != list(map(blob_digest, blobs)):
+                    self._stage(name, old_blobs, blobs, staging / name, part)
+                    changed_files.append(name)
             check(staging)
             self.record = None  # if copying fails, the folder holds files of two records
             stale = {f"{CHECKPOINTS}/{path.name}" for path in self._path.glob(f"{CHECKPOINTS}/*.safetensors")}
-            for name in (stale | set(before)) - set(record.files):
+            for name in (stale | set(old_files)) - set(record.files):
                 (self._path / name).unlink(missing_ok=True)
-            for name in sorted(changed, key=lambda name: (name not in FIRST, name)):  # we may be killed half-way
+            for name in sorted(changed_files, key=lambda name: (name not in FIRST, name)):  # we may be killed half-way
                 path = self._path / name
                 with storing(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
                 copy_atomically(staging / name, path)
         self.record = record
 
-    def _stage(self, name: str, known: Sequence[str], blobs: Sequence[str], path: Path, part: Path) -> None:
+    def _stage(self, name: str, old_blobs: Sequence[str], blobs: Sequence[str], path: Path, part: Path) -> None:
         """Write a file of a record to ``path``; the first blobs are taken from the folder if it has them."""
-        have = sum(1 for _ in takewhile(lambda pair: pair[0] == blob_digest(pair[1]), zip(known, blobs, strict=False)))
+        have = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == blob_digest(pair[1]), zip(old_blobs, blobs, strict=False))
+        )
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -278,7 +280,7 @@ class Publisher(PublishedRun):
         RefusedError if the store denies access.
         """
         number = 1 if self.record is None else self.record.number + 1
-        taken = list(self._unpublished)
+        names = list(self._unpublished)
         files = {}
         for name in self._needed():
             blobs = []
@@ -289,8 +291,8 @@ class Publisher(PublishedRun):
                 blobs.append(self._blobs[digest])
             files[name] = blobs
         self._record(Record(number, round, self._incarnation, files))
-        self._store.remove(taken)
-        del self._unpublished[: len(taken)]
+        self._store.remove(names)
+        del self._unpublished[: len(names)]
         log.info("published round %d at %s", round, self.url)
 
     def keep_release(self, line: Mapping[str, Any]) -> None:
@@ -304,10 +306,10 @@ class Publisher(PublishedRun):
 
     def gather_releases(self) -> None:
         """Append to ``releases.jsonl`` the lines that aggregators have stored but not published."""
-        there = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._unpublished]
-        known = {_release(line) for line in self._folder.objects(RELEASES)} if there else set()
-        for name in there:
-            if name not in known:
+        names = [entry.name for entry in self._store.entries("releases/") if entry.name not in self._unpublished]
+        own_releases = {_release(line) for line in self._folder.objects(RELEASES)} if names else set()
+        for name in names:
+            if name not in own_releases:
                 self._folder.append(RELEASES, parsed_json(self._store.read(name)))
             self._unpublished.append(name)
 
@@ -319,11 +321,11 @@ class Publisher(PublishedRun):
         """
         # Checkpoints of the run before it was resumed. Listed first, to exclude what a successor writes after our
         # record.
-        there = [entry.name for entry in self._store.entries(f"{CHECKPOINTS}/")]
+        names = [entry.name for entry in self._store.entries(f"{CHECKPOINTS}/")]
         # Publishing first proves that the run is ours before we overwrite files that others may read.
         self.publish(self.record.round if self.record is not None else 0)
         assert self.record is not None
-        self._store.remove([SUMMARY, *(name for name in there if name not in self.record.files)])
+        self._store.remove([SUMMARY, *(name for name in names if name not in self.record.files)])
         for name in sorted(self._everything(), key=lambda name: (name == SUMMARY, name)):
             self._store.upload(name, self._path / name)
         files = {
@@ -385,8 +387,8 @@ class Publisher(PublishedRun):
     def _everything(self) -> list[str]:
         """Return all complete files of the folder, except those of the workers."""
         root = self._path
-        found = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.suffix != PARTIAL)
-        return sorted(path.as_posix() for path in found if path.parts[0] not in STORE_FOLDERS)
+        files = (path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.suffix != PARTIAL)
+        return sorted(path.as_posix() for path in files if path.parts[0] not in STORE_FOLDERS)
 
     def _contents(self, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
         """Yield the digest and the content of each blob of a file; known segments of a line file are not read again."""
@@ -395,15 +397,15 @@ class Publisher(PublishedRun):
                 content = file.read()
                 yield hashlib.sha256(content).hexdigest(), lambda: content
                 return
-            about = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             inode, known = self._segments.get(name, (0, {}))
             last = next(reversed(known), (0, 0))
-            if inode != about.st_ino or sum(last) > about.st_size or known.get(last) != _digest_of(file, *last):
+            if inode != status.st_ino or sum(last) > status.st_size or known.get(last) != _digest_of(file, *last):
                 known = {}  # the file has not only grown
-            digests = {cut: known.get(cut) or _digest_of(file, *cut) for cut in segments(about.st_size)}
-            self._segments[name] = about.st_ino, digests
-            for cut, digest in digests.items():
-                yield digest, partial(_part, file, *cut)
+            digests = {end: known.get(end) or _digest_of(file, *end) for end in segments(status.st_size)}
+            self._segments[name] = status.st_ino, digests
+            for end, digest in digests.items():
+                yield digest, partial(_part, file, *end)
 
 
 def _part(file: BinaryIO, begin: int, length: int) -> bytes:

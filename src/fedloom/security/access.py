@@ -90,8 +90,10 @@ class IdentityEntry(Settings):
     @cached_property
     def identity(self) -> Identity:
         """Identity of the entry."""
-        listed = len(self.clients)
-        most = max(listed, MAX_CLIENTS) if any(re.search(r"[*?]", each) for each in self.clients) else listed
+        client_count = len(self.clients)
+        most = (
+            max(client_count, MAX_CLIENTS) if any(re.search(r"[*?]", each) for each in self.clients) else client_count
+        )
         return Identity(self.name, frozenset(self.roles), self.clients, self.max_clients or most)
 
 
@@ -206,15 +208,15 @@ def _errors(entries: Sequence[IdentityEntry]) -> list[SettingError]:
     names = Counter(entry.name for entry in entries)
     credentials = Counter((entry.certificate, entry.token) for entry in entries)
     for i, entry in enumerate(entries):
-        here: KeyPath = ("identities", i)
+        path: KeyPath = ("identities", i)
         if names[entry.name] > 1:
-            errors.append(SettingError((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
+            errors.append(SettingError((*path, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
         if entry.certificate is None and entry.token is None:
-            errors.append(SettingError(here, "give a certificate, a token or both"))
+            errors.append(SettingError(path, "give a certificate, a token or both"))
         elif credentials[entry.certificate, entry.token] > 1:
-            given = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
-            errors.append(SettingError(here, f"{given} also belongs to another identity"))
-        errors += [SettingError((*here, "clients", *at), text) for at, text in _client_errors(entry)]
+            entry_text = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
+            errors.append(SettingError(path, f"{entry_text} also belongs to another identity"))
+        errors += [SettingError((*path, "clients", *subpath), text) for subpath, text in _client_errors(entry)]
     return errors
 
 
@@ -258,8 +260,8 @@ class Admitted:
     @property
     def credential(self) -> str:
         """Credentials of the peer, for the audit log."""
-        shown = [] if self.certificate is None else [f"certificate {self.certificate.fingerprint[:16]}"]
-        return " and ".join(shown + ([] if self.token is None else [f"token {self.token.id}"]))
+        parts = [] if self.certificate is None else [f"certificate {self.certificate.fingerprint[:16]}"]
+        return " and ".join(parts + ([] if self.token is None else [f"token {self.token.id}"]))
 
 
 class Denied(Exception):
@@ -279,11 +281,11 @@ class Denied(Exception):
     """
 
     def __init__(
-        self, reason: str, identity: Identity | None = None, *, again: bool = False, final: bool = False
+        self, reason: str, identity: Identity | None = None, *, retries: bool = False, final: bool = False
     ) -> None:
         super().__init__(reason)
         self.identity = identity
-        self.again = again
+        self.again = retries
         self.final = final
 
 
@@ -365,23 +367,23 @@ class Access:
         the action.
         """
         token = None if presented.token is None else self._find(presented.token)
-        admitted = self._known(presented.certificate, token)
-        _require(admitted.identity, action)
-        return admitted
+        admission = self._known(presented.certificate, token)
+        _require(admission.identity, action)
+        return admission
 
-    def check(self, admitted: Admitted, action: Action) -> None:
+    def check(self, admission: Admitted, action: Action) -> None:
         """Check that a peer would still be admitted with the current files.
 
         Raise Denied if it would not: its credentials are revoked or have expired, or its roles or clients have changed.
         """
-        before = admitted.identity
-        token = None if admitted.token is None else self._kept(admitted.token.id)
-        if admitted.token is not None and token is None:
-            raise Denied(f"token {admitted.token.id} of {admitted.token.name} is no longer known", before)
-        identity = self._known(admitted.certificate, token).identity
+        before = admission.identity
+        token = None if admission.token is None else self._kept(admission.token.id)
+        if admission.token is not None and token is None:
+            raise Denied(f"token {admission.token.id} of {admission.token.name} is no longer known", before)
+        identity = self._known(admission.certificate, token).identity
         _require(identity, action)
         if identity != before:
-            raise Denied(f"the permissions of {before.name} have changed; reconnect", before, again=True)
+            raise Denied(f"the permissions of {before.name} have changed; reconnect", before, retries=True)
 
     def _find(self, token: SecretStr) -> Token:
         record = self._shared.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
@@ -399,18 +401,20 @@ class Access:
             _check_token(token, now)
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
-            raise Denied(reason, again=True)  # a newer certificate may be in place already
+            raise Denied(reason, retries=True)  # a newer certificate may be in place already
         if token is not None and self._shared.by_id(token.id) is not None:
             return Admitted(SHARED, certificate, token)
         if certificate is None and token is None:
             raise Denied("a certificate of our CA, or a token, is required")
         identities = self._identities(frozenset() if certificate is None else certificate.names, token)
         if len(identities) != 1:
-            shown = [str(certificate)] if certificate is not None else []
-            shown += [f"token {token.id} of {token.name}"] if token is not None else []
-            what, owners = " and ".join(shown), " and ".join(sorted(each.name for each in identities))
+            credentials = [str(certificate)] if certificate is not None else []
+            credentials += [f"token {token.id} of {token.name}"] if token is not None else []
+            credential_text, owners = " and ".join(credentials), " and ".join(sorted(each.name for each in identities))
             raise Denied(
-                f"{what} must belong to one identity, not to {owners}" if owners else f"no identity for {what}"
+                f"{credential_text} must belong to one identity, not to {owners}"
+                if owners
+                else f"no identity for {credential_text}"
             )
         return Admitted(identities[0], certificate, token)
 
@@ -430,5 +434,5 @@ def _require(identity: Identity, action: Action) -> None:
 def _check_token(token: Token, now: datetime) -> None:
     state = token.state(now)
     if state != "valid":
-        what, when = ("was revoked", token.revoked) if state == "revoked" else ("has expired", token.expires)
-        raise Denied(f"token {token.id} of {token.name} {what} at {when:%Y-%m-%d %H:%M:%S} UTC", final=True)
+        reason, moment = ("was revoked", token.revoked) if state == "revoked" else ("has expired", token.expires)
+        raise Denied(f"token {token.id} of {token.name} {reason} at {moment:%Y-%m-%d %H:%M:%S} UTC", final=True)

@@ -94,22 +94,27 @@ class Audit:
         """
         with self._lock:
             key = (kind, host) if (kind, host) in self._refused or len(self._refused) < KINDS else ("", "")
-            now, (written, repeated) = self._clock(), self._refused.get(key, (-REPEATED_S, 0))
-            if now - written < REPEATED_S:
-                self._refused[key] = (written, repeated + 1)
+            now, (written_at, count_repeated) = self._clock(), self._refused.get(key, (-REPEATED_S, 0))
+            if now - written_at < REPEATED_S:
+                self._refused[key] = (written_at, count_repeated + 1)
                 return
             if len(self._refused) >= KINDS:
-                for old in [k for k, (when, count) in self._refused.items() if now - when >= REPEATED_S and not count]:
+                for old in [
+                    k
+                    for k, (refused_at, count) in self._refused.items()
+                    if now - refused_at >= REPEATED_S and not count
+                ]:
                     del self._refused[old]
             self._refused[key] = (now, 0)
             self._append(
-                "refused", {"host": host, "kind": kind, **details} | ({"repeated": repeated} if repeated else {})
+                "refused",
+                {"host": host, "kind": kind, **details} | ({"repeated": count_repeated} if count_repeated else {}),
             )
 
     def _append(self, event: Event, details: Mapping[str, Value]) -> None:
-        cut = {key: value[:LONGEST] if isinstance(value, str) else value for key, value in details.items()}
-        when = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": when, "event": event, **cut}) + "\n"  # ASCII, so that no text ends a line
+        shortened = {key: value[:LONGEST] if isinstance(value, str) else value for key, value in details.items()}
+        timestamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": timestamp, "event": event, **shortened}) + "\n"  # ASCII, so that no text ends a line
         if self._path is None:
             self._waiting.append(line)
         else:

@@ -96,7 +96,7 @@ def make_certificate(
     StorageError
         If the files cannot be written.
     """
-    check_member_name(name, reserved="ca")
+    check_member_name(name, reserved_name="ca")
     names = [x509.UniformResourceIdentifier(f"{URI}{name}"), *map(_host, hosts)]
     pair = read_key_pair(ca / "ca.crt", ca / "ca.key", names=(argument("ca"), argument("ca")))
     authority = x509.load_pem_x509_certificate(pair.chain)
@@ -118,13 +118,13 @@ def make_certificate(
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
-    listed = (f"URI:{URI}{name}", *hosts)
+    alternative_names = (f"URI:{URI}{name}", *hosts)
     own = folder / name
-    files = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", listed, replace=replace)
+    files = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", alternative_names, replace=replace)
     trusted = own / "ca.crt"
-    known = trusted.read_bytes() if trusted.exists() else b""
-    if pair.chain not in known:  # an authority that is trusted already stays trusted until it is removed
-        write_private(trusted, (known + pair.chain).decode())
+    trusted_bytes = trusted.read_bytes() if trusted.exists() else b""
+    if pair.chain not in trusted_bytes:  # an authority that is trusted already stays trusted until it is removed
+        write_private(trusted, (trusted_bytes + pair.chain).decode())
     return files
 
 
@@ -189,7 +189,7 @@ def _now() -> datetime:
 def _write(
     certificate: x509.Certificate,
     key: EllipticCurvePrivateKey,
-    at: Path,
+    path: Path,
     key_at: Path,
     names: tuple[str, ...],
     *,
@@ -197,14 +197,14 @@ def _write(
 ) -> CertificateFiles:
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
     public = certificate.public_bytes(Encoding.PEM).decode()
-    if replace and at.exists():
+    if replace and path.exists():
         # A reader between the two writes finds a key that does not match the certificate, and keeps what it has.
         write_private(key_at, secret)
-        write_private(at, public)
+        write_private(path, public)
     else:
         create(key_at, secret, private=True)
-        create(at, public)
-    return CertificateFiles(at, key_at, certificate.not_valid_after_utc, names)
+        create(path, public)
+    return CertificateFiles(path, key_at, certificate.not_valid_after_utc, names)
 
 
 @dataclass(frozen=True)
@@ -309,8 +309,8 @@ def validity(starts: datetime, ends: datetime, now: datetime) -> str:
     return f"{problem}, and this machine's clock shows {_utc(now)}"
 
 
-def _utc(when: datetime) -> str:
-    return f"{when:%Y-%m-%d %H:%M:%S} UTC"
+def _utc(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _content(certificate: x509.Certificate) -> Certificate:
@@ -318,11 +318,11 @@ def _content(certificate: x509.Certificate) -> Certificate:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         names = x509.SubjectAlternativeName([])
-    listed = [f"URI:{name}" for name in names.get_values_for_type(x509.UniformResourceIdentifier)]
-    listed += [f"DNS:{name}" for name in names.get_values_for_type(x509.DNSName)]
-    listed += [f"IP:{name}" for name in names.get_values_for_type(x509.IPAddress)]
+    names_listed = [f"URI:{name}" for name in names.get_values_for_type(x509.UniformResourceIdentifier)]
+    names_listed += [f"DNS:{name}" for name in names.get_values_for_type(x509.DNSName)]
+    names_listed += [f"IP:{name}" for name in names.get_values_for_type(x509.IPAddress)]
     starts, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    return Certificate(frozenset(listed), certificate.fingerprint(SHA256()).hex(), starts, ends)
+    return Certificate(frozenset(names_listed), certificate.fingerprint(SHA256()).hex(), starts, ends)
 
 
 def _is_authority(certificate: x509.Certificate) -> bool:

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 _State = tuple[int, int, int, int] | None
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, name: str) -> str:
     """Return the text of a file.
 
     Parameters
@@ -43,14 +43,14 @@ def read_text(path: Path, what: str) -> str:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ExperimentError(f"{what} {path} is not a regular file.")
+                raise ExperimentError(f"{name} {path} is not a regular file.")
             if status.st_size > LARGEST:
-                raise ExperimentError(f"{what} {path} has {status.st_size:,} bytes; at most {LARGEST:,} are read.")
+                raise ExperimentError(f"{name} {path} has {status.st_size:,} bytes; at most {LARGEST:,} are read.")
             return file.read(LARGEST + 1).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ExperimentError(f"{what} {path} is not a UTF-8 text file (byte {error.start})") from None
+        raise ExperimentError(f"{name} {path} is not a UTF-8 text file (byte {error.start})") from None
     except OSError as error:
-        raise ExperimentError(f"{what} {path} cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise ExperimentError(f"{name} {path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def write_private(path: Path, text: str) -> None:
@@ -106,23 +106,23 @@ class ReloadingFile(Generic[_T]):
         The first error of ``read``, because there is no previous value to keep.
     """
 
-    def __init__(self, paths: Sequence[Path], read: Callable[[], _T]) -> None:
+    def __init__(self, paths: Sequence[Path], reader: Callable[[], _T]) -> None:
         self.paths = tuple(paths)
         self.version = 0
         """Number of changes of the value."""
         self._lock = threading.Lock()  # a slow reader must not replace a newer value with an older one
-        self._read = read
+        self._read = reader
         self._value = self._first()
 
     def _first(self) -> _T:
         """Return the first value; retry while files are being replaced, such as a certificate and its key in turn."""
-        for left in reversed(range(SETTLES)):
+        for attempts_left in reversed(range(SETTLES)):
             self._state = self._found()  # before reading: changes during it cause another read
             try:
                 return self._read()
             except FedloomError:
                 time.sleep(SETTLE_S)
-                if not left or self._found() == self._state:
+                if not attempts_left or self._found() == self._state:
                     raise
         raise AssertionError("the last attempt returns or raises")
 

@@ -83,21 +83,21 @@ class _Options:
         if folder is not None:
             in_folder = {name: folder / IN_FOLDER[name] for name in names if (folder / IN_FOLDER[name]).exists()}
             if not in_folder:
-                listed = ", ".join(IN_FOLDER[name] for name in names)
-                problem = f"has none of {listed}" if folder.is_dir() else "is not a folder"
+                listing = ", ".join(IN_FOLDER[name] for name in names)
+                problem = f"has none of {listing}" if folder.is_dir() else "is not a folder"
                 raise ExperimentError(
                     f"{argument('credentials')} is {folder}, which {problem}; create them with `fedloom certificates "
                     "new` and `fedloom token new`.",
                     key="credentials",
                     found=folder,
                 )
-        named = {
+        paths = {
             name: expanded(environment[FILES[name]], FILES[name]) for name in names if environment.get(FILES[name])
         }
         token = None
         if "token_file" not in in_folder and environment.get(TOKEN):
             token = checked_token(environment[TOKEN], TOKEN)
-        return cls(**{**named, **in_folder}, token=token, insecure=insecure)
+        return cls(**{**paths, **in_folder}, token=token, insecure=insecure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,15 +173,15 @@ class Credentials:
         Raise ExperimentError if a token could be read by others in transit. Raise RefusedError if our certificate is
         not valid now: no peer would admit us with it.
         """
-        shown, options = self.current, self._options
-        if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
+        current, options = self.current, self._options
+        if current.token is not None and current.ca is None and not options.insecure and not is_loopback(host):
             raise ExperimentError(
                 f"A token would be sent to {host} in plaintext; use TLS (ca.crt in {argument('credentials')}), or "
                 f"{argument('insecure')} to send it anyway."
             )
-        if shown.pair is not None:
-            check_valid(options.certificate, shown.pair.certificate)
-        return shown
+        if current.pair is not None:
+            check_valid(options.certificate, current.pair.certificate)
+        return current
 
 
 @dataclass(frozen=True)
@@ -201,16 +201,16 @@ class Protection:
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         options = options or ServerOptions()
-        ca, known = options.ca, any((options.ca, options.tokens, options.token))
+        ca, is_complete = options.ca, any((options.ca, options.tokens, options.token))
         _together(options.certificate, options.key)
         if ca is not None and options.certificate is None:
             raise ExperimentError("ca.crt needs tls.crt.", key="ca.crt")
-        if options.identities is not None and not known:
+        if options.identities is not None and not is_complete:
             raise ExperimentError("identities.yaml needs ca.crt, tokens.json, or both.", key="identities.yaml")
         self._insecure = options.insecure
         self.tls = _tls_files(options)
         """Certificate and CA; None for plaintext."""
-        self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
+        self.access = Access(options.tokens, options.identities, shared=options.token) if is_complete else None
         """Access rules; None if peers need no identity."""
 
     def check(self, host: str) -> None:
@@ -220,18 +220,18 @@ class Protection:
         """
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return
-        lacking = ["TLS (tls.crt, tls.key)"] if self.tls is None else []
-        lacking += ["authentication of peers (ca.crt, tokens.json)"] if self.access is None else []
+        missing = ["TLS (tls.crt, tls.key)"] if self.tls is None else []
+        missing += ["authentication of peers (ca.crt, tokens.json)"] if self.access is None else []
         if not self._insecure:
             raise ExperimentError(
-                f"{argument('listen')} is {host}, which other machines can reach, without {' and '.join(lacking)}; "
+                f"{argument('listen')} is {host}, which other machines can reach, without {' and '.join(missing)}; "
                 f"listen on 127.0.0.1, give the missing files, or accept the risk with {argument('insecure')}.",
                 key="listen",
                 found=host,
                 hint=f"{argument('credentials')} is a folder with these files; `fedloom certificates` creates one for "
                 "trials (docs/security.md)",
             )
-        log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
+        log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(missing)}"))
 
     def check_plaintext(self, host: str, key: str) -> None:
         """Check that peers of a plaintext HTTP port can present tokens, and that it serves only this machine.

@@ -173,8 +173,8 @@ def read_register(path: Path) -> tuple[RegisteredKey, ...]:
         if not words:
             continue
         try:
-            clients, encoded = words
-            key = Ed25519PublicKey.from_public_bytes(base64.b64decode(encoded, validate=True))
+            clients, key_text = words
+            key = Ed25519PublicKey.from_public_bytes(base64.b64decode(key_text, validate=True))
         except (ValueError, binascii.Error):
             clients = ""
         if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", clients):
@@ -255,10 +255,10 @@ class CertificateVerifier:
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
         """Raise RefusedError if the signature was not made with a certificate for this client that is valid now."""
         try:
-            *chain, signed = _unpacked(signature)
+            *chain, signed_part = _unpacked(signature)
             leaf, *others = map(x509.load_der_x509_certificate, chain)
             self._check_chain(leaf, others)
-            _verify(leaf, message, signed)
+            _verify(leaf, message, signed_part)
         except (ValueError, InvalidSignature, UnsupportedAlgorithm, VerificationError) as error:
             raise RefusedError(
                 f"The keys presented for {client} are not signed with a trusted certificate"
@@ -308,11 +308,11 @@ def _unpacked(packed: bytes) -> list[bytes]:
 
     Raise ValueError if there are fewer than two, or the last is cut.
     """
-    parts, at = [], 0
-    while length := int.from_bytes(packed[at : at + 2], "big"):
-        parts.append(packed[at + 2 : at + 2 + length])
-        at += 2 + length
-    if len(parts) < 2 or at > len(packed):
+    parts, offset = [], 0
+    while length := int.from_bytes(packed[offset : offset + 2], "big"):
+        parts.append(packed[offset + 2 : offset + 2 + length])
+        offset += 2 + length
+    if len(parts) < 2 or offset > len(packed):
         raise ValueError("it has no certificate")
     return parts
 

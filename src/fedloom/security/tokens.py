@@ -70,8 +70,8 @@ class Tokens:
 
         The duration does not depend on whether the id is known or how much of the secret is correct.
         """
-        given = _TOKEN.fullmatch(token.get_secret_value())
-        id, secret = given.groups() if given else ("", "")
+        match = _TOKEN.fullmatch(token.get_secret_value())
+        id, secret = match.groups() if match else ("", "")
         record = self.by_id(id)
         same = hmac.compare_digest(_hash(secret), _NOBODY if record is None else record.sha256)
         return record if same else None
@@ -85,10 +85,10 @@ class Tokens:
         return {token.id: token for token in self.all}
 
 
-def check_member_name(name: str, reserved: str = "") -> None:
+def check_member_name(name: str, reserved_name: str = "") -> None:
     """Raise ExperimentError if a new identity or token may not have this name."""
-    if not re.fullmatch(NAME, name) or name == reserved:
-        but = f", and not {reserved}" if reserved else ""
+    if not re.fullmatch(NAME, name) or name == reserved_name:
+        but = f", and not {reserved_name}" if reserved_name else ""
         raise ExperimentError(
             f"NAME must be 1 to 128 letters, digits, and . _ -, starting with a letter or digit{but} "
             f"(got {abbreviated(name)}).",
@@ -99,8 +99,8 @@ def check_member_name(name: str, reserved: str = "") -> None:
 
 def token_id(token: SecretStr) -> str | None:
     """Return the id that a token claims, for logs; None if the text is not a token."""
-    given = _TOKEN.fullmatch(token.get_secret_value())
-    return given[1] if given else None
+    match = _TOKEN.fullmatch(token.get_secret_value())
+    return match[1] if match else None
 
 
 def contains_token(text: str) -> bool:
@@ -118,12 +118,12 @@ def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Tok
 
     Raise ValueError if the text is not a token.
     """
-    given = _TOKEN.fullmatch(token.get_secret_value())
-    if given is None:
+    match = _TOKEN.fullmatch(token.get_secret_value())
+    if match is None:
         raise ValueError("not a token")
     now = datetime.now(UTC).replace(microsecond=0)
     expires = None if days is None else now + timedelta(days=days)
-    return Token(id=given[1], name=name, sha256=_hash(given[2]), created=now, expires=expires)
+    return Token(id=match[1], name=name, sha256=_hash(match[2]), created=now, expires=expires)
 
 
 def read_tokens(path: Path) -> Tokens:
@@ -164,7 +164,7 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
     return token, entry
 
 
-def revoke_tokens(path: Path, which: str) -> list[Token]:
+def revoke_tokens(path: Path, name: str) -> list[Token]:
     """Revoke the token with an id, or all tokens with a name; return those newly revoked.
 
     Raise ExperimentError if there is no such token, or the file is damaged; it stays unchanged. Raise StorageError if
@@ -172,17 +172,17 @@ def revoke_tokens(path: Path, which: str) -> list[Token]:
     """
     with locked(path):
         tokens = read_tokens(path).all
-        chosen = [token for token in tokens if which in (token.id, token.name)]
-        if not chosen:
-            known = ", ".join(dict.fromkeys(token.name for token in tokens)) or "none"
+        selected = [token for token in tokens if name in (token.id, token.name)]
+        if not selected:
+            names = ", ".join(dict.fromkeys(token.name for token in tokens)) or "none"
             raise ExperimentError(
-                f"{path} has no token {abbreviated(which)}; give its id or its name ({known})", found=which
+                f"{path} has no token {abbreviated(name)}; give its id or its name ({names})", found=name
             )
         now = datetime.now(UTC).replace(microsecond=0)
-        changed = {token.id: token.model_copy(update={"revoked": now}) for token in chosen if token.revoked is None}
-        if changed:
-            _write(path, [changed.get(token.id, token) for token in tokens])
-    return list(changed.values())
+        updates = {token.id: token.model_copy(update={"revoked": now}) for token in selected if token.revoked is None}
+        if updates:
+            _write(path, [updates.get(token.id, token) for token in tokens])
+    return list(updates.values())
 
 
 def read_secret(path: Path) -> SecretStr:

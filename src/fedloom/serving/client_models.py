@@ -31,7 +31,7 @@ def client_models(
     Raise DataError if there is no such run, checkpoint or client, or its data are missing or damaged; ExperimentError
     if the method has no such predictor; QuorumError if a client got no model.
     """
-    made: dict[str, PersonalModel] = {}
+    models: dict[str, PersonalModel] = {}
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
         if not dataset.manifest.spec.outputs:
@@ -39,11 +39,11 @@ def client_models(
         entries = dataset.manifest.clients if clients is None else map(dataset.manifest.named, clients)
         return [entry.id for entry in entries]
 
-    wanted, lost = _give(run, checkpoint, None, data, predictor, chosen, made.__setitem__)
-    if lost:
-        client, reason = next(iter(lost.items()))
-        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model; client {client}: {reason}")
-    return {client: made[client] for client in wanted}
+    clients_wanted, failures = _give(run, checkpoint, None, data, predictor, chosen, models.__setitem__)
+    if failures:
+        client, reason = next(iter(failures.items()))
+        raise QuorumError(f"{len(failures)} of {len(clients_wanted)} clients got no model; client {client}: {reason}")
+    return {client: models[client] for client in clients_wanted}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def save_models(
     """
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
-    saved: list[str] = []
+    paths: list[str] = []
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
         return select_clients([entry.id for entry in dataset.manifest.clients], clients)
@@ -84,10 +84,10 @@ def save_models(
         with storing(out):
             out.mkdir(parents=True, exist_ok=True)
         model.save(out / f"{client}{suffix}")
-        saved.append(client)
+        paths.append(client)
 
-    _, lost = _give(run, checkpoint, partition, data, predictor, chosen, save)
-    return SavedModels(saved, lost)
+    _, failures = _give(run, checkpoint, partition, data, predictor, chosen, save)
+    return SavedModels(paths, failures)
 
 
 def _give(
@@ -96,20 +96,20 @@ def _give(
     partition: str | Path | None,
     data: Sequence[Path],
     predictor: str,
-    chosen: Callable[[FederatedDataset], Sequence[str]],
+    select: Callable[[FederatedDataset], Sequence[str]],
     use: Callable[[str, PersonalModel], None],
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     """Personalize the chosen clients; return their ids, and the reason for each failure."""
     with torch_threads(1):  # restores the thread count, which is changed inside
         parts, evaluator, dataset = restore(run, checkpoint, partition, data)
-        wanted = chosen(dataset)
-        for client in wanted:
+        client_ids = select(dataset)
+        for client in client_ids:
             dataset.manifest.entry(client)
         check_predictor(predictor, evaluator.predictors)
         e, problem = parts.experiment, Problem.from_json(about(parts, evaluator.folder).problem)
         digest = evaluator.checkpoints.load(evaluator.round).digest
 
-        def make(client: ClientData, named: Mapping[str, Predictor]) -> None:
+        def make(client: ClientData, predictors: Mapping[str, Predictor]) -> None:
             card = card_of(
                 problem,
                 run=e.name,
@@ -121,6 +121,6 @@ def _give(
                 client=client.id,
                 standardizes=parts.standardizes,
             )
-            use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
+            use(client.id, PersonalModel(predictor_of(client.id, predictors, predictor), card))
 
-        return wanted, personalize_each(parts, evaluator, dataset, wanted, make)
+        return client_ids, personalize_each(parts, evaluator, dataset, client_ids, make)

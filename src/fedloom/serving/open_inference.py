@@ -93,26 +93,26 @@ class InferenceRequest(BaseModel, strict=True):
         return arrays
 
 
-def _array(given: InputTensor, spec: InputSpec, classes: int) -> NDArray[Any]:
+def _array(tensor: InputTensor, spec: InputSpec, classes: int) -> NDArray[Any]:
     """Return the array of an input, checked against its description."""
-    name, shape, dtype = given.name, tuple(given.shape), DTYPES[spec.kind]
+    name, shape, dtype = tensor.name, tuple(tensor.shape), DTYPES[spec.kind]
     fault = None
-    if given.datatype != DATATYPES[str(dtype)]:
+    if tensor.datatype != DATATYPES[str(dtype)]:
         fault = f"datatype must be {DATATYPES[str(dtype)]}"
     elif shape[0] < 1 or shape[1:] != spec.shape:
         fault = f"shape must be [{', '.join(['b', *map(str, spec.shape)])}] with b of at least 1"
     if fault is not None:
         _refuse(HTTPStatus.BAD_REQUEST, f"{name}: {fault}")
     try:
-        numbers = np.array(given.data)
+        numbers = np.array(tensor.data)
         if numbers.shape not in (shape, (math.prod(shape),)):
             raise ValueError(f"data have shape {list(numbers.shape)}; give them flat, or nested as {list(shape)}")
         if numbers.dtype.kind not in ("iu" if dtype.kind != "f" else "iuf"):
-            raise ValueError(f"data must be numbers that fit into {given.datatype}")
+            raise ValueError(f"data must be numbers that fit into {tensor.datatype}")
         with np.errstate(over="ignore"):
             array = (numbers if dtype.kind != "f" else numbers.astype(np.float64)).astype(dtype).reshape(shape)
         if dtype.kind != "f" and not np.array_equal(array.ravel(), numbers.ravel()):
-            raise ValueError(f"a number is out of the range of {given.datatype}")
+            raise ValueError(f"a number is out of the range of {tensor.datatype}")
     except ValueError as error:  # NumPy's own: ragged lists
         _refuse(HTTPStatus.BAD_REQUEST, f"{name}: {error}")
     fault = spec.values_fault(array, classes)
@@ -242,11 +242,11 @@ class OpenInference:
         with _no_model(client):
             model = self._models.load(client)
         try:
-            asked = InferenceRequest.model_validate_json(body)
+            request = InferenceRequest.model_validate_json(body)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             _refuse(HTTPStatus.BAD_REQUEST, f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}")
-        outputs = self.outputs(asked, model)
+        outputs = self.outputs(request, model)
         if not np.isfinite(outputs).all():
             raise DataError(f"the model of {client} gives numbers that are not finite, which JSON cannot hold")
         if identity is not None:
@@ -257,7 +257,7 @@ class OpenInference:
             {
                 "model_name": self._name,
                 "model_version": client,
-                **({} if asked.id is None else {"id": asked.id}),
+                **({} if request.id is None else {"id": request.id}),
                 "parameters": {"round": model.round, "digest": model.digest},
                 "outputs": [
                     {
@@ -271,9 +271,9 @@ class OpenInference:
             }
         )
 
-    def outputs(self, asked: InferenceRequest, model: SavedModel) -> NDArray[Any]:
+    def outputs(self, request: InferenceRequest, model: SavedModel) -> NDArray[Any]:
         """Return a model's outputs, ``[b, *model.outputs]``; raise an error of the protocol if they are too many."""
-        x = {name: torch.from_numpy(array) for name, array in asked.arrays(model).items()}
+        x = {name: torch.from_numpy(array) for name, array in request.arrays(model).items()}
         examples, most = len(next(iter(x.values()))), max(1, self._settings.body_bytes // math.prod(model.outputs))
         if examples > most:
             reason = f"the answer would be too large; ask for {most} examples at once (got {examples})"
@@ -288,8 +288,8 @@ class OpenInference:
 
     async def _loaded(self, client: str) -> SavedModel:
         """Return a client's model."""
-        if (kept := self._kept(client)) is not None:
-            return kept
+        if (model := self._kept(client)) is not None:
+            return model
         async with self._turn():
             with _no_model(client):
                 return await asyncio.to_thread(self._models.load, client)
@@ -344,9 +344,9 @@ class OpenInference:
             return self._access.admit(PeerCredentials(token=shown), Action.PERSONALIZE).identity
         except Denied as denied:
             self._audit.refused(_host(request), "inference", reason=str(denied))
-            known = denied.identity is not None
-            status = HTTPStatus.FORBIDDEN if known else HTTPStatus.UNAUTHORIZED
-            raise HTTPException(status, str(denied), None if known else {"WWW-Authenticate": "Bearer"}) from None
+            is_known = denied.identity is not None
+            status = HTTPStatus.FORBIDDEN if is_known else HTTPStatus.UNAUTHORIZED
+            raise HTTPException(status, str(denied), None if is_known else {"WWW-Authenticate": "Bearer"}) from None
 
     def _check_name(self, request: Request) -> None:
         if (name := request.path_params["name"]) != self._name:
@@ -374,8 +374,8 @@ def _no_model(client: str) -> Iterator[None]:
         _refuse(HTTPStatus.NOT_FOUND, f"client {printable(client, 80)} has no saved model")
 
 
-def _answer_refusal(_: Request, refused: Any) -> JSONResponse:
-    return JSONResponse({"error": printable(refused.detail, 500)}, refused.status_code, refused.headers)
+def _answer_refusal(_: Request, error: Any) -> JSONResponse:
+    return JSONResponse({"error": printable(error.detail, 500)}, error.status_code, error.headers)
 
 
 def _answer_error(_: Request, error: Exception) -> JSONResponse:
@@ -411,13 +411,13 @@ def inference_served(
         yield
 
 
-def models_folder(run: Path | None, given: str | None) -> Path:
-    """Return the folder of clients' models: the one ``given``, or else that in a run's folder.
+def models_folder(run: Path | None, folder: str | None) -> Path:
+    """Return the folder of clients' models: the one ``folder``, or else that in a run's folder.
 
     Raise ExperimentError if none is given for a published run, which has no folder (``run`` is None).
     """
-    if given is not None:
-        return Path(given)
+    if folder is not None:
+        return Path(folder)
     if run is None:
         raise ExperimentError(
             f"A published run has no clients' models for {argument('rest')}: give their folder with "

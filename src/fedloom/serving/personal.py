@@ -100,10 +100,10 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
         read_card(expanded(request.data))
     models = Models(request.where, Credentials(request.client_options()))
     try:
-        about = (await models.describe(request.timeout_s)).about
-        client = await asyncio.to_thread(RequestingClient.described, request, about)
-        answered = await models.converse(
-            about,
+        description = (await models.describe(request.timeout_s)).about
+        client = await asyncio.to_thread(RequestingClient.described, request, description)
+        answer = await models.converse(
+            description,
             client.id,
             vocabulary(client.parts.algorithm),
             client.speak,
@@ -112,33 +112,33 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
         )
     finally:
         await models.close()
-    return client.model(answered)
+    return client.model(answer)
 
 
 def _from_run(request: PersonalizationRequest) -> PersonalModel:
     """Return a model from a run's checkpoint, whose server algorithm runs in this process."""
     request.check_privacy()
-    which = str(request.checkpoint)
+    checkpoint_name = str(request.checkpoint)
     folder = RunFolder.open(request.where)
-    rounds = DurableRounds(folder, which)
-    run, about = rounds.parts, rounds.about
-    data = request.newcomer(Problem.from_json(about.problem), run.experiment)
-    client = RequestingClient(request, about, data, dataclasses.replace(run, manifest=data.manifest))
-    if client.accountant is not None and (trained := _trained_client(folder, request)) is not None:
-        client.accountant.add_training(training_claimed(request.where, trained))
+    rounds = DurableRounds(folder, checkpoint_name)
+    run, description = rounds.parts, rounds.about
+    data = request.newcomer(Problem.from_json(description.problem), run.experiment)
+    client = RequestingClient(request, description, data, dataclasses.replace(run, manifest=data.manifest))
+    if client.accountant is not None and (trained_client := _trained_client(folder, request)) is not None:
+        client.accountant.add_training(training_claimed(request.where, trained_client))
     with torch_threads(run.experiment.runtime.threads):
-        checkpoint = Checkpoints(folder.checkpoints).load(check_checkpoint(which))
-        served = served_round(about, run.algorithm, run.server_algorithm(), checkpoint)
-        converse_here(served, client.id, client.speak)
-    return client.model(Answered(about.run, served.round, served.digest, 0, 0))
+        checkpoint = Checkpoints(folder.checkpoints).load(check_checkpoint(checkpoint_name))
+        round = served_round(description, run.algorithm, run.server_algorithm(), checkpoint)
+        converse_here(round, client.id, client.speak)
+    return client.model(Answered(description.run, round.round, round.digest, 0, 0))
 
 
-def converse_here(served: ServedRound, client: str, speak: Callable[[int, int, Message], Message | None]) -> None:
+def converse_here(round: ServedRound, client: str, speak: Callable[[int, int, Message], Message | None]) -> None:
     """Hold a client's conversation with a server algorithm in this process.
 
     Raise DataError if the client's answers cannot be used.
     """
-    exchange, answers = 0, [speak(served.round, 0, served.opening)]
+    exchange, answers = 0, [speak(round.round, 0, round.opening)]
 
     def usable() -> list[Message | None]:
         if answers[-1] is not None and (fault := useless_values(answers[-1])) is not None:
@@ -148,10 +148,10 @@ def converse_here(served: ServedRound, client: str, speak: Callable[[int, int, M
     def write(message: Message, _: type[Message] | None) -> None:
         nonlocal exchange
         exchange += 1
-        answers.append(speak(served.round, exchange, message))
+        answers.append(speak(round.round, exchange, message))
 
-    if served.answer is not Metrics:
-        served.server.personalize(Tile([client], usable(), write, usable))
+    if round.answer is not Metrics:
+        round.server.personalize(Tile([client], usable(), write, usable))
 
 
 def _trained_client(folder: RunFolder, request: PersonalizationRequest) -> str | None:
@@ -181,22 +181,22 @@ class DescribedRun:
     problem: Problem
 
     @classmethod
-    def parse(cls, about: About) -> DescribedRun:
+    def parse(cls, description: About) -> DescribedRun:
         """Read a server's description; raise RefusedError if the run's method is not installed here in its version."""
         try:
-            algorithm = find_algorithm(about.algorithm)
+            algorithm = find_algorithm(description.algorithm)
         except ExperimentError as error:
             raise RefusedError(f"the run's method is not installed here: {error}") from error
-        if algorithm.version != about.version:
+        if algorithm.version != description.version:
             raise RefusedError(
-                f"The run uses version {about.version} of {about.algorithm}, and version {algorithm.version} is "
-                "installed here.",
+                f"The run uses version {description.version} of {description.algorithm}, and version "
+                f"{algorithm.version} is installed here.",
                 hint="install the same version on both sides",
                 found=algorithm.version,
-                allowed=[about.version],
+                allowed=[description.version],
             )
-        e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
-        return cls(algorithm, e, Problem.from_json(about.problem))
+        e = experiments.from_shared_json(description.experiment, runtime=Runtime(workers=0))
+        return cls(algorithm, e, Problem.from_json(description.problem))
 
     def parts(self, manifest: Manifest) -> RunContext:
         """Return the parts of the run for new clients."""
@@ -295,10 +295,10 @@ class RequestingClient(PersonalizationClient):
     the requested privacy, or there is a ledger, but the answer has no noise to account for.
     """
 
-    def __init__(self, request: PersonalizationRequest, about: About, data: Newcomer, parts: RunContext) -> None:
+    def __init__(self, request: PersonalizationRequest, description: About, data: Newcomer, parts: RunContext) -> None:
         if request.y is not None and not parts.algorithm.labelled(parts.settings):
             raise DataError(f"y must be left out: {parts.algorithm.name} does not use labels here.")
-        self._request, self._about, self._examples = request, about, data.manifest.clients[0].train
+        self._request, self._about, self._examples = request, description, data.manifest.clients[0].train
         request.check_delta(self._examples)
         super().__init__(request.private(parts), data, data.client_id)
         self.guarantee = self._guarantee()
@@ -317,11 +317,11 @@ class RequestingClient(PersonalizationClient):
             self.accountant = PrivacyAccountant(expanded(request.ledger), request.budget)
 
     @classmethod
-    def described(cls, request: PersonalizationRequest, about: About) -> RequestingClient:
+    def described(cls, request: PersonalizationRequest, description: About) -> RequestingClient:
         """Return the client of a request to a server that describes its run like this."""
-        run = DescribedRun.parse(about)
+        run = DescribedRun.parse(description)
         data = request.newcomer(run.problem, run.experiment)
-        return cls(request, about, data, run.parts(data.manifest))
+        return cls(request, description, data, run.parts(data.manifest))
 
     def _guarantee(self) -> PrivacyGuarantee | None:
         noise = self.parts.algorithm.privacy(self.parts.settings)
@@ -336,15 +336,15 @@ class RequestingClient(PersonalizationClient):
             run = self.parts.experiment.name
             self.guarantee = self.accountant.charge(self.guarantee, where=self._request.where, run=run, client=self.id)
 
-    def model(self, answered: Answered) -> PersonalModel:
+    def model(self, answer: Answered) -> PersonalModel:
         """Return the requested predictor as a module with its card."""
         name = self._request.predictor
         check_predictor(name, self.parts.client_algorithm().predictors)
         card = card_of(
             Problem.from_json(self._about.problem),
-            run=answered.run,
-            round=answered.round,
-            digest=answered.digest,
+            run=answer.run,
+            round=answer.round,
+            digest=answer.digest,
             algorithm=self._about.algorithm,
             predictor=name,
             model=self.parts.experiment.model.name,
@@ -356,7 +356,7 @@ class RequestingClient(PersonalizationClient):
 
 
 def evaluate_served(
-    run: Path, where: str, partition: str | Path, credentials: Path | None = None
+    run: Path, address: str, partition: str | Path, credentials: Path | None = None
 ) -> CheckpointEvaluation:
     """Evaluate the models that a server at ``HOST:PORT`` gives to a partition's clients, which are all new to the run.
 
@@ -369,33 +369,35 @@ def evaluate_served(
     """
     parts, loop, dataset = restore(run, "last", partition)
     clients = tuple(entry.id for entry in dataset.manifest.clients)
-    given, rounds = asyncio.run(
-        _converse_for_all(where, parts.experiment.name, dataset, clients, ClientOptions.from_folder(credentials))
+    predictors, rounds = asyncio.run(
+        _converse_for_all(address, parts.experiment.name, dataset, clients, ClientOptions.from_folder(credentials))
     )
-    evaluation = evaluate_predictors(parts, dataset, clients, given, loop.predictors, max(rounds))
-    served = {"served": {"by": where, "rounds": sorted(set(rounds))}}
-    return checkpoint_evaluation(run, partition, parts, dataset, evaluation, served)
+    evaluation = evaluate_predictors(parts, dataset, clients, predictors, loop.predictors, max(rounds))
+    service = {"served": {"by": address, "rounds": sorted(set(rounds))}}
+    return checkpoint_evaluation(run, partition, parts, dataset, evaluation, service)
 
 
 async def _converse_for_all(
-    where: str, run: str, dataset: FederatedDataset, clients: tuple[str, ...], trust: ClientOptions
+    address: str, run: str, dataset: FederatedDataset, clients: tuple[str, ...], trust: ClientOptions
 ) -> tuple[list[dict[str, Predictor]], list[int]]:
     """Request a model for each client of a partition; return each client's predictors and round."""
-    models = Models(where, Credentials(trust))
-    given, rounds = [], []
+    models = Models(address, Credentials(trust))
+    predictors, rounds = [], []
     try:
-        about = (await models.describe(TIMEOUT_S)).about
-        if about.run != run:
+        description = (await models.describe(TIMEOUT_S)).about
+        if description.run != run:
             raise DataError(
-                f"{where} serves the run {about.run}, but the evaluation is of {run}.", found=about.run, allowed=[run]
+                f"{address} serves the run {description.run}, but the evaluation is of {run}.",
+                found=description.run,
+                allowed=[run],
             )
-        parts = DescribedRun.parse(about).parts(dataset.manifest)
+        parts = DescribedRun.parse(description).parts(dataset.manifest)
         words = vocabulary(parts.algorithm)
         for client in clients:
             side = PersonalizationClient(parts, dataset, client)
-            answered = await models.converse(about, client, words, side.speak, timeout_s=TIMEOUT_S)
-            given.append(side.predictors)
-            rounds.append(answered.round)
+            answer = await models.converse(description, client, words, side.speak, timeout_s=TIMEOUT_S)
+            predictors.append(side.predictors)
+            rounds.append(answer.round)
     finally:
         await models.close()
-    return given, rounds
+    return predictors, rounds

@@ -139,10 +139,10 @@ class PersonalModel(nn.Module):
                 found = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
                 raise DataError(f"x must be a dict of {', '.join(specs)} (got {found})", key="x")
             inputs = {name: self._normalized(x[name], name, spec) for name, spec in specs.items()}
-        named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         if self._renamed:
-            named = {self._name(name): tensor for name, tensor in named.items()}
-        return self._finished(self._predict(named, inputs))
+            tensors = {self._name(name): tensor for name, tensor in tensors.items()}
+        return self._finished(self._predict(tensors, inputs))
 
     def _name(self, exported: str) -> str:
         first, *rest = exported.split(".")
@@ -221,8 +221,8 @@ class PersonalModel(nn.Module):
     def weights(self) -> bytes:
         """Return the weights as a safetensors file with the :class:`ModelCard` in its metadata."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        about = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
-        return safetensors.torch.save(tensors, metadata={"fedloom": about})
+        metadata = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
+        return safetensors.torch.save(tensors, metadata={"fedloom": metadata})
 
     def peft_files(self) -> dict[str, bytes]:
         """Return the files of a folder that ``PeftModel.from_pretrained(base, folder)`` opens, by name.
@@ -273,14 +273,14 @@ class PersonalModel(nn.Module):
         """Return the exported program; layers named like attributes of its class, such as ``code``, get a ``_``."""
         view, program = copy.copy(self), torch.fx.GraphModule(nn.Module(), torch.fx.Graph())
         for kind in ("_modules", "_parameters", "_buffers"):
-            taken = {name: f"{name}_" for name in vars(self)[kind] if hasattr(program, name)}
-            vars(view)[kind] = {taken.get(name, name): value for name, value in vars(self)[kind].items()}
-            view._renamed = view._renamed | {new: name for name, new in taken.items()}
+            renames = {name: f"{name}_" for name in vars(self)[kind] if hasattr(program, name)}
+            vars(view)[kind] = {renames.get(name, name): value for name, value in vars(self)[kind].items()}
+            view._renamed = view._renamed | {new: name for name, new in renames.items()}
         with torch.no_grad():
             view(self.example)  # a module copies its constants at its first call, which must not be traced
         batch = {0: torch.export.Dim("b", min=1)}
-        named = dict.fromkeys(self.card.spec.inputs, batch)
-        return torch.export.export(view, (self.example,), dynamic_shapes=(named.get("", named),))
+        shapes = dict.fromkeys(self.card.spec.inputs, batch)
+        return torch.export.export(view, (self.example,), dynamic_shapes=(shapes.get("", shapes),))
 
     def _readme(self, name: str) -> str:
         """Return a short text on how to use the weights."""
@@ -352,14 +352,14 @@ def _output(card: ModelCard) -> str:
         return f"Output: logits; their softmax gives the probabilities of {classes}, in this order."
     if targets is None:
         return "Output: the network's raw output; the data have no classes."
-    named = f" ({', '.join(targets.names)}, in this order)" if targets.names else ""
+    names = f" ({', '.join(targets.names)}, in this order)" if targets.names else ""
     if targets.task == "regression":
         units = f"output * std + mean, mean {list(targets.mean)}, std {list(targets.std)}"
-        return f"Output: standardized numbers{named}; in the targets' own units: {units}."
+        return f"Output: standardized numbers{names}; in the targets' own units: {units}."
     if targets.task == "multilabel":
-        return f"Output: logits of {targets.outputs} labels{named}; their sigmoid gives the probabilities."
-    what = "classes of each pixel" if targets.task == "segmentation" else "next tokens"
-    return f"Output: logits of {targets.outputs} {what}{named}; their softmax gives the probabilities."
+        return f"Output: logits of {targets.outputs} labels{names}; their sigmoid gives the probabilities."
+    subject = "classes of each pixel" if targets.task == "segmentation" else "next tokens"
+    return f"Output: logits of {targets.outputs} {subject}{names}; their softmax gives the probabilities."
 
 
 def check_format(path: Path) -> None:

@@ -72,8 +72,8 @@ class PersonalizationRequest:
 
         features = e.data.own.features if isinstance(e.data, OwnData) else None
         if (self.x is None) is (self.data is None):
-            given = "neither is given" if self.x is None else "both are given"
-            raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given}.", key="data")
+            given_state = "neither is given" if self.x is None else "both are given"
+            raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given_state}.", key="data")
         if not problem.spec.outputs:
             raise DataError("The run's data have no targets, so its models make no predictions.")
         if self.data is None:
@@ -89,13 +89,13 @@ class PersonalizationRequest:
 
         for name, other in (("budget", "ledger"), ("delta", "epsilon"), ("clip", "epsilon")):
             if getattr(self, name) is not None and getattr(self, other) is None:
-                found = getattr(self, name)
-                raise ExperimentError(f"{argument(name)} needs {argument(other)}.", key=name, found=found)
+                value = getattr(self, name)
+                raise ExperimentError(f"{argument(name)} needs {argument(other)}.", key=name, found=value)
         for name in ("budget", "clip"):
-            found = getattr(self, name)
-            if found is not None and not 0 < found < math.inf:
-                message = f"{argument(name)} must be a finite number above 0 (got {found})."
-                raise ExperimentError(message, key=name, found=found)
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                message = f"{argument(name)} must be a finite number above 0 (got {value})."
+                raise ExperimentError(message, key=name, found=value)
         if self.epsilon is not None and not self.epsilon > 0:
             message = f"{argument('epsilon')} must be above 0; inf adds no noise (got {self.epsilon})."
             raise ExperimentError(message, key="epsilon", found=self.epsilon)

@@ -99,11 +99,11 @@ class ModelFolder:
         """Return a client's model if it is in memory, or None; raise KeyError if there is no file of it."""
         state = self._state(client)
         with self._lock:
-            before = self._models.get(client)
-            if before is None or before[0] != state:
+            entry = self._models.get(client)
+            if entry is None or entry[0] != state:
                 return None
             self._models.move_to_end(client)
-            return before[1]
+            return entry[1]
 
     def _state(self, client: str) -> _State:
         try:
@@ -131,9 +131,9 @@ def _load(path: Path, client: str) -> SavedModel:
         }
         with torch.no_grad():
             outputs = program(zeros.get("", zeros)).numpy()
-        known = (int(card["round"]), str(card["digest"]), spec.classes)
+        facts = (int(card["round"]), str(card["digest"]), spec.classes)
     except Exception as error:  # torch raises any class for a damaged file
         log.warning("%s cannot be loaded: %s", path, error)
         reason = printable((str(error).splitlines() or [""])[0], 200)
         raise DataError(f"{path} is not a client's model ({type(error).__name__}: {reason})") from error
-    return SavedModel(program, *known, spec.inputs, tuple(outputs.shape[1:]), outputs.dtype)
+    return SavedModel(program, *facts, spec.inputs, tuple(outputs.shape[1:]), outputs.dtype)

@@ -87,12 +87,12 @@ class DurableRounds:
         rounds = self._checkpoints.rounds()
         if (rounds == self._seen and digest is not None) or (self._patient and not rounds):
             return None
-        found = self._checkpoints.load(self._which)
+        checkpoint = self._checkpoints.load(self._which)
         self._seen = rounds
-        if found.digest == digest:
+        if checkpoint.digest == digest:
             return None
         parts = self.parts
-        return served_round(self.about, parts.algorithm, parts.server_algorithm(), found)
+        return served_round(self.about, parts.algorithm, parts.server_algorithm(), checkpoint)
 
 
 def model_service(folder: RunFolder, audit: Audit, threads: int) -> Personalization:
@@ -106,17 +106,17 @@ def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str]
     ``say`` receives one message when the wait begins.
     """
     end = time.monotonic() + seconds
-    announced = False
+    is_announced = False
 
     def wait(pause_s: float) -> bool:
-        nonlocal announced
-        left = end - time.monotonic()
-        if left <= 0:
+        nonlocal is_announced
+        remaining_s = end - time.monotonic()
+        if remaining_s <= 0:
             return False
-        if not announced:
+        if not is_announced:
             say(f"{run}: nothing is published yet; waiting")
-            announced = True
-        return not stop.wait(min(pause_s, left))
+            is_announced = True
+        return not stop.wait(min(pause_s, remaining_s))
 
     return wait
 
@@ -162,7 +162,7 @@ def serve_run(
     Raise DataError if there is no run or no such checkpoint, or it is damaged, or with ``rest`` there are no saved
     models; ExperimentError if the method has no model for new clients, or the address cannot be bound.
     """
-    protection, kept = protection or Protection(), Audit()
+    protection, audit_kept = protection or Protection(), Audit()
     settings = settings or ModelServerSettings()
     stop = stop or threading.Event()
     folder = RunFolder.open(run, wait=waiting(run, settings.wait_s, stop, say))
@@ -171,18 +171,20 @@ def serve_run(
     assemble.use_device("cpu", threads)
     follow_s = FOLLOW_INTERVAL_S if follow else None
     if protection.access is not None and (audit is not None or not is_url(run)):
-        kept.keep(audit or folder.logs / "audit.jsonl")
-    service = Personalization(rounds, settings, kept, follow_s=follow_s, threads=threads)
+        audit_kept.keep(audit or folder.logs / "audit.jsonl")
+    service = Personalization(rounds, settings, audit_kept, follow_s=follow_s, threads=threads)
     keep_freed_memory()
     gc.freeze()  # imported objects are never garbage; scanning them takes a tenth of the CPU time of a model
 
     serving = threading.Event()
 
     def inference() -> OpenInference:
-        saved = ModelFolder(models_folder(None if is_url(run) else folder.path, settings.models), settings.models_kept)
+        model_folder = ModelFolder(
+            models_folder(None if is_url(run) else folder.path, settings.models), settings.models_kept
+        )
         name = settings.model_name or rounds.about.run
         return OpenInference(
-            name, saved, settings, protection.access, kept, lambda: serving.is_set() and not stop.is_set()
+            name, model_folder, settings, protection.access, audit_kept, lambda: serving.is_set() and not stop.is_set()
         )
 
     def begun(address: str) -> None:
@@ -194,7 +196,9 @@ def serve_run(
             metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))),
             inference_served(rest, inference, protection, lambda at: say(f"predictions of saved models at {at}")),
         ):
-            asyncio.run(serve_models(service, listen, protection, kept, stop, settings.drain_s, begun, say, health))
+            asyncio.run(
+                serve_models(service, listen, protection, audit_kept, stop, settings.drain_s, begun, say, health)
+            )
     finally:
         gc.unfreeze()
     return service.load.handed_out

@@ -69,9 +69,9 @@ class FolderStore(Store):
 
     def upload(self, name: str, path: Path) -> None:
         """Write an object from a file, replacing any existing one."""
-        to = self._path(name)
+        target = self._path(name)
         with opened(path):
-            self._within(to, lambda: copy_atomically(path, to, private=True))
+            self._within(target, lambda: copy_atomically(path, target, private=True))
 
     def download(self, name: str, path: Path) -> None:
         """Write an object to a file atomically."""
@@ -87,10 +87,10 @@ class FolderStore(Store):
         above, _, start = prefix.rpartition("/")
         folder = self._path(above) if above else self._folder
         entries = []
-        for path, size, modified in _files(folder):
+        for path, size, modified_at in _files(folder):
             name = f"{above}/{path}" if above else path
             if path.startswith(start):
-                entries.append(StoredObject(name, size, modified))
+                entries.append(StoredObject(name, size, modified_at))
         yield from sorted(entries, key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
@@ -147,8 +147,8 @@ def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int, float]]:
                 yield from _files(folder / entry.name, f"{name}/")
             elif not (entry.name.startswith(".") and entry.name.endswith(PARTIAL)):
                 with suppress(FileNotFoundError):
-                    about = entry.stat()
-                    yield name, about.st_size, about.st_mtime
+                    status = entry.stat()
+                    yield name, status.st_size, status.st_mtime
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class Connection:
                 hint=f"change {service.endpoint_from} or AWS_REGION",
             ) from None
 
-    def insist(self, doing: str, place: str, request: Callable[[], T]) -> T:
+    def insist(self, action: str, place: str, request: Callable[[], T]) -> T:
         """Repeat a request until it succeeds; raise the error that explains a failure that retries cannot fix."""
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, self.attempts + 1):
@@ -184,23 +184,23 @@ class Connection:
             except (MinioException, HTTPError, ParseError) as error:
                 if attempt == self.attempts or not _is_transient(error):
                     # Not "from error": urllib3's message may hold a signed URL.
-                    raise self.explained(error, doing, place) from None
-                log.info("%s: cannot be %s (%s); retrying in %g s", place, doing, type(error).__name__, pause_s)
+                    raise self.explained(error, action, place) from None
+                log.info("%s: cannot be %s (%s); retrying in %g s", place, action, type(error).__name__, pause_s)
             time.sleep(pause_s)
             pause_s *= 2
         raise AssertionError("at least one attempt")
 
-    def explained(self, error: Exception, doing: str, place: str) -> FedloomError:
+    def explained(self, error: Exception, action: str, place: str) -> FedloomError:
         """Return the error for a failure, with its meaning and the remedy."""
         endpoint, change = self.service.endpoint, f"change {self.service.endpoint_from}"
         if isinstance(error, S3Error):
-            return self._refusal(error, doing, place)
+            return self._refusal(error, action, place)
         if isinstance(error, (InvalidResponseError, ParseError)):
             return StorageError(
-                f"{place} cannot be {doing}: the response of {endpoint} is not that of an S3 service", hint=change
+                f"{place} cannot be {action}: the response of {endpoint} is not that of an S3 service", hint=change
             )
         if isinstance(error, ServerError):
-            return StorageError(f"{place} cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
+            return StorageError(f"{place} cannot be {action}: {endpoint} fails with HTTP {error.status_code}")
         cause = (error.reason if isinstance(error, MaxRetryError) else None) or error
         if isinstance(cause, SSLError):
             return StorageError(
@@ -213,7 +213,7 @@ class Connection:
             hint=f"set {self.service.endpoint_from} to the service's address, or check whether it runs",
         )
 
-    def _refusal(self, error: S3Error, doing: str, place: str) -> FedloomError:
+    def _refusal(self, error: S3Error, action: str, place: str) -> FedloomError:
         code = error.code or ""
         default = ((), StorageError, "{place} cannot be {doing}: {endpoint} reports {code}: {reason}", None)
         _, kind, message, hint = next((meaning for meaning in _MEANINGS if code in meaning[0]), default)
@@ -222,7 +222,7 @@ class Connection:
             "reason": error.message,
             "bucket": "/".join(place.split("/")[:3]),
             "place": place,
-            "doing": doing,
+            "doing": action,
             "endpoint": self.service.endpoint,
             "region": self.service.region,
         }
@@ -263,9 +263,9 @@ class S3Store(Store):
 
     def read(self, name: str) -> bytes:
         """Return the content of an object."""
-        into = io.BytesIO()
-        self._fetch(name, into)
-        return into.getvalue()
+        buffer = io.BytesIO()
+        self._fetch(name, buffer)
+        return buffer.getvalue()
 
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
         """Write an object, replacing any existing one."""
@@ -279,20 +279,20 @@ class S3Store(Store):
     def create(self, name: str, content: bytes) -> None:
         """Write an object that must not exist yet."""
         key = self._key(name)
-        repeated = False
+        is_retry = False
 
         def put() -> None:
-            nonlocal repeated
+            nonlocal is_retry
             # minio has no conditional put; a PUT to a signed URL, with a header that need not be signed, is one.
             url = self._client.presigned_put_object(self._bucket, key, expires=timedelta(minutes=15))
             headers = {"If-None-Match": "*", "Content-MD5": b64encode(md5(content, usedforsecurity=False).digest())}
-            before, repeated = repeated, True
+            had_failed, is_retry = is_retry, True
             response = self._connection.http.urlopen("PUT", url, body=content, headers=headers, retries=False)
             if response.status == 200:
                 return
             failure = _failure(response)
             # Repeated because the response was lost: the existing content may be ours.
-            if before and failure.code == "PreconditionFailed" and self.read(name) == content:
+            if had_failed and failure.code == "PreconditionFailed" and self.read(name) == content:
                 return
             raise failure
 
@@ -322,14 +322,14 @@ class S3Store(Store):
         above = f"{self._prefix}/" if self._prefix else ""
 
         def listed() -> list[StoredObject]:
-            listing = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
+            objects = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
             return [
                 StoredObject(
                     (item.object_name or "").removeprefix(above),
                     item.size or 0,
                     item.last_modified.timestamp() if item.last_modified else 0.0,
                 )
-                for item in listing
+                for item in objects
                 if not item.is_dir
             ]
 
@@ -382,25 +382,25 @@ class S3Store(Store):
             hint="use a service with conditional writes: AWS S3, SeaweedFS, MinIO",
         )
 
-    def _fetch(self, name: str, into: io.BufferedIOBase | io.BufferedWriter) -> None:
+    def _fetch(self, name: str, target: io.BufferedIOBase | io.BufferedWriter) -> None:
         key = self._key(name)
 
         def get() -> None:
-            into.seek(0)
-            into.truncate()
+            target.seek(0)
+            target.truncate()
             response = self._client.get_object(self._bucket, key)
             try:
                 # urllib3 compares the received length with the announced one, and raises if the connection broke.
                 for block in response.stream(2**20):
-                    into.write(block)
+                    target.write(block)
             finally:
                 response.close()
                 response.release_conn()
 
         self._insist("read", name, get)
 
-    def _insist(self, doing: str, name: str, request: Callable[[], T]) -> T:
-        return self._connection.insist(doing, f"{self.url}/{name}".rstrip("/"), request)
+    def _insist(self, action: str, name: str, request: Callable[[], T]) -> T:
+        return self._connection.insist(action, f"{self.url}/{name}".rstrip("/"), request)
 
     def _key(self, name: str) -> str:
         parts_of(name)

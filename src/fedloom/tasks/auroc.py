@@ -21,9 +21,9 @@ def areas(scores: Tensor, positive: Tensor) -> Tensor:
     positive. No score may be NaN.
     """
     columns = scores.double().T.contiguous()
-    ordered = columns.sort(1).values
-    below = torch.searchsorted(ordered, columns)
-    above = torch.searchsorted(ordered, columns, right=True)
+    sorted_scores = columns.sort(1).values
+    below = torch.searchsorted(sorted_scores, columns)
+    above = torch.searchsorted(sorted_scores, columns, right=True)
     ranks = (below + above + 1).double() / 2  # of equal scores, the mean of their ranks
     members = positive.T.double()
     positives = members.sum(1)
@@ -73,9 +73,9 @@ class Auroc(MetricSums):
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
         """Return why the sums are impossible: they do not cover all examples, or the average is above 1."""
-        average, defined, histogram = sums[0], sums[1], sums[2:]
-        if float(defined) not in (0.0, 1.0) or not 0 <= float(average) <= float(defined):
-            return f"an average AUROC of {float(average):g} over {float(defined):g} clients"
+        average, is_defined, histogram = sums[0], sums[1], sums[2:]
+        if float(is_defined) not in (0.0, 1.0) or not 0 <= float(average) <= float(is_defined):
+            return f"an average AUROC of {float(average):g} over {float(is_defined):g} clients"
         totals = histogram.reshape(self.labels, -1).sum(1)
         if not are_whole(histogram) or not ((totals == examples) | (totals == 0)).all():
             return f"a histogram of {float(totals.max()):g} scores of {examples} examples"

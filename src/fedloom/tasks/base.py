@@ -171,7 +171,7 @@ class PredictionTask(Settings):
         return draws.mean(0)
 
     @abstractmethod
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums that a client computes, given the optional metrics that an experiment requests."""
 
     @property
@@ -284,7 +284,7 @@ class OwnLoss(PredictionTask):
         """Raise TypeError: only the model has a loss."""
         raise TypeError("data without targets need a model that defines its loss")
 
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return nothing."""
         return ()
 

@@ -48,9 +48,9 @@ class Classification(CategoricalTask):
         weight = as_weights(self.class_weights, outputs)
         return F.cross_entropy(outputs, y, weight, reduction="none", label_smoothing=self.label_smoothing)
 
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums of the Brier score and, if requested, of the AUROC."""
-        return (Brier(), *([Auroc(target.outputs, of_classes=True)] if "auroc" in asked else []))
+        return (Brier(), *([Auroc(target.outputs, of_classes=True)] if "auroc" in names else []))
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -66,11 +66,11 @@ class Classification(CategoricalTask):
         correct, total, loss = (counts.counts[:, i] for i in (CORRECT, TOTAL, LOSS))
         confusion = counts.confusion
         right = confusion.diagonal(dim1=1, dim2=2).double()
-        true, predicted = confusion.sum(2).double(), confusion.sum(1).double()
+        true, prediction_counts = confusion.sum(2).double(), confusion.sum(1).double()
         return {
             "accuracy": ratio(correct, total),
             "balanced_accuracy": mean_defined(ratio(right, true)),
-            "macro_f1": mean_defined(ratio(2 * right, true + predicted)),
+            "macro_f1": mean_defined(ratio(2 * right, true + prediction_counts)),
             "log_loss": ratio(loss, total),
             "ece": calibration_errors(counts.calibration),
         }

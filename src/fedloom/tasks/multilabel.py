@@ -55,7 +55,7 @@ class Multilabel(PredictionTask):
         """Return the logits of the mean probabilities, ``[S, b, K] -> [b, K]``."""
         return F.logsigmoid(draws).logsumexp(0) - F.logsigmoid(-draws).logsumexp(0)
 
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums of the AUROC, and of the other metrics."""
         return (Auroc(target.outputs, of_classes=False), LabelCounts(target.outputs))
 

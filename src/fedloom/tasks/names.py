@@ -154,8 +154,8 @@ def headline_of(results: Mapping[str, Any]) -> Headline:
 
     Results of an older version, without a headline, are accuracies, or losses if the data have no classes.
     """
-    if (found := results.get("headline")) is not None:
-        return Headline(found["name"], found["higher_is_better"], found["percent"])
+    if (headline := results.get("headline")) is not None:
+        return Headline(headline["name"], headline["higher_is_better"], headline["percent"])
     groups = [group for name in GROUPS if (group := results.get(name)) is not None]
     return MODEL_LOSS if any(group["accuracy_mean"] is None for group in groups) else ACCURACY
 
@@ -167,23 +167,23 @@ def values_of(group: Mapping[str, Any], headline: Headline) -> MetricValues:
 
 def metrics_of(group: Mapping[str, Any]) -> dict[str, MetricValues]:
     """Return a group's values of every metric, in the order of the results, the mean loss last."""
-    found = {
+    metrics = {
         name: MetricValues(**{key: values.get(key) for key in MetricValues._fields})
         for name, values in (group.get("metrics") or {}).items()
         if values is not None
     }
     if group.get("accuracy_mean") is not None:
-        found[ACCURACY.name] = MetricValues(*(group.get(f"accuracy_{key}") for key in MetricValues._fields))
-    if MODEL_LOSS.name not in found and group.get("loss_mean") is not None:
-        found[MODEL_LOSS.name] = MetricValues(group["loss_mean"])
-    return found
+        metrics[ACCURACY.name] = MetricValues(*(group.get(f"accuracy_{key}") for key in MetricValues._fields))
+    if MODEL_LOSS.name not in metrics and group.get("loss_mean") is not None:
+        metrics[MODEL_LOSS.name] = MetricValues(group["loss_mean"])
+    return metrics
 
 
 RESULT_HEADINGS = ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss")
 """Headings of the table of results."""
 
 
-def result_rows(results: Mapping[str, Any], shown: Callable[[float], str]) -> list[tuple[str, ...]]:
+def result_rows(results: Mapping[str, Any], display: Callable[[float], str]) -> list[tuple[str, ...]]:
     """Return the rows of the table of results: a group of clients each, with dashes for unknown values.
 
     Parameters
@@ -195,13 +195,13 @@ def result_rows(results: Mapping[str, Any], shown: Callable[[float], str]) -> li
     for name in GROUPS:
         if (group := results[name]) is None:
             continue
-        found = values_of(group, headline)
+        values = values_of(group, headline)
         mean, std, *rest = (
-            "–" if value is None else shown(value)
-            for value in (found.mean, found.std, found.worst_decile, found.worst, found.pooled)
+            "–" if value is None else display(value)
+            for value in (values.mean, values.std, values.worst_decile, values.worst, values.pooled)
         )
         label = "global model" if name == "global" else name
-        middle = mean if found.std is None else f"{mean} ± {std}"
+        middle = mean if values.std is None else f"{mean} ± {std}"
         rows.append((label, str(int(group["clients"])), middle, *rest, f"{group['loss_mean']:.4f}"))
     return rows
 
@@ -215,8 +215,8 @@ def validation_value(line: Mapping[str, Any]) -> float | None:
 def in_words(headline: Headline, groups: Mapping[str, MetricValues]) -> tuple[str, list[str]]:
     """Return a title of test results and each group's value: pooled over examples, else the mean over clients."""
     pooled = all(values.pooled is not None for values in groups.values())
-    found = {name: values.pooled if pooled else values.mean for name, values in groups.items()}
-    parts = [f"{name} {'-' if value is None else headline.exact(value)}" for name, value in found.items()]
+    values_by_group = {name: values.pooled if pooled else values.mean for name, values in groups.items()}
+    parts = [f"{name} {'-' if value is None else headline.exact(value)}" for name, value in values_by_group.items()]
     return f"{'pooled' if pooled else 'mean'} test {headline.title}", parts
 
 
@@ -228,10 +228,10 @@ def next_tokens(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """
     import numpy as np
 
-    ignored = IGNORED["next_token"]
+    ignored_value = IGNORED["next_token"]
     same = y == x if x.shape == y.shape else np.zeros(1, dtype=bool)
-    if not same.any() or not (same | (y == ignored)).all():
+    if not same.any() or not (same | (y == ignored_value)).all():
         return y
-    moved = np.full(y.shape, ignored, dtype=np.int64)
-    moved[:, :-1] = y[:, 1:]
-    return moved
+    targets = np.full(y.shape, ignored_value, dtype=np.int64)
+    targets[:, :-1] = y[:, 1:]
+    return targets

@@ -45,15 +45,15 @@ class NextToken(CategoricalTask):
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over the targets that count, ``[b, T, V], [b, T] -> [b]``; 0 if none does."""
-        counted = _counted(y, self.ignore_index)
+        is_counted = _counted(y, self.ignore_index)
         each = F.cross_entropy(
             outputs.flatten(0, 1),
-            y.long().where(counted, IGNORED["next_token"]).flatten(),
+            y.long().where(is_counted, IGNORED["next_token"]).flatten(),
             ignore_index=IGNORED["next_token"],
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        return each.reshape(y.shape).sum(1) / counted.sum(1).clamp(min=1)
+        return each.reshape(y.shape).sum(1) / is_counted.sum(1).clamp(min=1)
 
     def batch_weights(self, y: Tensor, weight: Tensor) -> Tensor:
         """Return weights of sequences by their numbers of targets, unless each sequence counts alike."""
@@ -61,15 +61,15 @@ class NextToken(CategoricalTask):
             return weight
         # In float64, so that sequences of one length keep their weights to the bit.
         share = weight.double()
-        counted = share * _counted(y, self.ignore_index).flatten(weight.dim()).sum(-1)
-        factor = ratio(share.sum(-1, keepdim=True), counted.sum(-1, keepdim=True)).nan_to_num(0.0)
-        return (counted * factor).to(weight.dtype)
+        weights = share * _counted(y, self.ignore_index).flatten(weight.dim()).sum(-1)
+        factor = ratio(share.sum(-1, keepdim=True), weights.sum(-1, keepdim=True)).nan_to_num(0.0)
+        return (weights * factor).to(weight.dtype)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the targets that count, which are independent given the outputs."""
         return self.loss(outputs, y) * _counted(y, self.ignore_index).sum(1)
 
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the token counts."""
         return (TokenSums(math.prod(target.shape), self.ignore_index),)
 
@@ -82,9 +82,9 @@ class NextToken(CategoricalTask):
         return torch.zeros(len(y), 0, device=y.device)
 
 
-def _counted(y: Tensor, ignored: int) -> Tensor:
+def _counted(y: Tensor, ignore_index: int) -> Tensor:
     """Return True for targets that count."""
-    return (y != ignored) & (y != IGNORED["next_token"])
+    return (y != ignore_index) & (y != IGNORED["next_token"])
 
 
 class TokenSums(MetricSums):
@@ -96,13 +96,13 @@ class TokenSums(MetricSums):
     names = ("perplexity", "accuracy")
     size = 3
 
-    def __init__(self, length: int, ignored: int) -> None:
-        self.length, self.ignored = length, ignored
+    def __init__(self, length: int, ignore_index: int) -> None:
+        self.length, self.ignored = length, ignore_index
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the sums of a batch, ``[b, T, V], [b, T] -> [3]``; a NaN prediction is wrong, at ``LOSS_CAP``."""
-        counted = _counted(y, self.ignored)
-        log_p, target = predictions[counted], y[counted].long()
+        is_counted = _counted(y, self.ignored)
+        log_p, target = predictions[is_counted], y[is_counted].long()
         loss = -log_p.gather(1, target[:, None]).squeeze(1).double()
         broken = log_p.isnan().any(1)
         loss = loss.masked_fill(broken, LOSS_CAP).clamp(0, LOSS_CAP)

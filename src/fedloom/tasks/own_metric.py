@@ -40,12 +40,12 @@ def remember_metric(function: Any) -> str:
 
 def remembered_metric(name: str) -> Any:
     """Return a metric registered by :func:`remember_metric`; raise ExperimentError if another process registered it."""
-    found = _IN_MEMORY.get(name.removeprefix(MEMORY))
-    if found is None:
+    metric = _IN_MEMORY.get(name.removeprefix(MEMORY))
+    if metric is None:
         raise ExperimentError(
             f"{KEY}: {name} exists only in another process. Name it as package:function", key=KEY, found=name
         )
-    return found
+    return metric
 
 
 class OwnMetric(MetricSums):
@@ -153,9 +153,9 @@ class OwnMetric(MetricSums):
         std, mean = (values.new_tensor(each) for each in (self._std, self._mean))
         return values * std + mean if values.dim() > 1 and len(std) > 1 else values * std[0] + mean[0]
 
-    def _error(self, why: str) -> ExperimentError:
-        return ExperimentError(f"{KEY}: {self._name} {why}", key=KEY, found=self._name)
+    def _error(self, reason: str) -> ExperimentError:
+        return ExperimentError(f"{KEY}: {self._name} {reason}", key=KEY, found=self._name)
 
 
-def _described(found: Any) -> str:
-    return f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+def _described(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -30,9 +30,9 @@ def task_plugins() -> list[PredictionTask]:
 
     Raise ExperimentError if one cannot be loaded, has a name that is taken, or has no valid kind of targets.
     """
-    found: list[PredictionTask] = plugins(GROUP, PredictionTask)  # type: ignore[type-abstract]  # only for comparison
+    tasks: list[PredictionTask] = plugins(GROUP, PredictionTask)  # type: ignore[type-abstract]  # only for comparison
     names = [task.name for task in (*OWN_TASKS, OWN_LOSS)]
-    for task in found:
+    for task in tasks:
         if task.name in names:
             raise ExperimentError(f"{GROUP}: two tasks are called {task.name}; rename one", found=task.name)
         if getattr(task, "target_kind", None) not in get_args(TaskName):
@@ -43,7 +43,7 @@ def task_plugins() -> list[PredictionTask]:
                 allowed=get_args(TaskName),
             )
         names.append(task.name)
-    return found
+    return tasks
 
 
 TASKS: tuple[PredictionTask, ...] = (*OWN_TASKS, *task_plugins())
@@ -58,23 +58,23 @@ else:
     """Settings of any task, discriminated by ``name``."""
 
 
-def agreed_task(asked: PredictionTask | None, kind: TaskName, outputs: int, dataset: str) -> PredictionTask:
+def agreed_task(requested: PredictionTask | None, kind: TaskName, outputs: int, dataset: str) -> PredictionTask:
     """Return the task of a data set, with an experiment's settings if it has any.
 
     The data, which errors call ``dataset``, have targets of this kind and K outputs, 0 without targets.
 
     Raise ExperimentError if the data are for another task, or the settings do not fit their outputs.
     """
-    if asked is not None and (asked.target_kind != kind or not outputs):
-        found = kind if outputs else "none, as they have no targets"
+    if requested is not None and (requested.target_kind != kind or not outputs):
+        actual = kind if outputs else "none, as they have no targets"
         raise ExperimentError(
-            f"task.name is {asked.name}, but the task of the data {dataset} is {found}; leave `task` out, or pack the "
-            "data with targets of that task",
+            f"task.name is {requested.name}, but the task of the data {dataset} is {actual}; leave `task` out, or pack "
+            "the data with targets of that task",
             key="task.name",
-            found=asked.name,
+            found=requested.name,
             allowed=[kind],
         )
-    task = task_of(kind, outputs) if asked is None else asked
+    task = task_of(kind, outputs) if requested is None else requested
     if (fault := task.setting_fault(outputs)) is not None:
         raise ExperimentError(fault, key=fault.partition(" ")[0])
     return task

@@ -51,7 +51,7 @@ class Regression(PredictionTask):
         factor = 0.5 if self.error == "squared" else 1.0
         return self.loss(outputs, y) * (factor * y[:1].numel())
 
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums of errors; the numbers of a field are measured together."""
         field = len(target.shape) > 1
         return (Errors(1 if field else target.outputs, target.std, values=target.outputs if field else 1),)

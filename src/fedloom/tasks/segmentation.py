@@ -49,16 +49,16 @@ class Segmentation(CategoricalTask):
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over the pixels that count, ``[b, C, h, w], [b, h, w] -> [b]``; 0 if none does."""
         weight = as_weights(self.class_weights, outputs)
-        counted = _counted(y, outputs.shape[1], self.ignore_index)
-        classes = y.long().where(counted, _NONE)
+        is_counted = _counted(y, outputs.shape[1], self.ignore_index)
+        classes = y.long().where(is_counted, _NONE)
         each = F.cross_entropy(outputs, classes, weight, ignore_index=_NONE, reduction="none")
-        return each.flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+        return each.flatten(1).sum(1) / is_counted.flatten(1).sum(1).clamp(min=1)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the pixels that count, which are independent given the outputs."""
         return self.loss(outputs, y) * _counted(y, outputs.shape[1], self.ignore_index).flatten(1).sum(1)
 
-    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+    def metric_sums(self, target: TargetShape, names: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the pixel counts."""
         return (ClassOverlap(target.outputs, math.prod(target.shape), self.ignore_index),)
 
@@ -70,16 +70,16 @@ class Segmentation(CategoricalTask):
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the fraction of each class among the pixels that count, ``[n, h, w] -> [n, C]``."""
-        counted = _counted(y, outputs, self.ignore_index).flatten(1)
-        classes = y.flatten(1).long().where(counted, y.new_zeros((), dtype=torch.long))
-        parts = torch.zeros(len(y), outputs, device=y.device).scatter_add_(1, classes, counted.float())
-        return parts / counted.sum(1, keepdim=True).clamp(min=1)
+        is_counted = _counted(y, outputs, self.ignore_index).flatten(1)
+        classes = y.flatten(1).long().where(is_counted, y.new_zeros((), dtype=torch.long))
+        parts = torch.zeros(len(y), outputs, device=y.device).scatter_add_(1, classes, is_counted.float())
+        return parts / is_counted.sum(1, keepdim=True).clamp(min=1)
 
 
-def _counted(y: Tensor, classes: int, ignored: int) -> Tensor:
+def _counted(y: Tensor, classes: int, ignore_index: int) -> Tensor:
     """Return True for pixels that count: those with a class, unless it is the ignored one."""
-    counted = y != ignored
-    return counted if classes > IGNORED["segmentation"] else counted & (y != IGNORED["segmentation"])
+    is_counted = y != ignore_index
+    return is_counted if classes > IGNORED["segmentation"] else is_counted & (y != IGNORED["segmentation"])
 
 
 class ClassOverlap(MetricSums):
@@ -97,15 +97,15 @@ class ClassOverlap(MetricSums):
 
     names = ("mean_iou", "dice", "pixel_accuracy")
 
-    def __init__(self, classes: int, pixels: int, ignored: int) -> None:
-        self.classes, self.pixels, self.ignored = classes, pixels, ignored
+    def __init__(self, classes: int, pixels: int, ignore_index: int) -> None:
+        self.classes, self.pixels, self.ignored = classes, pixels, ignore_index
         self.size = 3 * classes
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the sums of a batch, ``[b, C, h, w], [b, h, w] -> [3C]``; a NaN prediction is wrong."""
-        counted, true = _counted(y, self.classes, self.ignored), y.long()
+        is_counted, true = _counted(y, self.classes, self.ignored), y.long()
         predicted = predictions.argmax(1).where(~predictions.isnan().any(1), (true + 1) % self.classes)
-        true, predicted = true[counted], predicted[counted]
+        true, predicted = true[is_counted], predicted[is_counted]
         kinds = (true[true == predicted], predicted, true)
         return torch.cat([torch.bincount(kind, minlength=self.classes) for kind in kinds]).double()
 

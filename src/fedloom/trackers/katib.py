@@ -61,7 +61,7 @@ class Katib(RunObserver):
         self._path.write_text("")
         self._trains = True
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Record whether the run trains."""
         self._trains = experiment.federation.rounds != 0
 

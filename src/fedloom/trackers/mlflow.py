@@ -45,7 +45,7 @@ class MLflow(NumberTracker):
             os.close(beside)
         self._run = ""
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Start an MLflow run, or continue the earlier one."""
         id_file = self._folder / NAME
         if id_file.exists():
@@ -59,7 +59,7 @@ class MLflow(NumberTracker):
         except MlflowException:  # another run has just created it
             number = self._client.get_experiment_by_name(name).experiment_id
         self._run = self._client.create_run(
-            number, run_name=self._folder.name, tags={"fedloom.folder": where}
+            number, run_name=self._folder.name, tags={"fedloom.folder": location}
         ).info.run_id
         settings = dotted_keys(experiment.model_dump(mode="json"))
         params = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]

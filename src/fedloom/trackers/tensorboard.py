@@ -21,7 +21,7 @@ class TensorBoard(NumberTracker):
         self._folder = folder / "tensorboard"
         self._writer: Any = None
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Write the experiment, unless it has been written before."""
         if not self._folder.exists():
             text = experiment.resolved_yaml().replace("\n", "\n    ")

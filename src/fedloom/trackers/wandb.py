@@ -22,7 +22,7 @@ class WandB(NumberTracker):
         self._folder = folder
         self._run: Any = None
 
-    def started(self, experiment: Experiment, clients: int, where: str) -> None:
+    def started(self, experiment: Experiment, clients: int, location: str) -> None:
         """Start a W&B run."""
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedloom"),

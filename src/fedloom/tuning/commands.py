@@ -31,7 +31,7 @@ def search_command(
     begun = experiments.begun_in(options.out) if options.resume else None
 
     def make(changes: Sequence[str]) -> Experiment:
-        return experiments.of(experiment, [*(set_ or ()), *changes], begun=begun)
+        return experiments.of(experiment, [*(set_ or ()), *changes], stored=begun)
 
     plan = plan_search(search_space, make)
     from fedloom.api.searches import carry_out_search

@@ -94,7 +94,7 @@ def run_jobs(jobs: Jobs, parallel: int, *, signals: bool) -> None:
 
 
 def _one_by_one(jobs: Jobs) -> None:
-    done = 0
+    done_count = 0
     for job in jobs:
         error: FedloomError | None = None
         observer = jobs.observer.begins(job, beside=False)
@@ -103,11 +103,11 @@ def _one_by_one(jobs: Jobs) -> None:
         except EarlyStop as stopped:
             error = stopped
         except InterruptedRun as stopped:
-            where = f"run {job.number} of {job.count}, {job.name}; {done} done"
-            raise InterruptedRun(f"{stopped} ({where})") from stopped
+            place = f"run {job.number} of {job.count}, {job.name}; {done_count} done"
+            raise InterruptedRun(f"{stopped} ({place})") from stopped
         except FedloomError as failure:
             error = failure
-        done += error is None
+        done_count += error is None
         _end(jobs, job, error)
         gc.collect()  # a run's objects form cycles; uncollected, they would grow to gigabytes over dozens of runs
 

@@ -172,20 +172,20 @@ class _Search(Jobs):
 
     def result(self) -> SearchResult:
         """Choose a trial and write ``search.json``; raise if there is none to choose, or a trial must be repeated."""
-        chosen = self._trials.best()
-        self._write(chosen)
+        best = self._trials.best()
+        self._write(best)
         if self._failures:
             first, *_ = self._failures.values()
-            listed = "\n".join(f"  {name}: {error}" for name, error in self._failures.items())
+            listing = "\n".join(f"  {name}: {error}" for name, error in self._failures.items())
             raise type(first)(
-                f"{pluralize(len(self._failures), 'trial')} could not be completed:\n{listed}",
+                f"{pluralize(len(self._failures), 'trial')} could not be completed:\n{listing}",
                 hint=f"fix the cause and continue with {argument('resume')}",
             )
-        if chosen is None or self._headline is None:
+        if best is None or self._headline is None:
             errors = [f"  {trial.name}: {trial.error}" for trial in self._trials.all if trial.error is not None]
             raise QuorumError("\n".join(["No trial was completed within the bounds of the search.", *errors]))
         trials = tuple(self._trials.all)
-        return SearchResult(self._files.path, trials, chosen, self._headline, self._files.json(SEARCH))
+        return SearchResult(self._files.path, trials, best, self._headline, self._files.json(SEARCH))
 
     def _started(self, trial: Trial) -> Job | None:
         """Return the run of a trial; if its values cannot be combined, record its failure and return None."""
@@ -195,10 +195,10 @@ class _Search(Jobs):
             self._fail(self._job(trial, self._base), error)
             return None
         job = self._job(trial, e)
-        begun = job.folder.has(EXPERIMENT)
-        if begun and job.folder.is_held():
+        has_started = job.folder.has(EXPERIMENT)
+        if has_started and job.folder.is_held():
             raise ExperimentError(f"{job.folder.path} is in use: a process of the killed search is still running.")
-        return replace(job, options=replace(job.options, resume=begun))
+        return replace(job, options=replace(job.options, resume=has_started))
 
     def _job(self, trial: Trial, e: Experiment) -> Job:
         options = job_options(self._options, self._files.path, trial.name, e)
@@ -227,9 +227,9 @@ class _Search(Jobs):
         self._write()
         self.observer.ended(job, f"failed: {error}", error)
 
-    def _write(self, chosen: Trial | None = None) -> None:
+    def _write(self, best_trial: Trial | None = None) -> None:
         space, headline = self._plan.space, self._headline
-        about = {
+        document = {
             "experiment": self._base.name,
             "sampler": space.sampler,
             "seed": space.seed,
@@ -240,8 +240,8 @@ class _Search(Jobs):
             "objective": None if headline is None else {"on": "validation", **headline._asdict()},
             "trials": [self._described(trial) for trial in self._trials.all],
         }
-        best = None if chosen is None else {**self._described(chosen), "test": self._test(chosen)}
-        self._files.write_json(SEARCH, {**about, "chosen": best})
+        best = None if best_trial is None else {**self._described(best_trial), "test": self._test(best_trial)}
+        self._files.write_json(SEARCH, {**document, "chosen": best})
 
     def _described(self, trial: Trial) -> dict[str, Any]:
         sign = 1 if self._headline is None else self._headline.sign

@@ -36,21 +36,21 @@ def run_sweep(
     observer: JobObserver | None = None,
     *,
     parallel: int = 1,
-    ended: Callable[[Path], None] | None = None,
+    on_end: Callable[[Path], None] | None = None,
 ) -> None:
     """Run every point that is not finished yet as :func:`run_points`; a failed run does not stop the others.
 
-    ``ended`` is called with the folder once all points have run, unless all of them failed.
+    ``on_end`` is called with the folder once all points have run, unless all of them failed.
 
     Raise FedloomError if runs failed, after all have been tried; of the class of the first failure.
     """
     failures = run_points(points, folder, options, observer, parallel=parallel)
-    if ended is not None and len(failures) < len(points):
-        ended(folder)
+    if on_end is not None and len(failures) < len(points):
+        on_end(folder)
     if failures:
         first, *_ = failures.values()
-        listed = "\n".join(f"  {name}: {error}" for name, error in failures.items())
-        raise type(first)(f"{len(failures)} of {pluralize(len(points), 'run')} failed:\n{listed}")
+        listing = "\n".join(f"  {name}: {error}" for name, error in failures.items())
+        raise type(first)(f"{len(failures)} of {pluralize(len(points), 'run')} failed:\n{listing}")
 
 
 def run_points(

@@ -143,11 +143,14 @@ class Trials:
         """
         if round in trial.measured:
             return
-        stored = self._stored[trial.number]
-        stored.report(score, round)
-        trial.measured[round], trial.behind = score, stored.should_prune()  # Hyperband counts how often it is asked
+        stored_trial = self._stored[trial.number]
+        stored_trial.report(score, round)
+        trial.measured[round], trial.behind = (
+            score,
+            stored_trial.should_prune(),
+        )  # Hyperband counts how often it is asked
         if trial.behind:
-            stored.set_user_attr("behind", True)
+            stored_trial.set_user_attr("behind", True)
 
     def end(
         self,
@@ -162,19 +165,21 @@ class Trials:
         from optuna.trial import TrialState
 
         trial.state, trial.score, trial.epsilon, trial.error = state, score, epsilon, error
-        stored = self._stored.pop(trial.number)
+        stored_trial = self._stored.pop(trial.number)
         for key, value in (("epsilon", epsilon), ("error", error)):
             if value is not None:
-                stored.set_user_attr(key, value)
+                stored_trial.set_user_attr(key, value)
         states = {"done": TrialState.COMPLETE, "stopped": TrialState.PRUNED, "failed": TrialState.FAIL}
-        self._study.tell(stored, score if state == "done" else None, state=states[state])
+        self._study.tell(stored_trial, score if state == "done" else None, state=states[state])
 
     def best(self) -> Trial | None:
         """Return the trial with the highest score among those done, within the bound on ε; the first of equals."""
         bound = self.plan.space.epsilon
-        done = [trial for trial in self.all if trial.state == "done" and trial.score is not None]
-        within = [trial for trial in done if bound is None or (trial.epsilon is not None and trial.epsilon <= bound)]
-        return max(within, key=lambda trial: trial.score or 0.0, default=None)
+        finished = [trial for trial in self.all if trial.state == "done" and trial.score is not None]
+        affordable = [
+            trial for trial in finished if bound is None or (trial.epsilon is not None and trial.epsilon <= bound)
+        ]
+        return max(affordable, key=lambda trial: trial.score or 0.0, default=None)
 
     def _sampler(self, number: int, key: str) -> BaseSampler:
         """Return the sampler that draws the value of a key in a trial, counted from 0."""
@@ -186,14 +191,14 @@ class Trials:
         seed = int(make_rng(space.seed, "search", number, key).integers(2**32))
         return RandomSampler(seed=seed) if space.sampler == "random" else TPESampler(seed=seed, constant_liar=True)
 
-    def _drawn(self, stored: StoredTrial) -> Trial:
+    def _drawn(self, stored_trial: StoredTrial) -> Trial:
         """Return a trial with a value for every key; those that it has already stay."""
         texts = {}
         for parameter in self.plan.parameters:
-            self._study.sampler = self._sampler(stored.number, parameter.key)
-            texts[parameter.key] = parameter.text(_suggested(stored, parameter))
-        self._stored[stored.number + 1] = stored
-        return Trial(stored.number + 1, texts)
+            self._study.sampler = self._sampler(stored_trial.number, parameter.key)
+            texts[parameter.key] = parameter.text(_suggested(stored_trial, parameter))
+        self._stored[stored_trial.number + 1] = stored_trial
+        return Trial(stored_trial.number + 1, texts)
 
     def _restored(self, frozen: FrozenTrial) -> Trial:
         if frozen.state.name == "RUNNING":
@@ -232,12 +237,12 @@ def _stored_study(path: Path, pruner: BasePruner) -> Study:
     )
 
 
-def _suggested(stored: StoredTrial, p: Parameter) -> Any:
+def _suggested(stored_trial: StoredTrial, p: Parameter) -> Any:
     if p.choices is not None:
-        return stored.suggest_categorical(p.key, p.choices)
+        return stored_trial.suggest_categorical(p.key, p.choices)
     if p.whole:
-        return stored.suggest_int(p.key, int(p.low), int(p.high), log=p.log, step=int(p.step or 1))
-    return stored.suggest_float(p.key, float(p.low), float(p.high), log=p.log, step=p.step)
+        return stored_trial.suggest_int(p.key, int(p.low), int(p.high), log=p.log, step=int(p.step or 1))
+    return stored_trial.suggest_float(p.key, float(p.low), float(p.high), log=p.log, step=p.step)
 
 
 def import_optuna() -> None:
