@@ -307,7 +307,7 @@ def federation(
     made.make()
     known = manifest(data, unseen)
     if plan is None and problem.targets is not None:
-        plan = EvaluationPlan.of(problem.targets, problem.model.task)
+        plan = EvaluationPlan.from_targets(problem.targets, problem.model.task)
     plan = plan or EvaluationPlan.of_classes(data[0].classes and CLASSES)
     problem = replace(problem, protects_examples=examples is not None)
     half = algorithm.client(settings, problem)

@@ -84,13 +84,19 @@ def test_parameters_with_weights() -> None:
         (2, ["fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"]),
         (9, [name for name, _ in MODEL.layout.entries]),
     ):
-        found = LastLayers.of(MODEL.layout, layers)
+        found = LastLayers.from_layout(MODEL.layout, layers)
         assert found.names == names
         k = sum(size for (name, _), size in zip(MODEL.layout.entries, MODEL.layout.sizes, strict=True) if name in names)
         assert found.at.tolist() == list(range(D - k, D))
     statistics = BatchNormConvNet(IMAGE, [3], [], CLASSES).layout
-    assert LastLayers.of(statistics, 2).names == ["conv1.weight", "conv1.gain", "conv1.shift", "fc1.weight", "fc1.bias"]
-    assert LastLayers.of(MLP(IMAGE, [], CLASSES).layout, 1).names == ["fc1.weight", "fc1.bias"]
+    assert LastLayers.from_layout(statistics, 2).names == [
+        "conv1.weight",
+        "conv1.gain",
+        "conv1.shift",
+        "fc1.weight",
+        "fc1.bias",
+    ]
+    assert LastLayers.from_layout(MLP(IMAGE, [], CLASSES).layout, 1).names == ["fc1.weight", "fc1.bias"]
 
 
 def test_the_first_visit_equals_fedavgs_to_the_bit(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ SCORES = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=60)
 @settings(max_examples=50)
 @given(SCORES, SCORES)
 def test_curve_and_area_equal_scikit_learns(members: list[float], others: list[float]) -> None:
-    found = RocCurve.of(np.array(members), np.array(others))
+    found = RocCurve.from_scores(np.array(members), np.array(others))
     labels, scores = [1] * len(members) + [0] * len(others), members + others
     fpr, tpr, thresholds = sk.roc_curve(labels, scores, drop_intermediate=False)
     np.testing.assert_allclose(found.fpr, fpr)
@@ -42,7 +42,7 @@ def test_curve_and_area_equal_scikit_learns(members: list[float], others: list[f
 
 def test_a_long_curve_is_thinned_and_keeps_its_ends() -> None:
     random = np.random.default_rng(0)
-    points = RocCurve.of(random.normal(1, 1, 5000), random.normal(0, 1, 5000)).points(50)
+    points = RocCurve.from_scores(random.normal(1, 1, 5000), random.normal(0, 1, 5000)).points(50)
     assert len(points) <= 50
     assert points[0] == [0, 0]
     assert points[-1] == [1, 1]
@@ -103,4 +103,4 @@ def test_clients_without_both_kinds_of_examples_are_left_out(lacks: str) -> None
     train = empty if lacks == "train" else Split(whole.x, None) if lacks == "labels" else whole
     client = ClientData("a", train, empty, empty if lacks == "test" else whole, 5)
     predictor = ModelPredictor(model, model.init(torch.Generator()))
-    assert MemberScores.of(predictor, client, plan, 5) is None
+    assert MemberScores.from_predictor(predictor, client, plan, 5) is None

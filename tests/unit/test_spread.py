@@ -25,7 +25,7 @@ from fedloom.messages import VALUE_LIMIT
 from fedloom.models.networks import MLP
 from fedloom.models.predictors import Ensemble, ModelPredictor
 
-PLAN = EvaluationPlan.of(EvaluationPlan.of_classes(CLASSES).targets, sketches=True)
+PLAN = EvaluationPlan.from_targets(EvaluationPlan.of_classes(CLASSES).targets, sketches=True)
 LOCAL = {"steps": 5, "batch_size": 4, "lr": 0.05}
 
 

@@ -67,7 +67,7 @@ SIZES = (9, 14, 23)
 
 def evaluated(task: PredictionTask, scale: float = 1.0, sizes: tuple[int, ...] = SIZES) -> EvaluationResult:
     """Return the clients' metrics for a fixed model, measured in small batches."""
-    plan = EvaluationPlan.of(targets(task.name), task)
+    plan = EvaluationPlan.from_targets(targets(task.name), task)
     data = [client(task, i, n) for i, n in enumerate(sizes)]
     model, theta = Scaled(task), torch.tensor([scale])
     predictors = [{"personal": ModelPredictor(model, theta), "global": ModelPredictor(model, theta / 2)} for _ in data]
@@ -189,7 +189,7 @@ def test_summaries_name_task_and_headline_and_choose_the_best_round_by_it(task: 
 
 @TASK
 def test_an_ensemble_is_measured_by_its_averaged_predictions(task: PredictionTask) -> None:
-    plan, model, data = EvaluationPlan.of(targets(task.name), task), Scaled(task), client(task, 0, 9)
+    plan, model, data = EvaluationPlan.from_targets(targets(task.name), task), Scaled(task), client(task, 0, 9)
     ensemble = Ensemble(model, torch.tensor([[0.5], [2.0]]))
     found = metrics([{"personal": ensemble}], [data], ["personal"], batch_size=4, plan=plan)
     draws = torch.stack([task.predictions(data.test.x * scale) for scale in (0.5, 2.0)])
@@ -203,7 +203,7 @@ def test_an_ensemble_is_measured_by_its_averaged_predictions(task: PredictionTas
 def test_clients_without_targets_measure_nothing(task: PredictionTask) -> None:
     data = client(task, 0, 9)
     data = dataclasses.replace(data, test=Split(data.test.x, None), validation=Split(data.validation.x, None))
-    plan = EvaluationPlan.of(targets(task.name), task)
+    plan = EvaluationPlan.from_targets(targets(task.name), task)
     predictor = ModelPredictor(Scaled(task), torch.ones(1))
     found = metrics([{"personal": predictor}], [data], ["personal"], batch_size=4, plan=plan)
     assert not any(tensor.any() for tensor in found.tensors().values())
@@ -212,7 +212,7 @@ def test_clients_without_targets_measure_nothing(task: PredictionTask) -> None:
 
 @TASK
 def test_sums_of_an_untrusted_client_are_checked(task: PredictionTask) -> None:
-    plan, data = EvaluationPlan.of(targets(task.name), task), client(task, 0, 9)
+    plan, data = EvaluationPlan.from_targets(targets(task.name), task), client(task, 0, 9)
     predictor = ModelPredictor(Scaled(task), torch.ones(1))
     found = metrics([{"personal": predictor}], [data], ["personal"], batch_size=4, plan=plan)
     for split in range(2):
@@ -225,7 +225,7 @@ def test_sums_of_an_untrusted_client_are_checked(task: PredictionTask) -> None:
 
 
 def test_auroc_of_classes_is_measured_on_request() -> None:
-    plan = EvaluationPlan.of(targets("classification"), None, ["auroc", "f1"])
+    plan = EvaluationPlan.from_targets(targets("classification"), None, ["auroc", "f1"])
     data = client(CLASSIFICATION, 0, 40)
     predictor = ModelPredictor(Scaled(CLASSIFICATION), torch.ones(1))
     found = metrics([{"personal": predictor}], [data], ["personal"], batch_size=7, plan=plan)
@@ -241,10 +241,10 @@ def test_auroc_of_classes_is_measured_on_request() -> None:
 
 def test_metrics_that_a_task_lacks_are_rejected() -> None:
     with refusing(ExperimentError, "evaluation.metrics", "rmse", "accuracy", "auroc") as refused:
-        EvaluationPlan.of(targets("classification"), None, ["rmse"])
+        EvaluationPlan.from_targets(targets("classification"), None, ["rmse"])
     assert refused.value.key == "evaluation.metrics"
     with refusing(ExperimentError, "evaluation.metrics", "f1", "perplexity"):
-        EvaluationPlan.of(targets("next_token"), None, ["f1"])
+        EvaluationPlan.from_targets(targets("next_token"), None, ["f1"])
 
 
 def absolute(outputs: Tensor, y: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def own(function: Any, **targets_: Any) -> OwnMetric:
 def test_own_metrics_are_example_means_or_computed_from_own_sums() -> None:
     mean, std = (1.0, 2.0, 3.0, 4.0), (2.0, 1.0, 0.5, 3.0)
     parts = [own(absolute, mean=mean, std=std), own(Correlation(), mean=mean, std=std)]
-    plan = EvaluationPlan.of(targets("regression", mean=mean, std=std), None, (), parts)
+    plan = EvaluationPlan.from_targets(targets("regression", mean=mean, std=std), None, (), parts)
     data = [client(Regression(), i, n) for i, n in enumerate(SIZES)]
     predictors = [{"personal": ModelPredictor(Scaled(Regression()), torch.ones(1))} for _ in data]
     found = metrics(predictors, data, ["personal"], batch_size=4, plan=plan)
@@ -324,7 +324,7 @@ def test_names_of_own_metrics_are_unique() -> None:
     with refusing(ExperimentError, "evaluation.metrics", "rmse"):
         OwnMetric("package:rmse", absolute, batch(Regression(), 4))
     with refusing(ExperimentError, "evaluation.metrics", "absolute"):
-        EvaluationPlan.of(targets("regression"), None, (), [own(absolute), own(absolute)])
+        EvaluationPlan.from_targets(targets("regression"), None, (), [own(absolute), own(absolute)])
 
 
 def test_examples_with_non_finite_own_metrics_are_left_out() -> None:
@@ -352,6 +352,6 @@ def test_examples_with_non_finite_own_metrics_are_left_out() -> None:
 
 def test_target_shapes_agree_with_the_plan() -> None:
     for name in SHAPES:
-        plan = EvaluationPlan.of(targets(name))
+        plan = EvaluationPlan.from_targets(targets(name))
         assert plan.nothing(3, 2).sums.shape == (3, 2, 2, plan.size)
         assert plan.classes == (K if name == "classification" else 0)

@@ -59,7 +59,7 @@ def measured(
     task: PredictionTask, outputs: Tensor, y: Tensor, *, pooled: bool = False, **more: Any
 ) -> dict[str, float]:
     """Return the metrics of one client from its sums."""
-    plan = EvaluationPlan.of(targets(task.name, **more), task, task.optional)
+    plan = EvaluationPlan.from_targets(targets(task.name, **more), task, task.optional)
     sums = torch.cat([part.of(task.predictions(outputs), y) for part in plan.sums])
     nothing = plan.nothing(1, 1)
     counts = Counts(nothing.counts[:, 0, 1, 0], nothing.confusion[:, 0], nothing.calibration[:, 0])
@@ -73,7 +73,7 @@ TASK = pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_names_settings_and_headline_agree(task: PredictionTask) -> None:
     assert task_of(task.name) is task  # type: ignore[arg-type]
     assert type(task).model_validate_json(task.model_dump_json()) == task
-    plan = EvaluationPlan.of(targets(task.name))
+    plan = EvaluationPlan.from_targets(targets(task.name))
     assert task.headline in plan.metrics
     assert plan.task is task
 
@@ -245,7 +245,7 @@ def test_classification_metrics_of_counts_equal_scikit_learn() -> None:
 def test_sums_are_additive_over_batches_and_clients(task: PredictionTask) -> None:
     outputs, y = batch(task, 20)
     predictions = task.predictions(outputs)
-    for part in EvaluationPlan.of(targets(task.name), task, task.optional).sums:
+    for part in EvaluationPlan.from_targets(targets(task.name), task, task.optional).sums:
         whole = part.of(predictions, y)
         assert whole.dtype == torch.float64
         assert whole.shape == (part.size,)
@@ -287,7 +287,7 @@ def test_pooled_auroc_of_two_clients_is_that_of_their_joint_examples() -> None:
 def test_broken_predictions_have_finite_sums_and_are_wrong(task: PredictionTask, broken: float) -> None:
     outputs, y = batch(task, 6)
     outputs[:] = broken
-    for part in EvaluationPlan.of(targets(task.name), task, task.optional).sums:
+    for part in EvaluationPlan.from_targets(targets(task.name), task, task.optional).sums:
         sums = part.of(outputs, y)
         assert sums.isfinite().all()
         assert part.implausible(sums, 6) is None
@@ -319,7 +319,7 @@ def test_errors_of_a_field_cover_all_its_numbers() -> None:
 @TASK
 def test_impossible_sums_are_reported(task: PredictionTask) -> None:
     outputs, y = batch(task, 20)
-    for part in EvaluationPlan.of(targets(task.name), task, task.optional).sums:
+    for part in EvaluationPlan.from_targets(targets(task.name), task, task.optional).sums:
         sums = part.of(task.predictions(outputs), y)
         assert part.implausible(sums, 20) is None
         assert part.implausible(torch.zeros_like(sums), 20) is None
@@ -364,7 +364,7 @@ def test_tokens_identical_to_the_inputs_are_shifted_by_one() -> None:
 
 
 def test_memory_does_not_grow_with_the_square_of_the_vocabulary() -> None:
-    plan = EvaluationPlan.of(Targets("next_token", (128,), 30_000))
+    plan = EvaluationPlan.from_targets(Targets("next_token", (128,), 30_000))
     assert sum(math.prod(shape) for shape in plan.shapes(2).values()) < 1000
     assert EvaluationPlan.of_classes(10).size <= 2  # evaluations of classes keep their small size
     assert Auroc(10, of_classes=True).size == 2 + 10 * 2 * BINS

@@ -417,7 +417,7 @@ def test_a_token_revoked_during_use(table: Path, tokens: Path) -> None:
     denied = revoked(access, admitted)
     assert denied is not None
     assert tells(str(denied), kept.id, "south", "revoked")
-    assert not denied.again
+    assert not denied.retries
     assert access.admit(PeerCredentials(token=second), Action.TRAIN).identity.name == "south"
     with pytest.raises(Denied, match="revoked"):
         access.admit(PeerCredentials(token=south), Action.TRAIN)
@@ -429,11 +429,11 @@ def test_an_identity_removed_or_restricted_during_use(table: Path, tokens: Path)
     table.write_text(TABLE.replace('clients: ["north-*"]', 'clients: ["north-1"]'))
     denied = revoked(access, admitted)
     assert denied is not None
-    assert denied.again
+    assert denied.retries
     table.write_text(TABLE.replace("URI:urn:fedloom:north", "URI:urn:fedloom:elsewhere"))
     denied = revoked(access, admitted)
     assert denied is not None
-    assert not denied.again
+    assert not denied.retries
 
 
 def test_a_token_and_a_certificate_that_expire_during_use(tokens: Path) -> None:
@@ -450,7 +450,7 @@ def test_a_token_and_a_certificate_that_expire_during_use(tokens: Path) -> None:
     assert by_certificate_denied is not None
     assert tells(str(by_token_denied), "expired at")
     assert tells(str(by_certificate_denied), "DNS:a", "expired at", "clock")
-    assert (by_token_denied.again, by_certificate_denied.again) == (False, True)
+    assert (by_token_denied.retries, by_certificate_denied.retries) == (False, True)
     assert (by_token.ends, by_certificate.ends) == (kept.expires, by_certificate.certificate.ends)
 
 

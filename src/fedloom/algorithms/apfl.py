@@ -60,7 +60,8 @@ class AdaptivePersonalizedFL(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
         """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and separately v_i and α_i."""
-        ordered, decay = LongestFirst.of([s.local.count(len(c.train)) for c in group.clients]), 2 * s.local.lambda_theta
+        ordered = LongestFirst.from_counts([s.local.count(len(c.train)) for c in group.clients])
+        decay = 2 * s.local.lambda_theta
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=ordered.order)
         own, alpha = (ordered.rows(values) for values in kept(group, theta, s))  # line 3
         w, v = local.parameters(ordered.rows(theta)), local.parameters(own)

@@ -87,7 +87,7 @@ class LongestFirst:
     counts: tuple[int, ...]
 
     @classmethod
-    def of(cls, counts: Sequence[int]) -> LongestFirst:
+    def from_counts(cls, counts: Sequence[int]) -> LongestFirst:
         """Return the order of clients with these numbers of steps."""
         order = sorted(range(len(counts)), key=lambda j: -counts[j])
         return cls(tuple(order), tuple(counts[j] for j in order))
@@ -379,7 +379,7 @@ def train(
     """
     members = range(len(group)) if members is None else members
     steps = [s.count(len(group.clients[i].train)) for i in members] if counts is None else counts
-    ordered = LongestFirst.of(steps)
+    ordered = LongestFirst.from_counts(steps)
     counts, theta = ordered.counts, ordered.rows(theta)
     ordered_members = [members[j] for j in ordered.order]
     local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=ordered_members, at_home=at_home)

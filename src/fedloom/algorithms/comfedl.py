@@ -206,7 +206,7 @@ def compositional_sgd(
         ``[g, d]``, the starting point of each client.
     shift
         ``[1]`` float64, see :meth:`ComFedLSettings.factor`.
-    held
+    sent_loss
         ``[g, 1]``, losses whose factors are held over the steps; None to use the losses of each step's batch.
     """
     local = LocalTrainer(model, clients, mask_absent=s.local.mask_absent)

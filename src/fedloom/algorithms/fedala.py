@@ -35,7 +35,7 @@ class LastLayers:
     at: Tensor  # [k]
 
     @classmethod
-    def of(cls, layout: Layout, layers: int) -> LastLayers:
+    def from_layout(cls, layout: Layout, layers: int) -> LastLayers:
         """Return the last layers, without moving buffers; the head counts as one layer."""
         entries = [name for name, _ in layout.entries if name not in layout.buffers]
         layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name in entries}
@@ -93,7 +93,7 @@ def starts(
     model: FlatModel, group: ClientGroup, shared: Tensor, s: FedALASettings
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return Θ̂_i of all clients of the group, the other state that they keep, and the steps made on W_i."""
-    layers = LastLayers.of(model.layout, s.layers)
+    layers = LastLayers.from_layout(model.layout, s.layers)
     own, steps = group.load_state("theta", shared), torch.zeros(len(group), 1, dtype=torch.float64)
     weights = group.load_state("weights", torch.ones_like(shared[:, : len(layers.at)]))
     started = group.load_state("started", torch.zeros_like(shared[:, :1]))

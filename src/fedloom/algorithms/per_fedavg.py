@@ -126,7 +126,7 @@ class PerFedAvg(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> Trained:
         """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
-        ordered = LongestFirst.of([s.local.count(len(client.train)) for client in group.clients])
+        ordered = LongestFirst.from_counts([s.local.count(len(client.train)) for client in group.clients])
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=ordered.order)
         w, counts, losses = local.parameters(ordered.rows(theta)), ordered.counts, []
         step = local.sgd(list(w.values()), s.local)

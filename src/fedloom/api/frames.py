@@ -18,7 +18,7 @@ def pandas(name: str) -> Any:
 
     Parameters
     ----------
-    what
+    name
         Name of the caller, for the error message.
 
     Raises

@@ -256,7 +256,7 @@ class _Probe:
 
     Parameters
     ----------
-    chosen
+    rows
         Positions of the client's canaries.
     size
         Number of its training examples.

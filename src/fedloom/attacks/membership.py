@@ -66,7 +66,9 @@ class MemberScores:
     others: Scores
 
     @classmethod
-    def of(cls, predictor: Predictor, client: ClientData, plan: EvaluationPlan, batch_size: int) -> MemberScores | None:
+    def from_predictor(
+        cls, predictor: Predictor, client: ClientData, plan: EvaluationPlan, batch_size: int
+    ) -> MemberScores | None:
         """Return minus the losses of a client's examples; None for a client without both kinds."""
         labelled = not plan.targets.outputs or (client.train.y is not None and client.test.y is not None)
         if not labelled or not len(client.train) or not len(client.test):
@@ -94,7 +96,7 @@ class RocCurve:
     tpr: Scores
 
     @classmethod
-    def of(cls, members: Scores, others: Scores) -> RocCurve:
+    def from_scores(cls, members: Scores, others: Scores) -> RocCurve:
         """Return the curve of two sets of scores, neither empty; equal scores get the same decision."""
         scores = np.concatenate([members, others])
         order = np.argsort(-scores, kind="stable")
@@ -130,7 +132,7 @@ def membership_epsilon(members: Scores, others: Scores, *, delta: float, confide
     if min(len(members), len(others)) < 2:
         return 0.0
     first, second = zip(*(_halves(scores, seed, kind) for kind, scores in enumerate((members, others))), strict=True)
-    curve = RocCurve.of(*first)
+    curve = RocCurve.from_scores(*first)
     best = int(np.argmax(_expected_epsilon(curve, len(first[0]), len(first[1]), delta)))
     true, false = (int((scores >= curve.thresholds[best]).sum()) for scores in second)
     return epsilon_of_rates(true, len(second[0]), false, len(second[1]), delta=delta, confidence=confidence)
@@ -169,8 +171,8 @@ def membership_document(
         return None
     members = np.concatenate([scores.members for scores in found.values()])
     others = np.concatenate([scores.others for scores in found.values()])
-    curve = RocCurve.of(members, others)
-    each = {client: RocCurve.of(scores.members, scores.others).auc for client, scores in found.items()}
+    curve = RocCurve.from_scores(members, others)
+    each = {client: RocCurve.from_scores(scores.members, scores.others).auc for client, scores in found.items()}
     most = max(each, key=lambda client: each[client])
     epsilon = membership_epsilon(members, others, delta=delta, confidence=confidence, seed=seed)
     return {

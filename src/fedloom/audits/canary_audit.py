@@ -325,7 +325,7 @@ def _protects(e: Experiment, unit: str) -> bool:
 
 def _planned(engine: Engine) -> Planned:
     """Return the releases of the run that is planned."""
-    population = Population.of(engine.experiment, engine.parts.manifest)
+    population = Population.from_experiment(engine.experiment, engine.parts.manifest)
     assert population is not None, "a run with canaries has a manifest"
     return Planned(engine.experiment, population)
 

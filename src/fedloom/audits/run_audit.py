@@ -92,7 +92,7 @@ def _membership(parts: RunContext, evaluator: Evaluator, dataset: FederatedDatas
 
     def attack(client: ClientData, predictors: Mapping[str, Predictor]) -> None:
         different = {id(each): each for each in predictors.values()}  # two names may share one
-        scored = {key: MemberScores.of(each, client, parts.plan, size) for key, each in different.items()}
+        scored = {key: MemberScores.from_predictor(each, client, parts.plan, size) for key, each in different.items()}
         for name, each in predictors.items():
             if (scores := scored[id(each)]) is not None:
                 client_scores[name][client.id] = scores

@@ -22,7 +22,7 @@ def lines_about(context: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
 
     Parameters
     ----------
-    about
+    context
         Called with each line, from any thread that logs; returns some of :data:`FIELDS`.
     """
     global _about

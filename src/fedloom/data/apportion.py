@@ -260,7 +260,7 @@ def fill_pools(members: Sequence[Positions], demand: NDArray[np.int64], group: P
     ----------
     members
         Positions of the examples of each class, in the order in which they are taken.
-    needed
+    demand
         ``[C, pools]``: number of examples of each class that each pool takes; it gets fewer if a class runs out.
     """
     pool_of: dict[int, int] = {}

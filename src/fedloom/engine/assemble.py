@@ -291,7 +291,7 @@ def client_side(
         else sums_part().HeldAnswers(
             parts.summation, signing, noise, revealed_sums, run_digest(e), only_sums=only_sums
         ),
-        examples=ExamplePrivacy.of(e.federation.privacy),
+        examples=ExamplePrivacy.from_settings(e.federation.privacy),
     )
     return ClientSide(
         algorithm,

@@ -55,7 +55,7 @@ class Population:
     examples: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, experiment: Experiment, manifest: Manifest | None) -> Population | None:
+    def from_experiment(cls, experiment: Experiment, manifest: Manifest | None) -> Population | None:
         """Return the population of a manifest, or else of the experiment; None if only data determine it."""
         if manifest is not None and manifest.roster:
             sizes = [entry.train for entry in manifest.clients if entry.seen]
@@ -174,7 +174,7 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, stored: Experi
     if stored_privacy is not None and stored_privacy.epsilon == privacy.epsilon and stored_privacy.noise_multiplier:
         experiment = with_multiplier(experiment, stored_privacy.noise_multiplier)
         privacy = stored_privacy
-    population = Population.of(experiment, manifest)
+    population = Population.from_experiment(experiment, manifest)
     assert population is not None  # if the experiment does not state the clients, there is a manifest
     if privacy.of == "examples" and population.examples is None:
         raise ExperimentError(

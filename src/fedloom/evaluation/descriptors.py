@@ -159,7 +159,7 @@ def descriptor_document(
 
     Parameters
     ----------
-    before
+    previous
         Content so far, None at first. Rounds from this one on are dropped, so that a resumed run may rewrite them.
     v, pi, clients, seen, present
         ``[n, l]``, ``[n, C]``, n ids, ``[n]`` bool, ``[n]`` bool; see :func:`descriptor_correlation`.

@@ -42,7 +42,7 @@ class EvaluationPlan:
     sketches: bool = False
 
     @classmethod
-    def of(
+    def from_targets(
         cls,
         targets: Targets,
         task: PredictionTask | None = None,
@@ -72,7 +72,7 @@ class EvaluationPlan:
     @classmethod
     def of_classes(cls, classes: int) -> EvaluationPlan:
         """Make the plan of classification with default settings; 0 classes: of data without targets."""
-        return cls.of(Targets("classification", (), classes))
+        return cls.from_targets(Targets("classification", (), classes))
 
     @property
     def classes(self) -> int:

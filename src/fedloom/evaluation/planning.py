@@ -52,7 +52,9 @@ def make_plan(
     if own and not targets.outputs:
         raise ExperimentError(f"{KEY}: data without targets have no metrics but the model's loss", key=KEY)
     metrics = [_own_metric(name, task, targets, check_permitted) for name in own]
-    return EvaluationPlan.of(targets, task, [name for name in names if ":" not in name], metrics, sketches=sketches)
+    return EvaluationPlan.from_targets(
+        targets, task, [name for name in names if ":" not in name], metrics, sketches=sketches
+    )
 
 
 def _own_metric(

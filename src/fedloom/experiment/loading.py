@@ -45,7 +45,7 @@ def load_experiment(path: str | Path, overrides: Overrides = (), *, stored: Path
         The file: its path, or its URL, ``s3://bucket/prefix/name``.
     overrides
         ``key=value`` each: a dotted key, and a YAML value that replaces the one in the file.
-    begun
+    stored
         Folder of the run to resume. Where a relative path of ``data`` does not exist in the current folder, the path
         that the run recorded is used. None: no run is resumed.
 
@@ -216,7 +216,7 @@ def of(
     experiment
         The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
         experiment.
-    overrides, begun
+    overrides, stored
         As for :func:`load_experiment`.
     keys
         Further overrides by name, with two underscores for each dot: ``federation__rounds=10``.
@@ -269,7 +269,7 @@ def plain_value(value: Any, name: str) -> Any:
 
     Parameters
     ----------
-    what
+    name
         Name of the part in errors.
 
     Raises

@@ -371,7 +371,7 @@ def points(
         ``1,2,3`` or ``1-3``; None keeps the experiment's.
     grid
         ``key=v1,v2`` each; the runs are their product.
-    begun
+    stored
         Folder of one of the runs, if the sweep is resumed; as for :func:`~fedloom.experiment.of`.
     """
     axes = _axes(grid, seeds)

@@ -169,7 +169,7 @@ def measuring_side(
         Cards of the clients, which have their moments.
     clients
         Client algorithm: :class:`MeasuredClients`, or one that answers in another form.
-    held, vocabulary
+    holder, vocabulary
         As for :class:`ClientSide`.
     """
 

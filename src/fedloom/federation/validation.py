@@ -64,7 +64,7 @@ def mismatch(
 
     Parameters
     ----------
-    cls, found
+    cls, specs_received
         Class of the message, and its fields as found; row fields have shape ``[rows, ...]``.
     shapes
         Allowed answers.

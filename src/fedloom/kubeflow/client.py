@@ -243,9 +243,9 @@ class Kubeflow:
 
         Parameters
         ----------
-        what
+        action
             Description for messages: "cannot WHAT".
-        method, arguments, named
+        method, arguments, options
             Name of the method, and what it is called with.
         """
         from urllib3.exceptions import HTTPError

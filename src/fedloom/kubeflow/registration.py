@@ -105,7 +105,7 @@ class ModelRegistry:
 
         Parameters
         ----------
-        listing, path
+        collection, path
             Paths of the list, and for the request that creates it.
         """
         if (existing := self._named(collection, body["name"])) is not None:

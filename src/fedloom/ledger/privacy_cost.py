@@ -201,7 +201,9 @@ def _setup(e: Experiment, clients: int) -> Setup:
 
 def _population(e: Experiment, question: PrivacyQuestion) -> Population:
     """Return the training clients: as asked, or from the partition if it is on this machine, or from the settings."""
-    population = Population.of(e, _partition(e) if question.clients is None or question.examples is None else None)
+    population = Population.from_experiment(
+        e, _partition(e) if question.clients is None or question.examples is None else None
+    )
     clients = question.clients or (None if population is None else population.clients)
     is_open = isinstance(e.data, OwnData) and e.federation.min_clients == 1  # the default: any number may join
     if clients is None or (is_open and question.clients is None):

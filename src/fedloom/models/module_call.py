@@ -258,9 +258,9 @@ class ModuleCall:
         ----------
         outputs
             K.
-        wanted
+        expected
             Shape of the outputs of one example.
-        found
+        given_outputs
             A module's outputs.
         rows
             b.

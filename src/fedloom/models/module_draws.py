@@ -33,7 +33,7 @@ def draws_noted(
 
     Parameters
     ----------
-    noted
+    notes
         Set that receives them; None to reject draws.
     watch
         True to detect other generators, too; some layers then use another kernel.

@@ -156,7 +156,7 @@ class ModuleFunction:
 
         Parameters
         ----------
-        found
+        returned
             All that the module returns for ``x``, or the tensor of outputs, in the module's shape and unit.
         """
         own, like = own_loss(self.module), first_input(x)

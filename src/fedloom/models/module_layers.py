@@ -56,7 +56,7 @@ def at_layer(module: nn.Module, activity: str, *, hint: str = "", key: str | Non
 
     Parameters
     ----------
-    doing
+    activity
         End of the message's clause about the failure.
     hint
         End of the message.

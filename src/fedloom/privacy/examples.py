@@ -37,7 +37,7 @@ class ExamplePrivacy:
         return self.noise_multiplier * self.clip
 
     @classmethod
-    def of(cls, settings: TrainingPrivacy | None) -> ExamplePrivacy | None:
+    def from_settings(cls, settings: TrainingPrivacy | None) -> ExamplePrivacy | None:
         """Return the settings of ``federation.privacy``; None if it does not protect examples.
 
         Raises

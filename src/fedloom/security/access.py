@@ -273,7 +273,7 @@ class Denied(Exception):
         Sentence that may be shown to the peer.
     identity
         Identity of the peer; None if it is unknown.
-    again
+    retries
         True if the peer should reconnect: its permissions have changed, or a newer certificate may be in place already.
     final
         True if its token is revoked or has expired, which no other file can change. An unknown token or certificate may
@@ -285,7 +285,7 @@ class Denied(Exception):
     ) -> None:
         super().__init__(reason)
         self.identity = identity
-        self.again = retries
+        self.retries = retries
         self.final = final
 
 

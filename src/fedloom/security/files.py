@@ -31,7 +31,7 @@ def read_text(path: Path, name: str) -> str:
 
     Parameters
     ----------
-    what
+    name
         Name of the file in errors, such as ``tls.key``.
 
     Raises
@@ -97,7 +97,7 @@ class ReloadingFile(Generic[_T]):
     ----------
     paths
         The files.
-    read
+    reader
         Reads all of them.
 
     Raises

@@ -239,7 +239,7 @@ class PersonalizationClient:
                 parts.experiment.seed,
                 secret=os.urandom(32),
                 augment=augmentation(parts.experiment.data.augment, data.manifest.spec.normalization),
-                examples=ExamplePrivacy.of(parts.experiment.federation.privacy),
+                examples=ExamplePrivacy.from_settings(parts.experiment.federation.privacy),
             ),
         )
         self._side.raises_bugs = True

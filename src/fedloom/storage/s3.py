@@ -104,7 +104,7 @@ class Service:
     """Setting that the endpoint comes from, named in errors."""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str], endpoint_from: str = ENDPOINT) -> Service:
+    def from_environment(cls, environment: Mapping[str, str], endpoint_from: str = ENDPOINT) -> Service:
         """Read the settings from environment variables (docs/storage.md).
 
         Raise ExperimentError if the address is malformed, or the certificate file does not exist; RefusedError if there
@@ -242,7 +242,7 @@ def _is_transient(error: Exception) -> bool:
 
 def connect(bucket: str, prefix: str, environment: Mapping[str, str], *, endpoint_from: str | None = None) -> S3Store:
     """Return the store at a prefix of a bucket, without contacting it."""
-    service = Service.of(environment, endpoint_from or ENDPOINT)
+    service = Service.from_environment(environment, endpoint_from or ENDPOINT)
     # About half a minute of retries for an unavailable service: the duration of a restart.
     return S3Store(bucket, prefix, Connection(service, attempts=7, connect_s=10, read_s=60))
 

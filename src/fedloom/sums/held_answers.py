@@ -90,7 +90,7 @@ class HeldAnswers:
         Signature key of the clients of this process, and the public keys of the others.
     noise
         Seed of clients' noise in a simulation, or a secret of this process.
-    revealed
+    revealed_sums
         Sums that this process has helped to reveal, also to earlier aggregators; None in a simulation, whose author has
         all data.
     run

@@ -188,7 +188,7 @@ def result_rows(results: Mapping[str, Any], display: Callable[[float], str]) -> 
 
     Parameters
     ----------
-    shown
+    display
         Returns a value of the headline metric as text.
     """
     headline, rows = headline_of(results), []

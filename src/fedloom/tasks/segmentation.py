@@ -91,7 +91,7 @@ class ClassOverlap(MetricSums):
         C.
     pixels
         Pixels of one mask.
-    ignored
+    ignore_index
         Value of pixels that do not count.
     """
 

@@ -106,7 +106,7 @@ class ServerConnection:
         ``host:port`` of the server.
     credentials
         Credentials to connect with; without them, the connection is plaintext and anonymous.
-    what
+    service
         Name of the server in errors.
 
     Raises

@@ -187,10 +187,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         try:
             self._access.check(peer.admitted, peer.action)
         except Denied as denied:
-            if not denied.again:
+            if not denied.retries:
                 log.warning("disconnected %s: %s", peer.identity.name, denied)
                 _log_to(self._audit.write, "revoked", **peer.about, reason=str(denied))
-            status = grpc.StatusCode.UNAVAILABLE if denied.again else grpc.StatusCode.UNAUTHENTICATED
+            status = grpc.StatusCode.UNAVAILABLE if denied.retries else grpc.StatusCode.UNAUTHENTICATED
             peer.ended.set_result((status, str(denied), _final(denied)))
             return
         if now >= peer.ends:

@@ -194,7 +194,7 @@ class _TileRun:
     ----------
     computing
         Held while it computes, so that only one tile does at a time.
-    released
+    on_release
         Called on the event loop, once, when it first stops computing, with the seconds that it took and
         its CPU time.
     """

@@ -45,7 +45,7 @@ def read_items(dataset: Any, name: str) -> tuple[NDArray[np.uint8], NDArray[Any]
     dataset
         Items are pairs of an image (a Pillow image, a tensor ``[channels, height, width]``, or an array ``[height,
         width, channels]``; the channel axis may be omitted for one channel) and a label: a whole number, or a name.
-    what
+    name
         Name of the data set in errors.
     """
     images: list[NDArray[np.uint8]] = []
