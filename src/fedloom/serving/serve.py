@@ -163,7 +163,7 @@ def serve_run(
     Raise DataError if there is no run or no such checkpoint, or it is damaged, or with ``rest`` there are no saved
     models; ExperimentError if the method has no model for new clients, or the address cannot be bound.
     """
-    protection, audit_kept = protection or Protection(), Audit()
+    protection, audit_log = protection or Protection(), Audit()
     settings = settings or ModelServerSettings()
     stop = stop or threading.Event()
     folder = RunFolder.open(run, wait=waiting(run, settings.wait_s, stop, say))
@@ -172,8 +172,8 @@ def serve_run(
     assemble.use_device("cpu", threads)
     follow_s = FOLLOW_INTERVAL_S if follow else None
     if protection.access is not None and (audit is not None or not is_url(run)):
-        audit_kept.keep(audit or folder.logs / "audit.jsonl")
-    service = Personalization(rounds, settings, audit_kept, follow_s=follow_s, threads=threads)
+        audit_log.keep(audit or folder.logs / "audit.jsonl")
+    service = Personalization(rounds, settings, audit_log, follow_s=follow_s, threads=threads)
     keep_freed_memory()
     gc.freeze()  # imported objects are never garbage; scanning them takes a tenth of the CPU time of a model
 
@@ -185,7 +185,7 @@ def serve_run(
         )
         name = settings.model_name or rounds.about.run
         return OpenInference(
-            name, model_folder, settings, protection.access, audit_kept, lambda: serving.is_set() and not stop.is_set()
+            name, model_folder, settings, protection.access, audit_log, lambda: serving.is_set() and not stop.is_set()
         )
 
     def begun(address: str) -> None:
@@ -198,7 +198,7 @@ def serve_run(
             inference_served(rest, inference, protection, lambda at: say(f"predictions of saved models at {at}")),
         ):
             asyncio.run(
-                serve_models(service, listen, protection, audit_kept, stop, settings.drain_s, begun, say, health)
+                serve_models(service, listen, protection, audit_log, stop, settings.drain_s, begun, say, health)
             )
     finally:
         gc.unfreeze()

@@ -312,17 +312,15 @@ class Aggregator:
             await self._models.begin()
         options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._most))
         services, protection = self._services(), self._protection
-        address_served = await listening(
-            address, services, protection, self._audit, options, self._report, self._health
-        )
-        started.set_result(address_served.address)
-        log.debug("serving on %s", address_served.address)
+        server = await listening(address, services, protection, self._audit, options, self._report, self._health)
+        started.set_result(server.address)
+        log.debug("serving on %s", server.address)
         watchers = self._watch_connections(), self._watch_rows(), self._watch_standing()
         watching = [asyncio.create_task(watcher) for watcher in watchers]
         await self._stopping.wait()
         for task in watching:
             task.cancel()
-        await address_served.stop(1.0)
+        await server.stop(1.0)
         if self._models is not None:
             await self._models.end()
         # gRPC does not wait for handlers to finish, and prints a traceback for those that are cancelled then.

@@ -83,18 +83,20 @@ def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
     """
     from PIL import Image, ImageOps
 
-    with _failures_named(path), Image.open(path, formats=FORMATS) as file:
-        width, height = file.size
+    with _failures_named(path), Image.open(path, formats=FORMATS) as picture_file:
+        width, height = picture_file.size
         if width * height > MOST_PIXELS:
             raise _too_large(f"{height} x {width}")
-        check(file)
-        notes = (FURTHER,) if check_frames(file) else ()
+        check(picture_file)
+        notes = (FURTHER,) if check_frames(picture_file) else ()
         # Pillow rotates a TIFF while loading it; the EXIF of a PNG may come after its pixels.
-        stored_orientation = 1 if file.format == "PNG" else orientation(file)
-        file.filename = ""  # else Pillow maps the file into memory, with the sides of a TIFF swapped before their time
-        file.load()
-        final_orientation = orientation(file)
-        upright = file.copy() if final_orientation == 1 else ImageOps.exif_transpose(file)
+        stored_orientation = 1 if picture_file.format == "PNG" else orientation(picture_file)
+        picture_file.filename = (
+            ""  # else Pillow maps the file into memory, with the sides of a TIFF swapped before their time
+        )
+        picture_file.load()
+        final_orientation = orientation(picture_file)
+        upright = picture_file.copy() if final_orientation == 1 else ImageOps.exif_transpose(picture_file)
         return Picture(upright, notes, final_orientation if stored_orientation == 1 else stored_orientation)
 
 
