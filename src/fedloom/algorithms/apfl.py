@@ -68,7 +68,7 @@ class AdaptivePersonalizedFL(FedAvg):
         w_i, v_i = list(w.values()), list(v.values())
         step_w, step_v = local.sgd(w_i, s.local), local.sgd(v_i, s.local, decay=False)
         losses: list[Tensor] = []
-        mixtures: list[Tensor] = []
+        mixed_losses: list[Tensor] = []
         for pieces in local.steps(s.local, ordered.counts, "train", shrinking=local.stacked):
             k = local.going(pieces[0])
             both = mixture(local, alpha[:k], local.first(v, k), local.first(w, k))
@@ -83,10 +83,10 @@ class AdaptivePersonalizedFL(FedAvg):
                     rise = (along * local.join_gradients(w, slope)).sum(1, keepdim=True)
                     alpha = (alpha - s.local.rate(group.round) * rise).clamp(0, 1)
                 losses.append(local.padded(loss))
-                mixtures.append(local.padded(loss_both))
+                mixed_losses.append(local.padded(loss_both))
                 step_w(gradients, None)  # line 7
                 step_v(through, None)  # line 8
-        personal = local.trained(local.join(v), mixtures, ordered.counts, "local.lr", s.local.lr)
+        personal = local.trained(local.join(v), mixed_losses, ordered.counts, "local.lr", s.local.lr)
         group.save_state(v=ordered.back(personal.theta), alpha=ordered.back(alpha))
         shared = local.trained(local.join(w), losses, ordered.counts, "local.lr", s.local.lr)
         return Trained(shared.theta, shared.steps + personal.steps, shared.loss).mapped(ordered.back)

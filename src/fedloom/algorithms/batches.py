@@ -102,8 +102,8 @@ class TrainBatches:
         self, model: FlatModel, group: ClientGroup, *, members: Sequence[int] | None = None, at_home: bool | None = None
     ) -> None:
         self.group = group
-        round = group.round is None if at_home is None else at_home
-        self.private = None if round else group.examples
+        stays_local = group.round is None if at_home is None else at_home
+        self.private = None if stays_local else group.examples
         """Privacy of examples, for which steps are noisy; None if they are not."""
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1

@@ -388,15 +388,15 @@ def train(
     selected = parts[only] if isinstance(only, str) else only
     names = [name for name in w if name in selected]
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
-    gradient = _corrected(local, correct, names, leaves, ordered)
+    corrected = _corrected(local, correct, names, leaves, ordered)
     step, losses = local.sgd(leaves, s), []
     last = partial(LocalTrainer, model, group, mask_absent=s.mask_absent, members=ordered_members[:1], at_home=at_home)
     batches = local.steps(s, counts, purpose, shrinking=local.stacked)
     for gradients, loss in _gradients(local, w, names, batches, last):
         losses.append(local.padded(loss))
-        step(gradient(gradients), None)
+        step(corrected(gradients), None)
         del gradients  # free them before the next ones are computed: they take as much memory as the model
-    del step, gradient  # and the optimizer's state
+    del step, corrected  # and the optimizer's state
     w.buffers |= start
     return local.trained(local.join(w), losses, counts, key, s.lr).mapped(ordered.back)
 
@@ -429,22 +429,22 @@ def _gradients(
 
     The last remaining client uses its own trainer, ``last()``, whose step takes a fifth less time than a stack of one.
     """
-    k, variables, variables_by_name = len(local.members), [w[name] for name in names], local
+    k, variables, trainer = len(local.members), [w[name] for name in names], local
     for pieces in steps:
         if local.stacked and local.going(pieces[0]) < k:
             k = local.going(pieces[0])
             w = local.first(w, k)
             if k == 1:
-                variables_by_name, leaves = (
+                trainer, leaves = (
                     last(),
                     {name: leaf.detach()[0].requires_grad_() for name, leaf in w.items()},
                 )
                 w = Leaves(leaves, {name: buffer[0] for name, buffer in w.buffers.items()})
             variables = [w[name] for name in names]
-        if variables_by_name is local:
-            yield variables_by_name.gradient(w, *pieces, parameters=variables)
+        if trainer is local:
+            yield trainer.gradient(w, *pieces, parameters=variables)
         else:
-            yield _as_stack(*variables_by_name.gradient(w, *(piece.of_first for piece in pieces), parameters=variables))
+            yield _as_stack(*trainer.gradient(w, *(piece.of_first for piece in pieces), parameters=variables))
 
 
 def _as_stack(gradients: list[Tensor], loss: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -484,8 +484,8 @@ def laid_out(values: Tensor, like: Tensor) -> Tensor:
     return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
 
 
-def proximal(strength: float, center: Tensor | None = None) -> Correction:
-    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the vectors ``center`` ``[g, d]``."""
+def proximal(strength: float, anchor: Tensor | None = None) -> Correction:
+    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the vectors ``anchor`` ``[g, d]``."""
 
     def change(
         gradients: list[Tensor], w: list[Tensor], start: list[Tensor], values: Mapping[str, list[Tensor]]
@@ -493,4 +493,4 @@ def proximal(strength: float, center: Tensor | None = None) -> Correction:
         centre = values.get("to", start)
         return list(torch._foreach_add(gradients, torch._foreach_sub(w, centre), alpha=strength))
 
-    return Correction(change, {} if center is None else {"to": center})
+    return Correction(change, {} if anchor is None else {"to": anchor})

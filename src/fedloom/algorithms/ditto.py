@@ -30,7 +30,7 @@ def train_near(
     members: list[int] | None = None,
 ) -> Trained:
     """Run SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), for all clients of the group or some."""
-    pull = proximal(s.proximity, center=w) if s.proximity else None
+    pull = proximal(s.proximity, anchor=w) if s.proximity else None
     key = "personal.lr"
     return train(model, group, v, sgd, correct=pull, members=members, purpose="personal", key=key, at_home=True)
 

@@ -285,7 +285,7 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
 
 
 def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """Return views of the first ``len(like)`` rows of stacked tensors, or the tensors if they have no more."""
+    """Return views of the first rows of stacked tensors, as many as ``like`` has; the tensors if they have no more."""
     whole = not tensors or tensors[0].shape == like[0].shape
     return tensors if whole else [tensor[: len(like[0])] for tensor in tensors]
 

@@ -263,13 +263,13 @@ def on_objective(step: Step, q: MeanField, w: MeanField, zeta: float) -> Step:
     return descend
 
 
-def by_gradient(gradients: MeanField, lr: Tensor) -> Step:
+def by_gradient(gaussian: MeanField, lr: Tensor) -> Step:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of gradient descent in place at rate ``lr`` ``[g, 1]``."""
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
-        gradients.mu.addcmul_(d_mu, lr, value=-1)
-        gradients.rho.addcmul_(d_rho, lr, value=-1)
-        gradients.refresh()
+        gaussian.mu.addcmul_(d_mu, lr, value=-1)
+        gaussian.rho.addcmul_(d_rho, lr, value=-1)
+        gaussian.refresh()
 
     return step
 
@@ -288,18 +288,18 @@ class AdamMoments:
         return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
 
 
-def by_adam(gradients: MeanField, lr: float, moments: AdamMoments, place: int) -> Step:
+def by_adam(gaussian: MeanField, lr: float, moments: AdamMoments, place: int) -> Step:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``place`` is 0 for the moments of q, 1 for those of w.
 
     Every client is a separate parameter, since clients may have made different numbers of steps.
     """
-    values = [*gradients.mu, *gradients.rho]
+    values = [*gaussian.mu, *gaussian.rho]
     first, second = ([*part[:, MU], *part[:, RHO]] for part in moments.of[:, place].unbind(1))
     steps = [count.clone() for count in [*moments.steps[:, 0]] * 2]
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
         adam_(values, [*d_mu, *d_rho], first, second, steps, lr)
-        gradients.refresh()
+        gaussian.refresh()
 
     return step
 

@@ -81,14 +81,14 @@ class ControlledSGD(PlainSGD):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        keys = value if isinstance(value, dict) else {}
+        given_keys = value if isinstance(value, dict) else {}
         error = PydanticCustomError(
             "refused_key",
             "control variates are mean gradients only of plain SGD, without momentum, decay and clipping; leave it out",
         )
-        foreign = [name for name in keys if name in LocalSGD.model_fields and name not in cls.model_fields]
+        foreign = [name for name in given_keys if name in LocalSGD.model_fields and name not in cls.model_fields]
         if foreign:
-            details = [InitErrorDetails(type=error, loc=(name,), input=keys[name]) for name in foreign]
+            details = [InitErrorDetails(type=error, loc=(name,), input=given_keys[name]) for name in foreign]
             raise ValidationError.from_exception_data(cls.__name__, details)
         return value
 

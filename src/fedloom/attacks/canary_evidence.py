@@ -243,9 +243,9 @@ def canary_document(
     best = {"epsilon": 0.0, "guesses_in": 0, "guesses_out": 0, "right": 0}
     for ins, outs in counts:
         right = right_guesses(scores, coins, ins, outs)
-        bounds = one_run_epsilon(m, ins + outs, right, delta=delta, confidence=each)
-        if bounds > best["epsilon"] or not best["right"]:
-            best = {"epsilon": bounds, "guesses_in": ins, "guesses_out": outs, "right": right}
+        bound = one_run_epsilon(m, ins + outs, right, delta=delta, confidence=each)
+        if bound > best["epsilon"] or not best["right"]:
+            best = {"epsilon": bound, "guesses_in": ins, "guesses_out": outs, "right": right}
     most = max((one_run_epsilon(m, r, r, delta=delta, confidence=each) for r in map(sum, counts)), default=0.0)
     return {
         "canaries": m,

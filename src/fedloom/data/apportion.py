@@ -218,8 +218,8 @@ def draw_splits(
         selected = stratified_sample(labels[firsts], held_out(fraction, len(firsts)), generator(place))
         split[firsts[selected]] = place
         firsts = firsts[~selected]
-    rows: Positions = split[group]
-    return rows
+    places: Positions = split[group]
+    return places
 
 
 def first_groups(sizes: Positions, target: int) -> NDArray[np.bool_]:

@@ -150,9 +150,7 @@ def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
         axes.set(title=title, xlabel="share of clients, sorted by difference", xlim=(0, 1))
         percent(axes.xaxis)
         factor = 100 if best.headline.percent else 1
-        axes.yaxis.set_major_formatter(
-            FuncFormatter(lambda v, _, group_key=factor: f"{group_key * v:+.10g}" if v else "0")
-        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _, scale=factor: f"{scale * v:+.10g}" if v else "0"))
     grid[0].set_ylabel(f"difference in {rows[0].headline.title}" + (", points" if rows[0].headline.percent else ""))
     _legend(figure, *grid)
     return figure

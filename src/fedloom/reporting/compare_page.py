@@ -222,10 +222,10 @@ def _figures(
         rows, title = [comparison.rows[i] for i in indices], comparison.title(block)
         if not comparison.groups or not applies(rows):
             continue
-        omitted, blocks = "", len(comparison.blocks[block])
-        if members is comparison.featured and len(rows) < blocks:
+        omitted, row_count = "", len(comparison.blocks[block])
+        if members is comparison.featured and len(rows) < row_count:
             own = ", and only clients' own models" if len(rows) > FEATURED else ""
-            omitted = f"{len(rows)} of {blocks} rows: each method's setting chosen on validation{own}."
+            omitted = f"{len(rows)} of {row_count} rows: each method's setting chosen on validation{own}."
         panel = Panel(f"{name}-{number}" if title else name, draw(rows, comparison.styles), wide=True)
         parts.append(Part(title, (panel,), table(rows), text=omitted))
     return (*parts[:-1], replace(parts[-1], text=f"{text} {parts[-1].text}".rstrip())) if parts else ()
@@ -282,8 +282,8 @@ def _costs(comparison: RunComparison) -> Part:
     def mean(display: Callable[[float], str], value: MeanStd | None) -> str:
         return DASH if value is None else display(value.mean)
 
-    def sent(title: str, row: Row) -> str:
-        up, down = (row.of_runs(f"{title}_{way}") for way in ("up", "down"))
+    def sent(purpose: str, row: Row) -> str:
+        up, down = (row.of_runs(f"{purpose}_{way}") for way in ("up", "down"))
         return DASH if up is None or down is None else human_bytes(round(up.mean + down.mean))
 
     table = _by_block(

@@ -258,14 +258,14 @@ def _read_mask(path: Path, name: str, image: Picture, palettes: _Palettes) -> ND
 
     Raise UnfitImage if it is not a mask of this image, or it is unclear in which orientation it was drawn.
     """
-    mask, _, digest = load_picture(path, _check_form)
+    mask, _, tag = load_picture(path, _check_form)
     size = image.image.size
     sides_swap = image.orientation >= 5 and size[0] != size[1]  # the size then shows how the mask was drawn
-    if digest != image.orientation and not (digest == 1 and sides_swap and mask.size == size):
+    if tag != image.orientation and not (tag == 1 and sides_swap and mask.size == size):
         raise UnfitImage(
             "mask whose EXIF orientation is not that of its image: was it drawn before or after the image was turned? "
             "Apply the orientation to the pixels of both files, and remove the tag",
-            f"mask {digest}, image {image.orientation}",
+            f"mask {tag}, image {image.orientation}",
         )
     if mask.size != size:
         shapes = (" x ".join(map(str, each[::-1])) for each in (mask.size, size))

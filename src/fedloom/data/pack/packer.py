@@ -154,8 +154,8 @@ def _packed_numbers(
         map(column, precision_loss),
     )
     notes = []
-    if note := rounding.rounded_columns():
-        notes.append(f"rounded to the precision of 32-bit floats: {first_of(list(map(column, note)))}")
+    if rounded := rounding.rounded_columns():
+        notes.append(f"rounded to the precision of 32-bit floats: {first_of(list(map(column, rounded)))}")
     if counting := rounding.counting_columns():
         notes.append(
             f"another whole number in each row, in order: {first_of(list(map(column, counting)))}; if it is an id or "
@@ -198,8 +198,8 @@ def _targets(
         names, outputs = required.names, required.outputs
     packed, targets, notes = _of_task(y, task, specs, columns, errors, names=names, outputs=outputs)
     if task == "next_token":
-        packed, shifted = tokens_to_predict(x, packed)
-        notes += shifted
+        packed, shift_notes = tokens_to_predict(x, packed)
+        notes += shift_notes
     if task == "multilabel" and request.wanted_task is None and one_hot(y):
         notes += (
             "every row of the targets has exactly one 1, and they are read as several labels of an example "

@@ -67,11 +67,11 @@ def read_picture(path: Path) -> Picture:
 
     Raise UnfitImage if the file cannot be read, or its pixels cannot be kept.
     """
-    image, notes, digest = load_picture(path, check_depth)
+    image, notes, tag = load_picture(path, check_depth)
     if image.has_transparency_data:
         image, lowest = _transparency(image)
         notes += (TRANSPARENT,) if lowest < 255 else ()
-    return Picture(image, (*notes, TURNED) if digest != 1 else notes, digest)
+    return Picture(image, (*notes, TURNED) if tag != 1 else notes, tag)
 
 
 def load_picture(path: Path, check: Callable[[Image], None]) -> Picture:
