@@ -153,7 +153,7 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, stored: Experi
     """Return the experiment with the noise multiplier that its ``federation.privacy.epsilon`` needs.
 
     ``manifest`` has the clients of the run; None: as the experiment says. A resumed run keeps the noise of the
-    experiment that it was ``stored`` with.
+    experiment that is ``stored`` in its folder.
 
     Raise ExperimentError if the accountant is not installed, a given noise multiplier does not suffice for ε, the
     number of rounds is not limited, or clients' numbers of examples are not known.

@@ -148,25 +148,29 @@ class Evaluator:
                 session.rules = replace(session.rules, sums_metrics=True)
                 return self._evaluate_in_sums(session, clients)
             results = _Measurements(len(clients), len(self.predictors), self.plan)
-            size, silence, position = self.schedule.evaluation_cohort, self.transport.silence, 0
+            size, silence, skipped_count = self.schedule.evaluation_cohort, self.transport.silence, 0
             before_s = silence.waited_s
             for start in range(0, len(clients), size):
                 self._check_stop()
                 with closing(session.hold(clients[start : start + size])) as cohort:
                     if recorded is None:
                         waited_s = silence.waited_s - before_s
-                        position += cohort.skip(silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s))
+                        skipped_count += cohort.skip(
+                            silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s)
+                        )
                     results.add(slice(start, start + size), self._personalize(session, cohort), cohort)
                 self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
         if steps is None:
             self.unmeasured = attempt.losses
-        if position:
-            _log.warning("the evaluation after round %d skips %s", self.round, pluralize(position, "silent client"))
+        if skipped_count:
+            _log.warning(
+                "the evaluation after round %d skips %s", self.round, pluralize(skipped_count, "silent client")
+            )
         if count := int(results.present.sum()):
             # Per client: the bytes for personalization, without the metrics, which only an evaluation needs.
             self.personalization_payload = (
                 attempt.payload_up // count - results.metrics.client_bytes(),
-                attempt.payload_down // (len(clients) - position),
+                attempt.payload_down // (len(clients) - skipped_count),
             )
         return EvaluationResult(
             round=self.round,

@@ -206,7 +206,7 @@ class Loop(Evaluator):
         return self.ended_by is not None
 
     def _training(self, attempt: Attempt, recorded: Attempt | None, clients_lost: Collection[str]) -> RoundAttempt:
-        """Return an attempt at a round with the connected training clients; earlier attempts ``clients_lost`` some."""
+        """Return an attempt at a round with the connected training clients; earlier attempts lost some."""
         roster, rules, groups = self.manifest.roster, self._config, None
         if not self.roster.fixed:
             available = set(self.roster.here())

@@ -132,7 +132,7 @@ class Releases:
         cohort: Sequence[str] | None = None,
         *,
         within_budget: bool = True,
-        **round: int,
+        **place: int,
     ) -> None:
         if self.training is None:
             raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
@@ -148,7 +148,7 @@ class Releases:
         lines = [{**asdict(release), "times": n, "units": units} for (release, n), units in alike.items()]
         header: dict[str, Any] = {"about": TRAINING, "purpose": key.purpose, "releases": lines}
         header |= {} if cohort is None else {"cohort": list(cohort)}
-        self._write({**_at(key), **round, **header})
+        self._write({**_at(key), **place, **header})
         with self._lock:
             self.training.add(counts, cohort)
 

@@ -233,7 +233,7 @@ class _Trial:
         mode = "in training mode" if training else "in evaluation mode"
         function, x, rows = self._function(training=training), self.data.x, len(self.data.y)
         own = training and self.has_loss  # its outputs in training may be any
-        outputs: list[Tensor] = []
+        thetas: list[Tensor] = []
 
         def call(
             x: ModuleInputs, *, seed: int = 0, note: bool = False, watch: bool = False, apart: bool = False
@@ -246,7 +246,7 @@ class _Trial:
                 displace(parameters.values())
             with torch.set_grad_enabled(training), drawing_with(seed), noting, layer:
                 returned = function.result(parameters, x) if own else function(parameters, x)
-            outputs[:] = [self.layout.join(parameters).detach()]
+            thetas[:] = [self.layout.join(parameters).detach()]
             return _joined(returned, len(first_input(x))).detach()  # without its graph, which has all parameters
 
         tensors = {**untrained(function.module), **dict(function.module.named_buffers())}
@@ -254,8 +254,8 @@ class _Trial:
         names = {name for name, _ in function.module.named_parameters()}
         first = call(x, note=True)
         self._check_outputs(first, rows, own=own)
-        self._check_tensors_kept(function.module, names, tensors, mode, outputs[0])
-        once = outputs[0]
+        self._check_tensors_kept(function.module, names, tensors, mode, thetas[0])
+        once = thetas[0]
         for seed in range(1, _SEEDS if self.noted else 1):
             self._check_outputs(call(x, seed=seed, note=True), rows, own=own)
         attributes_before = attributes(function.module)
@@ -264,7 +264,7 @@ class _Trial:
         self._check_outputs(alone, rows if by_batch else 1, own=own)
         call(x, apart=True)
         self._require(
-            torch.equal(first, call(x)) and torch.equal(once, outputs[0]),
+            torch.equal(first, call(x)) and torch.equal(once, thetas[0]),
             f"gives different outputs for the same inputs {mode}. Draw only from the global generators of torch, numpy "
             "and Python, and keep no state between calls",
         )
