@@ -65,15 +65,15 @@ def draws_noted(
             for generator, state in zip(numpy, states_before["a generator of numpy"], strict=True):
                 generator.bit_generator.state = state
     for source in sources:
-        drawing_layer = named(*drew.get(source, ("", module)))
+        location = named(*drew.get(source, ("", module)))
         if source not in GLOBAL:
             raise ExperimentError(
-                f"{drawing_layer} draws random numbers from {source} of its own, which a run cannot seed. Draw from the "
+                f"{location} draws random numbers from {source} of its own, which a run cannot seed. Draw from the "
                 "global generator of torch, numpy or Python: leave out `generator=`, or use torch.rand"
             )
         if notes is None:
             raise ExperimentError(
-                f"{drawing_layer} draws random numbers in evaluation mode (by {source}), so that predictions could not be "
+                f"{location} draws random numbers in evaluation mode (by {source}), so that predictions could not be "
                 "repeated. Draw in training mode only: `if self.training`, or F.dropout(x, p, self.training)"
             )
         notes.add(source)

@@ -253,9 +253,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
         if not budget.spend():
             return f"too many calls of {identity.name}; retry later"
-        unlimited = (Action.WATCH, Action.CONTROL)
-        calls = sum(peer.identity.name == identity.name and peer.action in unlimited for peer in self._peers)
-        if action in unlimited and calls >= (SHARED_WATCHING if identity == SHARED else WATCHING):
+        long_lived = (Action.WATCH, Action.CONTROL)
+        calls = sum(peer.identity.name == identity.name and peer.action in long_lived for peer in self._peers)
+        if action in long_lived and calls >= (SHARED_WATCHING if identity == SHARED else WATCHING):
             return f"{identity.name} has too many open calls: close one first"
         return None
 
