@@ -261,10 +261,10 @@ def unused(
     if not old:
         return [], []
     names = {_manifest_digest(store, each): each.name for each in partitions if PARTITION in each.files}
-    blobs_by_run = {run: {names[digest] for digest in _digests(store, run) & names.keys()} for run in runs}
-    if silent := [run for run, partitions_of in blobs_by_run.items() if not partitions_of and not run.finished]:
+    partitions_by_run = {run: {names[digest] for digest in _digests(store, run) & names.keys()} for run in runs}
+    if silent := [run for run, partitions_of in partitions_by_run.items() if not partitions_of and not run.finished]:
         return [], silent
-    return [partition for partition in old if partition.name not in set().union(*blobs_by_run.values())], []
+    return [partition for partition in old if partition.name not in set().union(*partitions_by_run.values())], []
 
 
 def remove_folders(store: Store, folders: Iterable[StoredFolder]) -> None:
