@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_data
 import torch
 import yaml
 from conformance_kit import TINY, Federation, federation
 
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.data import datasets
 
 PROBE = "probe"
 """The method of conformance_probe.py, which is registered for the tests that ask for it."""
@@ -94,7 +96,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     def param(name: str) -> Any:
         first_tier = own or name in some
-        return pytest.param(name, marks=() if first_tier else pytest.mark.exhaustive)
+        shares_runs = pytest.mark.xdist_group(f"conformance {name}")
+        return pytest.param(name, marks=[shares_runs, *([] if first_tier else [pytest.mark.exhaustive])])
 
     for fixture, values in every.items():
         if fixture in metafunc.fixturenames:
@@ -124,10 +127,16 @@ def every_client(summed: str, pytestconfig: pytest.Config) -> bool:
     return summed in BY_NAME or pytestconfig.getoption("--algorithm", default=None) is not None
 
 
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the tiny data and the recorded runs of this session."""
+    place = tmp_path_factory.mktemp("place")
+    tiny_data.fetch(place / "given", place / "root")
+    return place
+
+
 @pytest.fixture
-def tiny(
-    request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Federation:
+def tiny(request: pytest.FixtureRequest, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Federation:
     """Return the method of this test on eight clients of very different sizes, two of them unseen."""
     kinds = ("method", "trained", "thorough", "sampled", "summed")
     which = next(name for name in kinds if name in request.fixturenames)
@@ -138,8 +147,9 @@ def tiny(
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fedloom-probe\nVersion: 0.1\n")
         (about / "entry_points.txt").write_text("[fedloom.algorithms]\nprobe = conformance_probe:PROBE\n")
         monkeypatch.syspath_prepend(about.parent)
+    monkeypatch.setitem(datasets.DATASETS, "tiny", tiny_data.source(tiny_data.files()))
     given = request.config.getoption("--settings", default=None)
     settings = yaml.safe_load(given) if given is not None else TINY.get(name, {})
     if which == "summed":
         settings = {**settings, **SUMMED.get(name, {})}
-    return federation(tmp_path, tiny_root, _method(name), settings)
+    return federation(tmp_path, place, _method(name), settings)
