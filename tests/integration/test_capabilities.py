@@ -30,6 +30,9 @@ PARTS = {
 }
 """Optional rooms, each with a command that needs it."""
 
+SLOW = "matplotlib.figure matplotlib.backends.backend_svg"
+"""Imports of the report."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
@@ -57,7 +60,7 @@ def test_the_smallest_experiment_trains_without_a_part(tmp_path: Path, part: str
         return run(
             [sys.executable, "-m", "fedloom", *words],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(source.parent), "FEDLOOM_REPORT": "1"},
+            env={**os.environ, "PYTHONPATH": str(source.parent), "FEDLOOM_REPORT": "1", "FORKED_IMPORTS": SLOW},
             capture_output=True,
             text=True,
             timeout=300,
