@@ -378,7 +378,7 @@ class Shifted(FlatModel):
 @TASK
 def test_fedavg_trains_and_measures_the_task(tmp_path: Path, task: PredictionTask) -> None:
     data = [client(task, i, n) for i, n in enumerate((8, 9, 10))]
-    plan = EvaluationPlan.of(targets(task.name), task)
+    plan = EvaluationPlan.from_targets(targets(task.name), task)
     settings = find_algorithm("fedavg").settings.model_validate({"local": {"steps": 3, "batch_size": 2, "lr": 0.05}})
     problem = Setup(Shifted(task), plan.classes, (K,), 3)
     made = federation(tmp_path, find_algorithm("fedavg"), settings, problem, data, rounds=2, plan=plan)

@@ -46,7 +46,7 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
 def problem_of(parts: RunContext, claim: Mapping[str, Any] | None = None) -> Problem:
     """Return the problem of a run, with the claim of its training's privacy if it has finished."""
     spec = dataclasses.replace(parts.manifest.spec, targets=parts.setup.targets)
-    guarantee = TrainedPrivately.of(claim)
+    guarantee = TrainedPrivately.from_summary(claim)
     return Problem(parts.manifest.dataset, spec, parts.setup.clients, digests_of_run(parts), guarantee)
 
 
