@@ -128,7 +128,7 @@ class RoundAttempt:
         sizes = torch.tensor([self._sizes[client] for client in clients], dtype=torch.int64)
         shared: dict[str, Any] = {
             "transport": self.transport, "config": self.rules, "attempt": self.attempt, "helper": self.helper,
-            "planned": recorded,
+            "record": recorded,
         }  # fmt: skip
         if (summation := self.rules.summation) is None:
             conversation = RemoteCohort(key, clients, sizes, **shared)
