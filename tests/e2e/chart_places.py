@@ -129,7 +129,7 @@ class OnProcesses:
         path.write_text(yaml.safe_dump({**values, "fullnameOverride": self.name}))
         done = helm.run("template", "fed", helm.CHART, "-n", self._place.namespace, "-f", path, *arguments)
         assert done.returncode == 0, done.stderr
-        return helm.objects(done.stdout)
+        return copy.deepcopy(helm.objects(done.stdout))
 
     def _pod(self, name: str, template: dict[str, Any], index: int) -> dict[str, Any]:
         template = copy.deepcopy(template)

@@ -41,8 +41,7 @@ EXPERIMENT: dict[str, Any] = {
 
 
 @pytest.fixture(
-    scope="session",
-    params=[pytest.param("processes", id="processes"), pytest.param("real", id="real-cluster")],
+    scope="session", params=[pytest.param("processes", id="processes"), pytest.param("real", id="real-cluster")]
 )
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Return a real cluster if the environment names one, else the cluster of processes."""

@@ -117,12 +117,7 @@ def test_a_launcher_adopts_the_federation_of_a_killed_one(place: Place, case: Ca
     ("run_id", "settings", "device", "words"),
     [
         ("image", {"image": "registry.invalid/fedloom:none"}, "cpu", ["registry.invalid/fedloom:none"]),
-        (
-            "gpu",
-            {"gpu": {"count": 1000}, "pending_timeout_s": 5},
-            "cuda",
-            ["nvidia.com/gpu", "nodes are available"],
-        ),
+        ("gpu", {"gpu": {"count": 1000}, "pending_timeout_s": 5}, "cuda", ["nvidia.com/gpu", "nodes are available"]),
     ],
     ids=["image that cannot be pulled", "GPU that cannot be scheduled"],
 )

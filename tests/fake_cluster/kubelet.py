@@ -590,9 +590,7 @@ def project(folder: Path, content: Mapping[str, bytes]) -> None:
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """Expand ``$(NAME)`` of known variables and keep others; ``$$(NAME)`` is the text ``$(NAME)``."""
     return re.sub(
-        r"\$(\$|\(([^)]*)\))",
-        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
-        text,
+        r"\$(\$|\(([^)]*)\))", lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]), text
     )
 
 

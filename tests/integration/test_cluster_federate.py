@@ -107,11 +107,7 @@ def partition(small_run: tuple[Path, Path]) -> Path:
 
 @pytest.fixture
 def place(
-    small_run: tuple[Path, Path],
-    partition: Path,
-    s3_server: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small_run: tuple[Path, Path], partition: Path, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Place]:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
@@ -299,9 +295,7 @@ def test_permissions_are_checked_before_the_partition_is_published(
 def test_orphan_after_s_is_rejected_without_permission_to_forward_ports(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules = [
-        {"apiGroups": ["", "batch"], "resources": ["services", "jobs", "pods", "pods/log"], "verbs": ["*"]},
-    ]
+    rules = [{"apiGroups": ["", "batch"], "resources": ["services", "jobs", "pods", "pods/log"], "verbs": ["*"]}]
     monkeypatch.setenv("KUBECONFIG", str(place.cluster.kubeconfig_for(rules)))
     with pytest.raises(RefusedError, match=r"cluster\.orphan_after_s") as refused:
         place.federate(orphan_after_s=5)

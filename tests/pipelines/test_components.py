@@ -211,10 +211,7 @@ def test_federate(made: Chain) -> None:
         ({"backend": "slurm"}, "backend must be local or kubernetes (got slurm)"),
         ({"backend": "local", "cluster": '{"worker": 3}'}, "worker"),
         ({"backend": "local", "cluster": "workers: 3"}, "not JSON"),
-        (
-            {"backend": "kubernetes", "cluster": '{"image": "a:1"}'},
-            "storage is not set",
-        ),
+        ({"backend": "kubernetes", "cluster": '{"image": "a:1"}'}, "storage is not set"),
     ],
 )
 def test_federate_rejects_impossible_settings(
