@@ -581,7 +581,7 @@ def locally(place: Place, *overrides: str, out: str = "out", **changes: Any) -> 
 
 
 @pytest.fixture
-def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path) -> Place:
+def here(small_run: tuple[Path, Path], partition: Path, tmp_path: Path, forks: None) -> Place:
     return Place(tmp_path, small_run[0], partition, "", None)  # type: ignore[arg-type]
 
 
