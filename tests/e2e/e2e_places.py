@@ -123,8 +123,19 @@ class Place:
             f"{pod} ends; it says: {self._try_log(pod)}",
             self.patience_s,
         )
-        state = self.core.read_namespaced_pod(pod, self.namespace).status.container_statuses[0].state
-        return state.terminated.exit_code, self.log(pod)
+        (status,) = self.pod(pod)["status"]["containerStatuses"]
+        return status["state"]["terminated"]["exitCode"], self.log(pod)
+
+    def pod(self, name: str) -> dict[str, Any]:
+        """Return a pod as JSON: tests wait for pods, and making the client's models takes longer than the request."""
+        answer = self.core.read_namespaced_pod(name, self.namespace, _preload_content=False)
+        return dict(json.loads(answer.data))
+
+    def selected(self, selector: str) -> list[dict[str, Any]]:
+        """Return the pods with these labels, oldest first."""
+        answer = self.core.list_namespaced_pod(self.namespace, label_selector=selector, _preload_content=False)
+        made = lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"])  # noqa: E731
+        return sorted(json.loads(answer.data)["items"], key=made)
 
     def log(self, pod: str) -> str:
         """Return the log of a pod."""
@@ -141,11 +152,9 @@ class Place:
         self.core.create_namespaced_secret(self.namespace, body)
         return str(metadata["name"])
 
-    def pods(self, run_id: str, component: str | None = None) -> list[Any]:
-        """Return the pods of a federation, or of one of its components, oldest first."""
-        labels = self.selector(run_id) + (f",app.kubernetes.io/component={component}" if component else "")
-        found = self.core.list_namespaced_pod(self.namespace, label_selector=labels).items
-        return sorted(found, key=lambda pod: (pod.metadata.creation_timestamp, pod.metadata.name))
+    def pods(self, run_id: str, component: str) -> list[dict[str, Any]]:
+        """Return the pods of a component of a federation."""
+        return self.selected(f"{self.selector(run_id)},app.kubernetes.io/component={component}")
 
     def left(self, run_id: str) -> list[str]:
         """Return every object of a federation that the cluster still has."""
@@ -205,14 +214,14 @@ class Place:
 
     def clear(self) -> None:
         """Remove all our pods and all our objects in the store."""
-        for pod in self.core.list_namespaced_pod(self.namespace, label_selector=f"{MARK}={self.token}").items:
-            self.core.delete_namespaced_pod(pod.metadata.name, self.namespace, grace_period_seconds=0)
+        for pod in self.selected(f"{MARK}={self.token}"):
+            self.core.delete_namespaced_pod(pod["metadata"]["name"], self.namespace, grace_period_seconds=0)
         for secret in self.core.list_namespaced_secret(self.namespace, label_selector=f"{MARK}={self.token}").items:
             self.core.delete_namespaced_secret(secret.metadata.name, self.namespace)
         self.store.remove([entry.name for entry in self.store.entries()])
 
     def _phase(self, pod: str) -> str:
-        return str(self.core.read_namespaced_pod(pod, self.namespace).status.phase)
+        return str(self.pod(pod)["status"].get("phase"))
 
     def _try_log(self, pod: str) -> str:
         try:

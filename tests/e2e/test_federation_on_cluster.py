@@ -54,7 +54,7 @@ def under_way(place: Place, run_id: str, case: Case, component: str) -> set[str]
 
 def names(place: Place, run_id: str, component: str) -> set[str]:
     """Return the names of a component's pods."""
-    return {found.metadata.name for found in place.pods(run_id, component)}
+    return {found["metadata"]["name"] for found in place.pods(run_id, component)}
 
 
 def test_pods_give_the_results_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
