@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 import helm
 import yaml
-from e2e_places import MARK, Place
+from e2e_places import MARK, Place, until
 from kubernetes.client import PolicyV1Api
 from kubernetes.client.exceptions import ApiException
-from run_processes import until
 
 TICK_S = 0.1
 

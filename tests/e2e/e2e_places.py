@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import signal
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,7 +21,6 @@ import yaml
 from fake_cluster import FakeCluster
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
-from run_processes import until
 from s3_support import S3Server
 
 from fedloom.cluster.manifests import identity
@@ -32,6 +32,15 @@ RBAC = ROOT / "components" / "federate" / "rbac.yaml"
 MARK = "fedloom.dev/e2e"
 GONE_S = 120.0
 SECRET = {"apiVersion": "v1", "kind": "Secret"}
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    """Wait until a condition holds that takes a request: the longer it has not held, the rarer the requests."""
+    start = time.monotonic()
+    while not condition():
+        elapsed_s = time.monotonic() - start
+        assert elapsed_s < timeout_s, f"never happened: {what}"
+        time.sleep(min(max(elapsed_s / 40, 0.02), 0.5))
 
 
 @dataclass

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import yaml
 from chart_places import release
-from e2e_places import Case, Place
+from e2e_places import Case, Place, until
 from kubernetes.client.exceptions import ApiException
-from run_processes import fedloom, started, until
+from run_processes import fedloom, started
 from safetensors.numpy import load_file
 from test_federation_on_cluster import assert_equals_reference
 from vowel_data import vowel_examples

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from e2e_places import Case, Place
-from run_processes import final, scores, until
+from e2e_places import Case, Place, until
+from run_processes import final, scores
 
 from fedloom.security.tokens import make_token
 

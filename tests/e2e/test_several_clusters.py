@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 from chart_places import OnProcesses
-from e2e_places import Place, processes
+from e2e_places import Place, processes, until
 from helm import CHART
 from run_processes import fedloom as run_fedloom
-from run_processes import final, scores, started, until
+from run_processes import final, scores, started
 from s3_support import S3Server
 from test_chart_on_cluster import SMALL, VOWELS, common, log, packed, published_round, uid
 

@@ -62,7 +62,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import kfp_recurring
 import yaml
-from kfp_lists import Json, Refused, listed
+from kfp_recurring import Json, Refused, listed
 
 PREFIX = "/apis/v2beta1"
 LOG = re.compile(r"/apis/v1alpha1/runs/([0-9a-f-]{36})/nodes/([a-z0-9-]+)/log")
