@@ -31,6 +31,8 @@ SCRIPT = (Path(__file__).parent / "launch_script.py").read_text()
 RBAC = ROOT / "components" / "federate" / "rbac.yaml"
 MARK = "fedloom.dev/e2e"
 GONE_S = 120.0
+UNREPORTED = {"FEDLOOM_REPORT": "0"}
+"""Environment of aggregators in most tests: a report takes longer than their rounds."""
 SECRET = {"apiVersion": "v1", "kind": "Secret"}
 
 
@@ -187,7 +189,7 @@ class Place:
     ) -> str:
         """Start a pod that launches a federation, with a token in its environment, and return its name."""
         cluster = {"image": self.image, "storage_secret": self.secret, "s3_endpoint": self.s3_endpoint}
-        cluster |= {"orphan_after_s": 120, "namespace": self.namespace, **settings}
+        cluster |= {"orphan_after_s": 120, "namespace": self.namespace, "aggregator": {"env": UNREPORTED}, **settings}
         reported = {
             "RUN_ID": self.run_id(run_id), "EXPERIMENT": experiment, "STORAGE": self.storage,
             "FINGERPRINT": fingerprint, "CLUSTER": json.dumps(cluster),

@@ -60,7 +60,8 @@ def names(place: Place, run_id: str, component: str) -> set[str]:
 def test_pods_give_the_results_of_one_process(place: Place, case: Case, tmp_path: Path) -> None:
     token = make_token().get_secret_value()
     shared = place.secret_with("token", token=token)
-    launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, token_secret=shared)
+    whole = {"token_secret": shared, "aggregator": {}}  # with a report
+    launcher = place.launch("whole", case.experiment, case.fingerprint, token=token, **whole)
     run, output = finished(place, launcher, "whole", tmp_path)
     assert_equals_reference(run, case)
     place.assert_all_gone("whole")
