@@ -8,7 +8,7 @@ from typing import Any
 
 import kfp_api
 import pytest
-from facts import tells
+from facts import failed, tells
 from fake_cluster import FakeCluster
 from kfp_api import Fault, KubeflowApi
 from run_processes import until
@@ -31,12 +31,6 @@ from fedloom.kubeflow.steps import FAILURE_MARK, step
 pytestmark = pytest.mark.xdist_group("components")
 
 Command = Callable[..., Result]
-
-
-def failed(result: Result, kind: type[FedloomError]) -> str:
-    """Return the message of a command that failed with an error of a class."""
-    assert isinstance(result.exception, kind), (result.output, result.exception)
-    return str(result.exception)
 
 
 def test_waiting_reports_progress(api: KubeflowApi, submit: Command) -> None:
