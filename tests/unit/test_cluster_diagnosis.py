@@ -83,7 +83,7 @@ def test_exit_codes_map_to_failure_classes(code: int, kind: type[FedloomError]) 
     ("end", "ended", "kind", "facts"),
     [
         (BACKOFF, [exited(1, "Traceback ...\nKeyError: 'x'\n\n")], WorkerLostError, ("KeyError: 'x'", "same run id")),
-        (BACKOFF, [exited(137, "", "OOMKilled")], WorkerLostError, ("cluster.aggregator.limits.memory",)),
+        (BACKOFF, [exited(137, "", "OOMKilled")], WorkerLostError, ("signal 9", "cluster.aggregator.limits.memory")),
         (LATE, [], QuorumError, ("cluster.deadline_s",)),
         (BACKOFF, [], WorkerLostError, ("backoff limit",)),
     ],
@@ -95,6 +95,8 @@ def test_other_ends_of_an_aggregator(
     error = aggregator_failure(end, ended)
     assert type(error) is kind
     assert mentions(str(error), *facts)
+    if end is LATE:
+        assert str(workers_failure({}, end, ended)) == str(error)
 
 
 def test_too_many_failed_workers() -> None:
@@ -289,7 +291,9 @@ def test_without_rights_to_events_a_pending_pod_times_out() -> None:
     watched = Watched()
     assert watched.check(0.0, waiting("ContainerCreating"))[1] is None
     assert watched.check(599.0, waiting("ContainerCreating"))[1] is None
-    assert isinstance(watched.check(600.0, waiting("ContainerCreating"))[1], QuorumError)
+    _, error = watched.check(600.0, waiting("ContainerCreating"))
+    assert isinstance(error, QuorumError)
+    assert "unknown reason" in str(error)
 
 
 @pytest.mark.parametrize(
