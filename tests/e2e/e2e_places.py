@@ -134,7 +134,7 @@ class Place:
             f"{pod} ends; it says: {self._try_log(pod)}",
             self.patience_s,
         )
-        (status,) = self.pod(pod)["status"]["containerStatuses"]
+        status = self.pod(pod)["status"]["containerStatuses"][0]
         return status["state"]["terminated"]["exitCode"], self.log(pod)
 
     def pod(self, name: str) -> dict[str, Any]:
