@@ -13,7 +13,8 @@ A process that has been forked starts its own ``python -m ...`` in the same way,
 ``fedloom run --workers 2``: before it does anything else it forks a server of its own, which waits beside it.
 ``children`` and ``cmdline`` leave those out.
 
-There is a server for each set of what environment variables say that are read at a start (``STARTS``), and another,
+``FORKED_IMPORTS`` in a command's environment names more modules to import before the fork. There is a server for each
+set of what environment variables say that are read at a start (``STARTS``), and another,
 which has not imported FedLoom, for commands with packages on ``PYTHONPATH``, whose plugins FedLoom looks for when it is
 imported. Started as usual are other programs, commands with another ``PYTHON...`` than ours, with ``preexec_fn`` or
 ``pass_fds``, and all where there is no Linux. Tests of the start itself, of imports, and of signals that arrive
@@ -49,7 +50,7 @@ from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STARTS = (
-    "CUDA", "FORCE_COLOR", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
+    "CUDA", "FORCE_COLOR", "FORKED_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
     "PYTHON", "TERMINAL_WIDTH", "TORCH", "TYPER_",
 )  # fmt: skip
 """Beginnings of environment variables that are read once, when a process or a library starts."""
@@ -404,7 +405,7 @@ def _stand_by() -> None:
 
 def _import(packages: bool) -> None:
     """Import the modules of commands; not FedLoom for commands with ``packages`` of their own."""
-    for name in OTHERS:
+    for name in (*OTHERS, *os.environ.get("FORKED_IMPORTS", "").split()):
         importlib.import_module(name)
 
     def walk(package: Any) -> None:
