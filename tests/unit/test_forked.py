@@ -121,7 +121,6 @@ def test_packages_on_the_search_path_provide_their_plugins(way: Way, tmp_path: P
 def test_a_forked_process_is_a_child_that_receives_signals(number: signal.Signals) -> None:
     command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         assert process.pid in children(os.getpid())
         assert cmdline(process.pid) == command
