@@ -113,6 +113,7 @@ PARTS = (
     wire.AggregatorPart(again=wire.Again(exchange=2, rows=[1, 2])),
     wire.AggregatorPart(close=wire.CloseConversation()),
     wire.AggregatorPart(goodbye=wire.Goodbye()),
+    wire.AggregatorPart(standing=wire.Standing(standing='{"phase": "training"}')),
 )
 
 
