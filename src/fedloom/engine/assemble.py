@@ -34,11 +34,13 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.client_side import ClientConfig, ClientSide, InProcess
 from fedloom.federation.cohort import Summing
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.progress import Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
+from fedloom.models.module_layers import digests_of
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runs.folder import RunFolder
@@ -288,6 +290,9 @@ def client_side(
         if parts.summation is None
         else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
         examples=ExamplePrivacy.of(e.federation.privacy),
+        saves=None
+        if states is None or e.runtime.save_every_s is None
+        else Saves(open_store(states), e.runtime.save_every_s, lambda: _training_digest(parts)),
     )
     return ClientSide(
         algorithm,
@@ -297,6 +302,15 @@ def client_side(
         config,
         states=States(open_store(states)) if algorithm.stateful and states is not None else None,
         after_steps=parts.after_steps(),
+    )
+
+
+def _training_digest(parts: RunContext) -> bytes:
+    """Return a digest of everything that shapes a local training, except its clients and messages."""
+    answers, constants = answers_digest(parts.experiment, parts.manifest), digests_of(parts.setup.model.constants)
+    about = fingerprint(parts.experiment)
+    return digests.combined_digest(
+        answers.hex(), json.dumps([about, constants, parts.algorithm.version], sort_keys=True)
     )
 
 

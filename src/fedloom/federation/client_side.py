@@ -14,9 +14,10 @@ from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core import tracing
 from fedloom.data.augment import Augmentation
-from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import each
+from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
+from fedloom.federation.devices import data_on, message_on
+from fedloom.federation.progress import Saved, Saves
 from fedloom.federation.randomness import generator
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import States, Versions
@@ -63,6 +64,7 @@ class _Open:
     exchange: int = -1
     answers: list[Message | Lost] = field(default_factory=list)
     left: set[int] = field(default_factory=set)
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ class ClientConfig:
     """Answers held back so that the aggregator learns only their sums; None if it receives every answer."""
     examples: ExamplePrivacy | None = None
     """Differential privacy of examples in training rounds."""
+    saves: Saves | None = None
+    """Saves of local training; None without."""
     purpose: str = EVALUATE
     """Purpose of conversations outside training, which may be followed by a number of local steps."""
 
@@ -205,6 +209,8 @@ class ClientSide:
             raise MissingConversation(missing)
         new = [row for row in rows if exchange == 0 and (row not in conversation or conversation[row].exchange > 0)]
         done: set[_Open] = set()
+        if new and self._config.saves is not None:
+            self._config.saves.look()
         for row in rows:
             if new and row == new[0]:
                 chunk, new = tuple(new[: self._config.clients_at_once]), new[self._config.clients_at_once :]
@@ -236,6 +242,8 @@ class ClientSide:
         """End a conversation; its coroutines receive GeneratorExit."""
         for opened in set(self._open.pop(key, {}).values()):
             opened.coroutine.close()
+            if opened.saved is not None:
+                opened.saved.close()
         if self._config.held is not None:
             self._config.held.close(key)
 
@@ -280,8 +288,11 @@ class ClientSide:
             return generator(self._config.seed, f"{drawn}/{purpose}", client, key.round)
 
         states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
+        data, saves = [data_on(self._loaded(client), self._config.device) for client in clients], self._config.saves
+        message = message_on(request.select(rows), self._config.device)
+        saved = None if saves is None else saves.begin(key, data, states, message)
         group = ClientGroup(
-            [_to(self._loaded(client), self._config.device) for client in clients],
+            data,
             keyed,
             states,
             may_keep=trains and self._algorithm.stateful,
@@ -289,9 +300,10 @@ class ClientSide:
             round=key.round if trains else None,
             augment=self._config.augment,
             examples=self._config.examples,
+            progress=saved,
         )
-        coroutine = algorithm.open(group, _message_to(request.select(rows), self._config.device))
-        opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
+        coroutine = algorithm.open(group, message)
+        opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0, saved=saved)
         if self._config.held is not None:
             self._config.held.begin(key, rows, states or [None] * len(rows))
         self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
@@ -369,7 +381,9 @@ class ClientSide:
             opened.answers = [gone or self._step_of_sum(held, opened, i, request) for i, gone in enumerate(lost)]
             opened.exchange = request.exchange
             return
-        moved = _message_to(request.select(opened.rows), self._config.device)
+        moved = message_on(request.select(opened.rows), self._config.device)
+        if opened.saved is not None:
+            opened.saved.hear(moved)
         self._step(opened, request, lambda: opened.coroutine.send(moved))
         # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
@@ -383,7 +397,7 @@ class ClientSide:
         if self._config.held is not None:
             self._config.held.hear(opened.key, opened.rows, request.message)
         try:
-            reply = _message_to(self._next(opened, resume), _CPU)
+            reply = message_on(self._next(opened, resume), _CPU)
             self._store(opened)
             opened.answers = [
                 Lost(lost[i]) if i in lost else self._held(opened, i, request, reply.select([i]))
@@ -478,19 +492,3 @@ def _failure(what: str, error: Exception, request: _Request, clients: Sequence[s
 def _ended() -> Conversation:
     return None
     yield  # makes this function a generator that yields nothing
-
-
-def _to(client: ClientData, device: torch.device) -> ClientData:
-    if device.type == "cpu":
-        return client
-
-    def moved(split: Split) -> Split:
-        return Split(each(split.x, lambda x: x.to(device)), None if split.y is None else split.y.to(device))
-
-    return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
-
-
-def _message_to(message: Message, device: torch.device) -> Message:
-    if all(tensor.device == device for tensor in message.tensors().values()):
-        return message
-    return type(message)(**{name: tensor.to(device) for name, tensor in message.tensors().items()})
