@@ -95,7 +95,7 @@ def check_kills(tmp: Path, name: str, places: int, rounds: int = 1, **how: Any) 
             ends(folder, name, first, **how)
         second = Counting(saves)
         assert same(ends(folder, name, second, **how), expected), f"killed after step {place} of {whole.steps}"
-        assert rounds > 1 or first.steps + second.steps == whole.steps + 1
+        assert rounds > 1 or first.steps + second.steps <= whole.steps + 1  # fewer, if a client is drawn twice
         assert not files(saves)
 
 

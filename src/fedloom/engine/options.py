@@ -182,9 +182,9 @@ class WorkerOptions:
         Option(
             "runtime.device (cpu, cuda), runtime.threads (as many as the aggregator's; 1), runtime.clients_at_once "
             "(vectorized together; 1), runtime.save_every_s (largest number of seconds of local training that are lost "
-            "with the process, if there is a folder for states; 60), bandwidth (limit on network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up "
-            "and down), class_counts (true: send the aggregator the clients' numbers of training examples per class), "
-            "log (file for the log as JSON lines); repeatable.",
+            "with the process, with a folder for states; 60), bandwidth (limit on network traffic: 10Mbit/s each way, "
+            "or 2Mbit/s,20Mbit/s up and down), class_counts (true: send the aggregator the clients' numbers of "
+            "training examples per class), log (file for the log as JSON lines); repeatable.",
             flag="--set",
             metavar="KEY=VALUE",
         ),
@@ -202,7 +202,8 @@ class WorkerOptions:
         str | None,
         Option(
             "Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any, and for saves of long local "
-            "trainings; every worker must be able to access it. With --data and secure aggregation, a folder also keeps the record of revealed sums.",
+            "trainings; every worker must be able to access it. With --data and secure aggregation, a folder also "
+            "keeps the record of revealed sums.",
             metavar="DIR|URL",
         ),
     ] = None
