@@ -184,7 +184,8 @@ class WorkerOptions:
             "(vectorized together; 1), runtime.save_every_s (largest number of seconds of local training that are lost "
             "with the process, with a folder for states; 60), bandwidth (limit on network traffic: 10Mbit/s each way, "
             "or 2Mbit/s,20Mbit/s up and down), class_counts (true: send the aggregator the clients' numbers of "
-            "training examples per class), log (file for the log as JSON lines); repeatable.",
+            "training examples per class), model_format (of the models that --out keeps: .safetensors, .pt2, .onnx, "
+            ".peft), log (file for the log as JSON lines); repeatable.",
             flag="--set",
             metavar="KEY=VALUE",
         ),
@@ -205,6 +206,14 @@ class WorkerOptions:
             "trainings; every worker must be able to access it. With --data and secure aggregation, a folder also "
             "keeps the record of revealed sums.",
             metavar="DIR|URL",
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        Option(
+            "Keep each client's model in this folder, of the last evaluated round and of the best one, as files that "
+            "need no FedLoom.",
+            metavar="DIR",
         ),
     ] = None
     only_sums: Annotated[
