@@ -272,7 +272,9 @@ class TrainBatches:
         If the group has :attr:`~ClientGroup.progress`, the training continues from its last save, and is saved between
         steps, when the next batches are asked for, and at its end.
         """
-        progress, training, done = self.group.progress, self.group.next_training(), 0
+        # An audit sees every step, so its trainings start from the beginning.
+        progress = None if self.group.probe is not None else self.group.progress
+        training, done = self.group.next_training(), 0
         self._augmenting = {}
         saved = None if progress is None else progress.begin(training)
         if saved is not None:

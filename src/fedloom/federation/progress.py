@@ -83,10 +83,12 @@ class Saves:
         return saved
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove saves."""
+        """Remove saves, and partial files of killed workers beside them."""
         gone = set(names)
         try:
             self.store.remove(gone)
+            for folder in {name.rpartition("/")[0] for name in gone}:
+                self.store.tidy(f"{folder}/")
         except FedloomError as error:
             _log.warning("saves of local training cannot be removed: %s", error)
         self.left -= gone
