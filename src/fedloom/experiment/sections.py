@@ -385,10 +385,7 @@ class WorkerRuntime(Section):
         "number here.",
     )
     save_every_s: float | None = Field(
-        default=60.0,
-        gt=0,
-        description="Largest number of seconds of local training that are lost if the process is killed: longer "
-        "trainings are saved with the clients' states, and continue from there with the same bits. Null: no saves.",
+        default=60.0, gt=0, description="Largest number of seconds of local training lost in a kill; null: no saves."
     )
 
 
