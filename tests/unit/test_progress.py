@@ -32,8 +32,8 @@ from fedloom.storage import open_store
 KEY = ConversationKey(1, 1, 0, "train")
 FOUR = ("fedavg", "scaffold", "ditto", "pefll")
 """Methods that are killed at many places."""
-UNSAVED = {"afl", "knn-per", "local", "pfedgp", "wga"}
-"""Methods without training steps in rounds, or with steps of their own (docs/member.md)."""
+UNSAVED = {"local", "pfedgp", "wga"}
+"""Methods without rounds, or with steps of their own (docs/member.md)."""
 
 
 class Killed(BaseException):
