@@ -36,6 +36,7 @@ from fedloom.federation.cohort import Summing
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
+from fedloom.federation.transport import Guard
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -244,14 +245,14 @@ def client_side(
     secret: bytes | None = None,
     signing: Signing = NO_SIGNING,
     revealed: object = None,
-    only_sums: bool = False,
+    guard: Guard | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
-    reveal, None in a simulation. ``only_sums`` refuses secure sums with fewer neighbours than by default.
+    reveal, None in a simulation. ``guard`` is the policy of a member.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -274,6 +275,8 @@ def client_side(
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
         found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        if guard is not None:
+            found = guard.withhold(found, parts.plan)
         return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
 
     noise = e.seed if secret is None else secret
@@ -286,8 +289,9 @@ def client_side(
         augment=augmentation(e.data.augment, dataset.manifest.spec.normalization),
         held=None
         if parts.summation is None
-        else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), only_sums=only_sums),
+        else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), guard=guard),
         examples=ExamplePrivacy.of(e.federation.privacy),
+        guard=guard,
     )
     return ClientSide(
         algorithm,

@@ -26,6 +26,7 @@ from fedloom.federation.transport import (
     AnswerHolder,
     Call,
     ConversationKey,
+    Guard,
     Lost,
     MissingConversation,
     Refusals,
@@ -85,6 +86,8 @@ class ClientConfig:
     """Differential privacy of examples in training rounds."""
     purpose: str = EVALUATE
     """Purpose of conversations outside training, which may be followed by a number of local steps."""
+    guard: Guard | None = None
+    """Policy of the member; None allows everything."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,10 @@ class ClientSide:
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
         algorithm, trains = self._algorithm_for(key.purpose, type(request.message)), key.purpose == TRAIN
+        if (guard := self._config.guard) is not None:
+            guard.question(key, request.message, trains=trains)
+            for client in clients:
+                guard.opens(key, client)
 
         def keyed(client: str, purpose: str) -> torch.Generator:
             drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
@@ -382,7 +389,10 @@ class ClientSide:
         lost = opened.group.lost
         if self._config.held is not None:
             self._config.held.hear(opened.key, opened.rows, request.message)
+        guard = self._config.guard
         try:
+            if guard is not None and request.exchange:
+                guard.question(opened.key, request.message, trains=opened.key.purpose == TRAIN)
             reply = _message_to(self._next(opened, resume), _CPU)
             self._store(opened)
             opened.answers = [
@@ -404,11 +414,14 @@ class ClientSide:
 
     def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
         """Return the i-th client's answer, or a notice that it is held back for a sum."""
-        held, key = self._config.held, opened.key
-        if held is None or not held.covers(reply):
-            return reply
+        held, guard, key = self._config.held, self._config.guard, opened.key
         client, varies = opened.group.clients[i], opened.group.drew[i]
+        covered = held is not None and held.covers(reply)
         try:
+            if guard is not None:
+                guard.answer(key, client.id, reply, trains=key.purpose == TRAIN, summed=covered)
+            if held is None or not covered:
+                return reply
             return held.hold(key, opened.rows[i], client, request.message, reply, varies=varies)
         except FedloomError as error:
             return _failure("failed", error, request, [client.id])

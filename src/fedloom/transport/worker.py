@@ -6,14 +6,17 @@ torch work, happens in the thread that called :func:`serve`.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from fedloom.core import tracing
+from fedloom.errors import DataError
 from fedloom.federation.states import Versions
-from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
+from fedloom.federation.transport import ConversationKey, Declined, Gate, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport.frames import WireError
@@ -21,6 +24,8 @@ from fedloom.transport.limits import Bandwidth
 from fedloom.transport.stream import Introduction, Joined, states_from_wire
 from fedloom.transport.worker_connection import Close, Finished, WorkerConnection
 from fedloom.transport.worker_requests import WorkerRequest
+
+log = logging.getLogger(__name__)
 
 NOTICE_S = 0.2  # how soon a stop event is noticed while idle
 
@@ -62,6 +67,7 @@ def serve(
     reconnect_s: float = 60.0,
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
+    gate: Gate | None = None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether the run is over.
 
@@ -73,7 +79,7 @@ def serve(
         Sent to the aggregator on joining.
     make_session
         Called in this thread when an aggregator, or a new incarnation of it, has admitted us. A session survives a
-        broken connection, but not the aggregator's process.
+        broken connection, but not the aggregator's process. If it raises Declined, the ``gate`` closes the connection.
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
@@ -82,6 +88,8 @@ def serve(
         Credentials to connect with; without them, the connection is plaintext and anonymous.
     bandwidth
         Bandwidth limit; None for no limit.
+    gate
+        Conditions of the member under which the worker is connected; None for none.
 
     Raises
     ------
@@ -98,7 +106,7 @@ def serve(
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """
-    connection = WorkerConnection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth)
+    connection = WorkerConnection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth, gate)
     connection.start()
     try:
         return _work(connection, make_session, stop)
@@ -119,8 +127,10 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 raise event
             case Finished():
                 return True
-            case Joined() if event.incarnation != incarnation:
-                session, incarnation = make_session(event), event.incarnation
+            case Joined() if session is None or event.incarnation != incarnation:
+                session, incarnation = None, event.incarnation
+                with suppress(Declined):  # the gate tells the aggregator
+                    session = make_session(event)
             case WorkerRequest() if session is not None and event.incarnation == incarnation:
                 with tracing.within(event.envelope.trace):
                     if not _answer(connection, session, event, stop) and connection.is_over(event):
@@ -139,9 +149,11 @@ def _answer(connection: WorkerConnection, session: Session, request: WorkerReque
     rows, clients = list(request.envelope.rows), list(request.envelope.clients)
     try:
         message = request.message(session.vocabulary)
-    except WireError as error:
+    except (WireError, DataError) as error:
+        reason = f"the worker cannot read the request: {error}" if isinstance(error, WireError) else str(error)
+        log.warning("clients %s are not answered: %s", ", ".join(clients), reason)
         for row, client in zip(rows, clients, strict=True):
-            connection.reply(request, row, client, Lost(f"the worker cannot read the request: {error}"))
+            connection.reply(request, row, client, Lost(reason))
         return True
     positions = list(range(len(rows)))
     while positions:
