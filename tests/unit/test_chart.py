@@ -479,6 +479,20 @@ def test_mounts_of_secrets_and_settings_are_read_only_and_minimal(scenario: str)
                     assert volume["secret"]["defaultMode"] == 0o440
 
 
+@pytest.mark.parametrize("existing", [False, True])
+def test_workers_have_their_members_policy(existing: bool) -> None:
+    given = {"workers.policy.configMap.name": "mine"} if existing else {"workers.policy.values.only_sums": "true"}
+    rendered = helm.rendered("member", *settings(given))
+    ((_, pod),) = [(name, pod) for name, pod in helm.pods(rendered) if "worker" in name]
+    (container,) = pod["containers"]
+    assert "--policy=/etc/fedloom/policy/policy.yaml" in container["args"]
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "policy"]
+    assert mount == {"name": "policy", "mountPath": "/etc/fedloom/policy", "readOnly": True}
+    (volume,) = [volume["configMap"] for volume in pod["volumes"] if volume["name"] == "policy"]
+    made = {each["metadata"]["name"]: each["data"] for each in of_kind(rendered, "ConfigMap")}
+    assert volume == {"name": "mine"} if existing else yaml.safe_load(made[volume["name"]]["policy.yaml"])["only_sums"]
+
+
 def test_signing_workers_have_their_key_and_the_register() -> None:
     given = {
         "experiment.configMap.name": "mine",

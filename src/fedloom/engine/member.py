@@ -17,6 +17,9 @@ from fedloom.federation.transport import Gate, Guard
 class Membership(Gate, Guard, Protocol):
     """A member's policy at work (:class:`fedloom.member.guard.Member`)."""
 
+    def close(self) -> None:
+        """Let another worker use the member's folder."""
+
     def check_code(self, text: str) -> None:
         """Raise Declined if an experiment, as JSON, names code that the policy does not allow."""
 

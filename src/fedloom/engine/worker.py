@@ -76,6 +76,13 @@ class Worker:
         the worker; AbandonedError if the aggregator is unreachable for too long.
         """
         gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
+        try:
+            return self._serve(stop)
+        finally:
+            if self._member is not None:
+                self._member.close()
+
+    def _serve(self, stop: threading.Event) -> bool:
         return serve(
             self._aggregator,
             self._introduction,

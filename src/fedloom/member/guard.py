@@ -212,6 +212,10 @@ class Member:
         for name in policy.factories or ():
             permit_sent_factory(name)
 
+    def close(self) -> None:
+        """Let another worker use the folder."""
+        self._usage.close()
+
     # --- gate of the connection
 
     @property

@@ -23,8 +23,8 @@ from fedloom.privacy.spent import TrainingCost
 RECORD = "usage.json"
 LOCK = "usage.lock"
 
-AHEAD = 2**18
-"""Least number of bytes recorded before they are used: the file is written rarely, and a kill forgets none."""
+AHEAD = 100
+"""Parts of a day's limit that are recorded before they are used: few writes, and a kill forgets none."""
 
 
 class Usage:
@@ -57,10 +57,11 @@ class Usage:
     ) -> None:
         self._path = None if folder is None else folder / RECORD
         self._now = now
-        self._ahead = max(AHEAD, (limit or 0) // 100)
+        self._ahead = (limit or 0) // AHEAD
         self._lock = threading.RLock()
         self._day, self._bytes, self._recorded = "", 0, 0
         self._spent: dict[str, dict[str, TrainingCost]] = {}
+        self._held: int | None = None
         if folder is None:
             return
         if writes:
@@ -70,14 +71,21 @@ class Usage:
     def _hold(self, folder: Path) -> None:
         with storing(folder):
             make_private(folder)
-            self._held = open_to_append(folder / LOCK, 0o600)
+            descriptor = open_to_append(folder / LOCK, 0o600)
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(self._held)
+            os.close(descriptor)
             raise DataError(
                 f"another worker counts in {folder}; give each worker a folder of its own, or stop the other one."
             ) from None
+        self._held = descriptor
+
+    def close(self) -> None:
+        """Let another worker use the folder."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     def count(self, size: int) -> None:
         """Count bytes on the wire."""

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from fedloom.core import tracing
@@ -79,7 +78,8 @@ def serve(
         Sent to the aggregator on joining.
     make_session
         Called in this thread when an aggregator, or a new incarnation of it, has admitted us. A session survives a
-        broken connection, but not the aggregator's process. If it raises Declined, the ``gate`` closes the connection.
+        broken connection, but not the aggregator's process. If it raises Declined, the
+        worker tells the aggregator, and connects again once the ``gate`` is open.
     stop
         Set by a signal handler to leave at once, without finishing any work.
     reconnect_s
@@ -129,8 +129,10 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 return True
             case Joined() if session is None or event.incarnation != incarnation:
                 session, incarnation = None, event.incarnation
-                with suppress(Declined):  # the gate tells the aggregator
+                try:
                     session = make_session(event)
+                except Declined as declined:
+                    connection.decline(str(declined))
             case WorkerRequest() if session is not None and event.incarnation == incarnation:
                 with tracing.within(event.envelope.trace):
                     if not _answer(connection, session, event, stop) and connection.is_over(event):

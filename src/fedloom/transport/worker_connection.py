@@ -102,6 +102,7 @@ class WorkerConnection:
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._gate = gate
+        self._declined: str | None = None  # reason to leave the aggregator that has admitted us
         self._book = AnswerBook(gate)
         self._gathering = False  # the loop will send the answers that are ready
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
@@ -154,6 +155,10 @@ class WorkerConnection:
         """Send the answers that are ready now."""
         if self._book.ready:
             self._post(self._send_ready)
+
+    def decline(self, reason: str) -> None:
+        """Leave the aggregator, and connect again once the member's gate is open."""
+        self._declined = reason
 
     def too_late(self, request: WorkerRequest) -> None:
         """Report that we have dropped an obsolete request."""
@@ -267,6 +272,7 @@ class WorkerConnection:
         grpc.RpcError, ConnectionError, TimeoutError, WireError
             If there is no aggregator, it does not answer, or it sends an invalid frame.
         """
+        self._declined = None
         await self._up.free()  # the bandwidth limit must not delay a Hello
         try:
             connection = self._connection = dial.ServerConnection(self._address, self._credentials, self._options)
@@ -312,7 +318,7 @@ class WorkerConnection:
         Conversations continue on a new channel.
         """
         while await asyncio.to_thread(lambda: self._credentials.current) == connection.shown:
-            if self._gate is not None and (reason := await asyncio.to_thread(self._gate.closed)) is not None:
+            if self._gate is not None and (reason := self._declined or await asyncio.to_thread(self._gate.closed)):
                 return reason
             await asyncio.sleep(CHANGED_S if self._gate is None else DECLINED_S)
         log.info("reconnecting with the current content of the files")
