@@ -124,7 +124,7 @@ def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Create figures without rendering them, for tests of a page's text: rendering takes four fifths of their time."""
     from matplotlib.figure import Figure
 
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg />"))
 
 
 @pytest.fixture(scope="session")

@@ -35,6 +35,14 @@ def refusing(kind: type[Exception], *facts: object) -> Iterator[pytest.Exception
     assert mentions(str(refused.value), *facts), f"{refused.value} does not name all of {facts}"
 
 
+@contextlib.contextmanager
+def telling(kind: type[Exception], *facts: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error of this type that contains these facts, in this order."""
+    with pytest.raises(kind) as refused:
+        yield refused
+    assert tells(str(refused.value), *facts), f"{refused.value} does not name all of {facts} in this order"
+
+
 def failing(kind: type[FedloomError], message: str, hint: str | None = None) -> str:
     """Return shell commands that report an error like a process of FedLoom, in place of its program."""
     record = json.dumps({"failure": kind(message, hint=hint).as_json()})

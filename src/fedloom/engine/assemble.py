@@ -36,7 +36,7 @@ from fedloom.federation.cohort import Summing
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States
-from fedloom.federation.transport import Guard
+from fedloom.federation.transport import Guard, ModelKeeper
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.factories import check_permitted
 from fedloom.models.fitting import fitted
@@ -246,13 +246,14 @@ def client_side(
     signing: Signing = NO_SIGNING,
     revealed: object = None,
     guard: Guard | None = None,
+    models: ModelKeeper | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
     ``signing`` holds the signatures of keys in secure sums, and ``revealed`` the sums that this process has helped to
-    reveal, None in a simulation. ``guard`` is the policy of a member.
+    reveal, None in a simulation. ``guard`` is the policy of a member. ``models`` keeps the clients' models.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -292,6 +293,7 @@ def client_side(
         else sums_part().HeldAnswers(parts.summation, signing, noise, revealed, run_digest(e), guard=guard),
         examples=ExamplePrivacy.of(e.federation.privacy),
         guard=guard,
+        models=models,
     )
     return ClientSide(
         algorithm,

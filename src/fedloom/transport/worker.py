@@ -14,6 +14,7 @@ from typing import Protocol
 
 from fedloom.core import tracing
 from fedloom.errors import DataError
+from fedloom.federation.standing import Standing
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import ConversationKey, Declined, Gate, Lost, MissingConversation
 from fedloom.messages import Message
@@ -67,6 +68,7 @@ def serve(
     credentials: Credentials | None = None,
     bandwidth: Bandwidth | None = None,
     gate: Gate | None = None,
+    told: Callable[[Standing], None] = lambda standing: None,
 ) -> bool:
     """Serve clients until the run is over or ``stop`` is set; return whether the run is over.
 
@@ -90,6 +92,8 @@ def serve(
         Bandwidth limit; None for no limit.
     gate
         Conditions of the member under which the worker is connected; None for none.
+    told
+        Called, in another thread, with the standing of the federation on joining and after changes.
 
     Raises
     ------
@@ -106,7 +110,9 @@ def serve(
     Exception
         Any other error that ended the stream's thread, such as lack of memory.
     """
-    connection = WorkerConnection(address, introduction, reconnect_s, credentials or Credentials(), bandwidth, gate)
+    connection = WorkerConnection(
+        address, introduction, reconnect_s, credentials or Credentials(), bandwidth, gate, told
+    )
     connection.start()
     try:
         return _work(connection, make_session, stop)
