@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime, time
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,12 @@ def test_a_days_bytes_are_counted_across_restarts_and_end_at_midnight(tmp_path: 
                 sent += 50_000
         member.close()
     assert 0 < sent <= limit
-    closed = Member(file, now=lambda: now[0]).closed()
-    assert closed is not None
-    assert mentions(closed, "policy.yaml:1: traffic.per_day", limit)
+    last = Member(file, now=lambda: now[0])
+    assert not last.count(50_000, sending=True)
+    assert mentions(str(last.closed()), "policy.yaml:1: traffic.per_day", limit)
     now[0] = datetime(2026, 11, 30, 0, 0)
+    assert last.closed() is None
+    assert last.count(50_000, sending=True)
 
 
 def test_a_new_day_has_new_bytes(tmp_path: Path) -> None:
@@ -303,6 +306,40 @@ def test_listed_experiments_may_run(tmp_path: Path) -> None:
     assert mentions(found, "policy.yaml:2: experiments")
 
 
+def test_the_command_shows_differences_and_decides(
+    fedloom: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    path = Path(policy(tmp_path, "approve: ask\nfolder: kept\nprivacy: {epsilon: 1}").source)
+    approvals = Approvals(tmp_path / "kept")
+    first, second = (json.dumps({"name": "wards", "federation": {"rounds": n}}) for n in (3, 4))
+    approvals.ask(experiment_digest(first), first, "host:1")
+    assert fedloom("member", "approve", "--policy", path)[0] == 0
+    approvals.ask(experiment_digest(second), second, "host:1")
+    usage = Usage(tmp_path / "kept")
+    usage.count(1234)
+    usage.close()
+    code, out, _ = fedloom("member", "show", "--policy", path)
+    assert code == 0
+    assert mentions(out, experiment_digest(second), "waiting", "federation.rounds: 3 -> 4", "1,234")
+    code, out, _ = fedloom("member", "show", "--policy", path, "--json")
+    shown = json.loads(out)["experiments"]
+    assert [each["state"] for each in shown] == ["approved", "waiting"]
+    assert shown[1]["changes"] == [{"key": "federation.rounds", "before": "3", "after": "4"}]
+    assert fedloom("member", "refuse", experiment_digest(second)[:8], "--states", tmp_path / "kept")[0] == 0
+    assert approvals.state(experiment_digest(second)) == "refused"
+    code, _, err = fedloom("member", "approve", "--policy", path)
+    assert (code, mentions(err, "exactly one")) == (2, True)
+    assert fedloom("member", "show")[0] == 2
+
+
+def test_the_schema_describes_every_key(fedloom: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = fedloom("member", "schema")
+    schema = json.loads(out)
+    assert code == 0
+    assert set(schema["properties"]) == set(Policy.model_fields)
+    assert all("description" in each for each in schema["properties"].values())
+
+
 # --- experiments ------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[object, ...]]] = {
@@ -329,9 +366,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[object, ...]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_policy_refuses_an_experiment_with_its_line(tmp_path: Path, case: str) -> None:
     text, federation, facts = REFUSED[case]
-    if federation.get("privacy", {}).get("of") == "clients":
-        federation = {**federation, "clients_per_round": 5}
-    (found,) = refusals(policy(tmp_path, text), experiment(federation))
+    uniform = {**EXPERIMENT["algorithm"], "weighting": "uniform"}  # which privacy of clients needs
+    (found,) = refusals(policy(tmp_path, text), experiment(federation, algorithm=uniform))
     assert mentions(found, "policy.yaml:", *facts)
 
 
@@ -490,7 +526,7 @@ def opened(member: Member, times: int) -> int:
 def test_the_epsilon_of_a_run_outlives_restarts_and_other_aggregators(tmp_path: Path) -> None:
     private = experiment({"privacy": PRIVATE})
     file = policy(tmp_path, "privacy: {epsilon: 4}\nfolder: kept")
-    (release,) = [Release(0.1, 1.0, None, None, "poisson")]
+    release = Release(0.1, 1.0, None, None, "poisson")
     allowed = next(n for n in range(1, 10_000) if epsilon_of({release: n}, 1e-5) > 4) - 1
     done = 0
     while True:
@@ -505,15 +541,16 @@ def test_the_epsilon_of_a_run_outlives_restarts_and_other_aggregators(tmp_path: 
 
 
 def test_the_total_counts_all_runs(tmp_path: Path) -> None:
-    file = policy(tmp_path, "privacy: {epsilon_total: 6}\nfolder: kept")
+    file = policy(tmp_path, "privacy: {epsilon_total: 8}\nfolder: kept")
+    step = Release(0.5, 1.0, None, None, "poisson")
+    allowed = next(n for n in range(1, 100) if epsilon_of({step: n}, 1e-5, replacing=True) > 8) - 1
     counts = []
-    for seed in (1, 2):
+    for seed, most in ((1, allowed - 1), (2, 10), (3, 10)):
         member = Member(file)
-        member.admit(experiment({"privacy": PRIVATE}, seed=seed), {"c": 4})
-        counts.append(opened(member, 40))
+        member.admit(experiment({"privacy": PRIVATE}, seed=seed), {"c": 8})
+        counts.append(opened(member, most))
         member.close()
-    assert counts[0] > 0
-    assert counts[1] == 0
+    assert counts == [allowed - 1, 1, 0]
 
 
 def test_every_noisy_sum_counts_without_amplification(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from fedloom.core.files import read_file
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
-from fedloom.errors import ExperimentError, argument
+from fedloom.errors import ExperimentError, argument, spelled
 from fedloom.experiment.validation_errors import KeyPath, dotted, validate
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA
@@ -229,7 +229,7 @@ class PolicyFile:
     def place(self, *path: str) -> str:
         """Return the place of a key, such as ``policy.yaml:7: only_sums``; without a line if it is at its default."""
         if not self.is_file:
-            return argument(path[-1])
+            return spelled(argument(path[-1]))
         known = (path[:length] for length in range(len(path), 0, -1))
         line = next((self.origins[each] for each in known if each in self.origins), "")
         number = line.rpartition(" ")[2] if line.startswith("line ") else ""
