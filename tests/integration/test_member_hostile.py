@@ -205,7 +205,7 @@ def waited(condition: Callable[[], bool], seconds: float) -> bool:
 
 # --- policies, each with an experiment that it allows, and with what must not leave -----------------------------------
 
-PER_DAY = 60_000
+PER_DAY = 30_000
 
 
 def _only_sums(found: Wire, folder: Path) -> None:
