@@ -470,8 +470,8 @@ def test_mounts_of_secrets_and_settings_are_read_only_and_minimal(scenario: str)
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_workers_have_their_members_policy(existing: bool) -> None:
-    given = {"workers.policy.configMap.name": "mine"} if existing else {"workers.policy.values.only_sums": "true"}
-    rendered = helm.rendered("member", *settings(given))
+    policy = {"configMap": {"name": "mine", "key": "policy.yaml"}} if existing else {"values": {"only_sums": True}}
+    rendered = helm.rendered("member", {"workers.policy": policy})
     ((_, pod),) = [(name, pod) for name, pod in helm.pods(rendered) if "worker" in name]
     (container,) = pod["containers"]
     assert "--policy=/etc/fedloom/policy/policy.yaml" in container["args"]
