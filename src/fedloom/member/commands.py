@@ -60,14 +60,14 @@ def show_command(
         ]
         for each in known
     }
-    spent = _spent(folder, file)
+    today, epsilons = _spent(folder, file)
     if as_json:
         experiments = [
             {"digest": each.digest, "state": each.state, "since": each.since, "aggregator": each.aggregator}
             | {"changes": [{"key": k, "before": old, "after": new} for k, old, new in changes[each.digest]]}
             for each in known
         ]
-        typer.echo(json.dumps({"experiments": experiments, **spent}, indent=2))
+        typer.echo(json.dumps({"experiments": experiments, "bytes_today": today, "epsilon": epsilons}, indent=2))
         return
     for each in known:
         _show_experiment(each)
@@ -76,9 +76,9 @@ def show_command(
                 typer.echo(f"  {key}: {old} -> {new}")
     if not known:
         typer.echo("no experiment has been asked for")
-    if spent["bytes_today"] is not None:
-        typer.echo(f"bytes today: {spent['bytes_today']:,}")
-    for client, epsilon in spent["epsilon"].items():
+    if today is not None:
+        typer.echo(f"bytes today: {today:,}")
+    for client, epsilon in epsilons.items():
         typer.echo(f"client {client}: ε = {epsilon} in all, for replacing one example")
 
 
@@ -133,20 +133,19 @@ def _show_experiment(known: KnownExperiment) -> None:
     typer.echo(f"{known.digest} {known.state} since {when}: {name}, {method}, from {known.aggregator}")
 
 
-def _spent(folder: Path, file: PolicyFile | None) -> dict[str, object]:
+def _spent(folder: Path, file: PolicyFile | None) -> tuple[int | None, dict[str, str]]:
     """Return today's bytes, and the total ε of each client at the policy's δ."""
     from fedloom.core.words import rounded_up
     from fedloom.member.usage import RECORD, Usage
     from fedloom.privacy.spent import Spent
 
     if not (folder / RECORD).exists():
-        return {"bytes_today": None, "epsilon": {}}
-    usage, privacy = Usage(folder, writes=False), None if file is None else file.policy.privacy
-    epsilon = {
-        client: rounded_up(Spent((), tuple(usage.costs(client).values())).total(privacy.delta).epsilon)
-        for client in (usage.clients() if privacy is not None else ())
-    }
-    return {"bytes_today": usage.today, "epsilon": epsilon}
+        return None, {}
+    usage = Usage(folder, writes=False)
+    if file is None or (privacy := file.policy.privacy) is None:
+        return usage.today, {}
+    totals = {client: Spent((), tuple(usage.costs(client).values())).total(privacy.delta) for client in usage.clients()}
+    return usage.today, {client: rounded_up(total.epsilon) for client, total in totals.items()}
 
 
 def _show_methods(*, as_json: bool) -> None:

@@ -304,7 +304,7 @@ class Member:
         is_open = isinstance(parts.experiment.data, OwnData)
         if found := list(model_refusals(self.file, parts)):
             self._decline(found, is_open=is_open, digest=self._digest)
-        names = MEASURES | {"sums": tuple(metric.name for part in parts.plan.sums for metric in part.metrics)}
+        names = {**MEASURES, "sums": tuple(metric.name for part in parts.plan.sums for metric in part.metrics)}
         self._fields = frozenset(permitted_fields(self.policy, names))
         if withheld := sorted({*names} - self._fields - {"models"}):
             log.info("measurements that stay here (%s): %s", self.file.place("metrics"), ", ".join(withheld))
