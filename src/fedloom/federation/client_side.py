@@ -14,9 +14,9 @@ from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core import tracing
 from fedloom.data.augment import Augmentation
-from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import each
+from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
+from fedloom.federation.placing import client_to, message_to
 from fedloom.federation.randomness import generator
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import States, Versions
@@ -289,7 +289,7 @@ class ClientSide:
 
         states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
         group = ClientGroup(
-            [_to(self._loaded(client), self._config.device) for client in clients],
+            [client_to(self._loaded(client), self._config.device) for client in clients],
             keyed,
             states,
             may_keep=trains and self._algorithm.stateful,
@@ -298,7 +298,7 @@ class ClientSide:
             augment=self._config.augment,
             examples=self._config.examples,
         )
-        coroutine = algorithm.open(group, _message_to(request.select(rows), self._config.device))
+        coroutine = algorithm.open(group, message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
         if self._config.held is not None:
             self._config.held.begin(key, rows, states or [None] * len(rows))
@@ -377,7 +377,7 @@ class ClientSide:
             opened.answers = [gone or self._step_of_sum(held, opened, i, request) for i, gone in enumerate(lost)]
             opened.exchange = request.exchange
             return
-        moved = _message_to(request.select(opened.rows), self._config.device)
+        moved = message_to(request.select(opened.rows), self._config.device)
         self._step(opened, request, lambda: opened.coroutine.send(moved))
         # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
@@ -394,7 +394,7 @@ class ClientSide:
         try:
             if guard is not None and request.exchange:
                 guard.question(opened.key, request.message, trains=opened.key.purpose == TRAIN)
-            reply = _message_to(self._next(opened, resume), _CPU)
+            reply = message_to(self._next(opened, resume), _CPU)
             self._store(opened)
             opened.answers = [
                 Lost(lost[i]) if i in lost else self._held(opened, i, request, reply.select([i]))
@@ -494,19 +494,3 @@ def _failure(what: str, error: Exception, request: _Request, clients: Sequence[s
 def _ended() -> Conversation:
     return None
     yield  # makes this function a generator that yields nothing
-
-
-def _to(client: ClientData, device: torch.device) -> ClientData:
-    if device.type == "cpu":
-        return client
-
-    def moved(split: Split) -> Split:
-        return Split(each(split.x, lambda x: x.to(device)), None if split.y is None else split.y.to(device))
-
-    return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
-
-
-def _message_to(message: Message, device: torch.device) -> Message:
-    if all(tensor.device == device for tensor in message.tensors().values()):
-        return message
-    return type(message)(**{name: tensor.to(device) for name, tensor in message.tensors().items()})
