@@ -224,6 +224,14 @@ class WorkerOptions:
             envvar="FEDLOOM_ONLY_SUMS",
         ),
     ] = False
+    policy: Annotated[
+        Path | None,
+        Option(
+            "The member's policy: what its worker agrees to (docs/member.md).",
+            metavar="FILE",
+            envvar="FEDLOOM_POLICY",
+        ),
+    ] = None
     verify: bool = True
     trust: Optional["ClientOptions"] = None
 

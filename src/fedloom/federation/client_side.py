@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,13 +11,13 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm, Conversation
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.core import tracing
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
-from fedloom.federation.devices import data_on, message_on
+from fedloom.federation.placing import client_to, message_to
 from fedloom.federation.progress import Saved, Saves
 from fedloom.federation.randomness import generator
+from fedloom.federation.request import Request
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import States, Versions
 from fedloom.federation.transport import (
@@ -27,6 +26,7 @@ from fedloom.federation.transport import (
     AnswerHolder,
     Call,
     ConversationKey,
+    Guard,
     Lost,
     MissingConversation,
     ModelKeeper,
@@ -90,50 +90,8 @@ class ClientConfig:
     """Keeper of the clients' models; None: they are not kept."""
     purpose: str = EVALUATE
     """Purpose of conversations outside training, which may be followed by a number of local steps."""
-
-
-@dataclass(frozen=True)
-class _Request:
-    """One exchange, with the position of each row in the message, its client and the versions of its state."""
-
-    key: ConversationKey
-    exchange: int
-    message: Message
-    position: Mapping[int, int]
-    clients: Sequence[str]
-    states: Sequence[Versions]
-
-    def named(self, rows: Sequence[int]) -> list[str]:
-        return [self.clients[self.position[row]] for row in rows if row in self.position]
-
-    def versions(self, rows: Sequence[int]) -> list[Versions]:
-        return [self.states[self.position[row]] for row in rows] if self.states else []
-
-    def traced(self, rows: Sequence[int]) -> AbstractContextManager[object]:
-        """Return a tracing span for the work of one group."""
-        key, name = self.key, f"client {type(self.message).__name__}"
-        about = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
-        return tracing.span(name, client=",".join(self.named(rows)), **about, exchange=self.exchange)
-
-    def described(self, rows: Sequence[int]) -> str:
-        """Describe the work of a group in a traceback: clients, round, exchange and message."""
-        fields = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.message.tensors().items())
-        return (
-            f"client {', '.join(self.named(rows))}, {self.key.purpose} in round {self.key.round}, exchange "
-            f"{self.exchange}: {type(self.message).__name__}({fields})"
-        )
-
-    def select(self, rows: Sequence[int]) -> Message:
-        """Return these rows, with zeros for a member that was lost (possible only in groups of several)."""
-        if all(row in self.position for row in rows):
-            return self.message.select([self.position[row] for row in rows])
-
-        def selected(tensor: Tensor) -> Tensor:
-            nothing = torch.zeros_like(tensor[0])
-            return torch.stack([tensor[self.position[row]] if row in self.position else nothing for row in rows])
-
-        named = zip(self.message.fields(), self.message.tensors().values(), strict=True)
-        return type(self.message)(**{f.name: selected(t) if f.per_client else t for f, t in named})
+    guard: Guard | None = None
+    """Policy of the member; None allows everything."""
 
 
 class ClientSide:
@@ -204,7 +162,7 @@ class ClientSide:
         MissingConversation
             Before any work, if rows have no conversation at this exchange: the earlier messages are needed first.
         """
-        request = _Request(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
+        request = Request(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
         conversation = self._conversation(key)
         if exchange and (missing := [row for row in rows if not _is_ready(conversation.get(row), row, exchange)]):
             raise MissingConversation(missing)
@@ -222,7 +180,7 @@ class ClientSide:
                 yield from self._answers(opened, request, conversation)
 
     def _answers(
-        self, opened: _Open, request: _Request, there: Mapping[int, _Open]
+        self, opened: _Open, request: Request, there: Mapping[int, _Open]
     ) -> Iterator[tuple[int, Message | Lost]]:
         if opened.exchange < request.exchange:
             with request.traced(opened.rows):
@@ -253,7 +211,7 @@ class ClientSide:
         for key in list(self._open):
             self.close(key)
 
-    def _start(self, request: _Request, rows: tuple[int, ...]) -> None:
+    def _start(self, request: Request, rows: tuple[int, ...]) -> None:
         """Open the conversation of a group; if that fails, open those of its clients one by one."""
         try:
             opened = self._opened(request, rows)
@@ -279,18 +237,22 @@ class ClientSide:
             opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[lost])
         self._open[request.key].update(dict.fromkeys(rows, opened))
 
-    def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
+    def _opened(self, request: Request, rows: tuple[int, ...]) -> _Open:
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
         algorithm, trains = self._algorithm_for(key.purpose, type(request.message)), key.purpose == TRAIN
+        if (guard := self._config.guard) is not None:
+            guard.question(key, request.message, trains=trains)
+            for client in clients:
+                guard.opens(key, client)
 
         def keyed(client: str, purpose: str) -> torch.Generator:
             drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
             return generator(self._config.seed, f"{drawn}/{purpose}", client, key.round)
 
         states = [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None
-        data, saves = [data_on(self._loaded(client), self._config.device) for client in clients], self._config.saves
-        message = message_on(request.select(rows), self._config.device)
+        data, saves = [client_to(self._loaded(client), self._config.device) for client in clients], self._config.saves
+        message = message_to(request.select(rows), self._config.device)
         saved = None if saves is None else saves.begin(key, data, states, message)
         group = ClientGroup(
             data,
@@ -367,7 +329,7 @@ class ClientSide:
             version = Version(key.round, key.attempt, key.conversation, row, opened.life)
             self._states.save(opened.group.clients[i].id, version, tensors)
 
-    def _advance(self, opened: _Open, request: _Request) -> None:
+    def _advance(self, opened: _Open, request: Request) -> None:
         """Deliver the next message to a group; rows absent from it have left."""
         there = self._open[opened.key]
         opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
@@ -382,14 +344,14 @@ class ClientSide:
             opened.answers = [gone or self._step_of_sum(held, opened, i, request) for i, gone in enumerate(lost)]
             opened.exchange = request.exchange
             return
-        moved = message_on(request.select(opened.rows), self._config.device)
+        moved = message_to(request.select(opened.rows), self._config.device)
         if opened.saved is not None:
             opened.saved.hear(moved)
         self._step(opened, request, lambda: opened.coroutine.send(moved))
         # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
-    def _step(self, opened: _Open, request: _Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
+    def _step(self, opened: _Open, request: Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
         """Run the coroutine to its next answer, or to its end, where the predictors are used.
 
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
@@ -397,8 +359,11 @@ class ClientSide:
         lost = opened.group.lost
         if self._config.held is not None:
             self._config.held.hear(opened.key, opened.rows, request.message)
+        guard = self._config.guard
         try:
-            reply = message_on(self._next(opened, resume), _CPU)
+            if guard is not None and request.exchange:
+                guard.question(opened.key, request.message, trains=opened.key.purpose == TRAIN)
+            reply = message_to(self._next(opened, resume), _CPU)
             self._store(opened)
             opened.answers = [
                 Lost(lost[i]) if i in lost else self._held(opened, i, request, reply.select([i]))
@@ -417,18 +382,21 @@ class ClientSide:
             opened.answers = [Lost(lost[i]) if i in lost else failure for i in range(len(opened.rows))]
         opened.exchange = request.exchange
 
-    def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
+    def _held(self, opened: _Open, i: int, request: Request, reply: Message) -> Message | Lost:
         """Return the i-th client's answer, or a notice that it is held back for a sum."""
-        held, key = self._config.held, opened.key
-        if held is None or not held.covers(reply):
-            return reply
+        held, guard, key = self._config.held, self._config.guard, opened.key
         client, varies = opened.group.clients[i], opened.group.drew[i]
+        covered = held is not None and held.covers(reply)
         try:
+            if guard is not None:
+                guard.answer(key, client.id, reply, trains=key.purpose == TRAIN, summed=covered)
+            if held is None or not covered:
+                return reply
             return held.hold(key, opened.rows[i], client, request.message, reply, varies=varies)
         except FedloomError as error:
             return _failure("failed", error, request, [client.id])
 
-    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: _Request) -> Message | Lost:
+    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: Request) -> Message | Lost:
         """Return the i-th client's answer to a step of a secure sum."""
         row, client = opened.rows[i], opened.group.clients[i].id
         try:
@@ -483,7 +451,7 @@ class InProcess:
         self._client_side.close(key)
 
 
-def _failure(what: str, error: Exception, request: _Request, clients: Sequence[str], traceback: bool = False) -> Lost:
+def _failure(what: str, error: Exception, request: Request, clients: Sequence[str], traceback: bool = False) -> Lost:
     """Log an error with its cause, which stays on this machine, and return it as the aggregator is told of it."""
     names, key = ", ".join(clients), request.key
     why = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())

@@ -1,4 +1,4 @@
-"""Clients' data and messages on a device."""
+"""Movement of clients' data and messages to the device that computes on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedloom.data.inputs import each
 from fedloom.messages import Message
 
 
-def data_on(client: ClientData, device: torch.device) -> ClientData:
+def client_to(client: ClientData, device: torch.device) -> ClientData:
     """Return a client's data on a device."""
     if device.type == "cpu":
         return client
@@ -20,7 +20,7 @@ def data_on(client: ClientData, device: torch.device) -> ClientData:
     return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
 
 
-def message_on(message: Message, device: torch.device) -> Message:
+def message_to(message: Message, device: torch.device) -> Message:
     """Return a message on a device."""
     if all(tensor.device == device for tensor in message.tensors().values()):
         return message
