@@ -22,8 +22,8 @@ from fedloom.errors import DataError, ExperimentError, RefusedError
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import parse_experiment
 from fedloom.federation.transport import ConversationKey, Declined
-from fedloom.member.approvals import MISSING, Approvals, differences, experiment_digest
-from fedloom.member.guard import RESERVE, Member, code_refusals, refusals
+from fedloom.member.approvals import MISSING, Approvals, experiment_differences, experiment_digest
+from fedloom.member.guard import RESERVE, PolicyEnforcer, code_refusals, refusals
 from fedloom.member.policy import Hours, Policy, PolicyFile, code_digest, load_policy, only_sums_policy
 from fedloom.member.usage import AHEAD, RECORD, Usage
 from fedloom.messages import Message, Quantity, broadcast, rows
@@ -128,15 +128,15 @@ def test_the_option_is_a_shorthand_for_the_key(tmp_path: Path) -> None:
 )
 def test_what_must_outlive_the_process_needs_a_folder(tmp_path: Path, text: str, key: str) -> None:
     with refusing(ExperimentError, f"policy.yaml:1: {key}", "folder"):
-        Member(policy(tmp_path, text))
+        PolicyEnforcer(policy(tmp_path, text))
     assert policy(tmp_path, text).folder("states") == Path("states")
     assert policy(tmp_path, f"{text}\nfolder: mine").folder("states") == tmp_path / "mine"
 
 
 def test_class_counts_contradict_the_workers_option(tmp_path: Path) -> None:
     with refusing(ExperimentError, "policy.yaml:1: class_counts"):
-        Member(policy(tmp_path, "class_counts: false"), sends_class_counts=True)
-    Member(policy(tmp_path, "class_counts: true"), sends_class_counts=True)
+        PolicyEnforcer(policy(tmp_path, "class_counts: false"), sends_class_counts=True)
+    PolicyEnforcer(policy(tmp_path, "class_counts: true"), sends_class_counts=True)
 
 
 def test_the_example_of_a_hospital_is_valid_and_refuses_what_it_says() -> None:
@@ -162,7 +162,7 @@ def test_hours_may_pass_midnight(tmp_path: Path, hours: str, inside: list[str], 
     file = policy(tmp_path, f"hours: {hours}")
     for text in (*inside, *outside):
         at = datetime.combine(datetime(2026, 11, 29), time.fromisoformat(text))
-        closed = Member(file, now=lambda at=at: at).closed()
+        closed = PolicyEnforcer(file, now=lambda at=at: at).closed()
         assert (closed is None) == (text in inside), text
         assert closed is None or mentions(closed, "policy.yaml:1: hours", hours)
     assert Hours.parse(hours).contains(time.fromisoformat(inside[0]))
@@ -174,13 +174,13 @@ def test_a_days_bytes_are_counted_across_restarts_and_end_at_midnight(tmp_path: 
     file = policy(tmp_path, f"traffic: {{per_day: {limit}}}\nfolder: kept")
     sent = 0
     for _ in range(20):  # each time another process, on another connection
-        member = Member(file, now=lambda: now[0])
+        member = PolicyEnforcer(file, now=lambda: now[0])
         for _ in range(10):
             if member.closed() is None and member.count(50_000, sending=True):
                 sent += 50_000
         member.close()
     assert 0 < sent <= limit
-    last = Member(file, now=lambda: now[0])
+    last = PolicyEnforcer(file, now=lambda: now[0])
     assert not last.count(50_000, sending=True)
     assert mentions(str(last.closed()), "policy.yaml:1: traffic.per_day", limit)
     now[0] = datetime(2026, 11, 30, 0, 0)
@@ -224,7 +224,7 @@ def test_a_damaged_count_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_rounds_bytes_are_counted_over_repetitions(tmp_path: Path) -> None:
-    member = Member(policy(tmp_path, "traffic: {per_round: 1000}"))
+    member = PolicyEnforcer(policy(tmp_path, "traffic: {per_round: 1000}"))
     first, evaluation, second = (
         ConversationKey(r, a, 0, p) for r, a, p in ((1, 0, "train"), (1, 1, "evaluate"), (2, 0, "x"))
     )
@@ -235,7 +235,7 @@ def test_a_rounds_bytes_are_counted_over_repetitions(tmp_path: Path) -> None:
 
 
 def test_the_last_bytes_of_a_day_are_for_the_reason(tmp_path: Path) -> None:
-    member = Member(policy(tmp_path, "traffic: {per_day: 10kB}\nfolder: kept"))
+    member = PolicyEnforcer(policy(tmp_path, "traffic: {per_day: 10kB}\nfolder: kept"))
     assert member.count(10_000 - RESERVE - 1, sending=True)
     assert member.closed() is None
     assert not member.count(RESERVE + 1, sending=True)
@@ -249,14 +249,14 @@ def test_the_last_bytes_of_a_day_are_for_the_reason(tmp_path: Path) -> None:
 def test_differences_are_listed_by_key() -> None:
     before = {"a": 1, "b": {"c": True, "d": [1]}, "gone": None}
     after = {"a": 1, "b": {"c": 1, "d": [1, 2]}, "new": {"e": 0.5}}
-    assert list(differences(before, after)) == [
+    assert list(experiment_differences(before, after)) == [
         ("b.c", True, 1), ("b.d", [1], [1, 2]), ("gone", None, MISSING), ("new.e", MISSING, 0.5),
     ]  # fmt: skip
 
 
 def test_a_changed_experiment_waits_and_shows_what_changed(tmp_path: Path) -> None:
     file = policy(tmp_path, "approve: ask\nfolder: kept")
-    member, first = Member(file, aggregator="host:1"), experiment()
+    member, first = PolicyEnforcer(file, aggregator="host:1"), experiment()
     with pytest.raises(Declined):
         member.admit(first, {})
     digest = experiment_digest(first.shared_json())
@@ -382,7 +382,7 @@ def test_a_closed_run_ends_the_worker_and_an_open_one_waits(tmp_path: Path) -> N
         )
     )
     for one, ends in ((closed, True), (experiment(), False)):
-        member = Member(policy(tmp_path, "only_sums: true"))
+        member = PolicyEnforcer(policy(tmp_path, "only_sums: true"))
         with pytest.raises(Declined):
             member.admit(one, {})
         assert member.closed() is not None
@@ -454,14 +454,14 @@ KEY = ConversationKey(1, 0, 0, "train")
 
 
 def test_a_large_tensor_is_not_answered(tmp_path: Path) -> None:
-    member = Member(policy(tmp_path, "largest_model: 400"))
+    member = PolicyEnforcer(policy(tmp_path, "largest_model: 400"))
     member.question(KEY, Big(torch.zeros(100)), trains=True)
     with refusing(DataError, "policy.yaml:1: largest_model", 404):
         member.question(KEY, Big(torch.zeros(101)), trains=True)
 
 
 def test_only_sums_leave(tmp_path: Path) -> None:
-    member = Member(only_sums_policy())
+    member = PolicyEnforcer(only_sums_policy())
     member.answer(KEY, "c", Told(torch.zeros(1, 4)), trains=True, summed=True)
     with refusing(DataError, "Told"):
         member.answer(KEY, "c", Told(torch.zeros(1, 4)), trains=True, summed=False)
@@ -470,14 +470,14 @@ def test_only_sums_leave(tmp_path: Path) -> None:
 
 
 def test_small_cohorts_are_refused(tmp_path: Path) -> None:
-    member = Member(policy(tmp_path, "only_sums: true\nsmallest_cohort: 4"))
+    member = PolicyEnforcer(policy(tmp_path, "only_sums: true\nsmallest_cohort: 4"))
     member.cohort(4, None)
     with refusing(RefusedError, "policy.yaml:2: smallest_cohort", 4, 3):
         member.cohort(3, None)
 
 
 def test_personalization_answers_are_refused(tmp_path: Path) -> None:
-    member = Member(policy(tmp_path, "personalization: false"))
+    member = PolicyEnforcer(policy(tmp_path, "personalization: false"))
     evaluation = ConversationKey(1, 0, 0, "evaluate")
     with refusing(DataError, "policy.yaml:1: personalization", "Told"):
         member.answer(evaluation, "c", Told(torch.zeros(1, 4)), trains=False, summed=False)
@@ -496,7 +496,7 @@ def test_measurements_that_may_not_leave_are_zero(tmp_path: Path) -> None:
         ("class_counts: false", {"counts", "calibration", "uncertainty", "sums", "models"}),
         ("metrics: []", set()),
     ):
-        member = Member(policy(tmp_path, text))
+        member = PolicyEnforcer(policy(tmp_path, text))
 
         class parts(_Parts):
             experiment = None
@@ -512,7 +512,7 @@ def test_measurements_that_may_not_leave_are_zero(tmp_path: Path) -> None:
 # --- privacy ----------------------------------------------------------------------------------------------------------
 
 
-def opened(member: Member, times: int) -> int:
+def opened(member: PolicyEnforcer, times: int) -> int:
     """Return how many of these conversations a member opens before it refuses."""
     for count in range(times):
         try:
@@ -530,7 +530,7 @@ def test_the_epsilon_of_a_run_outlives_restarts_and_other_aggregators(tmp_path: 
     allowed = next(n for n in range(1, 10_000) if epsilon_of({release: n}, 1e-5) > 4) - 1
     done = 0
     while True:
-        member = Member(file)
+        member = PolicyEnforcer(file)
         member.admit(private, {"c": 40})
         step = opened(member, max(1, allowed // 2))
         member.close()
@@ -546,7 +546,7 @@ def test_the_total_counts_all_runs(tmp_path: Path) -> None:
     allowed = next(n for n in range(1, 100) if epsilon_of({step: n}, 1e-5, replacing=True) > 8) - 1
     counts = []
     for seed, most in ((1, allowed - 1), (2, 10), (3, 10)):
-        member = Member(file)
+        member = PolicyEnforcer(file)
         member.admit(experiment({"privacy": PRIVATE}, seed=seed), {"c": 8})
         counts.append(opened(member, most))
         member.close()
@@ -561,7 +561,7 @@ def test_every_noisy_sum_counts_without_amplification(tmp_path: Path) -> None:
         },
         algorithm={"name": "fedavg", "weighting": "uniform", "local": {"steps": 1, "lr": 0.1}},
     )
-    member = Member(policy(tmp_path, "only_sums: true\nprivacy: {epsilon: 20}\nfolder: kept"))
+    member = PolicyEnforcer(policy(tmp_path, "only_sums: true\nprivacy: {epsilon: 20}\nfolder: kept"))
     member.admit(private, {"c": 4})
     seen = gaussian_release((1 - 1 / 3) ** 0.5)  # a member of the least sum knows its own share of the noise
     allowed = next(n for n in range(1, 1000) if epsilon_of({seen: n}, 1e-5) > 20) - 1

@@ -109,7 +109,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
         measures,
         moment_tensors,
         of_experiment,
-        parts_of,
+        parts_for_clients,
     )
     from fedloom.engine.member import check_allowed
     from fedloom.errors import ExperimentError
@@ -119,7 +119,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None, *, class_cou
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
     clients = OwnClients.open(options.packed, options.observe)
     e = None if experiment is None else experiments.load_experiment(experiment)
-    parts = None if e is None else parts_of(e, clients)
+    parts = None if e is None else parts_for_clients(e, clients)
     check_allowed(options, e, parts, sends_class_counts=class_counts)
     if e is not None and parts is not None:
         trained, measured = of_experiment(e, parts)

@@ -106,7 +106,7 @@ def _tensors(
     ]
 
 
-def parts_of(experiment: Experiment, clients: OwnClients) -> assemble.RunContext:
+def parts_for_clients(experiment: Experiment, clients: OwnClients) -> assemble.RunContext:
     """Return the parts of an experiment for clients with their own data.
 
     Raise ExperimentError if the experiment has no ``data.own``; DataError if the clients' data do not match it.

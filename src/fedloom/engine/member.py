@@ -15,7 +15,7 @@ from fedloom.federation.transport import Gate, Guard
 
 
 class Membership(Gate, Guard, Protocol):
-    """A member's policy at work (:class:`fedloom.member.guard.Member`)."""
+    """A member's policy at work (:class:`fedloom.member.guard.PolicyEnforcer`)."""
 
     def close(self) -> None:
         """Let another worker use the member's folder."""
@@ -33,7 +33,7 @@ class Membership(Gate, Guard, Protocol):
 class MemberPart(Protocol):
     """Classes and functions of :mod:`fedloom.member.part`, which documents them."""
 
-    Member: Callable[..., Membership]
+    PolicyEnforcer: Callable[..., Membership]
     load_policy: Callable[..., Any]
     only_sums_policy: Callable[[], Any]
     check_options: Callable[..., None]
@@ -59,7 +59,7 @@ def membership_of(options: WorkerOptions, aggregator: str, *, sends_class_counts
     """Return the policy of a worker at work; None if it has none."""
     if (file := policy_of(options)) is None:
         return None
-    return member_part(argument("policy")).Member(
+    return member_part(argument("policy")).PolicyEnforcer(
         file, states=_local(options.states), sends_class_counts=sends_class_counts, aggregator=aggregator
     )
 

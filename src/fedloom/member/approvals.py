@@ -84,7 +84,7 @@ class Approvals:
     def changes(self, experiment: Mapping[str, Any], digest: str) -> list[tuple[str, Any, Any]]:
         """Return the keys in which an experiment differs from the last approved one: key, value before, value after."""
         approved = [each for each in self.known() if each.state == "approved" and each.digest != digest]
-        return list(differences(approved[-1].experiment if approved else {}, experiment))
+        return list(experiment_differences(approved[-1].experiment if approved else {}, experiment))
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{digest}.json"
@@ -114,7 +114,7 @@ MISSING = object()
 """Value of a key that one of two experiments lacks."""
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def experiment_differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted keys whose values differ, with both values; :data:`MISSING` for a key that one side lacks."""
     old, new = dotted_keys(before), dotted_keys(after)
     for key in sorted({*old, *new}):

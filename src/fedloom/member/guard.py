@@ -156,7 +156,7 @@ class _Refused:
     digest: str
 
 
-class Member:
+class PolicyEnforcer:
     """A member's policy at work: gate of the connection (:class:`~fedloom.federation.transport.Gate`), and guard of the
     clients (:class:`~fedloom.federation.transport.Guard`).
 

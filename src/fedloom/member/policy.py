@@ -87,7 +87,7 @@ def _check_hours(text: str) -> str:
     return text
 
 
-class Traffic(Settings):
+class TrafficLimits(Settings):
     """Limits on network traffic of the worker, both directions together."""
 
     per_round: Size | None = Field(
@@ -155,7 +155,7 @@ class Policy(Settings):
         default=None,
         description="Largest model in bytes, and largest tensor that a question may carry for a client.",
     )
-    traffic: Traffic = Field(default=Traffic(), description="Limits on network traffic.")
+    traffic: TrafficLimits = Field(default=TrafficLimits(), description="Limits on network traffic.")
     hours: Annotated[str, AfterValidator(_check_hours)] | None = Field(
         default=None,
         description="Hours of local time in which the worker is connected, such as 20:00-06:00; outside it waits.",
