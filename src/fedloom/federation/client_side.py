@@ -14,10 +14,10 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
+from fedloom.federation.client_request import ClientRequest
 from fedloom.federation.placing import client_to, message_to
 from fedloom.federation.progress import Saved, Saves
 from fedloom.federation.randomness import generator
-from fedloom.federation.request import Request
 from fedloom.federation.silence import Silence
 from fedloom.federation.states import States, Versions
 from fedloom.federation.transport import (
@@ -162,7 +162,7 @@ class ClientSide:
         MissingConversation
             Before any work, if rows have no conversation at this exchange: the earlier messages are needed first.
         """
-        request = Request(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
+        request = ClientRequest(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
         conversation = self._conversation(key)
         if exchange and (missing := [row for row in rows if not _is_ready(conversation.get(row), row, exchange)]):
             raise MissingConversation(missing)
@@ -180,7 +180,7 @@ class ClientSide:
                 yield from self._answers(opened, request, conversation)
 
     def _answers(
-        self, opened: _Open, request: Request, there: Mapping[int, _Open]
+        self, opened: _Open, request: ClientRequest, there: Mapping[int, _Open]
     ) -> Iterator[tuple[int, Message | Lost]]:
         if opened.exchange < request.exchange:
             with request.traced(opened.rows):
@@ -211,7 +211,7 @@ class ClientSide:
         for key in list(self._open):
             self.close(key)
 
-    def _start(self, request: Request, rows: tuple[int, ...]) -> None:
+    def _start(self, request: ClientRequest, rows: tuple[int, ...]) -> None:
         """Open the conversation of a group; if that fails, open those of its clients one by one."""
         try:
             opened = self._opened(request, rows)
@@ -237,7 +237,7 @@ class ClientSide:
             opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[lost])
         self._open[request.key].update(dict.fromkeys(rows, opened))
 
-    def _opened(self, request: Request, rows: tuple[int, ...]) -> _Open:
+    def _opened(self, request: ClientRequest, rows: tuple[int, ...]) -> _Open:
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
         algorithm, trains = self._algorithm_for(key.purpose, type(request.message)), key.purpose == TRAIN
@@ -329,7 +329,7 @@ class ClientSide:
             version = Version(key.round, key.attempt, key.conversation, row, opened.life)
             self._states.save(opened.group.clients[i].id, version, tensors)
 
-    def _advance(self, opened: _Open, request: Request) -> None:
+    def _advance(self, opened: _Open, request: ClientRequest) -> None:
         """Deliver the next message to a group; rows absent from it have left."""
         there = self._open[opened.key]
         opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
@@ -351,7 +351,9 @@ class ClientSide:
         # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
-    def _step(self, opened: _Open, request: Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
+    def _step(
+        self, opened: _Open, request: ClientRequest, resume: Callable[[], Message], *, alone: bool = True
+    ) -> None:
         """Run the coroutine to its next answer, or to its end, where the predictors are used.
 
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
@@ -382,7 +384,7 @@ class ClientSide:
             opened.answers = [Lost(lost[i]) if i in lost else failure for i in range(len(opened.rows))]
         opened.exchange = request.exchange
 
-    def _held(self, opened: _Open, i: int, request: Request, reply: Message) -> Message | Lost:
+    def _held(self, opened: _Open, i: int, request: ClientRequest, reply: Message) -> Message | Lost:
         """Return the i-th client's answer, or a notice that it is held back for a sum."""
         held, guard, key = self._config.held, self._config.guard, opened.key
         client, varies = opened.group.clients[i], opened.group.drew[i]
@@ -396,7 +398,7 @@ class ClientSide:
         except FedloomError as error:
             return _failure("failed", error, request, [client.id])
 
-    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: Request) -> Message | Lost:
+    def _step_of_sum(self, held: AnswerHolder, opened: _Open, i: int, request: ClientRequest) -> Message | Lost:
         """Return the i-th client's answer to a step of a secure sum."""
         row, client = opened.rows[i], opened.group.clients[i].id
         try:
@@ -451,7 +453,9 @@ class InProcess:
         self._client_side.close(key)
 
 
-def _failure(what: str, error: Exception, request: Request, clients: Sequence[str], traceback: bool = False) -> Lost:
+def _failure(
+    what: str, error: Exception, request: ClientRequest, clients: Sequence[str], traceback: bool = False
+) -> Lost:
     """Log an error with its cause, which stays on this machine, and return it as the aggregator is told of it."""
     names, key = ", ".join(clients), request.key
     why = " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())

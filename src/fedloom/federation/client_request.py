@@ -16,7 +16,7 @@ from fedloom.messages import Message
 
 
 @dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """One exchange, with the position of each row in the message, its client and the versions of its state."""
 
     key: ConversationKey
