@@ -91,7 +91,6 @@ def test_a_bug_in_a_task_of_a_pipeline_shows_no_password() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("more", [[], ["--verbose"], ["--log-format", "json"]])
 def test_the_traceback_of_a_users_own_code_shows_no_password(tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "nets.py").write_text(f"def net():\n    raise OSError(5, 'no answer of {SECRET}')\n")

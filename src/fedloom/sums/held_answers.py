@@ -22,7 +22,7 @@ from fedloom.federation.private_sums import (
     clipping_rule,
     noise_source,
 )
-from fedloom.federation.transport import TRAIN, ConversationKey
+from fedloom.federation.transport import TRAIN, ConversationKey, Guard
 from fedloom.messages import Message
 from fedloom.privacy.clipped_sum import ClippedSum
 from fedloom.privacy.settings import TrainingPrivacy
@@ -95,8 +95,8 @@ class HeldAnswers:
         all data.
     run
         Digest of the settings that cannot change in a run: runs with equal digests have equal answers.
-    only_sums
-        True to refuse a sum with fewer neighbours than by default.
+    guard
+        Policy of the member, which may refuse a sum over too few members, or with a weak graph.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class HeldAnswers:
         revealed_sums: RevealedSums | None = None,
         run: str = "",
         *,
-        only_sums: bool = False,
+        guard: Guard | None = None,
     ) -> None:
         self._summation, self._noise, self._run = summation, noise, run
-        self._signing, self._only_sums = signing, only_sums
+        self._signing, self._guard = signing, guard
         self._revealed = revealed_sums
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
         self._contexts: dict[ConversationKey, dict[int, _Context]] = {}
@@ -231,6 +231,8 @@ class HeldAnswers:
         The set is recorded after the protocol's own checks, so that an invented session leaves no trace.
         """
         survived = message.survived.numpy().astype(np.bool_)
+        if self._guard is not None:
+            self._guard.cohort(int(survived.sum()), None)
         tags = member.confirm(survived, message.receipts[0].numpy())
         if self._revealed is not None:
             names = [name for name, is_present in zip(held_answer.names, survived.tolist(), strict=True) if is_present]
@@ -301,8 +303,8 @@ class HeldAnswers:
         vector = self._summation.vector(
             type(held_answer.answer), _shapes(held_answer.values), secure, rule, len(members)
         )
-        if self._only_sums and (weaker := weaker_graph(secure, len(members))) is not None:
-            raise RefusedError(weaker)
+        if self._guard is not None:
+            self._guard.cohort(len(members), weaker_graph(secure, len(members)))
         largest, fields = self._summation.largest(members), self._summation.fields[type(held_answer.answer)]
         if held_answer.examples > largest and any(field.weighting == "examples" for field in fields.values()):
             raise RefusedError(

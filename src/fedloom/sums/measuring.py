@@ -37,7 +37,7 @@ from fedloom.federation.measuring import (
     not_measured,
 )
 from fedloom.federation.round_attempt import RoundAttempt
-from fedloom.federation.transport import Transport
+from fedloom.federation.transport import Guard, Transport
 from fedloom.messages import Message, Quantity, rows
 from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
 from fedloom.runs.journal import Attempt
@@ -143,14 +143,14 @@ def securely_measuring_side(
     signing: Signing,
     revealed_sums: RevealedSums | None = None,
     *,
-    only_sums: bool = False,
+    guard: Guard | None = None,
 ) -> ClientSide:
     """Return the clients' side of the measurement in a secure sum.
 
     ``cards`` have the clients' moments; the other parameters are those of :class:`HeldAnswers`.
     """
-    held_answers = HeldAnswers(summed_moments(secure), signing, revealed_sums=revealed_sums, only_sums=only_sums)
-    return measuring_side(cards, _SummedClients(cards), held_answers, {**VOCABULARY, **messages.VOCABULARY})
+    held_answers = HeldAnswers(summed_moments(secure), signing, revealed_sums=revealed_sums, guard=guard)
+    return measuring_side(cards, _SummedClients(cards), held_answers, {**VOCABULARY, **messages.VOCABULARY}, guard)
 
 
 def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int) -> NDArray[np.float64]:
