@@ -88,11 +88,10 @@ def test_an_error_is_one_screen(fedloom: Fedloom, words: str, code: ExitCode, fa
     assert "Traceback" in fedloom("--verbose", *words.split())[2]
 
 
-def test_schema_is_json(fedloom: Fedloom, tmp_path: Path) -> None:
+def test_schema_is_json(fedloom: Fedloom) -> None:
     code, out, _ = fedloom("schema")
     assert code == 0
-    assert fedloom("schema", "--out", tmp_path / "schema.json")[0] == 0
-    assert json.loads(out) == json.loads((tmp_path / "schema.json").read_text())
+    assert json.loads(out)["properties"].keys() >= {"name", "data", "model", "algorithm", "federation"}
 
 
 def test_keyboard_interrupt() -> None:

@@ -192,8 +192,8 @@ def _how_to_fix(dataset: Dataset, root: Path) -> str:
 
 
 def _fetch_command(dataset: Dataset, root: Path) -> str:
-    there = "" if root == data_root() else f" --root {shlex.quote(str(root))}"
-    return f"fedloom data fetch {dataset.name}{there}"
+    there = "" if root == data_root() else f"FEDLOOM_DATA={shlex.quote(str(root))} "
+    return f"{there}fedloom data fetch {dataset.name}"
 
 
 def _is_intact(dataset: Dataset, root: Path) -> bool:
