@@ -45,21 +45,36 @@ def token_command(
     ] = None,
 ) -> None:
     """Manage tokens of workers and watchers of an aggregator, and create members' signature keys."""
+    from fedloom.security.tokens import read_tokens, revoke_tokens
+
     if action != "new":
         refuse_options({"--days": days}, "is for new.")
     if action in ("list", "revoke"):
         refuse_options({"--out": out}, "is for new and signing-key.")
     if action == "list":
         refuse_options({"NAME": name}, "is not for list.")
-        _list_tokens(tokens)
+        for token in read_tokens(tokens).all:
+            ends = token.revoked or token.expires
+            until = "for ever" if ends is None else _time(ends)
+            typer.echo(f"{token.id}  {token.state(datetime.now(UTC)):<8} {token.name}  {_time(token.created)}  {until}")
     elif name is None:
         raise ExperimentError(f"Give a name: fedloom token {action} NAME.", key="name")
     elif action == "new":
         _new_token(name, tokens, days, out)
     elif action == "revoke":
-        _revoke_tokens(name, tokens)
+        revoked = revoke_tokens(tokens, name)
+        for token in revoked:
+            typer.echo(f"revoked {token.id} of {token.name}")
+        if not revoked:
+            typer.echo(f"{name}: already revoked", err=True)
     else:
-        _new_signing_key(name, out or Path("signing.key"))
+        from fedloom.security.signing import create_signing_key
+
+        key = out or Path("signing.key")
+        typer.echo(f"{name} {create_signing_key(key)}")
+        typer.echo(
+            f"{key}: the key, readable by its owner only; give all members the line above (docs/security.md)", err=True
+        )
 
 
 def _new_token(name: str, tokens: Path, days: float | None, out: Path | None) -> None:
@@ -78,35 +93,6 @@ def _new_token(name: str, tokens: Path, days: float | None, out: Path | None) ->
     until = "" if entry.expires is None else f", until {_time(entry.expires)}"
     where = "shown only once" if out is None else f"in {out}"
     typer.echo(f"token {entry.id} of {name}{until}: {where}; its hash is in {tokens}", err=True)
-
-
-def _list_tokens(tokens: Path) -> None:
-    from fedloom.security.tokens import read_tokens
-
-    now = datetime.now(UTC)
-    for token in read_tokens(tokens).all:
-        ends = token.revoked or token.expires
-        until = "for ever" if ends is None else _time(ends)
-        typer.echo(f"{token.id}  {token.state(now):<8} {token.name}  {_time(token.created)}  {until}")
-
-
-def _revoke_tokens(which: str, tokens: Path) -> None:
-    from fedloom.security.tokens import revoke_tokens
-
-    revoked = revoke_tokens(tokens, which)
-    for token in revoked:
-        typer.echo(f"revoked {token.id} of {token.name}")
-    if not revoked:
-        typer.echo(f"{which}: already revoked", err=True)
-
-
-def _new_signing_key(clients: str, out: Path) -> None:
-    from fedloom.security.signing import create_signing_key
-
-    typer.echo(f"{clients} {create_signing_key(out)}")
-    typer.echo(
-        f"{out}: the key, readable by its owner only; give all members the line above (docs/security.md)", err=True
-    )
 
 
 def _time(when: datetime) -> str:

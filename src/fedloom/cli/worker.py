@@ -162,7 +162,12 @@ def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
 
     headings = ["message", "quantity", "shape", "numbers"]
     rows = [
-        [f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one)]
+        [
+            f"{one.message}.{one.field}",
+            one.quantity,
+            f"[{', '.join(map(str, one.shape))}]",
+            "" if one.numbers is None else f"{one.numbers:,}",
+        ]
         for one in tensors
     ]
     if any(one.only_summed for one in tensors):
@@ -172,7 +177,3 @@ def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
     typer.echo(title if rows else f"{title}: nothing")
     if rows:
         print_table("", headings, rows, texts=(0, 1, 2, 4))
-
-
-def _count(one: DisclosedTensor) -> str:
-    return "" if one.numbers is None else f"{one.numbers:,}"

@@ -20,7 +20,7 @@ from fedloom.data.manifest import VERSION, ClientEntry, ClientId, Manifest, Sha2
 from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.spec import NOTHING, ChannelAxis, DataSpec, InputSpec, Kind, Normalization, Targets
 from fedloom.errors import DataError, argument
-from fedloom.tasks.names import TaskName
+from fedloom.tasks.names import KINDS, TaskName
 
 AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Numbers: TypeAlias = Annotated[tuple[float, ...], AsTuple]
@@ -80,7 +80,7 @@ class OwnTargets(Settings):
 
     @model_validator(mode="after")
     def _check_keys(self) -> OwnTargets:
-        if self.outputs is None and self.task in ("segmentation", "next_token"):
+        if self.outputs is None and KINDS[self.task].like is not None:
             raise ValueError(f"outputs: {self.task} needs the number of classes or tokens")
         return self
 

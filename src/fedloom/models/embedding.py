@@ -218,7 +218,7 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     Sequences whose targets are their next tokens have the vocabulary that ``lstm`` needs. Other integers and named
     tensors have no specific network: ``linear`` describes a client by its targets alone.
     """
-    if task.target_kind == "next_token":
+    if task.kind.like == "sequence":
         return ("lstm",)
     if kind == "tokens" and not task.is_classification:  # a vocabulary that the targets do not have
         return ("linear",)

@@ -266,7 +266,8 @@ class ModuleCall:
             b.
         """
         given = tuple(found.shape[1:])
-        if task.name == "next_token" and given == wanted[1:] and len(found) == rows * wanted[0]:
+        is_sequence = task.kind.like == "sequence"
+        if is_sequence and given == wanted[1:] and len(found) == rows * wanted[0]:
             return replace(self, given=given, shape=wanted)
         if len(found) != rows:
             return None
@@ -274,10 +275,10 @@ class ModuleCall:
             return self
         if task.has_binary_form(outputs) and given in (wanted[1:], (1, *wanted[1:])):
             return replace(self, given=given, shape=wanted, binary=True)
-        flat = task.name == "regression" and given == (outputs,)
+        flat = task.kind.is_number and given == (outputs,)
         if flat or _without_ones(given) == _without_ones(wanted):
             return replace(self, given=given, shape=wanted)
-        if task.name == "next_token" and given == wanted[::-1]:
+        if is_sequence and given == wanted[::-1]:
             return replace(self, given=given, shape=wanted, classes_first=True)
         return None
 

@@ -176,7 +176,7 @@ class _Trial:
         task = self.data.task
         if all(task.sums_to_one(self._scaled(factor)) for factor in _FACTORS):
             return replace(self.call, probabilities="softmax")
-        if self.call.binary or task.is_binary_by_label:
+        if self.call.binary or task.kind.is_binary:
             outputs = (self.call.unshaped(self._scaled(factor)) for factor in _FACTORS)
             if all(bool(((z >= 0) & (z <= 1)).all()) for z in outputs):  # NaN is not
                 return replace(self.call, probabilities="sigmoid")

@@ -155,7 +155,7 @@ def personalize_command(
     ] = None,
 ) -> None:
     """Create and save models for clients, which need not have taken part in training."""
-    from fedloom.errors import ExperimentError
+    from fedloom.errors import ExperimentError, QuorumError
 
     settings = _request_settings(set_ or ())
     if out.suffix[1:] not in get_args(Format):
@@ -163,7 +163,18 @@ def personalize_command(
         of_one = {f"--set {key}": key for key in settings.keys() - {"predictor", "format"}} | of_privacy
         refuse_options(of_one, f"is for one model; give a file as --out (got {out}).")
         predictor, form = settings.get("predictor", "personal"), settings.get("format", "safetensors")
-        _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form)
+        from fedloom.runs.folder import RunFolder
+
+        RunFolder.open(where)  # fail early, before torch is imported
+        from fedloom.serving.client_models import save_models
+
+        made = save_models(Path(where), out, checkpoint, partition, clients, data or (), predictor, f".{form}")
+        typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
+        for client, reason in made.lost.items():
+            typer.echo(f"{client} got no model: {reason}", err=True)
+        if made.lost:
+            everyone = pluralize(len(made.saved) + len(made.lost), "client")
+            raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
         return
     of_all = {"--partition": partition, "--clients": clients, "--set format": settings.get("format")}
     refuse_options(
@@ -221,29 +232,3 @@ def _request_settings(overrides: Sequence[str]) -> dict[str, Any]:
         clip: float | None = None
 
     return settings_of(RequestSettings, overrides, "the request").model_dump(exclude_unset=True)
-
-
-def _save_models(
-    run: str,
-    out: Path,
-    checkpoint: str,
-    partition: str | None,
-    clients: str | None,
-    data: Sequence[Path],
-    predictor: str,
-    form: str,
-) -> None:
-    """Save the models of a run's clients, or of another partition's."""
-    from fedloom.errors import QuorumError
-    from fedloom.runs.folder import RunFolder
-
-    RunFolder.open(run)  # fail early, before torch is imported
-    from fedloom.serving.client_models import save_models
-
-    made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor, f".{form}")
-    typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
-    for client, reason in made.lost.items():
-        typer.echo(f"{client} got no model: {reason}", err=True)
-    if made.lost:
-        everyone = pluralize(len(made.saved) + len(made.lost), "client")
-        raise QuorumError(f"{len(made.lost)} of {everyone} got no model")

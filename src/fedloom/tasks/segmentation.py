@@ -22,7 +22,7 @@ from fedloom.tasks.base import (
     ratio,
     weights_fault,
 )
-from fedloom.tasks.names import IGNORED, METRICS
+from fedloom.tasks.names import IGNORED_PIXEL, METRICS
 
 _NONE = -100
 """Index of pixels that do not count; it is not a class."""
@@ -33,7 +33,7 @@ class Segmentation(CategoricalTask):
 
     name: Literal["segmentation"] = Field(default="segmentation", description="one of C classes for each pixel")
     ignore_index: int = Field(
-        default=IGNORED["segmentation"],
+        default=IGNORED_PIXEL,
         description="value of pixels that are left out of the loss and of the metrics, as are those without a class",
     )
     class_weights: Weights | None = Field(
@@ -79,7 +79,7 @@ class Segmentation(CategoricalTask):
 def _counted(y: Tensor, classes: int, ignored: int) -> Tensor:
     """Return True for pixels that count: those with a class, unless it is the ignored one."""
     counted = y != ignored
-    return counted if classes > IGNORED["segmentation"] else counted & (y != IGNORED["segmentation"])
+    return counted if classes > IGNORED_PIXEL else counted & (y != IGNORED_PIXEL)
 
 
 class ClassOverlap(MetricSums):
