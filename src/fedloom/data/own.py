@@ -60,7 +60,7 @@ class NamedInput(Settings):
 class OwnTargets(Settings):
     """Requirements on targets that are not classes."""
 
-    task: Literal["multilabel", "regression", "segmentation", "next_token"] = Field(description="Task of the targets.")
+    task: TaskName = Field(description="Task of the targets: any but classification, which has classes.")
     shape: Annotated[tuple[int, ...], AsTuple] = Field(
         default=(),
         description="Shape of one target: [labels], [] or [numbers], [height, width], or [tokens].",

@@ -122,3 +122,6 @@ class TokenSums(MetricSums):
         if not 0 <= loss <= LOSS_CAP * tokens * (1 + 1e-6):
             return f"a summed loss of {loss:g} of {tokens:g} tokens"
         return None
+
+
+TASK = NextToken()

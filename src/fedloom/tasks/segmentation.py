@@ -126,3 +126,6 @@ class ClassOverlap(MetricSums):
         if (right > torch.minimum(predicted, true)).any():
             return "more right pixels of a class than predicted or true ones"
         return None
+
+
+TASK = Segmentation()
