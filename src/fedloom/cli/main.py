@@ -38,10 +38,8 @@ from fedloom.errors import (
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
 
-TRACED = ("run", "aggregator", "worker")
-"""Commands that take part in rounds, and send traces if the environment variable FEDLOOM_TRACING is one of ``ON``."""
-
-ON = ("1", "true", "yes", "on")
+TRACED, ON = ("run", "aggregator", "worker"), ("1", "true", "yes", "on")
+"""Commands that take part in rounds, and values of the environment variable FEDLOOM_TRACING with which they trace."""
 
 app = Commands(
     name="fedloom",

@@ -157,7 +157,7 @@ class _Trial:
         found = read.read(self.module, given)
         fit = fitted(found)
         if fit is None:
-            of_classes = task.is_classification
+            of_classes = task.kind.is_class
             what = "logits" if of_classes else f"outputs for {task.name}"
             problem = (
                 f"must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} {list(found.shape)})"

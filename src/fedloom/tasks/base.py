@@ -207,18 +207,13 @@ class PredictionTask(Settings):
         """Properties of the targets."""
         return KINDS[self.target_kind]
 
-    @property
-    def is_classification(self) -> bool:
-        """True if a target is one of K classes."""
-        return self.kind.is_class
-
     def trial_targets(self, rows: int, outputs: int, target_shape: tuple[int, ...], *, raw: bool = False) -> Tensor:
         """Return targets that data with K outputs could have, ``[rows, *target_shape]``, for trying a model.
 
         Numbers are standardized, or ``raw``: 0 or 1, which counts, events and measurements can be.
         """
         generator, shape = torch.Generator().manual_seed(0), (rows, *target_shape)
-        if self.is_classification:
+        if self.kind.is_class:
             return torch.arange(rows) % outputs
         if self.kind.is_number and not raw:
             return torch.randn(shape, generator=generator)
